@@ -1,0 +1,42 @@
+# `make demo` and `make test` work in a fresh clone: each makes .venv first if it is missing.
+PYTHON ?= python3
+# The tested release. Without a GPU its CPU build is enough: point pip's index settings at it before the first make.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+
+.PHONY: demo test style quality bench gpu clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/kvboost-hf demo --figure demo.png
+
+test: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+
+style: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+quality: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/reuse.py --out benchmarks/results
+
+# Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network.
+gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:xdist tests/gpu
+	PYTHONPATH=. $(PYTHON) benchmarks/reuse.py --device cuda --out $${OUT:-benchmarks/results}
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .hypothesis demo.png

@@ -1,0 +1,27 @@
+"""kvboost_hf: plain `model.generate()` that does not compute again what it has computed before."""
+
+from kvboost_hf.cache.attach import attach, detach, last_cache
+from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.compat import CompatibilityReport, check_model_compatibility
+from kvboost_hf.config import ReusePolicy
+from kvboost_hf.errors import CacheModelMismatchError, KVBoostError, StoreClosedError, StoreFullError
+
+__all__ = [
+    "CacheModelMismatchError",
+    "ChunkReuseCache",
+    "ChunkStore",
+    "CompatibilityReport",
+    "KVBoostError",
+    "ReusePolicy",
+    "ReuseReport",
+    "StoreClosedError",
+    "StoreFullError",
+    "attach",
+    "check_model_compatibility",
+    "detach",
+    "last_cache",
+]
+
+__version__ = "0.1.0"

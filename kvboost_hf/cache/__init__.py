@@ -1,0 +1,1 @@
+"""Reuse of stored K/V under unmodified generate()."""

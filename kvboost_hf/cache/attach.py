@@ -1,0 +1,81 @@
+"""`attach` and `detach`: reuse for calls that bring no cache of their own, such as pipelines."""
+
+import threading
+
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.hook import install
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.state import state_of
+from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.config import ReusePolicy
+
+
+class _Attachment:
+    """Makes a fresh `ChunkReuseCache` for each call; calls may come from several threads."""
+
+    def __init__(self, store: ChunkStore | None, policy: ReusePolicy | None, salt: str | bytes | None) -> None:
+        self._store, self._policy, self._salt = store, policy, salt
+        self._last = threading.local()
+
+    def __call__(self, model: PreTrainedModel) -> ChunkReuseCache:
+        # Nobody tells us when a call has ended. Its cache is kept until the thread's next one, and the tokens that
+        # fill no chunk go to the store then.
+        last: ChunkReuseCache | None = getattr(self._last, "cache", None)
+        if last is not None:
+            last.store_tails()
+        cache = ChunkReuseCache(model, self._store, self._policy, self._salt)
+        self._last.cache = cache
+        return cache
+
+    @property
+    def last(self) -> ChunkReuseCache | None:
+        """The cache of this thread's last call."""
+        return getattr(self._last, "cache", None)
+
+
+def attach(
+    model: PreTrainedModel,
+    store: ChunkStore | None = None,
+    policy: ReusePolicy | None = None,
+    salt: str | bytes | None = None,
+) -> PreTrainedModel:
+    """Give every later `generate()` call on `model` that passes no cache a `ChunkReuseCache`.
+
+    The K/V of the last call stays in memory until the thread's next call, or until `detach`. Attaching again replaces
+    the settings.
+
+    Args:
+        model: The model whose calls are served, for example a pipeline's `pipe.model`.
+        store: Shared by all calls; None takes the model's default store.
+        policy: How stored K/V may be used.
+        salt: Separates those who must not see each other's prompts; None takes the store's.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: for a model that cannot be served, or a store that was made for another model.
+
+    Example:
+        >>> from transformers import pipeline
+        >>> from kvboost_hf.assets import load_embedded
+        >>> model, tokenizer = load_embedded()
+        >>> pipe = pipeline("text-generation", model=attach(model), tokenizer=tokenizer)
+    """
+    ChunkReuseCache(model, store, policy, salt)  # refuses what it must refuse now, not at the first call
+    install(model)
+    state_of(model).attached = _Attachment(store, policy, salt)
+    return model
+
+
+def detach(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `attach`. Stored chunks, and caches that are passed by hand, stay as they are."""
+    state_of(model).attached = None
+    return model
+
+
+def last_cache(model: PreTrainedModel) -> ChunkReuseCache | None:
+    """The cache that an attached model's last call in this thread was given: `last_cache(model).report`."""
+    attached = state_of(model).attached
+    return attached.last if isinstance(attached, _Attachment) else None

@@ -1,0 +1,82 @@
+"""Cutting token sequences into chunks, and the keys that chunks are found under.
+
+A chunk is a half-open interval [start, stop) of at most `chunk_size` tokens. It is known by two keys:
+
+- the *prefix key*, chained over every chunk before it: equal keys mean equal tokens, positions and history;
+- the *content key*, of the chunk's own tokens alone: equal keys mean equal tokens, wherever they stand.
+
+Both start from a root that carries the model's fingerprint and the caller's salt, so that another model, another
+adapter or another tenant can never match. Keys are BLAKE2b digests; whoever finds a chunk by key compares its tokens
+before using it, so that a collision cannot match.
+"""
+
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int64]
+
+KEY_BYTES = 20
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = blake2b(digest_size=KEY_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def root_key(fingerprint: bytes, salt: bytes) -> bytes:
+    """The key before the first chunk: everything besides tokens that K/V depends on, and the caller's salt."""
+    return _digest(b"root", fingerprint, salt)
+
+
+def prefix_key(parent: bytes, tokens: Tokens) -> bytes:
+    """The key of a chunk with this history: `parent` is the prefix key of the chunk before, or the root."""
+    return _digest(parent, tokens.tobytes())
+
+
+def content_key(root: bytes, tokens: Tokens) -> bytes:
+    """The key of a chunk with these tokens, whatever its history and position."""
+    return _digest(b"content", root, tokens.tobytes())
+
+
+def common_length(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens `a` and `b` share."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n
+
+
+class Chunker(Protocol):
+    """Where a token sequence is cut. Cuts may depend on the tokens after the last cut, never on what is stored."""
+
+    chunk_size: int  # no chunk is longer
+
+    def next_cut(self, tokens: Tokens, start: int) -> int | None:
+        """The end of the chunk that starts at `start`, or None while `tokens` is too short to tell."""
+        ...
+
+
+class FixedChunker:
+    """Cuts at every multiple of `chunk_size` tokens.
+
+    Args:
+        chunk_size: Tokens per chunk, a positive multiple of 16.
+
+    Raises:
+        ValueError: for any other `chunk_size`.
+    """
+
+    def __init__(self, chunk_size: int = 128) -> None:
+        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size <= 0 or chunk_size % 16:
+            raise ValueError(f"`chunk_size` must be a positive multiple of 16 tokens, got {chunk_size!r}.")
+        self.chunk_size = chunk_size
+
+    def next_cut(self, tokens: Tokens, start: int) -> int | None:
+        """See `Chunker.next_cut`."""
+        stop = start + self.chunk_size
+        return stop if stop <= len(tokens) else None

@@ -1,0 +1,101 @@
+"""Carrying out a `ReusePlan`: stored K/V into the layers, and rows that lag behind through the model first."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.inputs import ForwardInputs
+from kvboost_hf.cache.layers import GrowingLayer, Piece
+from kvboost_hf.cache.plan import ReusePlan, Segment
+from kvboost_hf.cache.store import StoredChunk
+
+
+class _PlainCache(Cache):
+    """Holds the rows of a batch that are prefilled ahead of the others; no hook takes it for a user's."""
+
+
+def fill_layers(
+    model: PreTrainedModel, layers: Sequence[GrowingLayer], plan: ReusePlan, inputs: ForwardInputs, first: int
+) -> int:
+    """Append columns [plan.held, plan.filled) to every layer.
+
+    Args:
+        model: Runs the rows whose stored prefix is shorter.
+        layers: They hold `plan.held` columns.
+        plan: What comes from where.
+        inputs: The caller's arguments.
+        first: The column of the first id in `inputs`.
+
+    Returns:
+        Tokens that had to be computed.
+    """
+    computed = 0
+    ahead: dict[int, tuple[list[GrowingLayer], int]] = {}  # row -> where it was prefilled, and as which row
+    for column, rows in plan.cold_groups.items():
+        group = _prefill(model, layers, plan, inputs, first, column, rows)
+        ahead |= {row: (group, at) for at, row in enumerate(rows)}
+        computed += sum(plan.filled - max(column, plan.pads[row]) for row in rows)
+    for idx, layer in enumerate(layers):
+        pieces: list[list[Piece]] = []
+        for row, pad in enumerate(plan.pads):
+            if row in ahead:
+                group, at = ahead[row]
+                pieces.append([group[idx].piece(at, plan.held)])
+            else:
+                pieces.append(_pieces(plan.rows[row].segments, idx, plan.filled - pad))
+        _prepare(layer, plan, idx)
+        layer.fill(plan.filled - plan.held, pieces)
+    return computed
+
+
+def _prefill(
+    model: PreTrainedModel,
+    layers: Sequence[GrowingLayer],
+    plan: ReusePlan,
+    inputs: ForwardInputs,
+    first: int,
+    column: int,
+    rows: list[int],
+) -> list[GrowingLayer]:
+    """Compute columns [column, filled) of `rows` on top of what the layers and the store have of them."""
+    group = [GrowingLayer() for _ in layers]
+    if column:
+        for idx, (layer, own) in enumerate(zip(group, layers, strict=True)):
+            pieces = [_pieces(plan.rows[row].segments, idx, column - plan.pads[row]) for row in rows]
+            if plan.held:
+                pieces = [[own.piece(row, 0), *found] for row, found in zip(rows, pieces, strict=True)]
+            _prepare(layer, plan, idx)
+            layer.fill(column, pieces)
+    at = torch.tensor(rows, device=inputs.input_ids.device)
+    new = slice(column - first, plan.filled - first)
+    part: dict[str, Any] = {"input_ids": inputs.input_ids[at, new]}
+    if inputs.attention_mask is not None:
+        part["attention_mask"] = inputs.attention_mask[at, : plan.filled]
+    if inputs.position_ids is not None:
+        part["position_ids"] = inputs.position_ids.expand(len(plan.rows), -1)[at, new]
+    model(**part, past_key_values=_PlainCache(layers=list(group)), use_cache=True, logits_to_keep=1)
+    return group
+
+
+def _pieces(segments: Sequence[Segment], layer_idx: int, stop: int) -> list[Piece]:
+    """K/V of a row's tokens up to `stop`, as pieces of stored chunks."""
+    pieces: list[Piece] = []
+    for segment in segments:
+        if segment.start < stop:
+            assert isinstance(segment.chunk, StoredChunk)
+            part = slice(segment.start - segment.origin, min(segment.stop, stop) - segment.origin)
+            kv = segment.chunk.kv
+            pieces.append((kv.keys[layer_idx][:, part], kv.values[layer_idx][:, part]))
+    return pieces
+
+
+def _prepare(layer: GrowingLayer, plan: ReusePlan, layer_idx: int) -> None:
+    """Tell a layer that has not seen any K/V yet where the model computes it."""
+    for segment in (s for row in plan.rows for s in row.segments[:1]):
+        assert isinstance(segment.chunk, StoredChunk)
+        kv = segment.chunk.kv
+        layer.prepare(kv.keys[layer_idx].dtype, kv.devices[layer_idx])
+        return

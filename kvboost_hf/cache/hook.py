@@ -1,0 +1,84 @@
+"""The forward hooks that give a cache what transformers does not: the token ids, before and after each forward."""
+
+import inspect
+from abc import abstractmethod
+from typing import Any
+
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.state import state_of
+
+Kwargs = dict[str, Any]
+
+
+class HookedCache(Cache):
+    """A cache that wants to see each forward of its model."""
+
+    @abstractmethod
+    def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
+        """Called with the keyword arguments of a forward; returns those to run it with."""
+
+    @abstractmethod
+    def after_forward(self) -> None:
+        """Called when the forward has returned without an error."""
+
+
+class ForwardHook:
+    """One per model. Holds no reference to it, so that it can be pickled and deep-copied with it."""
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs] | None:
+        """torch forward pre-hook."""
+        assert isinstance(model, PreTrainedModel)
+        kwargs = _by_name(model, args, kwargs)
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, HookedCache):
+            cache = _swapped_in(model, kwargs)
+            if cache is None:
+                return None
+            kwargs["past_key_values"] = cache
+        return (), cache.before_forward(model, kwargs)
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> None:
+        """torch forward hook."""
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, HookedCache):
+            cache.after_forward()
+
+
+def install(model: PreTrainedModel) -> None:
+    """Put the hooks on `model`, unless they are there."""
+    with state_of(model).lock:
+        if not _handles(model):
+            hook = ForwardHook()
+            model.register_forward_pre_hook(hook.before, with_kwargs=True)
+            model.register_forward_hook(hook.after, with_kwargs=True)
+
+
+def _handles(model: PreTrainedModel) -> list[Any]:
+    return [h for h in model._forward_pre_hooks.values() if isinstance(getattr(h, "__self__", None), ForwardHook)]
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
+    if not args:
+        return dict(kwargs)
+    names = list(inspect.signature(model.forward).parameters)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _swapped_in(model: PreTrainedModel, kwargs: Kwargs) -> HookedCache | None:
+    """A cache for an attached model whose caller brought only the empty one that generate() makes.
+
+    The caller's object is given the layers of ours, so that it holds what was computed, too.
+    """
+    attached = state_of(model).attached
+    theirs = kwargs.get("past_key_values")
+    if attached is None or type(theirs) is not DynamicCache or theirs.offloading or "logits_to_keep" not in kwargs:
+        return None
+    if theirs.get_seq_length() > 0:
+        return None
+    ours = attached(model)
+    assert isinstance(ours, HookedCache)
+    theirs.layers = ours.layers
+    return ours

@@ -1,0 +1,128 @@
+"""What a cache knows of the K/V in its layers, and how it hands chunks of it to the store."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvboost_hf.cache.chunks import Tokens, prefix_key
+from kvboost_hf.cache.layers import GrowingLayer
+from kvboost_hf.cache.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row
+from kvboost_hf.cache.store import ChunkStore, LayerKV, Put
+from kvboost_hf.cache.tokens import TokenLog
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Ids and chunk borders of every row, beside the layers that hold their K/V.
+
+    Args:
+        log: The ids.
+        borders: Per row, the chunk borders so far; the root first.
+        root: The root of all chains: model, weights and salt.
+        version: `GrowingLayer.version` when the ledger was last brought up to date; another one means that the layers
+            were changed behind its back.
+        unconfirmed: The last columns are candidates that `crop()` has yet to judge.
+    """
+
+    log: TokenLog
+    borders: list[list[Border]]
+    root: bytes
+    version: int = 0
+    unconfirmed: bool = False
+
+    @classmethod
+    def empty(cls, pads: NDArray[np.int64], root: bytes) -> "Ledger":
+        """A ledger of layers that hold nothing yet."""
+        return cls(TokenLog(pads), [[Border(0, root)] for _ in pads], root)
+
+    def copy(self) -> "Ledger":
+        """A ledger of the same, that can be kept on its own."""
+        return Ledger(self.log.copy(), [list(row) for row in self.borders], self.root, self.version, self.unconfirmed)
+
+    def rewind(self, length: int) -> None:
+        """Forget columns from `length` on."""
+        self.log.crop(length)
+        for pad, borders in zip(self.log.pads, self.borders, strict=True):
+            while borders[-1].at > max(0, self.log.length - pad):
+                borders.pop()
+
+    def select(self, rows: NDArray[np.int64]) -> None:
+        """Make row i what row `rows[i]` was."""
+        self.log.select(rows)
+        self.borders = [list(self.borders[row]) for row in rows]
+
+    def plan(self, ids: Tokens, held: int, limit: int, store: ChunkStore, min_saving: int) -> ReusePlan:
+        """Plan the columns [held, limit) of `ids` [batch, columns]."""
+        pads = self.log.pads.tolist()
+        plans: list[RowPlan] = []
+        same: dict[bytes, RowPlan] = {}  # beams and num_return_sequences repeat rows
+        for row, pad in enumerate(pads):
+            tokens = ids[row, pad:]
+            key = tokens.tobytes()
+            if key not in same:
+                border = self.borders[row][-1]
+                same[key] = plan_row(tokens, max(held - pad, 0), border, limit - pad, store.chunker, store)
+            plans.append(same[key])
+        return plan_batch(plans, pads, held, limit, min_saving)
+
+    # Handing chunks to the store
+
+    def store_new(self, layers: Sequence[GrowingLayer], store: ChunkStore) -> None:
+        """Offer the chunks that have become complete."""
+        for row in range(self.log.batch_size):
+            self.store_row(row, layers, store)
+
+    def has_new_chunk(self, chunk_size: int) -> bool:
+        """Whether some row may have a new complete chunk; reads no ids."""
+        return any(
+            self.log.length - pad - borders[-1].at >= chunk_size
+            for pad, borders in zip(self.log.pads, self.borders, strict=True)
+        )
+
+    def store_row(
+        self, row: int, layers: Sequence[GrowingLayer], store: ChunkStore, *, pinned: bool = False, again: bool = False
+    ) -> list[Put]:
+        """Offer a row's complete chunks: those since the last border, or all of them `again`."""
+        tokens, borders = self.log.row(row), self.borders[row]
+        if again:
+            del borders[1:]
+        results: list[Put] = []
+        while (cut := store.chunker.next_cut(tokens, borders[-1].at)) is not None:
+            border = borders[-1]
+            result = self._put(row, border, tokens[border.at : cut], layers, store, pinned)
+            if result is Put.NO_PARENT and not again:  # an ancestor was evicted from the store, but is still here
+                return self.store_row(row, layers, store, pinned=pinned, again=True)
+            results.append(result)
+            borders.append(Border(cut, prefix_key(border.key, tokens[border.at : cut])))
+        return results
+
+    def store_tail(self, row: int, layers: Sequence[GrowingLayer], store: ChunkStore, *, pinned: bool = False) -> Put:
+        """Offer the tokens after a row's last border as a short chunk."""
+        border = self.borders[row][-1]
+        tail = self.log.row(row)[border.at :]
+        if len(tail) < HEAD_TOKENS:
+            return Put.PRESENT
+        return self._put(row, border, tail, layers, store, pinned)
+
+    def _put(
+        self,
+        row: int,
+        border: Border,
+        tokens: Tokens,
+        layers: Sequence[GrowingLayer],
+        store: ChunkStore,
+        pinned: bool,
+    ) -> Put:
+        first = int(self.log.pads[row]) + border.at
+        nbytes = sum(layer.bytes_per_column for layer in layers) * len(tokens)
+
+        def copy_kv() -> LayerKV:
+            pairs = [layer.host_copy(row, first, first + len(tokens)) for layer in layers]
+            return LayerKV(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), tuple(x.device for x in layers))
+
+        # Outside inference mode: tensors made inside could not be used freely later.
+        with torch.inference_mode(False), torch.no_grad():
+            return store.put(self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned)

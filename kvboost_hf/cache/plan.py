@@ -1,0 +1,184 @@
+"""Planning reuse: which columns of a prompt can come from stored chunks. Pure functions, no tensors, no side effects.
+
+    row tokens   [ held | served from the store | computed ]
+                 0     held                   hit          n
+
+The K/V of the first `held` tokens is in the live cache already. The walk starts at the last chunk border at or before
+`held` and follows the chain of prefix keys through the store, chunk by chunk; where no whole chunk matches, the stored
+chunk that agrees longest with the row serves its leading tokens (attention is causal: the K/V of a token never depends
+on what comes after it).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvboost_hf.cache.chunks import Chunker, Tokens, common_length, prefix_key
+
+# A stored chunk can serve a part of itself only if at least this many of its leading tokens agree.
+HEAD_TOKENS = 16
+
+
+class Chunk(Protocol):
+    """What planning needs to know of a stored chunk."""
+
+    @property
+    def prefix_key(self) -> bytes: ...
+    @property
+    def tokens(self) -> Tokens: ...
+
+
+class ChunkIndex(Protocol):
+    """What planning needs to ask of a store."""
+
+    def find(self, key: bytes, tokens: Tokens) -> "Chunk | None":
+        """The chunk under prefix key `key`, if its tokens are `tokens`."""
+        ...
+
+    def siblings(self, parent: bytes, head: Tokens) -> "Iterable[Chunk]":
+        """Chunks that continue `parent` and start with the `HEAD_TOKENS` tokens `head`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """A chunk border of a row: the prefix key of all that is before it."""
+
+    at: int  # in row tokens
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Row tokens [start, stop), served by a chunk that starts at row token `origin`."""
+
+    chunk: Chunk
+    origin: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why the walk through the store ended: what explain() works from."""
+
+    at: int  # the first row token that was not served
+    border: Border  # the chunk border before it
+    wanted_key: bytes | None  # prefix key of the whole chunk there; None where the row ends before its cut
+    nearest: Tokens | None  # tokens, from the border on, of the stored chunk that agrees longest
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """What the store can serve of one row."""
+
+    hit: int  # row tokens [0, hit) need no computing
+    segments: tuple[Segment, ...]
+    borders: tuple[Border, ...]  # chunk borders after those of the held tokens, up to `hit`
+    miss: Miss | None  # None where only the limit ended the walk
+
+
+def plan_row(tokens: Tokens, held: int, border: Border, limit: int, chunker: Chunker, index: ChunkIndex) -> RowPlan:
+    """Walk a row through the store.
+
+    Args:
+        tokens: All tokens of the row, held and new.
+        held: How many of them the live cache holds.
+        border: The last chunk border at or before `held`.
+        limit: At most this many row tokens may be served; the rest must be computed, for its logits are wanted.
+        chunker: Where chunks end.
+        index: The store.
+
+    Returns:
+        The plan. `hit >= held`, and `hit <= max(held, limit)`.
+    """
+    segments: list[Segment] = []
+    borders: list[Border] = []
+    at = held
+    while at < limit:
+        cut = chunker.next_cut(tokens, border.at)
+        wanted = None
+        if cut is not None:
+            wanted = prefix_key(border.key, tokens[border.at : cut])
+            chunk = index.find(wanted, tokens[border.at : cut])
+            if chunk is not None:
+                stop = min(cut, limit)
+                if stop > at:
+                    segments.append(Segment(chunk, border.at, at, stop))
+                    at = stop
+                if stop < cut:
+                    break
+                border = Border(cut, wanted)
+                borders.append(border)
+                continue
+        nearest, agreed = _nearest(tokens, border, index)
+        stop = min(border.at + agreed, limit)
+        if nearest is not None and stop > at:
+            segments.append(Segment(nearest, border.at, at, stop))
+            at = stop
+        if at < limit:
+            miss = Miss(at, border, wanted, None if nearest is None else nearest.tokens)
+            return RowPlan(at, tuple(segments), tuple(borders), miss)
+    return RowPlan(at, tuple(segments), tuple(borders), None)
+
+
+def _nearest(tokens: Tokens, border: Border, index: ChunkIndex) -> tuple[Chunk | None, int]:
+    """The stored chunk after `border` that shares most leading tokens with the row, and how many."""
+    rest = tokens[border.at :]
+    best: Chunk | None = None
+    agreed = 0
+    if len(rest) >= HEAD_TOKENS:
+        for chunk in index.siblings(border.key, rest[:HEAD_TOKENS]):
+            shared = common_length(chunk.tokens, rest)
+            if shared > agreed:
+                best, agreed = chunk, shared
+    return best, agreed
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePlan:
+    """What a forward pass over a batch will take from the store, in columns (padding included)."""
+
+    held: int  # columns [0, held) are in the live cache
+    filled: int  # columns [held, filled) are taken from the store, or computed for some rows ahead of the others
+    rows: tuple[RowPlan, ...]
+    pads: tuple[int, ...]  # columns of left padding of each row
+
+    @property
+    def cold_groups(self) -> dict[int, list[int]]:
+        """Rows that can be served up to a column before `filled`, by that column: they are prefilled first."""
+        groups: dict[int, list[int]] = {}
+        for row, (plan, pad) in enumerate(zip(self.rows, self.pads, strict=True)):
+            column = _served(plan, pad, self.held)
+            if column < self.filled:
+                groups.setdefault(column, []).append(row)
+        return groups
+
+
+def _served(row: RowPlan, pad: int, held: int) -> int:
+    """The column up to which a row can be served."""
+    return row.hit + pad if row.segments else held
+
+
+def plan_batch(rows: Sequence[RowPlan], pads: Sequence[int], held: int, limit: int, min_saving: int) -> ReusePlan:
+    """Reduce plans of rows to one cut for the batch.
+
+    A forward pass computes the same columns of every row. Up to the shortest hit all rows are served. Going further
+    serves more of the warm rows, but needs a forward of its own for each group of rows that lack those columns; the
+    cut is chosen so that the fewest tokens are computed, each extra forward counting as `min_saving` tokens.
+
+    Args:
+        rows: The plan of each row.
+        pads: Columns of left padding of each row.
+        held: Columns in the live cache.
+        limit: At most this many columns may be filled.
+        min_saving: Tokens that an extra forward must save.
+    """
+    hits = [_served(plan, pad, held) for plan, pad in zip(rows, pads, strict=True)]
+
+    def cost(cut: int) -> int:
+        computed = sum(limit - min(hit, cut) for hit in hits)
+        return computed + min_saving * len({hit for hit in hits if hit < cut})
+
+    filled = min(sorted({held, *hits}), key=cost)
+    return ReusePlan(held=held, filled=filled, rows=tuple(rows), pads=tuple(pads))

@@ -1,0 +1,158 @@
+"""What was reused for a prompt, what was not, and why."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvboost_hf.cache.chunks import Tokens, common_length
+from kvboost_hf.cache.plan import Miss
+
+_CONTEXT_TOKENS = 12
+_CLOCK = re.compile(r"\d{1,4}[-/:.]\d{1,2}([-/:.]\d{1,4})?")
+
+
+class Detokenizer(Protocol):
+    """A tokenizer, as far as a report needs one."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MissReport:
+    """The first token of a row that had to be computed although more of the prompt might have been reusable."""
+
+    row: int
+    at: int  # in row tokens
+    found: Tokens  # a few prompt tokens from there on
+    expected: Tokens | None  # what the nearest stored chunk has there, or None
+    cause: str  # "cold" | "evicted" | "fingerprint" | "diverged"
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseReport:
+    """Counts for the last prompt that a cache saw. Tokens are counted over all rows, padding left out.
+
+    Args:
+        prompt_tokens: Tokens of the prompt.
+        exact_tokens: Of these, taken from K/V with the same tokens, positions and history.
+        moved_tokens: Of these, taken from K/V that was computed elsewhere.
+        recomputed_tokens: Moved tokens that were computed again to repair them.
+        forwarded_tokens: Tokens that went through the model for the prompt.
+        tier_tokens: Reused tokens by where they were found: `"live"` (still in this cache), `"ram"`.
+        bypass_reason: Why nothing could be reused at all, or None.
+        misses: For each row, where reuse ended and why; empty where all was reused.
+    """
+
+    prompt_tokens: int = 0
+    exact_tokens: int = 0
+    moved_tokens: int = 0
+    recomputed_tokens: int = 0
+    forwarded_tokens: int = 0
+    tier_tokens: Mapping[str, int] = field(default_factory=dict)
+    bypass_reason: str | None = None
+    misses: tuple[MissReport, ...] = ()
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the prompt that were not computed."""
+        return self.exact_tokens + self.moved_tokens - self.recomputed_tokens
+
+    @property
+    def reuse_ratio(self) -> float:
+        """`reused_tokens` as a share of `prompt_tokens`, 0.0 for an empty prompt."""
+        return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def __str__(self) -> str:
+        text = (
+            f"prompt {self.prompt_tokens} tokens, {self.reused_tokens} reused ({self.reuse_ratio:.0%}), "
+            f"{self.forwarded_tokens} computed"
+        )
+        tiers = ", ".join(f"{count} {tier}" for tier, count in self.tier_tokens.items() if count)
+        if tiers:
+            text += f" [{tiers}]"
+        return f"{text}; bypassed: {self.bypass_reason}" if self.bypass_reason else text
+
+    def explain(self, tokenizer: Detokenizer | None = None) -> str:
+        """Say in words where reuse ended and why.
+
+        Args:
+            tokenizer: Shows text in place of token ids, and tells retokenized text and timestamps from other changes.
+
+        Example:
+            >>> ReuseReport(prompt_tokens=40, exact_tokens=39, forwarded_tokens=1).explain()
+            'prompt 40 tokens, 39 reused (98%), 1 computed\\nEverything that can be reused was.'
+        """
+        lines = [str(self)]
+        if self.bypass_reason:
+            lines.append(f"Nothing was reused: {self.bypass_reason}.")
+        elif not self.misses:
+            lines.append("Everything that can be reused was." if self.prompt_tokens else "No prompt was seen yet.")
+        lines += [_explain(miss, tokenizer) for miss in self.misses]
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of the prompt under way."""
+
+    prompt: int = 0
+    live: int = 0
+    ram: int = 0
+    forwarded: int = 0
+    bypass: str | None = None
+    misses: list[MissReport] = field(default_factory=list)
+
+    def report(self) -> ReuseReport:
+        """The counts so far."""
+        return ReuseReport(
+            prompt_tokens=self.prompt,
+            exact_tokens=self.live + self.ram,
+            forwarded_tokens=self.forwarded,
+            tier_tokens={"live": self.live, "ram": self.ram},
+            bypass_reason=self.bypass,
+            misses=tuple(self.misses),
+        )
+
+
+def miss_report(row: int, tokens: Tokens, miss: Miss, *, evicted: bool, other_fingerprint: bool) -> MissReport:
+    """Classify the end of a row's walk through the store."""
+    found = tokens[miss.at : miss.at + _CONTEXT_TOKENS]
+    expected: Tokens | None = None
+    if miss.nearest is not None:
+        stored = miss.nearest[common_length(miss.nearest, tokens[miss.border.at :]) :]
+        expected = stored[:_CONTEXT_TOKENS] if len(stored) else None
+    if expected is not None:
+        return MissReport(row, miss.at, found, expected, "diverged")
+    if evicted:
+        return MissReport(row, miss.at, found, None, "evicted")
+    if other_fingerprint and miss.at == 0:
+        return MissReport(row, miss.at, found, None, "fingerprint")
+    return MissReport(row, miss.at, found, None, "cold")
+
+
+def _explain(miss: MissReport, tokenizer: Detokenizer | None) -> str:
+    def show(ids: Tokens) -> str:
+        return repr(tokenizer.decode(ids.tolist())) if tokenizer is not None else f"tokens {ids.tolist()}"
+
+    where = f"Row {miss.row}, token {miss.at}: {show(miss.found)}"
+    if miss.cause == "evicted":
+        return f"{where} was stored once and has been evicted; a larger `max_bytes` would have kept it."
+    if miss.cause == "fingerprint":
+        return f"{where} is stored, but for other weights, dtype or adapters of this model."
+    if miss.expected is None:
+        return f"{where} was never seen after what comes before it."
+    text = f"{where}, where a stored prompt has {show(miss.expected)}"
+    if tokenizer is None:
+        return f"{text}."
+    found, expected = tokenizer.decode(miss.found.tolist()), tokenizer.decode(miss.expected.tolist())
+    if _same_start(found, expected):
+        return f"{text}: the same text in other tokens (text that was decoded and tokenized again)."
+    if _CLOCK.search(found) and _CLOCK.search(expected):
+        return f"{text}: looks like a date or time; move it behind what should be reused."
+    return f"{text}."
+
+
+def _same_start(a: str, b: str) -> bool:
+    n = min(len(a), len(b))
+    return n > 0 and a[:n] == b[:n]

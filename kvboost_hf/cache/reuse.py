@@ -1,0 +1,486 @@
+"""`ChunkReuseCache`: a transformers `Cache` that never computes the same K/V twice.
+
+A forward over the columns [held, n) of a batch, as the hook sees it:
+
+    plan      which columns can come from the store           plan.py, pure
+    fill      [held, filled) is copied into the layers        _fill
+    narrow    the model is given [filled, n) only             _narrow
+    forward   the unmodified model
+    index     chunks that are now complete go to the store    _index
+
+generate() reads `get_seq_length()` and cuts the ids by it before any hook can see them. Before that, it sets
+`_is_user_defined` on a cache that it was given: the setter arms the cache, and an armed cache claims to be empty until
+the first forward, which then sees the whole prompt.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.chunks import Tokens
+from kvboost_hf.cache.fill import fill_layers
+from kvboost_hf.cache.hook import HookedCache, Kwargs, install
+from kvboost_hf.cache.inputs import (
+    ForwardInputs,
+    common_columns,
+    positions_count_up,
+    positions_follow_padding,
+    read_inputs,
+    read_pads,
+)
+from kvboost_hf.cache.layers import GrowingLayer
+from kvboost_hf.cache.ledger import Ledger
+from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan
+from kvboost_hf.cache.report import ReuseReport, Tally, miss_report
+from kvboost_hf.cache.state import state_of
+from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, salt_bytes
+from kvboost_hf.cache.tokens import MaskShape
+from kvboost_hf.compat import cache_layers, known_reason, probe_reason, require_reusable_model
+from kvboost_hf.config import ReusePolicy
+from kvboost_hf.errors import CacheModelMismatchError
+
+_CHANGED = "position_ids or the attention mask changed on the way"
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A forward under way: where to fall back to if it never returns, and what to record when it does."""
+
+    length: int  # columns that are right whatever happens
+    commit: Callable[[], None] | None = None
+    confirmed: bool = True  # no crop() will follow
+
+
+class ChunkReuseCache(HookedCache):
+    """Pass it as `past_key_values` to as many `generate()` calls as you like.
+
+    Each call gets what plain generate() would give. What was computed before, in this cache or in its store, is not
+    computed again: the prompt may continue the one before, be shorter, diverge from it, or have nothing to do with it.
+    Bare `model(...)` keeps its usual meaning: ids continue what the cache holds; pass `logits_to_keep=1` to let a
+    prompt reuse anything, for otherwise the logits of all its tokens are wanted. Constructing one costs nothing. It
+    belongs to one thread at a time; the store may be shared.
+
+    Args:
+        model: The causal language model that it will be passed to. Held weakly.
+        store: Where K/V outlives this cache; None takes the model's own default store (4 GiB of host memory).
+        policy: How stored K/V may be used.
+        salt: Separates those who must not see each other's prompts; None takes the store's.
+
+    Raises:
+        ValueError: for a model that cannot be served, or a store that was made for another model.
+
+    Example:
+        >>> from kvboost_hf.assets import load_embedded
+        >>> model, tokenizer = load_embedded()
+        >>> cache = ChunkReuseCache(model)
+        >>> inputs = tokenizer("The lamp is red. " * 20, return_tensors="pt")
+        >>> for _ in range(2):
+        ...     _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+        >>> cache.report.forwarded_tokens
+        1
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        store: ChunkStore | None = None,
+        policy: ReusePolicy | None = None,
+        salt: str | bytes | None = None,
+    ) -> None:
+        require_reusable_model(model)
+        if store is not None and not store.serves(model):
+            raise ValueError(
+                "`store` was made for another model object, whose K/V this model cannot use. Pass a store made with "
+                "ChunkStore(model), or None for the model's default store."
+            )
+        self._model = weakref.ref(model)
+        self.store = store if store is not None else _default_store(model)
+        self.policy = policy if policy is not None else ReusePolicy()
+        self.salt = self.store.salt if salt is None else salt_bytes(salt)
+        self._unsupported = known_reason(model)
+        self._user_defined = False
+        self._armed = False
+        self._tally = Tally()
+        self._running: _Running | None = None
+        self._ledger: Ledger | None = None  # None: nothing is known of what the layers hold
+        layers = cache_layers(model)
+        super().__init__(layers=layers if self._unsupported else [GrowingLayer() for _ in layers])
+        install(model)
+
+    # What transformers calls
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return self._user_defined
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        self._user_defined = value
+        self._armed = bool(value)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns held; 0 between the start of a generate() call and its first forward."""
+        return 0 if self._armed else super().get_seq_length(layer_idx)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Cache.update`."""
+        if self._running is None:
+            model = self._model()
+            name = type(model).__name__ if model is not None else "a model that no longer exists"
+            raise CacheModelMismatchError(
+                f"This ChunkReuseCache was made for one {name} object, and K/V reached it from elsewhere. Make a "
+                "cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
+            )
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` columns; what remains is confirmed."""
+        in_step = self._in_step()
+        super().crop(tokens_to_remove)
+        if in_step is not None:
+            in_step.rewind(max(0, in_step.log.length + int(tokens_to_remove)))
+            in_step.version = self._layers_version()
+            self._confirm(in_step)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        in_step = self._in_step()
+        super().reorder_cache(beam_idx)
+        self._select_rows(in_step, beam_idx.cpu().numpy())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        in_step = self._in_step()
+        super().batch_select_indices(indices)
+        rows = indices.cpu().numpy()
+        self._select_rows(in_step, np.flatnonzero(rows) if rows.dtype == np.bool_ else rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        in_step = self._in_step()
+        super().batch_repeat_interleave(repeats)
+        if in_step is not None:
+            self._select_rows(in_step, np.arange(in_step.log.batch_size).repeat(repeats))
+
+    def reset(self) -> None:
+        """Let go of what the cache holds. The store keeps its chunks."""
+        self.store_tails()
+        self._drop()
+        self._armed = False
+        self._tally = Tally()
+
+    # What users call
+
+    @property
+    def report(self) -> ReuseReport:
+        """Counts for the last prompt."""
+        return self._tally.report()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the live buffers, room to spare included; the store counts its own."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, GrowingLayer))
+
+    def fork(self) -> "ChunkReuseCache":
+        """A cache that holds the same, at no cost: whichever of the two is written to first copies its buffers.
+
+        Raises:
+            ValueError: if the model cannot reuse K/V.
+        """
+        if self._unsupported:
+            raise ValueError(f"`fork` needs a model that can reuse K/V, but {self._unsupported}.")
+        model = self._model()
+        assert model is not None, "a cache without its model cannot be forked"
+        twin = ChunkReuseCache(model, self.store, self.policy, self.salt)
+        twin.layers[:] = [layer.share() for layer in self._layers]
+        twin._user_defined, twin._armed = self._user_defined, self._armed
+        twin._ledger = self._ledger.copy() if self._ledger is not None else None
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ChunkReuseCache":
+        return self.fork()
+
+    def store_all(self, *, pinned: bool = False) -> list[Put]:
+        """Offer everything that the cache holds to the store, unfinished chunks included."""
+        ledger = self._in_step()
+        if ledger is None or not self._may_store(ledger):
+            return []
+        results: list[Put] = []
+        for row in range(ledger.log.batch_size):
+            results += ledger.store_row(row, self._layers, self.store, pinned=pinned, again=True)
+            results.append(ledger.store_tail(row, self._layers, self.store, pinned=pinned))
+        return results
+
+    def store_tails(self, keep: int = 0) -> None:
+        """Offer the tokens that fill no chunk to the store, in rows that are about to lose columns from `keep` on."""
+        ledger = self._in_step()
+        if ledger is None or self._running is not None or not self._may_store(ledger):
+            return
+        for row, pad in enumerate(ledger.log.pads):
+            if ledger.log.length - max(keep, int(pad)) >= HEAD_TOKENS:
+                ledger.store_tail(row, self._layers, self.store)
+
+    # Before a forward
+
+    def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
+        """See `HookedCache`."""
+        if model is not self._model():
+            raise CacheModelMismatchError(
+                f"This ChunkReuseCache was made for another {type(self._model()).__name__} object than the "
+                f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
+            )
+        self._recover()
+        armed, self._armed = self._armed, False
+        inputs = self._unsupported or read_inputs(model, kwargs)
+        held = super().get_seq_length()
+        if held and not (armed and not self._continues(inputs, held)):
+            return self._continue(model, kwargs, inputs, held)
+        return self._begin(model, kwargs, inputs, armed=armed)
+
+    def _begin(self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs | str, *, armed: bool) -> Kwargs:
+        """A prompt starts at column 0: keep what the layers hold of it, and look for the rest."""
+        self._tally = Tally()
+        if isinstance(inputs, str):
+            return self._bypass(kwargs, inputs)
+        batch, columns = inputs.input_ids.shape
+        pads = read_pads(inputs.attention_mask, batch, columns)
+        if pads is None:
+            return self._bypass(kwargs, "the attention mask hides more than padding on the left")
+        if pads.any() and not positions_follow_padding(model, inputs):
+            return self._bypass(kwargs, "there is padding but no position_ids, so that positions do not follow it")
+        if not positions_count_up(inputs.position_ids, pads, 0):
+            return self._bypass(kwargs, "position_ids do not count up from 0")
+        ids = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
+        root = self.store.root(self.salt)
+        held = self._keep_common(ids, pads, root, columns - inputs.logits)
+        ledger = self._ledger = self._ledger or Ledger.empty(pads, root)
+        candidates = inputs.logits - 1 if armed and not inputs.computes_all else 0
+        self._tally.prompt = int((columns - candidates - pads).sum())
+        self._tally.live = int(np.maximum(held - pads, 0).sum())
+        self._tally.forwarded = -candidates * batch
+        self._tally.bypass = inputs.computes_all
+        return self._serve(model, kwargs, inputs, ledger, ids, held)
+
+    def _continue(self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs | str, held: int) -> Kwargs:
+        """Ids follow what the layers hold: a decoding step, candidates to verify, or more of a prompt."""
+        ledger = self._in_step()
+        if isinstance(inputs, str) or ledger is None:
+            return self._lose_track(kwargs, held, inputs if isinstance(inputs, str) else "the cache was changed")
+        padded = bool(ledger.log.pads.any())
+        if padded and (inputs.attention_mask is None or not positions_follow_padding(model, inputs)):
+            return self._lose_track(kwargs, held, "the attention mask or position_ids of a padded batch are missing")
+        if ledger.unconfirmed:
+            self._confirm(ledger)
+        if inputs.input_ids.shape[1] > inputs.logits:
+            return self._extend(model, kwargs, inputs, ledger, held)
+        mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
+        self._running = _Running(
+            held,
+            commit=lambda: ledger.log.append(inputs.input_ids, inputs.position_ids, mask),
+            confirmed=not inputs.verifies,
+        )
+        return kwargs
+
+    def _extend(
+        self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs, ledger: Ledger, held: int
+    ) -> Kwargs:
+        """More of a prompt, as with `prefill_chunk_size`."""
+        batch, new = inputs.input_ids.shape
+        pads = read_pads(inputs.attention_mask, batch, held + new)
+        as_before = pads is not None and np.array_equal(pads, ledger.log.pads)
+        if not (as_before and ledger.log.trusted and positions_count_up(inputs.position_ids, ledger.log.pads, held)):
+            return self._lose_track(kwargs, held, _CHANGED)
+        if self.store.root(self.salt) != ledger.root:
+            return self._lose_track(kwargs, held, "the model's weights changed after the beginning of the prompt")
+        fresh = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
+        self._tally.prompt += batch * new
+        ids = np.concatenate([ledger.log.columns(), fresh], axis=1)
+        return self._serve(model, kwargs, inputs, ledger, ids, held)
+
+    def _serve(
+        self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs, ledger: Ledger, ids: Tokens, held: int
+    ) -> Kwargs:
+        """Plan, fill and narrow: `ids` are all columns, of which the layers hold `held`."""
+        columns = ids.shape[1]
+        plan = ledger.plan(ids, held, columns - inputs.logits, self.store, self.policy.min_prefill_saving)
+        if plan.filled and (reason := probe_reason(model)):
+            self._unsupported = reason
+            return self._bypass(kwargs, reason)
+        self._running = _Running(held)
+        first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
+        if plan.filled > held:
+            self._tally.forwarded += fill_layers(model, self._layers, plan, inputs, first)
+        self._take_over(plan, ledger, ids)
+        self._tally.forwarded += int((columns - np.maximum(plan.filled, ledger.log.pads)).sum())
+        rest = inputs.input_ids[:, plan.filled - first :]
+        self._running = _Running(plan.filled, commit=lambda: ledger.log.append(rest), confirmed=not inputs.verifies)
+        return _narrow(kwargs, inputs, plan.filled - first)
+
+    def _take_over(self, plan: ReusePlan, ledger: Ledger, ids: Tokens) -> None:
+        """Record what was filled, and where and why the store could give no more."""
+        ledger.log.extend(ids[:, plan.held : plan.filled])
+        ledger.version = self._layers_version()
+        for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+            stop = plan.filled - pad
+            ledger.borders[row] += [border for border in row_plan.borders if border.at <= stop]
+            served = [segment for segment in row_plan.segments if segment.start < stop]
+            self._tally.ram += sum(min(segment.stop, stop) - segment.start for segment in served)
+            chunks = [segment.chunk for segment in served]
+            self.store.record_use([c for c in chunks if isinstance(c, StoredChunk)], missed=row_plan.miss is not None)
+            if row_plan.miss is not None:
+                tokens = ids[row, pad:]
+                self._tally.misses.append(
+                    miss_report(
+                        row,
+                        tokens,
+                        row_plan.miss,
+                        evicted=self.store.was_evicted(row_plan.miss.wanted_key),
+                        other_fingerprint=self.store.known_under_other_root(ledger.root, tokens),
+                    )
+                )
+
+    def _bypass(self, kwargs: Kwargs, reason: str) -> Kwargs:
+        """Run a prompt as it stands, on empty layers that nothing is known of."""
+        self.store_tails()
+        self._drop()
+        self._tally.bypass = reason
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and ids.ndim == 2:
+            self._tally.prompt = self._tally.forwarded = ids.numel()
+        self._running = _Running(0)
+        return kwargs
+
+    def _lose_track(self, kwargs: Kwargs, held: int, reason: str) -> Kwargs:
+        """Run what follows as it stands; nothing more is known of what the layers hold."""
+        self._ledger = None
+        self._tally.bypass = self._tally.bypass or reason
+        self._running = _Running(held)
+        return kwargs
+
+    def _continues(self, inputs: ForwardInputs | str, held: int) -> bool:
+        """Whether generate() was given only the ids that follow what the cache holds (the mask or positions tell)."""
+        if isinstance(inputs, str):
+            return False
+        batch, new = inputs.input_ids.shape
+        if inputs.attention_mask is not None:
+            return inputs.attention_mask.shape == (batch, held + new)
+        return inputs.position_ids is not None and int(inputs.position_ids[0, 0]) == held
+
+    def _keep_common(self, ids: Tokens, pads: NDArray[np.int64], root: bytes, limit: int) -> int:
+        """Rewind the layers to the columns that the new prompt shares with them; returns how many those are."""
+        ledger = self._in_step()
+        if ledger is not None and ledger.unconfirmed:
+            self._confirm(ledger)
+        usable = ledger is not None and ledger.root == root and ledger.log.trusted
+        if ledger is None or not usable or not np.array_equal(ledger.log.pads, pads):
+            self.store_tails()
+            self._drop()
+            return 0
+        held = min(common_columns(ledger.log.columns(), ids), max(limit, 0))
+        if held <= int(pads.max()):  # some row keeps nothing
+            held = 0
+        if ledger.log.length - held >= HEAD_TOKENS:
+            self.store_tails(held)
+        for layer in self._layers:
+            layer.truncate(held)
+        ledger.rewind(held)
+        ledger.version = self._layers_version()
+        return held
+
+    # After a forward
+
+    def after_forward(self) -> None:
+        """See `HookedCache`."""
+        running, self._running = self._running, None
+        ledger = self._ledger
+        if running is None or running.commit is None or ledger is None:
+            return
+        running.commit()
+        ledger.version = self._layers_version()
+        ledger.unconfirmed = not running.confirmed
+        if running.confirmed:
+            self._confirm(ledger)
+
+    def _confirm(self, ledger: Ledger) -> None:
+        """Everything in the layers is there to stay: offer chunks that have become complete to the store."""
+        ledger.unconfirmed = False
+        if ledger.has_new_chunk(self.store.chunker.chunk_size) and self._may_store(ledger):
+            ledger.store_new(self._layers, self.store)
+
+    def _may_store(self, ledger: Ledger) -> bool:
+        """Whether the layers hold what the ledger says, computed by the model as it is now."""
+        return ledger.log.trusted and self.store.root(self.salt) == ledger.root
+
+    # Keeping the ledger beside the layers
+
+    @property
+    def _layers(self) -> list[GrowingLayer]:
+        return cast("list[GrowingLayer]", self.layers)
+
+    def _layers_version(self) -> int:
+        layer = self.layers[0]
+        return layer.version if isinstance(layer, GrowingLayer) else 0
+
+    def _in_step(self) -> Ledger | None:
+        """The ledger, unless the layers were changed by somebody else since it was last brought up to date."""
+        if self._ledger is not None and self._ledger.version != self._layers_version():
+            self._ledger = None
+        return self._ledger
+
+    def _recover(self) -> None:
+        """After a forward that raised or was interrupted, forget what it may have left in some of the layers."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if self._unsupported:
+            self._drop()
+            return
+        for layer in self._layers:
+            layer.truncate(running.length)
+        if self._ledger is not None:
+            self._ledger.rewind(running.length)
+            self._ledger.version = self._layers_version()
+
+    def _drop(self) -> None:
+        """Empty the layers."""
+        model = self._model()
+        if self._unsupported and model is not None:
+            self.layers[:] = cache_layers(model)
+        else:
+            for layer in self._layers:
+                layer.reset()
+        self._ledger = None
+
+    def _select_rows(self, ledger: Ledger | None, rows: NDArray[np.int64]) -> None:
+        if ledger is not None:
+            ledger.select(rows)
+            ledger.version = self._layers_version()
+
+
+def _default_store(model: PreTrainedModel) -> ChunkStore:
+    state = state_of(model)
+    with state.lock:
+        if state.default_store is None:
+            state.default_store = ChunkStore(model)
+        return state.default_store
+
+
+def _narrow(kwargs: Kwargs, inputs: ForwardInputs, served: int) -> Kwargs:
+    """The arguments without their first `served` columns. A mask stays whole: it covers the cache, too."""
+    if served == 0:
+        return kwargs
+    narrowed = {**kwargs, "input_ids": inputs.input_ids[:, served:]}
+    if inputs.position_ids is not None:
+        narrowed["position_ids"] = inputs.position_ids[:, served:]
+    if kwargs.get("cache_position") is not None:
+        narrowed["cache_position"] = kwargs["cache_position"][served:]
+    return narrowed

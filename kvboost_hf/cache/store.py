@@ -1,0 +1,397 @@
+"""`ChunkStore`: K/V of chunks that outlives any one cache or call."""
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens, common_length, content_key, prefix_key, root_key
+from kvboost_hf.cache.eviction import EvictionOrder
+from kvboost_hf.cache.plan import HEAD_TOKENS
+from kvboost_hf.cache.state import ModelState, state_of
+from kvboost_hf.compat import bytes_per_token, require_reusable_model
+from kvboost_hf.errors import StoreClosedError
+
+if TYPE_CHECKING:
+    from kvboost_hf.cache.report import ReuseReport
+
+_REMEMBERED_KEYS = 65_536  # evicted keys that explain() can still tell from never seen ones
+_MAX_SIBLINGS = 64  # chunks with the same head that are compared token by token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKV:
+    """K/V of a chunk in every layer, contiguous and owned.
+
+    Args:
+        keys: Per layer [num_kv_heads, tokens, head_dim].
+        values: Per layer [num_kv_heads, tokens, head_dim].
+        devices: Per layer, where the model computed them.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    devices: tuple[torch.device, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunk:
+    """A chunk in the store. Immutable: whoever holds one may go on reading it after it was evicted."""
+
+    prefix_key: bytes
+    content_key: bytes
+    parent: bytes  # prefix key of the chunk before, or the root
+    start: int  # row token of the first token, when it was stored
+    tokens: Tokens
+    kv: LayerKV
+    nbytes: int
+
+
+class Put(Enum):
+    """What became of a chunk that was offered to the store."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    NO_PARENT = "no parent"  # the chunk before it is not stored: nothing could ever find it
+    NO_ROOM = "no room"
+
+
+class ChunkStore:
+    """K/V of chunks, in host memory, within a byte budget.
+
+    One store may serve many caches and threads. What it holds is found by prefix key (tokens, positions and history
+    all the same) and by content key (tokens the same), never by another model, other weights or another salt.
+
+    Args:
+        model: The model whose K/V is stored. Held weakly.
+        chunk_size: Tokens per chunk, a positive multiple of 16.
+        max_bytes: Budget for all stored tensors, never exceeded. The least recently and least frequently used chunks
+            that nothing continues go first.
+        salt: Separates those who must not see each other's prompts, not even by timing.
+
+    Raises:
+        ValueError: for a bad `chunk_size`, a budget smaller than one chunk, or a model that cannot be served
+            (encoder-decoder, on the meta device, no `PreTrainedModel`).
+
+    Example:
+        >>> from kvboost_hf.assets import load_embedded
+        >>> model, tokenizer = load_embedded()
+        >>> store = ChunkStore(model, max_bytes=64 * 2**20)
+        >>> store.stats()["chunks"]
+        0
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk_size: int = 128,
+        max_bytes: int = 4 * 2**30,
+        salt: str | bytes = b"",
+    ) -> None:
+        require_reusable_model(model)
+        self.chunker: Chunker = FixedChunker(chunk_size)
+        self.salt = salt_bytes(salt)
+        self.max_bytes = _checked_budget(model, max_bytes, chunk_size)
+        self._model = weakref.ref(model)
+        self._state: ModelState = state_of(model)
+        self._lock = threading.RLock()
+        self._closed = False
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._first_heads: OrderedDict[bytes, bytes] = OrderedDict()  # (salt, head) -> root it was stored under
+        self._counts = {"hits": 0, "misses": 0, "evictions": 0, "rejected": 0}
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._chunks: dict[bytes, StoredChunk] = {}
+        self._by_content: dict[bytes, dict[bytes, None]] = {}
+        self._by_head: dict[bytes, dict[bytes, None]] = {}  # parent and first tokens -> prefix keys, oldest first
+        self._order = EvictionOrder()
+        self._used = 0  # bytes stored, and bytes promised to chunks that are being copied
+        self._generation = getattr(self, "_generation", 0) + 1
+
+    # What a cache asks for
+
+    def root(self, salt: bytes) -> bytes:
+        """The key that all chains of the model, as it is now, start from."""
+        self._require_open()
+        return root_key(self._state.fingerprint.current(self._require_model()), salt)
+
+    def find(self, key: bytes, tokens: Tokens) -> StoredChunk | None:
+        """The chunk under prefix key `key`, if its tokens are `tokens`."""
+        with self._lock:
+            chunk = self._chunks.get(key)
+        return chunk if chunk is not None and np.array_equal(chunk.tokens, tokens) else None
+
+    def siblings(self, parent: bytes, head: Tokens) -> Iterable[StoredChunk]:
+        """Chunks that continue `parent` and start with the tokens `head`, newest first."""
+        with self._lock:
+            keys = list(self._by_head.get(_head_key(parent, head), ()))[-_MAX_SIBLINGS:]
+            chunks = [self._chunks[key] for key in reversed(keys)]
+        return [c for c in chunks if np.array_equal(c.tokens[: len(head)], head)]
+
+    def find_content(self, key: bytes, tokens: Tokens) -> list[StoredChunk]:
+        """All chunks under content key `key` whose tokens are `tokens`, whatever their history."""
+        with self._lock:
+            chunks = [self._chunks[k] for k in self._by_content.get(key, ())]
+        return [c for c in chunks if np.array_equal(c.tokens, tokens)]
+
+    def record_use(self, chunks: Sequence[StoredChunk], *, missed: bool) -> None:
+        """Count chunks that served a prompt, and whether a look-up failed after them."""
+        with self._lock:
+            self._counts["hits"] += len(chunks)
+            self._counts["misses"] += missed
+            for chunk in chunks:
+                if chunk.prefix_key in self._order:
+                    self._order.touch(chunk.prefix_key)
+
+    def put(
+        self,
+        root: bytes,
+        parent: bytes,
+        start: int,
+        tokens: Tokens,
+        nbytes: int,
+        copy_kv: Callable[[], LayerKV],
+        *,
+        pinned: bool = False,
+    ) -> Put:
+        """Offer a chunk. K/V is copied only if the chunk is new and room for it can be made.
+
+        Args:
+            root: The root that `parent` descends from.
+            parent: Prefix key of the chunk before it, or `root`.
+            start: Row token of its first token.
+            tokens: Its tokens, at least `HEAD_TOKENS` of them.
+            nbytes: Bytes that `copy_kv` will take.
+            copy_kv: Makes the copy.
+            pinned: Never evict it.
+        """
+        self._require_open()
+        assert len(tokens) >= HEAD_TOKENS
+        key = prefix_key(parent, tokens)
+        nbytes += tokens.nbytes
+        with self._lock:
+            if key in self._chunks or self._is_covered(parent, tokens):
+                if key in self._chunks and pinned:
+                    self._order.pin(key)
+                return Put.PRESENT
+            if parent != root and parent not in self._chunks:
+                return Put.NO_PARENT
+            if not self._make_room(nbytes, keep=parent):
+                self._counts["rejected"] += 1
+                return Put.NO_ROOM
+            self._used += nbytes
+            generation = self._generation
+        try:
+            kv = copy_kv()
+        except BaseException:
+            with self._lock:
+                self._release(nbytes, generation)
+            raise
+        assert kv.nbytes + tokens.nbytes == nbytes, "the promised size must be the real one"
+        chunk = StoredChunk(key, content_key(root, tokens), parent, start, tokens.copy(), kv, nbytes)
+        with self._lock:
+            orphaned = parent != root and parent not in self._chunks
+            if generation != self._generation or key in self._chunks or orphaned:
+                self._release(nbytes, generation)
+                return Put.NO_PARENT if orphaned else Put.PRESENT
+            self._insert(chunk, is_first=parent == root, pinned=pinned)
+            if parent == root:
+                _remember(self._first_heads, _head_key(self.salt, tokens[:HEAD_TOKENS]), root)
+            self._drop_shorter(chunk)
+        return Put.STORED
+
+    def pinned_keys(self) -> set[bytes]:
+        """Prefix keys of all pinned chunks."""
+        with self._lock:
+            return {key for key in self._chunks if self._order.is_pinned(key)}
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Let the chunks under these prefix keys be evicted again."""
+        with self._lock:
+            for key in keys:
+                if key in self._chunks:
+                    self._order.unpin(key)
+
+    def was_evicted(self, key: bytes | None) -> bool:
+        """Whether a chunk under this prefix key was stored and then evicted, not too long ago."""
+        with self._lock:
+            return key in self._evicted and key not in self._chunks
+
+    def known_under_other_root(self, root: bytes, tokens: Tokens) -> bool:
+        """Whether a prompt with this beginning was stored under this store's salt for the model as it was before."""
+        with self._lock:
+            known = self._first_heads.get(_head_key(self.salt, tokens[:HEAD_TOKENS]))
+        return known is not None and known != root
+
+    # What users ask for
+
+    def warm(
+        self, text_or_ids: str | Sequence[int] | torch.Tensor, *, tokenizer: Any = None, pin: bool = True
+    ) -> "ReuseReport":
+        """Compute and store the K/V of a text ahead of the first request.
+
+        Args:
+            text_or_ids: Text, or token ids ([n] or [1, n]).
+            tokenizer: Tokenizes a text, with its special tokens, as it would a prompt.
+            pin: Never evict it.
+
+        Returns:
+            What was already stored and what was computed.
+
+        Raises:
+            ValueError: for a text without a tokenizer, an empty one, or ids of a wrong shape.
+            StoreFullError: if the pinned text does not fit into the budget; nothing of it stays pinned.
+            StoreClosedError: after `close()`.
+        """
+        from kvboost_hf.cache.warm import warm  # the cache is built on the store, and warming on the cache
+
+        self._require_open()
+        return warm(self._require_model(), self, text_or_ids, tokenizer=tokenizer, pin=pin)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
+        with self._lock:
+            ram = {"chunks": len(self._chunks), "bytes": self._used, "max_bytes": self.max_bytes}
+            return {
+                **ram,
+                "pinned_chunks": len(self.pinned_keys()),
+                "tokens": sum(len(chunk.tokens) for chunk in self._chunks.values()),
+                **self._counts,
+                "tiers": {"ram": ram},
+            }
+
+    def invalidate(self) -> None:
+        """Forget everything, live caches included: for weights that were changed where nobody can see it."""
+        self._state.fingerprint.bump()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop every stored chunk, pinned ones too."""
+        with self._lock:
+            self._forget_all()
+            self._evicted.clear()
+            self._first_heads.clear()
+
+    def close(self) -> None:
+        """Drop everything and refuse further use."""
+        self.clear()
+        self._closed = True
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def serves(self, model: PreTrainedModel) -> bool:
+        """Whether this store was made for `model`."""
+        return self._model() is model
+
+    # Bookkeeping; the lock is held
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("This ChunkStore was closed. Make a new one: ChunkStore(model).")
+
+    def _require_model(self) -> PreTrainedModel:
+        model = self._model()
+        if model is None:
+            raise StoreClosedError("The model that this ChunkStore was made for no longer exists. Make a new store.")
+        return model
+
+    def _make_room(self, nbytes: int, keep: bytes) -> bool:
+        while self._used + nbytes > self.max_bytes:
+            victim = self._order.victim(keep=keep)
+            if victim is None:
+                return False
+            self._counts["evictions"] += 1
+            _remember(self._evicted, victim, None)
+            self._unlink(victim)
+        return True
+
+    def _release(self, nbytes: int, generation: int) -> None:
+        if generation == self._generation:  # clear() has reset the count already
+            self._used -= nbytes
+
+    def _insert(self, chunk: StoredChunk, *, is_first: bool, pinned: bool) -> None:
+        self._chunks[chunk.prefix_key] = chunk
+        self._by_content.setdefault(chunk.content_key, {})[chunk.prefix_key] = None
+        self._by_head.setdefault(_head_key(chunk.parent, chunk.tokens[:HEAD_TOKENS]), {})[chunk.prefix_key] = None
+        self._order.add(chunk.prefix_key, None if is_first else chunk.parent, pinned=pinned)
+
+    def _unlink(self, key: bytes) -> None:
+        chunk = self._chunks.pop(key)
+        self._used -= chunk.nbytes
+        for index, index_key in (
+            (self._by_content, chunk.content_key),
+            (self._by_head, _head_key(chunk.parent, chunk.tokens[:HEAD_TOKENS])),
+        ):
+            del index[index_key][key]
+            if not index[index_key]:
+                del index[index_key]
+
+    def _is_covered(self, parent: bytes, tokens: Tokens) -> bool:
+        """Whether a stored chunk starts with all of these tokens, after the same history."""
+        return any(
+            common_length(sibling.tokens, tokens) == len(tokens)
+            for sibling in self.siblings(parent, tokens[:HEAD_TOKENS])
+        )
+
+    def _drop_shorter(self, chunk: StoredChunk) -> None:
+        """Drop the unfinished chunks that `chunk` continues: it holds all that they hold."""
+        for sibling in self.siblings(chunk.parent, chunk.tokens[:HEAD_TOKENS]):
+            n = len(sibling.tokens)
+            if n < len(chunk.tokens) and common_length(sibling.tokens, chunk.tokens) == n:
+                if self._order.is_leaf(sibling.prefix_key):
+                    if self._order.is_pinned(sibling.prefix_key):
+                        self._order.pin(chunk.prefix_key)
+                    self._order.remove(sibling.prefix_key)
+                    self._unlink(sibling.prefix_key)
+
+
+def salt_bytes(salt: str | bytes) -> bytes:
+    """A salt as bytes.
+
+    Raises:
+        ValueError: if it is neither text nor bytes.
+    """
+    if isinstance(salt, str):
+        return salt.encode()
+    if isinstance(salt, bytes):
+        return salt
+    raise ValueError(f"`salt` must be str or bytes, got {type(salt).__name__}.")
+
+
+def _checked_budget(model: PreTrainedModel, max_bytes: int, chunk_size: int) -> int:
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
+        raise ValueError(f"`max_bytes` must be a positive int, got {max_bytes!r}.")
+    per_token = bytes_per_token(model)
+    needed = (per_token + np.dtype(np.int64).itemsize) * chunk_size
+    if max_bytes < needed:
+        raise ValueError(
+            f"`max_bytes` must hold at least one chunk, which is {needed} bytes ({chunk_size} tokens of {per_token} "
+            f"bytes of K/V), got {max_bytes}. Raise it, or lower `chunk_size`."
+        )
+    return max_bytes
+
+
+def _head_key(parent: bytes, head: Tokens) -> bytes:
+    return prefix_key(parent, head)
+
+
+def _remember(memory: "OrderedDict[bytes, Any]", key: bytes, value: bytes | None) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > _REMEMBERED_KEYS:
+        memory.popitem(last=False)

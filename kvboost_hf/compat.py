@@ -1,0 +1,204 @@
+"""What each model allows, and why not.
+
+Tables of architectures go stale; most of what matters can be seen by looking at the cache that transformers itself
+would make for the model, and by running it on a few tokens.
+"""
+
+import inspect
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+# Largest difference in logits between one forward and two, in standard deviations of the logits, that rounding
+# explains. What must be caught is larger: an encoder-style attention gives 0.002 and more in float32.
+_TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+_PROBE_TOKENS = 12
+
+
+class ProbeCache(DynamicCache):
+    """The cache of a probe: a type of its own, so that no hook takes it for a user's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompatibilityReport:
+    """What `check_model_compatibility` found.
+
+    Args:
+        architecture: Class name of the model.
+        exact: Whether stored K/V can be reused for the same tokens after the same history.
+        reason: Why not, or None.
+    """
+
+    architecture: str
+    exact: bool
+    reason: str | None
+
+
+def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> CompatibilityReport:
+    """Find out, by looking and by running it on 12 tokens, whether K/V reuse is right for a model.
+
+    Args:
+        model: A causal language model.
+        strict: Raise if it is not.
+
+    Returns:
+        The finding. Nothing is stored.
+
+    Raises:
+        ValueError: if `strict` and exact reuse is not possible, and for what is no causal language model with weights.
+
+    Example:
+        >>> from kvboost_hf.assets import load_embedded
+        >>> check_model_compatibility(load_embedded()[0]).exact
+        True
+    """
+    require_reusable_model(model)
+    reason = known_reason(model) or probe_reason(model)
+    if strict and reason is not None:
+        raise ValueError(f"{type(model).__name__} cannot reuse K/V: {reason}. Use it without a ChunkReuseCache.")
+    return CompatibilityReport(architecture=type(model).__name__, exact=reason is None, reason=reason)
+
+
+def require_reusable_model(model: PreTrainedModel) -> None:
+    """Refuse what no kind of K/V reuse can serve.
+
+    Raises:
+        ValueError: for anything but a `PreTrainedModel` decoder whose weights are loaded.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"`model` must be a transformers PreTrainedModel, got {type(model).__name__}. Pass the model that you "
+            "call generate() on, not a wrapper around it."
+        )
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder; K/V reuse is for decoder-only models. Use it without a "
+            "ChunkReuseCache."
+        )
+    if getattr(model, "hf_device_map", None) is None and all(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            f"All weights of this {type(model).__name__} are on the meta device, so it cannot compute anything. Load "
+            "them first, for example with from_pretrained()."
+        )
+
+
+def cache_layers(model: PreTrainedModel) -> list[Any]:
+    """The cache layers that transformers makes for `model`, empty."""
+    return list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+
+
+class _Findings:
+    """What was found of a model; kept on it, so that it is found once, and never copied or saved with it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.static: tuple[str | None] | None = None
+        self.probed: tuple[str | None] | None = None
+
+    def __reduce__(self) -> tuple[type["_Findings"], tuple[()]]:
+        return _Findings, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Findings":
+        return _Findings()
+
+
+def _findings(model: PreTrainedModel) -> _Findings:
+    found = model.__dict__.setdefault("_kvboost_hf_findings", _Findings())
+    assert isinstance(found, _Findings)
+    return found
+
+
+def known_reason(model: PreTrainedModel) -> str | None:
+    """Why reuse is ruled out, as far as can be told without running the model now, or None."""
+    found = _findings(model)
+    with found.lock:
+        if found.static is None:
+            found.static = (_static_reason(model),)
+        return found.static[0] or (found.probed[0] if found.probed is not None else None)
+
+
+def probe_reason(model: PreTrainedModel) -> str | None:
+    """Why a run on a few tokens rules out reuse, or None. Run once per model: three short forwards."""
+    found = _findings(model)
+    with found.lock:
+        if found.probed is None:
+            found.probed = (_probe(model),)
+        return found.probed[0]
+
+
+def _static_reason(model: PreTrainedModel) -> str | None:
+    if model.config.get_text_config(decoder=True) is not model.config:
+        return "models with inputs other than text are not supported yet"
+    kinds = {type(layer) for layer in cache_layers(model)}
+    if kinds != {DynamicLayer}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer})) or "no layers"
+        return f"its cache has layers other than full attention ({names}), which are not supported yet"
+    varying = {"dynamic", "longrope"} & _rope_types(model.config)
+    if varying:
+        return f"its rotary frequencies depend on the length ({', '.join(sorted(varying))}), not supported yet"
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return "its forward takes no logits_to_keep, so it cannot be known which logits a caller needs"
+    return None
+
+
+def _rope_types(config: Any) -> set[str]:
+    found: set[str] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            kind = value.get("rope_type", value.get("type"))
+            if isinstance(kind, str):
+                found.add(kind)
+            for inner in value.values():
+                walk(inner)
+
+    walk(getattr(config, "rope_parameters", None))
+    walk(getattr(config, "rope_scaling", None))
+    return found
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> str | None:
+    weight = input_embedding_weight(model)
+    ids = (torch.arange(_PROBE_TOKENS, device=weight.device)[None] * 7919 + 13) % weight.shape[0]
+    cut = _PROBE_TOKENS // 2
+    whole = _logits(model, ids, None)
+    scale = float(whole.std()) or 1.0
+    tolerance = _TOLERANCE.get(model.dtype, max(_TOLERANCE.values()))
+    cache = ProbeCache(config=model.config)
+    prefix = _logits(model, ids[:, :cut], cache)
+    off = float((prefix - whole[:, :cut]).abs().max()) / scale
+    if not off <= tolerance:
+        return f"it is not causal: later tokens change earlier logits (by {off:.2g} standard deviations)"
+    suffix = _logits(model, ids[:, cut:], cache)
+    off = float((suffix - whole[:, cut:]).abs().max()) / scale
+    if not off <= tolerance:
+        return f"a prompt in two parts gives other logits than in one (by {off:.2g} standard deviations)"
+    return None
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor, cache: ProbeCache | None) -> torch.Tensor:
+    cache = ProbeCache(config=model.config) if cache is None else cache
+    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits
+    return logits.float()
+
+
+def input_embedding_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The weight [vocab_size, hidden_size] that token ids index; ids belong on its device."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of K/V per token as the configuration tells it: a lower bound where heads differ between layers."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if getattr(config, "multi_query", False):
+        heads = 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize)

@@ -1,0 +1,25 @@
+"""The exception tree of kvboost_hf.
+
+Exception
+├── ValueError                     a bad argument: value, constraint and remedy in the message
+└── KVBoostError                   a state that the library refuses to work in
+    ├── CacheModelMismatchError    a cache met a model that it was not made for
+    ├── StoreClosedError           a store was used after close()
+    └── StoreFullError             warm() was given more text than the byte budget can pin
+"""
+
+
+class KVBoostError(RuntimeError):
+    """Base of all errors about states; bad arguments raise plain `ValueError`."""
+
+
+class CacheModelMismatchError(KVBoostError):
+    """A `ChunkReuseCache` was passed to a model other than the one it was made for."""
+
+
+class StoreClosedError(KVBoostError):
+    """A `ChunkStore` was used after `close()`."""
+
+
+class StoreFullError(KVBoostError):
+    """`ChunkStore.warm()` was given more text than the byte budget can hold pinned."""

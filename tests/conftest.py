@@ -1,0 +1,119 @@
+"""Tiny models from configurations, and a counter of what really went through a model."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 200
+PAD, BOS, EOS = 0, 1, 199
+
+# Weights ten times larger than usual: with the usual ones a tiny model says the same whatever its K/V.
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 2048,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+_ABSOLUTE = {
+    "vocab_size": VOCAB,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.2,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+
+_MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_COMMON)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_COMMON)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=16, **_COMMON)),
+    "phi": lambda: PhiForCausalLM(PhiConfig(**{**_COMMON, "num_key_value_heads": 4})),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_positions=1024, **_ABSOLUTE)),
+    "bloom": lambda: BloomForCausalLM(BloomConfig(hidden_size=64, **_ABSOLUTE)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(sliding_window=24, **_COMMON)),
+}
+FULL_ATTENTION = ["llama", "qwen2", "qwen3", "phi", "gpt2", "bloom"]
+
+
+def make_model(name: str = "llama", seed: int = 0) -> PreTrainedModel:
+    """A tiny random model in eval mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _MAKERS[name]().eval()
+
+
+def random_ids(n: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
+    """Ids [batch, n] without special tokens."""
+    return torch.randint(2, EOS, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def left_pad(*rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rows [1, n] of different lengths as one batch with an attention mask."""
+    width = max(row.shape[1] for row in rows)
+    ids = torch.full((len(rows), width), PAD)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, width - row.shape[1] :] = row[0]
+        mask[i, width - row.shape[1] :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def as_inputs(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a tokenizer gives for one row without padding."""
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+class Work:
+    """Columns and calls that reached the embeddings of a model."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.calls = 0
+
+
+@contextlib.contextmanager
+def counted(model: PreTrainedModel) -> Iterator[Work]:
+    """Count what is really computed, whatever a report says."""
+    work = Work()
+
+    def count(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], _output: torch.Tensor) -> None:
+        work.tokens += args[0].numel()
+        work.calls += 1
+
+    handle = model.get_input_embeddings().register_forward_hook(count)
+    try:
+        yield work
+    finally:
+        handle.remove()
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return make_model("llama")
