@@ -16,7 +16,7 @@ from typing import Protocol
 from kvboost_hf.cache.chunks import Chunker, Tokens, common_length, prefix_key
 
 # A stored chunk can serve a part of itself only if at least this many of its leading tokens agree.
-HEAD_TOKENS = 16
+HEAD_TOKENS = 8
 
 
 class Chunk(Protocol):

@@ -110,7 +110,8 @@ class ChunkStore:
         self._lock = threading.RLock()
         self._closed = False
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        self._first_heads: OrderedDict[bytes, bytes] = OrderedDict()  # (salt, head) -> root it was stored under
+        self._salts: OrderedDict[bytes, bytes] = OrderedDict()  # root -> its salt
+        self._first_heads: OrderedDict[bytes, bytes] = OrderedDict()  # salt and first tokens -> root last stored under
         self._counts = {"hits": 0, "misses": 0, "evictions": 0, "rejected": 0}
         self._forget_all()
 
@@ -127,7 +128,10 @@ class ChunkStore:
     def root(self, salt: bytes) -> bytes:
         """The key that all chains of the model, as it is now, start from."""
         self._require_open()
-        return root_key(self._state.fingerprint.current(self._require_model()), salt)
+        root = root_key(self._state.fingerprint.current(self._require_model()), salt)
+        with self._lock:
+            _remember(self._salts, root, salt)
+        return root
 
     def find(self, key: bytes, tokens: Tokens) -> StoredChunk | None:
         """The chunk under prefix key `key`, if its tokens are `tokens`."""
@@ -210,7 +214,7 @@ class ChunkStore:
                 return Put.NO_PARENT if orphaned else Put.PRESENT
             self._insert(chunk, is_first=parent == root, pinned=pinned)
             if parent == root:
-                _remember(self._first_heads, _head_key(self.salt, tokens[:HEAD_TOKENS]), root)
+                _remember(self._first_heads, _head_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS]), root)
             self._drop_shorter(chunk)
         return Put.STORED
 
@@ -232,9 +236,9 @@ class ChunkStore:
             return key in self._evicted and key not in self._chunks
 
     def known_under_other_root(self, root: bytes, tokens: Tokens) -> bool:
-        """Whether a prompt with this beginning was stored under this store's salt for the model as it was before."""
+        """Whether a prompt with this beginning was stored, under the same salt, for the model as it was before."""
         with self._lock:
-            known = self._first_heads.get(_head_key(self.salt, tokens[:HEAD_TOKENS]))
+            known = self._first_heads.get(_head_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS]))
         return known is not None and known != root
 
     # What users ask for
@@ -390,7 +394,7 @@ def _head_key(parent: bytes, head: Tokens) -> bytes:
     return prefix_key(parent, head)
 
 
-def _remember(memory: "OrderedDict[bytes, Any]", key: bytes, value: bytes | None) -> None:
+def _remember(memory: "OrderedDict[bytes, Any]", key: bytes, value: Any) -> None:
     memory[key] = value
     memory.move_to_end(key)
     if len(memory) > _REMEMBERED_KEYS:

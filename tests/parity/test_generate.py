@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import FULL_ATTENTION, as_inputs, counted, left_pad, make_model, random_ids
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from tests.conftest import FULL_ATTENTION, as_inputs, counted, left_pad, make_model, random_ids
 
 NEW = 12
 

@@ -1,0 +1,321 @@
+"""Bare model(...) calls keep their meaning, and whatever cannot be reused is bypassed with its reason."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
+
+BASE = random_ids(200, seed=1)
+
+
+@pytest.fixture
+def warm(llama: PreTrainedModel) -> ChunkStore:
+    """A store that holds `BASE`."""
+    check_model_compatibility(llama)
+    store = ChunkStore(llama, chunk_size=32)
+    store.warm(BASE)
+    return store
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
+def test_a_prompt_reuses_when_one_logit_is_enough(llama: PreTrainedModel, warm: ChunkStore) -> None:
+    cache = ChunkReuseCache(llama, warm)
+    with counted(llama) as work:
+        found = llama(**as_inputs(BASE), past_key_values=cache, logits_to_keep=1).logits
+    close(found, llama(**as_inputs(BASE)).logits[:, -1:])
+    assert work.tokens == 1
+    assert cache.get_seq_length() == 200
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep", [2, 7, 200, 300])
+def test_as_many_logits_as_asked_for(llama: PreTrainedModel, warm: ChunkStore, keep: int) -> None:
+    found = llama(**as_inputs(BASE), past_key_values=ChunkReuseCache(llama, warm), logits_to_keep=keep).logits
+    close(found, llama(**as_inputs(BASE), logits_to_keep=keep).logits)
+
+
+@torch.no_grad()
+def test_a_loop_by_hand(llama: PreTrainedModel) -> None:
+    """Ids continue the cache, as with any other cache, whatever they are."""
+    cache, stock = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=32)), DynamicCache(config=llama.config)
+    parts = [BASE[:, :70], BASE[:, 70:71], BASE[:, :70], random_ids(40, seed=3), BASE[:, 5:6]]
+    for ids in parts:
+        close(llama(ids, past_key_values=cache).logits, llama(ids, past_key_values=stock).logits)
+    assert cache.get_seq_length() == stock.get_seq_length()
+    # What was decoded by hand is found again.
+    fresh = ChunkReuseCache(llama, cache.store)
+    llama(torch.cat(parts, dim=1), past_key_values=fresh, logits_to_keep=1)
+    assert fresh.report.reused_tokens == sum(p.shape[1] for p in parts) // 32 * 32
+
+
+WANTS_ALL: dict[str, tuple[dict[str, Any], str]] = {
+    "all logits": ({}, "logits of all tokens"),
+    "labels": ({"labels": BASE, "logits_to_keep": 0}, "logits of all tokens"),
+    "hidden states": ({"output_hidden_states": True, "logits_to_keep": 1}, "output_hidden_states"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", WANTS_ALL)
+def test_all_of_a_prompt_is_computed_when_all_is_wanted(llama: PreTrainedModel, warm: ChunkStore, case: str) -> None:
+    kwargs, reason = WANTS_ALL[case]
+    cache = ChunkReuseCache(llama, warm)
+    found, expected = llama(BASE, past_key_values=cache, **kwargs), llama(BASE, **kwargs)
+    assert found.logits.shape == expected.logits.shape
+    close(found.logits, expected.logits)
+    if "output_hidden_states" in kwargs:
+        close(found.hidden_states[-1], expected.hidden_states[-1])
+    assert reason in (cache.report.bypass_reason or "")
+    assert cache.report.reused_tokens == 0
+    assert cache.report.forwarded_tokens == 200
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"position_ids": torch.arange(7, 207)[None]}, "position_ids do not count up from 0"),
+        ({"position_ids": torch.zeros(1, 200, dtype=torch.long)}, "position_ids do not count up from 0"),
+        ({"attention_mask": (torch.arange(200) % 5 > 0).long()[None]}, "attention mask"),
+        ({"attention_mask": torch.ones(1, 1, 200, 200, dtype=torch.bool).tril()}, "not 2-D"),
+        ({"attention_mask": (torch.arange(200) < 190).long()[None]}, "attention mask"),
+        ({"use_cache": True, "some_mode": torch.ones(1)}, "`some_mode` was passed"),
+    ],
+)
+def test_what_kv_cannot_be_told_by_is_bypassed(
+    llama: PreTrainedModel, warm: ChunkStore, kwargs: dict[str, Any], reason: str
+) -> None:
+    chunks = len(warm)
+    cache = ChunkReuseCache(llama, warm)
+    kwargs = {"input_ids": BASE, "logits_to_keep": 1, **kwargs}
+    close(llama(**kwargs, past_key_values=cache).logits, llama(**kwargs).logits)
+    assert reason in (cache.report.bypass_reason or "")
+    llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=2)  # and the next call is itself again
+    assert cache.report.bypass_reason is None
+    assert len(warm) == chunks
+
+
+@torch.no_grad()
+def test_inputs_embeds_are_bypassed(llama: PreTrainedModel, warm: ChunkStore) -> None:
+    embeds = llama.get_input_embeddings()(BASE)
+    cache = ChunkReuseCache(llama, warm)
+    found = llama(inputs_embeds=embeds, past_key_values=cache, logits_to_keep=1).logits
+    close(found, llama(BASE).logits[:, -1:])
+    assert cache.report.bypass_reason == "no input_ids were passed"
+
+
+def test_training_mode_is_bypassed(llama: PreTrainedModel, warm: ChunkStore) -> None:
+    cache, chunks = ChunkReuseCache(llama, warm), len(warm)
+    llama.train()
+    llama(random_ids(64, seed=5), past_key_values=cache).logits.sum().backward()
+    assert cache.report.bypass_reason == "the model is in training mode"
+    assert len(warm) == chunks
+
+
+def test_gradients_are_those_of_the_whole_prompt(llama: PreTrainedModel, warm: ChunkStore) -> None:
+    cache = ChunkReuseCache(llama, warm)
+    llama(BASE, past_key_values=cache, logits_to_keep=1).logits.square().sum().backward()
+    found = llama.get_input_embeddings().weight.grad.clone()
+    llama.zero_grad()
+    llama(BASE, logits_to_keep=1).logits.square().sum().backward()
+    torch.testing.assert_close(found, llama.get_input_embeddings().weight.grad, rtol=1e-3, atol=1e-3)
+    assert "gradients are enabled" in (cache.report.bypass_reason or "")
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("second", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_grad_modes_mix(llama: PreTrainedModel, first: Any, second: Any) -> None:
+    check_model_compatibility(llama)
+    cache = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=32))
+    with first():
+        llama.generate(**as_inputs(BASE[:, :100]), past_key_values=cache, max_new_tokens=5)
+    with second():
+        found = llama(BASE[:, 100:110], past_key_values=cache).logits
+        again = llama.generate(**as_inputs(BASE[:, :120]), past_key_values=cache, max_new_tokens=5)
+    assert found.shape[1] == 10
+    assert torch.equal(again, llama.generate(**as_inputs(BASE[:, :120]), max_new_tokens=5))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_forward_leaves_no_trace(llama: PreTrainedModel, error: type[BaseException]) -> None:
+    check_model_compatibility(llama)
+    store = ChunkStore(llama, chunk_size=32)
+    cache = ChunkReuseCache(llama, store)
+    llama.generate(**as_inputs(BASE[:, :80]), past_key_values=cache, max_new_tokens=3)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    for layer, prompt in [(1, BASE), (0, random_ids(90, seed=6)), (1, BASE[:, :150])]:
+        before = store.stats()["bytes"]
+        handle = llama.model.layers[layer].register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            llama.generate(**as_inputs(prompt), past_key_values=cache, max_new_tokens=3)
+        handle.remove()
+        assert store.stats()["bytes"] >= before
+        found = llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=8)
+        assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=8))
+
+
+def test_ids_outside_the_vocabulary(llama: PreTrainedModel, warm: ChunkStore) -> None:
+    cache = ChunkReuseCache(llama, warm)
+    bad = torch.cat([BASE[:, :100], torch.tensor([[5000]])], dim=1)
+    with pytest.raises(IndexError):
+        llama.generate(**as_inputs(bad), past_key_values=cache, max_new_tokens=3)
+    found = llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=3)
+    assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=3))
+    assert not any((chunk.tokens >= 200).any() for chunk in warm._chunks.values())
+
+
+def test_empty_ids_fail_as_they_do_without_us(llama: PreTrainedModel) -> None:
+    empty = torch.empty(1, 0, dtype=torch.long)
+    outcomes = []
+    for kwargs in ({}, {"past_key_values": ChunkReuseCache(llama)}):
+        try:
+            outcomes.append(llama.generate(input_ids=empty, max_new_tokens=2, **kwargs).tolist())
+        except Exception as error:
+            outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1]
+
+
+class TestChangedWeights:
+    """K/V of other weights is never used, whether PyTorch counts the change or not."""
+
+    def change(self, model: PreTrainedModel, how: str) -> None:
+        weight = model.model.layers[0].self_attn.v_proj.weight
+        if how == "data +=":
+            weight.data += 0.3
+        elif how == "optimizer":
+            weight.grad = torch.ones_like(weight)
+            torch.optim.SGD([weight], lr=0.3).step()
+        elif how == "load_state_dict":
+            model.load_state_dict(make_model("llama", seed=5).state_dict())
+        elif how == "dtype":
+            model.to(torch.float64)
+
+    @pytest.mark.parametrize("how", ["data +=", "optimizer", "load_state_dict", "dtype"])
+    def test_between_calls(self, llama: PreTrainedModel, warm: ChunkStore, how: str) -> None:
+        cache = ChunkReuseCache(llama, warm)
+        llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=3)
+        self.change(llama, how)
+        found = llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=8)
+        assert cache.report.reused_tokens == 0
+        assert "other weights" in cache.report.explain()
+        assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=8))
+        llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=3)
+        assert cache.report.forwarded_tokens == 1
+
+    @torch.no_grad()
+    def test_in_the_middle_of_a_conversation(self, llama: PreTrainedModel, warm: ChunkStore) -> None:
+        cache = ChunkReuseCache(llama, warm)
+        llama(BASE, past_key_values=cache, logits_to_keep=1)
+        self.change(llama, "data +=")
+        llama(random_ids(70, seed=4), past_key_values=cache)  # continues old K/V, as any cache would
+        fresh = ChunkReuseCache(llama, warm)
+        llama(torch.cat([BASE, random_ids(70, seed=4)], dim=1), past_key_values=fresh, logits_to_keep=1)
+        assert fresh.report.reused_tokens == 0  # nothing of the mixture was stored
+
+    def test_invalidate(self, llama: PreTrainedModel, warm: ChunkStore) -> None:
+        cache = ChunkReuseCache(llama, warm)
+        llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=3)
+        warm.invalidate()
+        llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=3)
+        assert cache.report.reused_tokens == 0
+
+
+class TestCopies:
+    def test_a_fork_goes_its_own_way(self, llama: PreTrainedModel) -> None:
+        check_model_compatibility(llama)
+        cache = ChunkReuseCache(llama)
+        llama.generate(**as_inputs(BASE[:, :100]), past_key_values=cache, max_new_tokens=2)
+        for twin in (cache.fork(), copy.deepcopy(cache)):
+            ids = torch.cat([BASE[:, :100], random_ids(9, seed=8)], dim=1)
+            found = llama.generate(**as_inputs(ids), past_key_values=twin, max_new_tokens=6)
+            assert torch.equal(found, llama.generate(**as_inputs(ids), max_new_tokens=6))
+            assert twin.report.forwarded_tokens == 9
+            found = llama.generate(**as_inputs(BASE[:, :101]), past_key_values=cache, max_new_tokens=6)
+            assert torch.equal(found, llama.generate(**as_inputs(BASE[:, :101]), max_new_tokens=6))
+            assert cache.report.forwarded_tokens == 1
+
+    def test_the_model_can_be_copied_pickled_and_saved(self, llama: PreTrainedModel, warm: ChunkStore) -> None:
+        buffer = io.BytesIO()
+        torch.save(llama, buffer)
+        buffer.seek(0)
+        copies = [
+            copy.deepcopy(llama),
+            pickle.loads(pickle.dumps(llama)),
+            torch.load(buffer, weights_only=False),
+        ]
+        for twin in copies:
+            cache = ChunkReuseCache(twin, ChunkStore(twin, chunk_size=32))
+            for _ in range(2):
+                found = twin.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=4)
+            assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=4))
+            assert cache.report.forwarded_tokens == 1
+
+
+@torch.no_grad()
+def test_crop_reset_and_rows_by_hand(llama: PreTrainedModel, warm: ChunkStore) -> None:
+    cache, stock = ChunkReuseCache(llama, warm), DynamicCache(config=llama.config)
+    for held in (cache, stock):
+        llama(BASE[:, :150], past_key_values=held, logits_to_keep=1)
+        held.crop(-30)
+        held.batch_repeat_interleave(3)
+        held.reorder_cache(torch.tensor([2, 0, 1]))
+        held.batch_select_indices(torch.tensor([0, 2]))
+    ids = random_ids(20, seed=9, batch=2)
+    close(llama(ids, past_key_values=cache).logits, llama(ids, past_key_values=stock).logits)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    llama(BASE, past_key_values=cache, logits_to_keep=1)
+    assert cache.report.forwarded_tokens == 1
+
+
+@torch.no_grad()
+def test_layers_changed_behind_our_back_are_not_stored(llama: PreTrainedModel) -> None:
+    check_model_compatibility(llama)
+    store = ChunkStore(llama, chunk_size=32)
+    cache = ChunkReuseCache(llama, store)
+    batch = torch.cat([BASE[:, :60], random_ids(60, seed=3)])
+    llama(batch, past_key_values=cache, logits_to_keep=1)
+    for layer in cache.layers:
+        layer.reorder_cache(torch.tensor([1, 0]))
+    llama(random_ids(40, seed=4, batch=2), past_key_values=cache, logits_to_keep=1)
+    fresh = ChunkReuseCache(llama, store)
+    llama(torch.cat([BASE[:, :60], random_ids(40, seed=4)], dim=1), past_key_values=fresh, logits_to_keep=1)
+    assert fresh.report.reused_tokens <= 32
+
+
+@torch.no_grad()
+def test_a_padded_batch_without_its_mask_is_not_stored(llama: PreTrainedModel) -> None:
+    check_model_compatibility(llama)
+    store = ChunkStore(llama, chunk_size=32)
+    cache = ChunkReuseCache(llama, store)
+    batch = left_pad(BASE[:, :60], BASE[:, :40])
+    positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    llama(**batch, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    chunks = len(store)
+    llama(random_ids(64, seed=4, batch=2), past_key_values=cache, logits_to_keep=1)  # sees the padding, too
+    assert "missing" in (cache.report.bypass_reason or "")
+    assert len(store) == chunks
+
+
+def test_mistral_is_bypassed_until_windows_are_supported() -> None:
+    model = make_model("mistral")
+    cache = ChunkReuseCache(model)
+    for ids in (BASE, BASE[:, :50], random_ids(60, seed=2)):
+        found = model.generate(**as_inputs(ids), past_key_values=cache, max_new_tokens=6)
+        assert torch.equal(found, model.generate(**as_inputs(ids), max_new_tokens=6))
+        assert "DynamicSlidingWindowLayer" in (cache.report.bypass_reason or "")
+        assert cache.report.reused_tokens == 0

@@ -1,0 +1,215 @@
+"""The store as a state machine: whatever is done to it, it keeps its budget, its pins and its word."""
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvboost_hf.cache.chunks import Tokens, common_length, prefix_key
+from kvboost_hf.cache.eviction import EvictionOrder
+from kvboost_hf.cache.plan import HEAD_TOKENS, Border, plan_row
+from kvboost_hf.cache.store import ChunkStore, LayerKV, Put
+from tests.conftest import make_model
+
+MODEL = make_model("llama")
+BYTES_PER_TOKEN = 8
+CHUNK = 16
+CPU = torch.device("cpu")
+
+
+def kv_of(tokens: Tokens, start: int) -> LayerKV:
+    """K/V that tells which tokens, at which positions, it was computed for."""
+    keys = torch.tensor(tokens, dtype=torch.float32)[None, :, None]
+    values = torch.arange(start, start + len(tokens), dtype=torch.float32)[None, :, None]
+    return LayerKV((keys,), (values,), (CPU,))
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Prompts are made of few words, so that they share beginnings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Room for about ten chunks; the check of the constructor reckons with the real model's K/V.
+        self.store = ChunkStore(MODEL, chunk_size=CHUNK, max_bytes=2**20)
+        self.store.max_bytes = 10 * CHUNK * (BYTES_PER_TOKEN + 8)
+        self.root = self.store.root(b"")
+        self.pinned: set[bytes] = set()
+        self.puts = 0
+
+    prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+
+    def tokens(self, words: list[int]) -> Tokens:
+        return np.concatenate([np.full(11, 10 + word) for word in words])
+
+    def put_all(self, tokens: Tokens, *, pinned: bool = False, tail: bool = True) -> None:
+        border = Border(0, self.root)
+        while border.at < len(tokens):
+            cut = self.store.chunker.next_cut(tokens, border.at) or len(tokens)
+            part = tokens[border.at : cut]
+            if len(part) < CHUNK and (not tail or len(part) < HEAD_TOKENS):
+                return
+            start = border.at
+            result = self.store.put(
+                self.root,
+                border.key,
+                start,
+                part,
+                BYTES_PER_TOKEN * len(part),
+                lambda: kv_of(part, start),
+                pinned=pinned,
+            )
+            self.puts += 1
+            key = prefix_key(border.key, part)
+            if pinned and result in (Put.STORED, Put.PRESENT):
+                self.pinned.add(key)
+            if result in (Put.NO_PARENT, Put.NO_ROOM):
+                assert result is not Put.NO_ROOM or self.store.stats()["pinned_chunks"] or border.at
+                return
+            border = Border(cut, key)
+
+    @rule(words=prompts)
+    def put(self, words: list[int]) -> None:
+        self.put_all(self.tokens(words))
+
+    @precondition(lambda self: len(self.pinned) < 4)
+    @rule(words=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def put_pinned(self, words: list[int]) -> None:
+        self.put_all(self.tokens(words), pinned=True, tail=False)
+
+    @rule(words=prompts)
+    def look_up(self, words: list[int]) -> None:
+        tokens = self.tokens(words)
+        plan = plan_row(tokens, 0, Border(0, self.root), len(tokens) - 1, self.store.chunker, self.store)
+        for segment in plan.segments:
+            part = slice(segment.start - segment.origin, segment.stop - segment.origin)
+            kv = segment.chunk.kv  # type: ignore[attr-defined]
+            assert kv.keys[0][0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
+            assert kv.values[0][0, part, 0].tolist() == list(range(segment.start, segment.stop))
+        self.store.record_use([s.chunk for s in plan.segments], missed=plan.miss is not None)  # type: ignore[misc]
+
+    @rule(words=prompts)
+    def fail_to_copy(self, words: list[int]) -> None:
+        tokens = 50 + self.tokens(words)[:CHUNK]
+        if len(tokens) < CHUNK:
+            return
+
+        def interrupted() -> LayerKV:
+            raise KeyboardInterrupt
+
+        before = self.store.stats()["bytes"]
+        try:
+            self.store.put(self.root, self.root, 0, tokens, BYTES_PER_TOKEN * CHUNK, interrupted)
+        except KeyboardInterrupt:
+            assert self.store.stats()["bytes"] <= before
+
+    @rule()
+    def clear(self) -> None:
+        if self.puts > 60:
+            self.store.clear()
+            self.pinned.clear()
+            self.puts = 0
+
+    @invariant()
+    def bytes_are_counted_and_within_budget(self) -> None:
+        chunks = self.store._chunks.values()
+        assert self.store.stats()["bytes"] == sum(c.kv.nbytes + c.tokens.nbytes for c in chunks)
+        assert self.store.stats()["bytes"] <= self.store.max_bytes
+
+    @invariant()
+    def pinned_chunks_are_there(self) -> None:
+        for key in self.pinned:
+            assert key in self.store._chunks or self._covered(key)
+
+    def _covered(self, key: bytes) -> bool:
+        return any(key in {c.prefix_key, c.parent} for c in self.store._chunks.values())
+
+    @invariant()
+    def every_chunk_can_be_reached(self) -> None:
+        for chunk in self.store._chunks.values():
+            assert chunk.parent == self.root or chunk.parent in self.store._chunks
+            assert chunk.prefix_key in {c.prefix_key for c in self.store.find_content(chunk.content_key, chunk.tokens)}
+
+    @invariant()
+    def no_chunk_holds_what_a_longer_one_holds(self) -> None:
+        chunks = list(self.store._chunks.values())
+        for a in chunks:
+            for b in chunks:
+                if a is not b and a.parent == b.parent and self.store._order.is_leaf(a.prefix_key):
+                    assert common_length(a.tokens, b.tokens) < len(a.tokens)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+class EvictionMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = EvictionOrder()
+        self.parents: dict[bytes, bytes | None] = {}
+        self.pinned: set[bytes] = set()
+        self.next = 0
+
+    @rule(pick=st.integers(0, 1000), root=st.booleans())
+    def add(self, pick: int, root: bool) -> None:
+        parent = None if root or not self.parents else sorted(self.parents)[pick % len(self.parents)]
+        key = self.next.to_bytes(4, "big")
+        self.next += 1
+        self.order.add(key, parent)
+        self.parents[key] = parent
+
+    @precondition(lambda self: self.parents)
+    @rule(pick=st.integers(0, 1000))
+    def touch(self, pick: int) -> None:
+        self.order.touch(sorted(self.parents)[pick % len(self.parents)])
+
+    @precondition(lambda self: self.parents)
+    @rule(pick=st.integers(0, 1000), pin=st.booleans())
+    def pin(self, pick: int, pin: bool) -> None:
+        key = sorted(self.parents)[pick % len(self.parents)]
+        (self.order.pin if pin else self.order.unpin)(key)
+        (self.pinned.add if pin else self.pinned.discard)(key)
+
+    @rule(pick=st.integers(0, 1000))
+    def evict(self, pick: int) -> None:
+        keep = sorted(self.parents)[pick % len(self.parents)] if self.parents else None
+        leaves = set(self.parents) - set(self.parents.values()) - self.pinned - {keep}
+        victim = self.order.victim(keep=keep)
+        assert (victim is None) == (not leaves)
+        if victim is not None:
+            assert victim in leaves
+            del self.parents[victim]
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        assert len(self.order) == len(self.parents)
+
+
+TestEviction = EvictionMachine.TestCase
+TestEviction.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_order_of_eviction() -> None:
+    order = EvictionOrder()
+    for name in (b"often", b"once", b"new"):
+        order.add(name, None)
+    order.add(b"leaf of often", b"often")
+    order.touch(b"often")
+    order.touch(b"leaf of often")
+    order.touch(b"leaf of often")
+    order.touch(b"new")
+    assert [order.victim() for _ in range(5)] == [b"once", b"new", b"leaf of often", b"often", None]
+
+
+def test_what_was_popular_ages() -> None:
+    order = EvictionOrder()
+    order.add(b"popular", None)
+    for _ in range(5):
+        order.touch(b"popular")
+    victims = []
+    for i in range(20):
+        order.add(b"%d" % i, None)
+        if len(order) > 3:
+            victims.append(order.victim())
+    assert b"popular" in victims

@@ -1,0 +1,195 @@
+"""Bad input gets an error that says the value, the constraint and the remedy, and nothing is lost."""
+
+import threading
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
+
+from kvboost_hf import (
+    CacheModelMismatchError,
+    ChunkReuseCache,
+    ChunkStore,
+    ReusePolicy,
+    StoreClosedError,
+    StoreFullError,
+    check_model_compatibility,
+)
+from tests.conftest import as_inputs, make_model, random_ids
+
+IDS = random_ids(100, seed=1)
+
+
+@pytest.mark.parametrize("size", [0, -1, 100.5])
+def test_chunk_size(llama: PreTrainedModel, size: int) -> None:
+    with pytest.raises(ValueError, match=f"positive multiple of 16 tokens, got {size}"):
+        ChunkStore(llama, chunk_size=size)
+
+
+@pytest.mark.parametrize("budget", [0, -5, 1.5, True])
+def test_budget(llama: PreTrainedModel, budget: int) -> None:
+    with pytest.raises(ValueError, match="`max_bytes` must be a positive int"):
+        ChunkStore(llama, max_bytes=budget)
+
+
+def test_a_budget_smaller_than_one_chunk(llama: PreTrainedModel) -> None:
+    # 2 layers, keys and values, 2 heads of 16, 4 bytes each, and 8 bytes of token id
+    needed = (2 * 2 * 2 * 16 * 4 + 8) * 32
+    with pytest.raises(ValueError, match=f"at least one chunk, which is {needed} bytes"):
+        ChunkStore(llama, chunk_size=32, max_bytes=needed - 1)
+    store = ChunkStore(llama, chunk_size=32, max_bytes=needed)
+    store.warm(IDS[:, :32])
+    assert store.stats()["bytes"] == needed
+
+
+def test_policy() -> None:
+    with pytest.raises(ValueError, match="`mode` must be one of"):
+        ReusePolicy(mode="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="0 or more tokens, got -1"):
+        ReusePolicy(min_prefill_saving=-1)
+    with pytest.raises(ValueError, match="must be an int"):
+        ReusePolicy(min_prefill_saving=0.5)  # type: ignore[arg-type]
+
+
+def test_salt(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="`salt` must be str or bytes, got int"):
+        ChunkReuseCache(llama, salt=5)  # type: ignore[arg-type]
+
+
+def test_encoder_decoder() -> None:
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        ChunkReuseCache(model)
+
+
+def test_a_model_on_meta() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+        )
+    with pytest.raises(ValueError, match=r"meta device.*Load"):
+        ChunkReuseCache(model)
+
+
+def test_not_a_model() -> None:
+    with pytest.raises(ValueError, match="must be a transformers PreTrainedModel, got Linear"):
+        ChunkReuseCache(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+class TestAnotherModel:
+    """Made for one model, passed to another."""
+
+    @pytest.mark.parametrize("other_has_hooks", [True, False])
+    def test_generate(self, llama: PreTrainedModel, other_has_hooks: bool) -> None:
+        other = make_model("llama", seed=3)
+        if other_has_hooks:
+            ChunkReuseCache(other)
+        cache = ChunkReuseCache(llama)
+        with pytest.raises(CacheModelMismatchError, match=r"ChunkReuseCache\("):
+            other.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=2)
+        assert len(cache.store) == 0
+        found = llama.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=2)
+        assert torch.equal(found, llama.generate(**as_inputs(IDS), max_new_tokens=2))
+
+    def test_the_model_inside(self, llama: PreTrainedModel) -> None:
+        with pytest.raises(CacheModelMismatchError, match="not to a part of it"):
+            llama.model(IDS, past_key_values=ChunkReuseCache(llama))
+
+    def test_a_store_of_another_model(self, llama: PreTrainedModel) -> None:
+        with pytest.raises(ValueError, match="made for another model object"):
+            ChunkReuseCache(make_model("llama"), ChunkStore(llama))
+
+
+class TestWarm:
+    def test_text_needs_a_tokenizer(self, llama: PreTrainedModel) -> None:
+        with pytest.raises(ValueError, match="needs `tokenizer`"):
+            ChunkStore(llama).warm("hello")
+
+    @pytest.mark.parametrize("ids", [[], [[1, 2], [3, 4]], torch.empty(1, 0, dtype=torch.long)])
+    def test_shapes(self, llama: PreTrainedModel, ids: torch.Tensor) -> None:
+        with pytest.raises(ValueError, match=r"ids of the shape \[n\] or \[1, n\]"):
+            ChunkStore(llama).warm(ids)
+
+    def test_more_than_fits(self, llama: PreTrainedModel) -> None:
+        store = ChunkStore(llama, chunk_size=32, max_bytes=3 * (2 * 2 * 2 * 16 * 4 + 8) * 32)
+        store.warm(IDS[:, :32])
+        with pytest.raises(StoreFullError, match="A text of 200 tokens does not fit"):
+            store.warm(random_ids(200, seed=2))
+        assert store.stats()["pinned_chunks"] == 1
+        store.warm(random_ids(200, seed=2), pin=False)
+        assert store.stats()["bytes"] <= store.max_bytes
+        cache = ChunkReuseCache(llama, store)
+        llama.generate(**as_inputs(IDS[:, :40]), past_key_values=cache, max_new_tokens=1)
+        assert cache.report.reused_tokens == 32  # what was pinned is still there
+
+    def test_warming_twice_computes_once(self, llama: PreTrainedModel) -> None:
+        store = ChunkStore(llama, chunk_size=32)
+        assert store.warm(IDS).forwarded_tokens == 100
+        assert store.warm(IDS[0].tolist()).forwarded_tokens == 4
+        assert store.stats()["tokens"] == 96  # a tail of 4 is too short to be stored
+        assert store.stats()["pinned_chunks"] == 3
+
+
+def test_a_closed_store(llama: PreTrainedModel) -> None:
+    store = ChunkStore(llama)
+    cache = ChunkReuseCache(llama, store)
+    store.close()
+    with pytest.raises(StoreClosedError, match="Make a new one"):
+        store.warm([1, 2, 3])
+    with pytest.raises(StoreClosedError):
+        llama.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=1)
+
+
+def test_salts_keep_apart(llama: PreTrainedModel) -> None:
+    store = ChunkStore(llama, chunk_size=32)
+    for salt, reused in [("a", 0), ("b", 0), ("a", 96), (b"b", 96), (None, 0)]:
+        cache = ChunkReuseCache(llama, store, salt=salt)
+        llama.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=1)
+        assert cache.report.reused_tokens == reused
+        if not reused:
+            assert "never seen" in cache.report.explain()  # nor does the explanation tell
+
+
+def test_two_threads_one_store(llama: PreTrainedModel) -> None:
+    """Right answers and an exact budget, with evictions all the time."""
+    check_model_compatibility(llama)
+    store = ChunkStore(llama, chunk_size=32, max_bytes=12 * (2 * 2 * 2 * 16 * 4 + 8) * 32)
+    prompts = [torch.cat([IDS[:, : 12 * i], random_ids(40, seed=i)], dim=1) for i in range(8)]
+    expected = [llama.generate(**as_inputs(p), max_new_tokens=4) for p in prompts]
+    problems: list[str] = []
+
+    def work(offset: int) -> None:
+        cache = ChunkReuseCache(llama, store)
+        for i in range(25):
+            at = (i * 3 + offset) % 8
+            found = llama.generate(**as_inputs(prompts[at]), past_key_values=cache, max_new_tokens=4)
+            if not torch.equal(found, expected[at]):
+                problems.append(f"wrong answer to {at}")
+            if store.stats()["bytes"] > store.max_bytes:
+                problems.append("over budget")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert store.stats()["evictions"] > 0
+    assert store.stats()["bytes"] == sum(c.nbytes for c in store._chunks.values())
+
+
+def test_an_evicted_ancestor_comes_back(llama: PreTrainedModel) -> None:
+    """The live cache goes on with a conversation whose beginning the store has given up."""
+    check_model_compatibility(llama)
+    store = ChunkStore(llama, chunk_size=32, max_bytes=6 * (2 * 2 * 2 * 16 * 4 + 8) * 32)
+    cache = ChunkReuseCache(llama, store)
+    llama.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=1)
+    store.clear()
+    longer = torch.cat([IDS, random_ids(60, seed=2)], dim=1)
+    llama.generate(**as_inputs(longer), past_key_values=cache, max_new_tokens=1)
+    fresh = ChunkReuseCache(llama, store)
+    found = llama.generate(**as_inputs(longer), past_key_values=fresh, max_new_tokens=5)
+    assert fresh.report.reused_tokens == 159
+    assert torch.equal(found, llama.generate(**as_inputs(longer), max_new_tokens=5))

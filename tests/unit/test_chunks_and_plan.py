@@ -1,0 +1,161 @@
+"""Keys, cutting, planning: pure functions, checked against a brute-force reading of what they promise."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost_hf.cache.chunks import FixedChunker, Tokens, common_length, content_key, prefix_key, root_key
+from kvboost_hf.cache.plan import HEAD_TOKENS, Border, RowPlan, Segment, plan_batch, plan_row
+
+ROOT = root_key(b"model", b"")
+
+
+class FakeChunk:
+    def __init__(self, prefix_key: bytes, tokens: Tokens) -> None:
+        self.prefix_key, self.tokens = prefix_key, tokens
+
+
+class FakeIndex:
+    """A store of the prompts in `stored`, cut by `chunker`, tails included."""
+
+    def __init__(self, chunker: FixedChunker, *stored: Tokens) -> None:
+        self.chunks: dict[bytes, FakeChunk] = {}
+        self.by_parent: dict[bytes, list[FakeChunk]] = {}
+        for tokens in stored:
+            border = Border(0, ROOT)
+            while border.at < len(tokens):
+                cut = chunker.next_cut(tokens, border.at) or len(tokens)
+                part = tokens[border.at : cut]
+                key = prefix_key(border.key, part)
+                chunk = self.chunks.setdefault(key, FakeChunk(key, part))
+                self.by_parent.setdefault(border.key, []).append(chunk)
+                border = Border(cut, key)
+
+    def find(self, key: bytes, tokens: Tokens) -> FakeChunk | None:
+        chunk = self.chunks.get(key)
+        return chunk if chunk is not None and np.array_equal(chunk.tokens, tokens) else None
+
+    def siblings(self, parent: bytes, head: Tokens) -> list[FakeChunk]:
+        return [c for c in self.by_parent.get(parent, []) if np.array_equal(c.tokens[: len(head)], head)]
+
+
+def tokens(*values: int) -> Tokens:
+    return np.array(values, dtype=np.int64)
+
+
+def run(n: int, seed: int = 0) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 50, n)
+
+
+@pytest.mark.parametrize("size", [0, -1, 100.5, 100, True, "128", None])
+def test_chunk_size_must_be_a_positive_multiple_of_16(size: object) -> None:
+    with pytest.raises(ValueError, match=r"`chunk_size` must be a positive multiple of 16 tokens, got "):
+        FixedChunker(size)  # type: ignore[arg-type]
+
+
+def test_keys_tell_apart_all_that_kv_depends_on() -> None:
+    a, b = tokens(1, 2, 3), tokens(1, 2, 4)
+    keys = {
+        prefix_key(ROOT, a),
+        prefix_key(ROOT, b),
+        prefix_key(prefix_key(ROOT, b), a),  # another history
+        prefix_key(root_key(b"other model", b""), a),
+        prefix_key(root_key(b"model", b"salt"), a),
+        prefix_key(root_key(b"models", b"alt"), a),  # no ambiguity where one part ends
+        content_key(ROOT, a),
+    }
+    assert len(keys) == 7
+    assert content_key(ROOT, a) == content_key(ROOT, a.copy())
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12))
+def test_common_length(a: list[int], b: list[int]) -> None:
+    expected = 0
+    while expected < min(len(a), len(b)) and a[expected] == b[expected]:
+        expected += 1
+    assert common_length(tokens(*a), tokens(*b)) == expected
+
+
+@given(
+    shared=st.integers(0, 120),
+    stored_more=st.integers(0, 80),
+    row_more=st.integers(1, 80),
+    held=st.integers(0, 150),
+    keep=st.integers(1, 5),
+)
+def test_a_row_is_served_what_it_shares(shared: int, stored_more: int, row_more: int, held: int, keep: int) -> None:
+    """The hit is the shared prefix, less what is too short to be looked up, and never beyond the limit."""
+    chunker = FixedChunker(32)
+    common = run(shared, 1)
+    stored = np.concatenate([common, 100 + run(stored_more, 2)])
+    row = np.concatenate([common, 200 + run(row_more, 3)])
+    index = FakeIndex(chunker, stored)
+    limit = len(row) - keep
+    held = min(held, max(limit, 0))
+    border = Border(0, ROOT)
+    while (cut := chunker.next_cut(row[:held], border.at)) is not None:
+        border = Border(cut, prefix_key(border.key, row[border.at : cut]))
+    plan = plan_row(row, held, border, limit, chunker, index)
+
+    reachable = shared if shared - shared // 32 * 32 >= HEAD_TOKENS else shared // 32 * 32
+    assert plan.hit == max(held, min(reachable, limit))
+    at = held
+    for segment in plan.segments:  # gapless, and made of the row's own tokens
+        assert segment.start == at
+        at = segment.stop
+        part = segment.chunk.tokens[segment.start - segment.origin : segment.stop - segment.origin]
+        assert np.array_equal(part, row[segment.start : segment.stop])
+    assert at == plan.hit
+    assert (plan.miss is None) == (plan.hit >= limit)
+    if plan.miss is not None:
+        assert plan.miss.at == plan.hit
+    assert [b.at for b in plan.borders] == [n for n in range(32, plan.hit + 1, 32) if n > border.at]
+
+
+def test_a_hash_collision_cannot_match() -> None:
+    chunker = FixedChunker(32)
+    row = run(80)
+    index = FakeIndex(chunker, run(80, 9))
+    for cut in (32, 64):  # another prompt's chunks, under the very keys that this row asks for
+        key = prefix_key(ROOT, row[:32]) if cut == 32 else prefix_key(prefix_key(ROOT, row[:32]), row[32:64])
+        index.chunks[key] = FakeChunk(key, run(32, cut))
+    assert plan_row(row, 0, Border(0, ROOT), 79, chunker, index).hit == 0
+
+
+def row_plan(hit: int) -> RowPlan:
+    segments = (Segment(FakeChunk(b"", run(hit)), 0, 0, hit),) if hit else ()
+    return RowPlan(hit, segments, (), None)
+
+
+class TestBatch:
+    def test_all_rows_served_to_the_same_column(self) -> None:
+        plan = plan_batch([row_plan(64), row_plan(64)], [0, 0], held=0, limit=99, min_saving=64)
+        assert plan.filled == 64
+        assert plan.cold_groups == {}
+
+    def test_a_cold_row_goes_ahead_alone(self) -> None:
+        plan = plan_batch([row_plan(96), row_plan(0), row_plan(96)], [0, 0, 0], held=0, limit=99, min_saving=64)
+        assert plan.filled == 96
+        assert plan.cold_groups == {0: [1]}
+
+    def test_not_for_a_small_saving(self) -> None:
+        plan = plan_batch([row_plan(96), row_plan(64)], [0, 0], held=0, limit=99, min_saving=64)
+        assert plan.filled == 64
+        assert plan_batch([row_plan(96), row_plan(64)], [0, 0], 0, 99, min_saving=16).cold_groups == {64: [1]}
+
+    def test_padding_is_no_hit(self) -> None:
+        plan = plan_batch([row_plan(0), row_plan(0)], [80, 0], held=0, limit=99, min_saving=0)
+        assert plan.filled == 0
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), min_size=1, max_size=5),
+        st.integers(0, 80),
+    )
+    def test_never_more_work_than_without(self, rows: list[tuple[int, int]], saving: int) -> None:
+        plans = [row_plan(min(hit, 99 - pad)) for hit, pad in rows]
+        pads = [pad for _, pad in rows]
+        plan = plan_batch(plans, pads, held=0, limit=99, min_saving=saving)
+        cold = sum((plan.filled - c) * len(r) for c, r in plan.cold_groups.items())
+        computed = cold + (99 - plan.filled) * len(rows)
+        assert computed + saving * len(plan.cold_groups) <= 99 * len(rows)
