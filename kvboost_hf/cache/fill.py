@@ -8,9 +8,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.inputs import ForwardInputs
+from kvboost_hf.cache.kv import LayerKV
 from kvboost_hf.cache.layers import GrowingLayer, Piece
 from kvboost_hf.cache.plan import ReusePlan, Segment
 from kvboost_hf.cache.store import StoredChunk
+
+Loaded = dict[bytes, LayerKV]  # by prefix key, where the model computes
 
 
 class _PlainCache(Cache):
@@ -32,10 +35,11 @@ def fill_layers(
     Returns:
         Tokens that had to be computed.
     """
+    loaded = {segment.chunk.prefix_key: _kv(segment).loaded() for row in plan.rows for segment in row.segments}
     computed = 0
     ahead: dict[int, tuple[list[GrowingLayer], int]] = {}  # row -> where it was prefilled, and as which row
     for column, rows in plan.cold_groups.items():
-        group = _prefill(model, layers, plan, inputs, first, column, rows)
+        group = _prefill(model, layers, plan, loaded, inputs, first, column, rows)
         ahead |= {row: (group, at) for at, row in enumerate(rows)}
         computed += sum(plan.filled - max(column, plan.pads[row]) for row in rows)
     for idx, layer in enumerate(layers):
@@ -45,7 +49,7 @@ def fill_layers(
                 group, at = ahead[row]
                 pieces.append([group[idx].piece(at, plan.held)])
             else:
-                pieces.append(_pieces(plan.rows[row].segments, idx, plan.filled - pad))
+                pieces.append(_pieces(plan.rows[row].segments, loaded, idx, plan.filled - pad))
         _prepare(layer, plan, idx)
         layer.fill(plan.filled - plan.held, pieces)
     return computed
@@ -55,6 +59,7 @@ def _prefill(
     model: PreTrainedModel,
     layers: Sequence[GrowingLayer],
     plan: ReusePlan,
+    loaded: Loaded,
     inputs: ForwardInputs,
     first: int,
     column: int,
@@ -64,7 +69,7 @@ def _prefill(
     group = [GrowingLayer() for _ in layers]
     if column:
         for idx, (layer, own) in enumerate(zip(group, layers, strict=True)):
-            pieces = [_pieces(plan.rows[row].segments, idx, column - plan.pads[row]) for row in rows]
+            pieces = [_pieces(plan.rows[row].segments, loaded, idx, column - plan.pads[row]) for row in rows]
             if plan.held:
                 pieces = [[own.piece(row, 0), *found] for row, found in zip(rows, pieces, strict=True)]
             _prepare(layer, plan, idx)
@@ -80,22 +85,25 @@ def _prefill(
     return group
 
 
-def _pieces(segments: Sequence[Segment], layer_idx: int, stop: int) -> list[Piece]:
+def _pieces(segments: Sequence[Segment], loaded: Loaded, layer_idx: int, stop: int) -> list[Piece]:
     """K/V of a row's tokens up to `stop`, as pieces of stored chunks."""
     pieces: list[Piece] = []
     for segment in segments:
         if segment.start < stop:
-            assert isinstance(segment.chunk, StoredChunk)
             part = slice(segment.start - segment.origin, min(segment.stop, stop) - segment.origin)
-            kv = segment.chunk.kv
-            pieces.append((kv.keys[layer_idx][:, part], kv.values[layer_idx][:, part]))
+            keys, values = loaded[segment.chunk.prefix_key].layer(layer_idx)
+            pieces.append((keys[:, part], values[:, part]))
     return pieces
 
 
 def _prepare(layer: GrowingLayer, plan: ReusePlan, layer_idx: int) -> None:
     """Tell a layer that has not seen any K/V yet where the model computes it."""
     for segment in (s for row in plan.rows for s in row.segments[:1]):
-        assert isinstance(segment.chunk, StoredChunk)
-        kv = segment.chunk.kv
-        layer.prepare(kv.keys[layer_idx].dtype, kv.devices[layer_idx])
+        kv = _kv(segment)
+        layer.prepare(kv.layer(layer_idx)[0].dtype, kv.device(layer_idx))
         return
+
+
+def _kv(segment: Segment) -> LayerKV:
+    assert isinstance(segment.chunk, StoredChunk)
+    return segment.chunk.kv

@@ -134,14 +134,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
         """Views of a row's K/V from column `start` on."""
         return self.keys[row, :, start:], self.values[row, :, start:]
 
-    def host_copy(self, row: int, start: int, stop: int) -> Piece:
-        """Contiguous copies in host memory of a row's columns [start, stop)."""
-        keys, values = (
-            kv[row, :, start:stop].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for kv in (self.keys, self.values)
-        )
-        return keys, values
-
     @property
     def bytes_per_column(self) -> int:
         """Bytes of one row's K/V for one token."""

@@ -8,9 +8,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.chunks import Tokens, prefix_key
+from kvboost_hf.cache.kv import LayerKV, copy_columns
 from kvboost_hf.cache.layers import GrowingLayer
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row
-from kvboost_hf.cache.store import ChunkStore, LayerKV, Put
+from kvboost_hf.cache.store import ChunkStore, Put
 from kvboost_hf.cache.tokens import TokenLog
 
 
@@ -120,8 +121,7 @@ class Ledger:
         nbytes = sum(layer.bytes_per_column for layer in layers) * len(tokens)
 
         def copy_kv() -> LayerKV:
-            pairs = [layer.host_copy(row, first, first + len(tokens)) for layer in layers]
-            return LayerKV(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), tuple(x.device for x in layers))
+            return copy_columns(layers, row, first, first + len(tokens))
 
         # Outside inference mode: tensors made inside could not be used freely later.
         with torch.inference_mode(False), torch.no_grad():

@@ -9,7 +9,7 @@ from kvboost_hf.cache.chunks import Tokens, common_length
 from kvboost_hf.cache.plan import Miss
 
 _CONTEXT_TOKENS = 12
-_CLOCK = re.compile(r"\d{1,4}[-/:.]\d{1,2}([-/:.]\d{1,4})?")
+_CLOCK = re.compile(r"\d{1,4}[-/:]\d{1,2}([-/:.]\d{1,4})*")
 
 
 class Detokenizer(Protocol):
@@ -24,6 +24,7 @@ class MissReport:
 
     row: int
     at: int  # in row tokens
+    before: Tokens  # a few prompt tokens up to there
     found: Tokens  # a few prompt tokens from there on
     expected: Tokens | None  # what the nearest stored chunk has there, or None
     cause: str  # "cold" | "evicted" | "fingerprint" | "diverged"
@@ -117,18 +118,19 @@ class Tally:
 
 def miss_report(row: int, tokens: Tokens, miss: Miss, *, evicted: bool, other_fingerprint: bool) -> MissReport:
     """Classify the end of a row's walk through the store."""
+    before = tokens[max(0, miss.at - _CONTEXT_TOKENS) : miss.at]
     found = tokens[miss.at : miss.at + _CONTEXT_TOKENS]
     expected: Tokens | None = None
     if miss.nearest is not None:
         stored = miss.nearest[common_length(miss.nearest, tokens[miss.border.at :]) :]
         expected = stored[:_CONTEXT_TOKENS] if len(stored) else None
     if expected is not None:
-        return MissReport(row, miss.at, found, expected, "diverged")
+        return MissReport(row, miss.at, before, found, expected, "diverged")
     if evicted:
-        return MissReport(row, miss.at, found, None, "evicted")
+        return MissReport(row, miss.at, before, found, None, "evicted")
     if other_fingerprint and miss.at == 0:
-        return MissReport(row, miss.at, found, None, "fingerprint")
-    return MissReport(row, miss.at, found, None, "cold")
+        return MissReport(row, miss.at, before, found, None, "fingerprint")
+    return MissReport(row, miss.at, before, found, None, "cold")
 
 
 def _explain(miss: MissReport, tokenizer: Detokenizer | None) -> str:
@@ -145,10 +147,10 @@ def _explain(miss: MissReport, tokenizer: Detokenizer | None) -> str:
     text = f"{where}, where a stored prompt has {show(miss.expected)}"
     if tokenizer is None:
         return f"{text}."
-    found, expected = tokenizer.decode(miss.found.tolist()), tokenizer.decode(miss.expected.tolist())
+    before, found, expected = (tokenizer.decode(ids.tolist()) for ids in (miss.before, miss.found, miss.expected))
     if _same_start(found, expected):
         return f"{text}: the same text in other tokens (text that was decoded and tokenized again)."
-    if _CLOCK.search(found) and _CLOCK.search(expected):
+    if _crosses(_CLOCK, before, found) and _crosses(_CLOCK, before, expected):
         return f"{text}: looks like a date or time; move it behind what should be reused."
     return f"{text}."
 
@@ -156,3 +158,8 @@ def _explain(miss: MissReport, tokenizer: Detokenizer | None) -> str:
 def _same_start(a: str, b: str) -> bool:
     n = min(len(a), len(b))
     return n > 0 and a[:n] == b[:n]
+
+
+def _crosses(pattern: re.Pattern[str], before: str, after: str) -> bool:
+    """Whether `pattern` matches across the border of the two texts, or at the start of the second."""
+    return any(m.end() > len(before) and m.start() <= len(before) + 2 for m in pattern.finditer(before + after))

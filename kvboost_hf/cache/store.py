@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens, common_length, content_key, prefix_key, root_key
 from kvboost_hf.cache.eviction import EvictionOrder
+from kvboost_hf.cache.kv import LayerKV
 from kvboost_hf.cache.plan import HEAD_TOKENS
 from kvboost_hf.cache.state import ModelState, state_of
 from kvboost_hf.compat import bytes_per_token, require_reusable_model
@@ -24,26 +25,6 @@ if TYPE_CHECKING:
 
 _REMEMBERED_KEYS = 65_536  # evicted keys that explain() can still tell from never seen ones
 _MAX_SIBLINGS = 64  # chunks with the same head that are compared token by token
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerKV:
-    """K/V of a chunk in every layer, contiguous and owned.
-
-    Args:
-        keys: Per layer [num_kv_heads, tokens, head_dim].
-        values: Per layer [num_kv_heads, tokens, head_dim].
-        devices: Per layer, where the model computed them.
-    """
-
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
-    devices: tuple[torch.device, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(t.nbytes for t in (*self.keys, *self.values))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -141,3 +141,16 @@ class TestPipeline:
         with counted(model) as work:
             assert pipe(self.TEXT, **ask, **kwargs) == expected
         assert work.tokens <= 5
+
+
+def test_a_growing_chat_loses_little_between_calls(attached: PreTrainedModel) -> None:
+    """Each call has a cache of its own, so that the store alone carries the chat: at most 8 tokens a turn are lost."""
+    plain = make_model("llama")
+    history, seen = random_ids(54, seed=20), 0
+    for turn in range(6):
+        history = torch.cat([history, random_ids(40 + turn, seed=30 + turn)], dim=1)
+        with counted(attached) as work:
+            found = attached.generate(**as_inputs(history), max_new_tokens=11, min_new_tokens=11)
+        assert torch.equal(found, plain.generate(**as_inputs(history), max_new_tokens=11, min_new_tokens=11))
+        assert work.tokens - 10 <= history.shape[1] - seen + 8
+        history, seen = found, found.shape[1] - 1

@@ -1,5 +1,7 @@
 """The store as a state machine: whatever is done to it, it keeps its budget, its pins and its word."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from hypothesis import settings
@@ -8,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvboost_hf.cache.chunks import Tokens, common_length, prefix_key
 from kvboost_hf.cache.eviction import EvictionOrder
+from kvboost_hf.cache.kv import LayerKV
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, plan_row
-from kvboost_hf.cache.store import ChunkStore, LayerKV, Put
+from kvboost_hf.cache.store import ChunkStore, Put
 from tests.conftest import make_model
 
 MODEL = make_model("llama")
@@ -22,7 +25,7 @@ def kv_of(tokens: Tokens, start: int) -> LayerKV:
     """K/V that tells which tokens, at which positions, it was computed for."""
     keys = torch.tensor(tokens, dtype=torch.float32)[None, :, None]
     values = torch.arange(start, start + len(tokens), dtype=torch.float32)[None, :, None]
-    return LayerKV((keys,), (values,), (CPU,))
+    return LayerKV((torch.stack([keys, values]),), (((0, 0), (0, 1)),), (CPU,))
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -56,7 +59,7 @@ class StoreMachine(RuleBasedStateMachine):
                 start,
                 part,
                 BYTES_PER_TOKEN * len(part),
-                lambda: kv_of(part, start),
+                partial(kv_of, part, start),
                 pinned=pinned,
             )
             self.puts += 1
@@ -83,9 +86,9 @@ class StoreMachine(RuleBasedStateMachine):
         plan = plan_row(tokens, 0, Border(0, self.root), len(tokens) - 1, self.store.chunker, self.store)
         for segment in plan.segments:
             part = slice(segment.start - segment.origin, segment.stop - segment.origin)
-            kv = segment.chunk.kv  # type: ignore[attr-defined]
-            assert kv.keys[0][0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
-            assert kv.values[0][0, part, 0].tolist() == list(range(segment.start, segment.stop))
+            keys, values = segment.chunk.kv.layer(0)  # type: ignore[attr-defined]
+            assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
+            assert values[0, part, 0].tolist() == list(range(segment.start, segment.stop))
         self.store.record_use([s.chunk for s in plan.segments], missed=plan.miss is not None)  # type: ignore[misc]
 
     @rule(words=prompts)

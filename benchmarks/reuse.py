@@ -1,0 +1,427 @@
+"""Exact reuse against plain generate(), against what a knowing user would write by hand, and against kvboost 0.9.0.
+
+    python benchmarks/reuse.py --out benchmarks/results [--device cuda] [--peer-python PYTHON]
+
+All arms of a comparison run in turn within one loop; figures are medians, speed is given as ratios within the run.
+The time to the first token is that from the call of generate() to the token on the host (the device is synchronized
+by reading it), storing and filling included. Each timed prompt has an ending that was never seen before. One untimed
+round of every arm comes first; in it our cache runs its probe of the model (three short forwards, once per model).
+
+The model is a random Llama of 8 layers, 512 wide, in float32: large enough that compute dominates.
+"""
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore
+from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.cache.chunks import prefix_key
+from kvboost_hf.cache.kv import LayerKV
+from kvboost_hf.cache.ledger import Ledger
+from kvboost_hf.demo.run import timed_generate
+from kvboost_hf.demo.workloads import CHAT_SHAPE, chat_turn, encode
+
+PROMPT, SHARED = 2000, 1800
+Result = dict[str, Any]
+
+
+def make_model(device: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=16_384,
+        eos_token_id=None,
+        bos_token_id=0,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval().to(device)
+
+
+class Ids:
+    """Fresh random ids."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, n: int) -> list[int]:
+        return self._rng.integers(2, 1000, n).tolist()
+
+
+def in_turn(arms: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+    """Times in ms of each arm; round -1 is not timed."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for n in range(-1, rounds):
+        for name, arm in arms.items():
+            ms = arm(n)
+            if n >= 0:
+                times[name].append(ms)
+    return times
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+@torch.no_grad()
+def prefilled(model: PreTrainedModel, ids: list[int]) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.tensor([ids], device=model.device), past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def ttft(model: PreTrainedModel, ids: list[int], **kwargs: Any) -> float:
+    return timed_generate(model, ids, 1, **kwargs).ttft_ms
+
+
+def warm_prompts(model: PreTrainedModel, rounds: int) -> list[Result]:
+    """`SHARED` tokens seen before, and from 8 to 200 tokens that were not."""
+    fresh, results = Ids(1), []
+    shared = fresh(SHARED)
+    for unseen in (8, 32, 100, PROMPT - SHARED):
+        endings = {n: fresh(unseen) for n in range(-1, rounds)}
+        held = prefilled(model, shared)
+        store = ChunkStore(model)
+        store.warm(shared)
+        kept = ChunkReuseCache(model, ChunkStore(model))
+
+        def floor(n: int) -> float:
+            ids = torch.tensor([endings[n]], device=model.device)
+            start = time.perf_counter()
+            with torch.no_grad():
+                out = model(input_ids=ids, past_key_values=held, use_cache=True, logits_to_keep=1)
+            out.logits[0, -1].argmax().item()
+            ms = 1000 * (time.perf_counter() - start)
+            held.crop(-len(endings[n]))
+            return ms
+
+        def by_hand(n: int) -> float:
+            start = time.perf_counter()
+            mine = copy.deepcopy(held)
+            copied = 1000 * (time.perf_counter() - start)
+            return copied + ttft(model, shared + endings[n], past_key_values=mine)
+
+        arms = {
+            "plain": lambda n: ttft(model, shared + endings[n]),
+            "floor": floor,
+            "deepcopy": by_hand,
+            "live": lambda n: ttft(model, shared + endings[n], past_key_values=kept),
+            "store": lambda n: ttft(model, shared + endings[n], past_key_values=ChunkReuseCache(model, store)),
+        }
+        found = medians(in_turn(arms, rounds))
+        fill = fill_ms(model, store, shared)
+        results.append({"unseen": unseen, "prompt": SHARED + unseen, "fill_copy_ms": fill, **found})
+        print(f"warm, {unseen} unseen: {rounded(found)}, copying the fill alone {fill:.1f} ms", flush=True)
+    return results
+
+
+def fill_ms(model: PreTrainedModel, store: ChunkStore, ids: list[int]) -> float:
+    """What it costs to copy the stored K/V of `ids` into fresh buffers, and nothing else."""
+    chunks = sorted(store._chunks.values(), key=lambda chunk: chunk.start)[: -(-len(ids) // 128)]
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        copies = [
+            torch.cat([chunk.kv.layer(layer)[kind] for chunk in chunks], dim=1).to(model.device)
+            for layer in range(model.config.num_hidden_layers)
+            for kind in (0, 1)
+        ]
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+        del copies
+    return statistics.median(times)
+
+
+def cold_prompts(model: PreTrainedModel, rounds: int) -> list[Result]:
+    """Nothing was ever seen."""
+    fresh, results = Ids(2), []
+    for n_tokens in (200, PROMPT):
+        prompts = {n: fresh(n_tokens) for n in range(-1, rounds)}
+        arms = {
+            "plain": lambda n: ttft(model, prompts[n]),
+            "cold": lambda n: ttft(model, prompts[n], past_key_values=ChunkReuseCache(model, ChunkStore(model))),
+        }
+        found = medians(in_turn(arms, rounds))
+        results.append({"prompt": n_tokens, **found})
+        print(f"cold, {n_tokens} tokens: {rounded(found)}", flush=True)
+    return results
+
+
+def chat(model: PreTrainedModel, rounds: int) -> list[Result]:
+    """Prompts of the published shape; answers of 24 tokens go back as the tokens that they were."""
+    fresh = Ids(3)
+    rows: list[dict[str, list[float]]] = [{"plain": [], "reuse": []} for _ in CHAT_SHAPE]
+    counts: list[tuple[int, int]] = []
+    for n in range(-1, rounds):
+        cache, history = ChunkReuseCache(model, ChunkStore(model)), []
+        counts = []
+        for turn, length in enumerate(CHAT_SHAPE):
+            history += fresh(length - len(history))
+            plain = timed_generate(model, history, 24)
+            reuse = timed_generate(model, history, 24, past_key_values=cache)
+            assert plain.ids == reuse.ids
+            counts.append((cache.report.prompt_tokens, cache.report.forwarded_tokens))
+            history += plain.ids
+            if n >= 0:
+                rows[turn]["plain"].append(plain.ttft_ms)
+                rows[turn]["reuse"].append(reuse.ttft_ms)
+    results = [
+        {"turn": turn + 1, "prompt": prompt, "forwarded": forwarded, **medians(row)}
+        for turn, (row, (prompt, forwarded)) in enumerate(zip(rows, counts, strict=True))
+    ]
+    print(f"chat, turn 8: {rounded(medians(rows[-1]))}", flush=True)
+    return results
+
+
+def decode(model: PreTrainedModel, rounds: int) -> list[Result]:
+    """Tokens per second after a long prompt."""
+    fresh, results = Ids(4), []
+    for context in (512, 8192):
+        ids = fresh(context)
+        cache = ChunkReuseCache(model, ChunkStore(model))
+        timed_generate(model, ids, 1, past_key_values=cache)
+        held = prefilled(model, ids[:-1])
+        steps = 48
+
+        def speed(kwargs: dict[str, Any], steps: int = steps, ids: list[int] = ids) -> float:
+            call = timed_generate(model, ids, steps + 1, **kwargs)
+            return (call.total_ms - call.ttft_ms) / steps
+
+        arms = {
+            "stock": lambda _: speed({"past_key_values": copy.deepcopy(held)}),
+            "reuse": lambda _: speed({"past_key_values": cache}),
+        }
+        found = medians(in_turn(arms, rounds))
+        results.append({"context": context, **{f"{name}_tok_s": 1000 / ms for name, ms in found.items()}})
+        print(f"decode at {context}: ms per token {rounded(found)}", flush=True)
+    return results
+
+
+def planning(model: PreTrainedModel) -> Result:
+    """A prompt of 100k tokens against a store of 10k chunks, a third of the prompt stored."""
+    store = ChunkStore(model)
+    rng = np.random.default_rng(5)
+    root = store.root(b"")
+    kv = LayerKV((), (), ())
+    prompt = rng.integers(2, 1000, (1, 100_000))
+    stored = 0
+    while stored < 10_000:
+        row = prompt[0, :33_280] if stored == 0 else rng.integers(2, 1000, 128 * 20)
+        key = root
+        for start in range(0, len(row), 128):
+            tokens = row[start : start + 128]
+            store.put(root, key, start, tokens, 0, lambda: kv)
+            key = prefix_key(key, tokens)
+            stored += 1
+    times = []
+    for _ in range(11):
+        start = time.perf_counter()
+        plan = Ledger.empty(np.zeros(1, dtype=np.int64), store.root(b"")).plan(prompt, 0, 99_999, store, 64)
+        times.append(1000 * (time.perf_counter() - start))
+    assert plan.filled == 33_280
+    result = {"prompt": 100_000, "chunks": stored, "hit": plan.filled, "ms": statistics.median(times)}
+    print(f"planning: {result}", flush=True)
+    return result
+
+
+def peer(model: PreTrainedModel, python: str, rounds: int) -> Result:
+    """kvboost 0.9.0 in its own interpreter, on the same model and prompts, right after our own arms."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    fresh = Ids(6)
+    shared, ending, cold = fresh(SHARED), fresh(PROMPT - SHARED), fresh(PROMPT)
+
+    def text(ids: list[int]) -> str:
+        return " ".join(f"t{i}" for i in ids)
+
+    tokens = Tokenizer(models.WordLevel({f"t{i}": i for i in range(1024)}, unk_token="t1"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="t1", pad_token="t0")
+    held = prefilled(model, shared)
+
+    def by_hand(_: int) -> float:
+        start = time.perf_counter()
+        mine = copy.deepcopy(held)
+        return 1000 * (time.perf_counter() - start) + ttft(model, shared + ending, past_key_values=mine)
+
+    caches: dict[str, ChunkReuseCache] = {}
+
+    def ours(name: str, ids: list[int], seen: list[int]) -> float:
+        caches[name] = cache = ChunkReuseCache(model, ChunkStore(model))
+        if seen:  # as the peer's engine is primed, out of the clock
+            timed_generate(model, seen, 1, past_key_values=cache)
+        return ttft(model, ids, past_key_values=cache)
+
+    arms = {
+        "plain": lambda _: ttft(model, shared + ending),
+        "deepcopy": by_hand,
+        "warm": lambda _: ours("warm", shared + ending, shared),
+        "cold_plain": lambda _: ttft(model, cold),
+        "cold": lambda _: ours("cold", cold, []),
+    }
+    found = medians(in_turn(arms, rounds))
+    forwarded = {name: cache.report.forwarded_tokens for name, cache in caches.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        workload = {
+            "max_new_tokens": 1,
+            "cases": [
+                {"name": "warm", "prime": [text(shared)], "prompt": text(shared + ending), "repeats": rounds},
+                {"name": "cold", "prime": [], "prompt": text(cold), "repeats": rounds},
+            ],
+            "answers": {"max_new_tokens": 1, "prompts": []},
+        }
+        speed = run_peer(python, workload, folder)
+    answers = peer_answers(python)
+    return {"ours": found, "ours_forwarded": forwarded, "peer": speed, "answers": answers}
+
+
+def peer_answers(python: str) -> Result:
+    """Equal answers on the trained embedded model: chats, in which text recurs in other places, too."""
+    reader, tokenizer = load_embedded()
+    prompts: list[list[int]] = []
+    for seed in range(3):
+        messages: list[dict[str, str]] = []
+        documents: list[Any] = []
+        for turn, target in enumerate(CHAT_SHAPE):
+            question, document = chat_turn(tokenizer, messages, documents, target, seed=100 * seed + turn)
+            documents.append(document)
+            messages.append({"role": "user", "content": question.text})
+            prompts.append(encode(tokenizer, messages))
+            messages.append({"role": "assistant", "content": question.fact.answer})
+    cache = ChunkReuseCache(reader)
+    equal = forwarded = 0
+    for ids in prompts:
+        plain = timed_generate(reader, ids, 16)
+        reuse = timed_generate(reader, ids, 16, past_key_values=cache)
+        equal += plain.ids == reuse.ids
+        forwarded += cache.report.forwarded_tokens
+    texts = [tokenizer.decode(ids) for ids in prompts]
+    workload = {"max_new_tokens": 1, "cases": [], "answers": {"max_new_tokens": 16, "prompts": texts}}
+    found = run_peer(python, workload, str(EMBEDDED_MODEL_DIR))
+    return {
+        "prompts": len(prompts),
+        "prompt_tokens": sum(len(ids) for ids in prompts),
+        "ours_equal": equal,
+        "ours_forwarded": forwarded,
+        "peer": found["answers"],
+    }
+
+
+def run_peer(python: str, workload: Result, model_dir: str) -> Result:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(workload, file)
+        file.flush()
+        script = Path(__file__).with_name("kvboost_peer.py")
+        command = [python, str(script), "--workload", file.name, "--model", model_dir]
+        command += ["--threads", str(torch.get_num_threads())]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: Result = json.loads(done.stdout)
+    return result
+
+
+def rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in values.items()}
+
+
+def provenance(arguments: list[str]) -> Result:
+    def git(*command: str) -> str:
+        done = subprocess.run(
+            ["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+        )
+        return done.stdout.strip()
+
+    cpu = platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].split(":")[1].strip() if names else cpu
+    return {
+        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else ""),
+        "command": "python benchmarks/reuse.py " + " ".join(arguments),
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def markdown(result: Result) -> str:
+    """The tables for README and docs."""
+    where = result["provenance"]
+    lines = [
+        f"Random Llama, 8 layers of 512, float32; {where['gpu'] or where['cpu']}, {where['threads']} threads, "
+        f"torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}:",
+        f"`{where['command']}`",
+        "",
+        "| 1,800 tokens seen before, and unseen: | plain | by hand (deep copy) | ours, live | ours, from the store "
+        "| ours / floor |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in result["warm"]:
+        plain, best = row["plain"], min(row["live"], row["store"])
+        lines.append(
+            f"| {row['unseen']} | {plain:.0f} ms (1x) | {row['deepcopy']:.1f} ms ({plain / row['deepcopy']:.1f}x) "
+            f"| {row['live']:.1f} ms ({plain / row['live']:.1f}x) "
+            f"| {row['store']:.1f} ms ({plain / row['store']:.1f}x) | {best / row['floor']:.2f} |"
+        )
+    lines += ["", "| other | figure |", "| --- | ---: |"]
+    for row in result["cold"]:
+        lines.append(f"| cold prompt of {row['prompt']} tokens, against plain | {row['cold'] / row['plain']:.3f} |")
+    turn = result["chat"][-1]
+    lines.append(f"| chat, turn 8 ({turn['prompt']} tokens), speed-up | {turn['plain'] / turn['reuse']:.1f}x |")
+    for row in result["decode"]:
+        ratio = row["reuse_tok_s"] / row["stock_tok_s"]
+        lines.append(f"| decoding after {row['context']} tokens, against DynamicCache | {ratio:.2f}x |")
+    plan = result["planning"]
+    lines.append(f"| planning {plan['prompt']} tokens against {plan['chunks']} chunks | {plan['ms']:.1f} ms |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON and the tables")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--peer-python", help="an interpreter with kvboost 0.9.0, torch and transformers")
+    options = parser.parse_args()
+    model = make_model(options.device)
+    result: Result = {"provenance": provenance(sys.argv[1:])}
+    result["planning"] = planning(model)
+    result["warm"] = warm_prompts(model, options.rounds)
+    result["cold"] = cold_prompts(model, options.rounds)
+    result["chat"] = chat(model, options.rounds)
+    result["decode"] = decode(model, 3)
+    if options.peer_python:
+        result["kvboost"] = peer(model, options.peer_python, options.rounds)
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = f"reuse-{options.device}"
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / f"{name}.md").write_text(markdown(result))
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    main()

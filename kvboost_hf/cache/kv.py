@@ -1,0 +1,71 @@
+"""K/V of one chunk in every layer, as the store keeps it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvboost_hf.cache.layers import GrowingLayer, Piece
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKV:
+    """Keys and values of a chunk, owned, in as few blocks as their shapes and devices allow.
+
+    All layers of a chunk come and go together, so that one block, and one transfer, serves them all where the layers
+    are alike.
+
+    Args:
+        blocks: Contiguous tensors [tensors, num_kv_heads, tokens, head_dim] in host memory.
+        places: Per layer, where its keys and its values are: (block, index) each.
+        devices: Per block, where the model computed it.
+    """
+
+    blocks: tuple[torch.Tensor, ...]
+    places: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    devices: tuple[torch.device, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.places)
+
+    def layer(self, idx: int) -> Piece:
+        """Views of a layer's keys and values, [num_kv_heads, tokens, head_dim]."""
+        (key_block, key_at), (value_block, value_at) = self.places[idx]
+        return self.blocks[key_block][key_at], self.blocks[value_block][value_at]
+
+    def device(self, idx: int) -> torch.device:
+        """Where the model computes a layer."""
+        return self.devices[self.places[idx][0][0]]
+
+    def loaded(self) -> "LayerKV":
+        """The same where the model computes: itself on a CPU, else with one transfer a block."""
+        blocks = tuple(b.to(d, non_blocking=True) for b, d in zip(self.blocks, self.devices, strict=True))
+        return LayerKV(blocks, self.places, self.devices)
+
+
+def copy_columns(layers: Sequence[GrowingLayer], row: int, start: int, stop: int) -> LayerKV:
+    """Copy a row's columns [start, stop) of every layer to host memory."""
+    groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[torch.Tensor]] = {}
+    order: list[tuple[torch.device, torch.dtype, torch.Size]] = []
+    places: list[tuple[tuple[int, int], tuple[int, int]]] = []
+
+    def place(kv: torch.Tensor) -> tuple[int, int]:
+        part = kv[row, :, start:stop].detach()
+        key = (part.device, part.dtype, part.shape)
+        if key not in groups:
+            groups[key] = []
+            order.append(key)
+        groups[key].append(part)
+        return order.index(key), len(groups[key]) - 1
+
+    for layer in layers:
+        places.append((place(layer.keys), place(layer.values)))
+    blocks = tuple(torch.stack(groups[key]).cpu() for key in order)
+    return LayerKV(blocks, tuple(places), tuple(device for device, _, _ in order))

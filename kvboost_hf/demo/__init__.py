@@ -1,0 +1,1 @@
+"""The demonstration behind `kvboost-hf demo`: plain generate() beside generate() with a ChunkReuseCache."""
