@@ -255,9 +255,9 @@ def peer(model: PreTrainedModel, python: str, rounds: int) -> Result:
     def text(ids: list[int]) -> str:
         return " ".join(f"t{i}" for i in ids)
 
-    tokens = Tokenizer(models.WordLevel({f"t{i}": i for i in range(1024)}, unk_token="t1"))
+    tokens = Tokenizer(models.WordLevel({f"t{i}": i for i in range(1024)}))
     tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="t1", pad_token="t0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens)  # a special token would be matched inside words
     held = prefilled(model, shared)
 
     def by_hand(_: int) -> float:
@@ -293,7 +293,8 @@ def peer(model: PreTrainedModel, python: str, rounds: int) -> Result:
             ],
             "answers": {"max_new_tokens": 1, "prompts": []},
         }
-        speed = run_peer(python, workload, folder)
+        speed = run_peer(python, workload, folder, model.device.type)
+    assert all(case["prompt_tokens"] == PROMPT for case in speed["cases"])
     answers = peer_answers(python)
     return {"ours": found, "ours_forwarded": forwarded, "peer": speed, "answers": answers}
 
@@ -312,31 +313,34 @@ def peer_answers(python: str) -> Result:
             prompts.append(encode(tokenizer, messages))
             messages.append({"role": "assistant", "content": question.fact.answer})
     cache = ChunkReuseCache(reader)
-    equal = forwarded = 0
-    for ids in prompts:
-        plain = timed_generate(reader, ids, 16)
-        reuse = timed_generate(reader, ids, 16, past_key_values=cache)
-        equal += plain.ids == reuse.ids
-        forwarded += cache.report.forwarded_tokens
+    answers = [timed_generate(reader, ids, 16).ids for ids in prompts]
+    forwarded = 0
+
+    def count(_module: torch.nn.Module, args: tuple[torch.Tensor, ...], _output: torch.Tensor) -> None:
+        nonlocal forwarded
+        forwarded += args[0].numel()
+
+    handle = reader.get_input_embeddings().register_forward_hook(count)
+    reused = [timed_generate(reader, ids, 16, past_key_values=cache).ids for ids in prompts]
+    handle.remove()
     texts = [tokenizer.decode(ids) for ids in prompts]
     workload = {"max_new_tokens": 1, "cases": [], "answers": {"max_new_tokens": 16, "prompts": texts}}
-    found = run_peer(python, workload, str(EMBEDDED_MODEL_DIR))
+    found = run_peer(python, workload, str(EMBEDDED_MODEL_DIR), "cpu")
     return {
         "prompts": len(prompts),
-        "prompt_tokens": sum(len(ids) for ids in prompts),
-        "ours_equal": equal,
+        "ours_equal": sum(a == b for a, b in zip(answers, reused, strict=True)),
         "ours_forwarded": forwarded,
         "peer": found["answers"],
     }
 
 
-def run_peer(python: str, workload: Result, model_dir: str) -> Result:
+def run_peer(python: str, workload: Result, model_dir: str, device: str) -> Result:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(workload, file)
         file.flush()
         script = Path(__file__).with_name("kvboost_peer.py")
         command = [python, str(script), "--workload", file.name, "--model", model_dir]
-        command += ["--threads", str(torch.get_num_threads())]
+        command += ["--threads", str(torch.get_num_threads()), "--device", device]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: Result = json.loads(done.stdout)
     return result
@@ -397,7 +401,47 @@ def markdown(result: Result) -> str:
         lines.append(f"| decoding after {row['context']} tokens, against DynamicCache | {ratio:.2f}x |")
     plan = result["planning"]
     lines.append(f"| planning {plan['prompt']} tokens against {plan['chunks']} chunks | {plan['ms']:.1f} ms |")
+    if "kvboost" in result:
+        lines += ["", *kvboost_table(result["kvboost"])]
     return "\n".join(lines) + "\n"
+
+
+def kvboost_table(found: Result) -> list[str]:
+    """Time to the first token against plain generate() of the same process, and tokens forwarded up to it."""
+    lines = [
+        "| beside kvboost 0.9.0 | warm: TTFT | forwarded | cold: TTFT | forwarded | cold: until it returns |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    ours, forwarded = found["ours"], found["ours_forwarded"]
+    warm, cold = ours["plain"] / ours["warm"], ours["cold_plain"] / ours["cold"]
+    lines.append(
+        f"| kvboost_hf | {warm:.2f}x | {forwarded['warm']} | {cold:.2f}x | {forwarded['cold']} | {cold:.2f}x |"
+    )
+    lines.append(f"| deep-copied DynamicCache | {ours['plain'] / ours['deepcopy']:.2f}x | | | | |")
+    cases = {(case["case"], case["method"]): case for case in found["peer"]["cases"]}
+    base = {name: statistics.median(cases[name, "plain"]["first_token_ms"]) for name in ("warm", "cold")}
+    for method in ("none", "selective", "cacheblend"):
+        warm_case, cold_case = cases["warm", method], cases["cold", method]
+        lines.append(
+            f"| kvboost, {method} | {base['warm'] / statistics.median(warm_case['first_token_ms']):.2f}x "
+            f"| {warm_case['forwarded_to_first_token']} "
+            f"| {base['cold'] / statistics.median(cold_case['first_token_ms']):.2f}x "
+            f"| {cold_case['forwarded_to_first_token']} "
+            f"| {base['cold'] / statistics.median(cold_case['generate_ms']):.2f}x |"
+        )
+    answers = found["answers"]
+    lines += [
+        "",
+        f"Answers equal to plain generate() in {answers['prompts']} prompts of chats on the embedded model, and "
+        f"tokens forwarded, decoding included: kvboost_hf {answers['ours_equal']} ({answers['ours_forwarded']}); "
+        + "; ".join(
+            f"kvboost {row['method']} {row['equal']} ({row['forwarded_tokens']})"
+            for row in answers["peer"]
+            if row["method"] not in ("plain", "baseline")
+        )
+        + ".",
+    ]
+    return lines
 
 
 def main() -> None:
