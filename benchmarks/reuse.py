@@ -141,7 +141,7 @@ def fill_ms(model: PreTrainedModel, store: ChunkStore, ids: list[int]) -> float:
     for _ in range(5):
         start = time.perf_counter()
         copies = [
-            torch.cat([chunk.kv.layer(layer)[kind] for chunk in chunks], dim=1).to(model.device)
+            torch.cat([chunk.kv.load()[layer][kind] for chunk in chunks], dim=1).to(model.device)
             for layer in range(model.config.num_hidden_layers)
             for kind in (0, 1)
         ]

@@ -8,12 +8,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.inputs import ForwardInputs
-from kvboost_hf.cache.kv import LayerKV
 from kvboost_hf.cache.layers import GrowingLayer, Piece
 from kvboost_hf.cache.plan import ReusePlan, Segment
 from kvboost_hf.cache.store import StoredChunk
 
-Loaded = dict[bytes, LayerKV]  # by prefix key, where the model computes
+Loaded = dict[bytes, list[Piece]]  # by prefix key: K/V of every layer, where the model computes
 
 
 class _PlainCache(Cache):
@@ -35,7 +34,7 @@ def fill_layers(
     Returns:
         Tokens that had to be computed.
     """
-    loaded = {segment.chunk.prefix_key: _kv(segment).loaded() for row in plan.rows for segment in row.segments}
+    loaded = {segment.chunk.prefix_key: _load(segment) for row in plan.rows for segment in row.segments}
     computed = 0
     ahead: dict[int, tuple[list[GrowingLayer], int]] = {}  # row -> where it was prefilled, and as which row
     for column, rows in plan.cold_groups.items():
@@ -50,7 +49,6 @@ def fill_layers(
                 pieces.append([group[idx].piece(at, plan.held)])
             else:
                 pieces.append(_pieces(plan.rows[row].segments, loaded, idx, plan.filled - pad))
-        _prepare(layer, plan, idx)
         layer.fill(plan.filled - plan.held, pieces)
     return computed
 
@@ -72,7 +70,6 @@ def _prefill(
             pieces = [_pieces(plan.rows[row].segments, loaded, idx, column - plan.pads[row]) for row in rows]
             if plan.held:
                 pieces = [[own.piece(row, 0), *found] for row, found in zip(rows, pieces, strict=True)]
-            _prepare(layer, plan, idx)
             layer.fill(column, pieces)
     at = torch.tensor(rows, device=inputs.input_ids.device)
     new = slice(column - first, plan.filled - first)
@@ -90,20 +87,14 @@ def _pieces(segments: Sequence[Segment], loaded: Loaded, layer_idx: int, stop: i
     pieces: list[Piece] = []
     for segment in segments:
         if segment.start < stop:
-            part = slice(segment.start - segment.origin, min(segment.stop, stop) - segment.origin)
-            keys, values = loaded[segment.chunk.prefix_key].layer(layer_idx)
-            pieces.append((keys[:, part], values[:, part]))
+            keys, values = loaded[segment.chunk.prefix_key][layer_idx]
+            start, length = segment.start - segment.origin, min(segment.stop, stop) - segment.start
+            if length < keys.shape[1]:
+                keys, values = keys.narrow(1, start, length), values.narrow(1, start, length)
+            pieces.append((keys, values))
     return pieces
 
 
-def _prepare(layer: GrowingLayer, plan: ReusePlan, layer_idx: int) -> None:
-    """Tell a layer that has not seen any K/V yet where the model computes it."""
-    for segment in (s for row in plan.rows for s in row.segments[:1]):
-        kv = _kv(segment)
-        layer.prepare(kv.layer(layer_idx)[0].dtype, kv.device(layer_idx))
-        return
-
-
-def _kv(segment: Segment) -> LayerKV:
+def _load(segment: Segment) -> list[Piece]:
     assert isinstance(segment.chunk, StoredChunk)
-    return segment.chunk.kv
+    return segment.chunk.kv.load()

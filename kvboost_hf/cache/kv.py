@@ -35,19 +35,10 @@ class LayerKV:
         """How many layers there are."""
         return len(self.places)
 
-    def layer(self, idx: int) -> Piece:
-        """Views of a layer's keys and values, [num_kv_heads, tokens, head_dim]."""
-        (key_block, key_at), (value_block, value_at) = self.places[idx]
-        return self.blocks[key_block][key_at], self.blocks[value_block][value_at]
-
-    def device(self, idx: int) -> torch.device:
-        """Where the model computes a layer."""
-        return self.devices[self.places[idx][0][0]]
-
-    def loaded(self) -> "LayerKV":
-        """The same where the model computes: itself on a CPU, else with one transfer a block."""
-        blocks = tuple(b.to(d, non_blocking=True) for b, d in zip(self.blocks, self.devices, strict=True))
-        return LayerKV(blocks, self.places, self.devices)
+    def load(self) -> list[Piece]:
+        """Keys and values of every layer, where the model computes: views on a CPU, else one transfer a block."""
+        blocks = [b.to(d, non_blocking=True).unbind() for b, d in zip(self.blocks, self.devices, strict=True)]
+        return [(blocks[kb][ki], blocks[vb][vi]) for (kb, ki), (vb, vi) in self.places]
 
 
 def copy_columns(layers: Sequence[GrowingLayer], row: int, start: int, stop: int) -> LayerKV:

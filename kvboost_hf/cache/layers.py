@@ -67,6 +67,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
                 row whose pieces are shorter than `columns` is padding on its left, and is zeroed there.
         """
         like_keys, like_values = next(piece for pieces in rows for piece in pieces)
+        if not self.is_initialized:
+            self.lazy_initialization(like_keys, like_values)
         self.version += 1
         start, self.length = self.length, self.length + columns
         batch = len(rows)
@@ -77,12 +79,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
             self._fill_row(self._key_buffer[row, :, start : self.length], [keys for keys, _ in pieces])
             self._fill_row(self._value_buffer[row, :, start : self.length], [values for _, values in pieces])
         self._view()
-
-    def prepare(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Say where K/V belongs, for a `fill` that comes before the first `update`."""
-        if not self.is_initialized:
-            self.dtype, self.device = dtype, device
-            self.is_initialized = True
 
     def truncate(self, length: int) -> None:
         """Forget all columns from `length` on."""
@@ -188,11 +184,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
     @staticmethod
     def _fill_row(out: torch.Tensor, pieces: list[torch.Tensor]) -> None:
         covered = sum(piece.shape[1] for piece in pieces)
-        at = out.shape[1] - covered
-        out[:, :at].zero_()
-        for piece in pieces:
-            out[:, at : at + piece.shape[1]].copy_(piece, non_blocking=True)
-            at += piece.shape[1]
+        padding = out.shape[1] - covered
+        out[:, :padding].zero_()
+        if pieces:
+            torch.cat(pieces, dim=1, out=out[:, padding:])
 
     def _update_with_graph(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Out of place, as stock does: autograd must keep every earlier version."""

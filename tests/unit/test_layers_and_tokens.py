@@ -106,7 +106,6 @@ def test_crop_takes_what_both_supported_releases_pass() -> None:
 
 def test_fill_pads_rows_on_the_left() -> None:
     layer = GrowingLayer()
-    layer.prepare(torch.float32, torch.device("cpu"))
     a, b = torch.randn(2, 2, 5, 4)
     layer.fill(8, [[(a, a), (b[:, :3], b[:, :3])], [(b, b)]])
     assert torch.equal(layer.keys[0], torch.cat([a, b[:, :3]], dim=1))
