@@ -5,7 +5,7 @@
 All arms of a comparison run in turn within one loop; figures are medians, speed is given as ratios within the run.
 The time to the first token is that from the call of generate() to the token on the host (the device is synchronized
 by reading it), storing and filling included. Each timed prompt has an ending that was never seen before. One untimed
-round of every arm comes first; in it our cache runs its probe of the model (three short forwards, once per model).
+round of every arm comes first; in it our cache runs its probe of the model (four short forwards, once per model).
 
 The model is a random Llama of 8 layers, 512 wide, in float32: large enough that compute dominates.
 """

@@ -13,9 +13,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-# Largest difference in logits between one forward and two, in standard deviations of the logits, that rounding
-# explains. What must be caught is larger: an encoder-style attention gives 0.002 and more in float32.
+# Largest difference in logits, in standard deviations of the logits, that rounding explains where the same thing is
+# computed in matrices of other shapes. Encoder-style attention gives 0.002 and more in float32.
 _TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+# Where even the shapes are the same.
+_SAME_SHAPE_TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _PROBE_TOKENS = 12
 
 
@@ -70,20 +72,26 @@ def require_reusable_model(model: PreTrainedModel) -> None:
         ValueError: for anything but a `PreTrainedModel` decoder whose weights are loaded.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"`model` must be a transformers PreTrainedModel, got {type(model).__name__}. Pass the model that you "
-            "call generate() on, not a wrapper around it."
-        )
+        raise ValueError(_not_a_model(model))
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder; K/V reuse is for decoder-only models. Use it without a "
             "ChunkReuseCache."
         )
-    if getattr(model, "hf_device_map", None) is None and all(p.is_meta for p in model.parameters()):
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if not offloaded and all(p.is_meta for p in model.parameters()):
         raise ValueError(
             f"All weights of this {type(model).__name__} are on the meta device, so it cannot compute anything. Load "
             "them first, for example with from_pretrained()."
         )
+
+
+def _not_a_model(found: object) -> str:
+    inner = ": model.get_base_model()" if hasattr(found, "get_base_model") else ""
+    return (
+        f"`model` must be a transformers PreTrainedModel, got {type(found).__name__}. Pass the transformers model "
+        f"itself, not a wrapper around it{inner}."
+    )
 
 
 def cache_layers(model: PreTrainedModel) -> list[Any]:
@@ -95,9 +103,10 @@ class _Findings:
     """What was found of a model; kept on it, so that it is found once, and never copied or saved with it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.static: tuple[str | None] | None = None
-        self.probed: tuple[str | None] | None = None
+        self.probed: dict[torch.dtype, str | None] = {}
+        self.padded: dict[torch.dtype, str | None] = {}
 
     def __reduce__(self) -> tuple[type["_Findings"], tuple[()]]:
         return _Findings, ()
@@ -118,16 +127,25 @@ def known_reason(model: PreTrainedModel) -> str | None:
     with found.lock:
         if found.static is None:
             found.static = (_static_reason(model),)
-        return found.static[0] or (found.probed[0] if found.probed is not None else None)
+        return found.static[0] or found.probed.get(model.dtype)
 
 
 def probe_reason(model: PreTrainedModel) -> str | None:
-    """Why a run on a few tokens rules out reuse, or None. Run once per model: three short forwards."""
+    """Why a run on a few tokens rules out reuse, or None. Run once per model and dtype: four short forwards."""
     found = _findings(model)
     with found.lock:
-        if found.probed is None:
-            found.probed = (_probe(model),)
-        return found.probed[0]
+        if model.dtype not in found.probed:
+            found.probed[model.dtype] = _probe(model)
+        return found.probed[model.dtype]
+
+
+def padding_reason(model: PreTrainedModel) -> str | None:
+    """Why a run on a few tokens rules out storing K/V of padded rows, or None. Run once per model and dtype."""
+    found = _findings(model)
+    with found.lock:
+        if model.dtype not in found.padded:
+            found.padded[model.dtype] = _probe_padding(model)
+        return found.padded[model.dtype]
 
 
 def _static_reason(model: PreTrainedModel) -> str | None:
@@ -140,7 +158,10 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     varying = {"dynamic", "longrope"} & _rope_types(model.config)
     if varying:
         return f"its rotary frequencies depend on the length ({', '.join(sorted(varying))}), not supported yet"
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+    arguments = inspect.signature(model.forward).parameters
+    if "past_key_values" not in arguments:
+        return "its forward takes no past_key_values"
+    if "logits_to_keep" not in arguments:
         return "its forward takes no logits_to_keep, so it cannot be known which logits a caller needs"
     return None
 
@@ -163,41 +184,80 @@ def _rope_types(config: Any) -> set[str]:
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> str | None:
-    weight = input_embedding_weight(model)
-    ids = (torch.arange(_PROBE_TOKENS, device=weight.device)[None] * 7919 + 13) % weight.shape[0]
-    cut = _PROBE_TOKENS // 2
-    whole = _logits(model, ids, None)
-    scale = float(whole.std()) or 1.0
-    tolerance = _TOLERANCE.get(model.dtype, max(_TOLERANCE.values()))
-    cache = ProbeCache(config=model.config)
-    prefix = _logits(model, ids[:, :cut], cache)
-    off = float((prefix - whole[:, :cut]).abs().max()) / scale
-    if not off <= tolerance:
+    ids, cut = _probe_ids(model), _PROBE_TOKENS // 2
+    other = torch.cat([ids[:, :cut], ids[:, cut:].flip(1)], dim=1)
+    whole = _logits(model, ids)
+    off = _difference(_logits(model, other)[:, :cut], whole[:, :cut])
+    if not off <= _SAME_SHAPE_TOLERANCE.get(model.dtype, 2e-2):
         return f"it is not causal: later tokens change earlier logits (by {off:.2g} standard deviations)"
-    suffix = _logits(model, ids[:, cut:], cache)
-    off = float((suffix - whole[:, cut:]).abs().max()) / scale
-    if not off <= tolerance:
+    cache = ProbeCache(config=model.config)
+    parts = torch.cat([_logits(model, ids[:, :cut], cache), _logits(model, ids[:, cut:], cache)], dim=1)
+    off = _difference(parts, whole)
+    if not off <= _TOLERANCE.get(model.dtype, 2e-1):
         return f"a prompt in two parts gives other logits than in one (by {off:.2g} standard deviations)"
     return None
 
 
-def _logits(model: PreTrainedModel, ids: torch.Tensor, cache: ProbeCache | None) -> torch.Tensor:
+@torch.no_grad()
+def _probe_padding(model: PreTrainedModel) -> str | None:
+    """Padding on the left must change nothing, in one part and in two."""
+    ids, pad, cut = _probe_ids(model), 3, 8
+    padded = torch.cat([ids[:, :pad], ids], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :pad] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def run(start: int, stop: int, cache: ProbeCache) -> torch.Tensor:
+        given = {"position_ids": positions[:, start:stop]} if takes_positions else {}
+        return _logits(model, padded[:, start:stop], cache, attention_mask=mask[:, :stop], **given)
+
+    plain = _logits(model, ids)
+    cache = ProbeCache(config=model.config)
+    for found in (
+        run(0, padded.shape[1], ProbeCache(config=model.config)),
+        torch.cat([run(0, cut, cache), run(cut, padded.shape[1], cache)], dim=1),
+    ):
+        off = _difference(found[:, pad:], plain)
+        if not off <= _TOLERANCE.get(model.dtype, 2e-1):
+            return f"padding changes what it computes (by {off:.2g} standard deviations)"
+    return None
+
+
+def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
+    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    return (torch.arange(_PROBE_TOKENS, device=input_device(model))[None] * 7919 + 13) % vocab_size
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max()) / (float(expected.std()) or 1.0)
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor, cache: ProbeCache | None = None, **given: Any) -> torch.Tensor:
     cache = ProbeCache(config=model.config) if cache is None else cache
-    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits
+    logits: torch.Tensor = model(
+        input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **given
+    ).logits
     return logits.float()
 
 
-def input_embedding_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The weight [vocab_size, hidden_size] that token ids index; ids belong on its device."""
-    weight = model.get_input_embeddings().weight
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids belong: with the embeddings, or where accelerate brings them when they are needed."""
+    embeddings = model.get_input_embeddings()
+    weight = embeddings.weight
     assert isinstance(weight, torch.Tensor)
-    return weight
+    if not weight.is_meta:
+        return weight.device
+    hook: Any = getattr(embeddings, "_hf_hook", None)
+    return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of K/V per token as the configuration tells it: a lower bound where heads differ between layers."""
+    """Bytes of K/V per token as the configuration tells it: a lower bound where heads differ between layers, 0 if unknown."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0
     if getattr(config, "multi_query", False):
         heads = 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

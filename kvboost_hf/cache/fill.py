@@ -12,7 +12,7 @@ from kvboost_hf.cache.layers import GrowingLayer, Piece
 from kvboost_hf.cache.plan import ReusePlan, Segment
 from kvboost_hf.cache.store import StoredChunk
 
-Loaded = dict[bytes, list[Piece]]  # by prefix key: K/V of every layer, where the model computes
+Loaded = dict[bytes, list[Piece | None]]  # by prefix key: K/V of every layer, where the model computes
 
 
 class _PlainCache(Cache):
@@ -46,10 +46,13 @@ def fill_layers(
         for row, pad in enumerate(plan.pads):
             if row in ahead:
                 group, at = ahead[row]
-                pieces.append([group[idx].piece(at, plan.held)])
+                if not group[idx].is_initialized:
+                    continue  # the model has no use for this layer
+                pieces.append([group[idx].piece(at, plan.held)])  # padding in front may be missing
             else:
                 pieces.append(_pieces(plan.rows[row].segments, loaded, idx, plan.filled - pad))
-        layer.fill(plan.filled - plan.held, pieces)
+        if any(pieces):
+            layer.fill(plan.filled - plan.held, pieces)
     return computed
 
 
@@ -65,17 +68,20 @@ def _prefill(
 ) -> list[GrowingLayer]:
     """Compute columns [column, filled) of `rows` on top of what the layers and the store have of them."""
     group = [GrowingLayer() for _ in layers]
-    if column:
+    starts_empty = plan.held == 0 and not any(plan.rows[row].segments for row in rows)
+    if not starts_empty:
         for idx, (layer, own) in enumerate(zip(group, layers, strict=True)):
             pieces = [_pieces(plan.rows[row].segments, loaded, idx, column - plan.pads[row]) for row in rows]
-            if plan.held:
+            if plan.held and own.is_initialized:
                 pieces = [[own.piece(row, 0), *found] for row, found in zip(rows, pieces, strict=True)]
-            layer.fill(column, pieces)
+            if any(pieces):
+                layer.fill(column, pieces)
     at = torch.tensor(rows, device=inputs.input_ids.device)
     new = slice(column - first, plan.filled - first)
     part: dict[str, Any] = {"input_ids": inputs.input_ids[at, new]}
     if inputs.attention_mask is not None:
-        part["attention_mask"] = inputs.attention_mask[at, : plan.filled]
+        # Where the group starts empty, its first columns are padding in all of its rows, and are left out.
+        part["attention_mask"] = inputs.attention_mask[at, column if starts_empty else 0 : plan.filled]
     if inputs.position_ids is not None:
         part["position_ids"] = inputs.position_ids.expand(len(plan.rows), -1)[at, new]
     model(**part, past_key_values=_PlainCache(layers=list(group)), use_cache=True, logits_to_keep=1)
@@ -87,7 +93,10 @@ def _pieces(segments: Sequence[Segment], loaded: Loaded, layer_idx: int, stop: i
     pieces: list[Piece] = []
     for segment in segments:
         if segment.start < stop:
-            keys, values = loaded[segment.chunk.prefix_key][layer_idx]
+            piece = loaded[segment.chunk.prefix_key][layer_idx]
+            if piece is None:
+                continue
+            keys, values = piece
             start, length = segment.start - segment.origin, min(segment.stop, stop) - segment.start
             if length < keys.shape[1]:
                 keys, values = keys.narrow(1, start, length), values.narrow(1, start, length)
@@ -95,6 +104,6 @@ def _pieces(segments: Sequence[Segment], loaded: Loaded, layer_idx: int, stop: i
     return pieces
 
 
-def _load(segment: Segment) -> list[Piece]:
+def _load(segment: Segment) -> list[Piece | None]:
     assert isinstance(segment.chunk, StoredChunk)
     return segment.chunk.kv.load()

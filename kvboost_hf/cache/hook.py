@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.state import state_of
+from kvboost_hf.compat import known_reason
 
 Kwargs = dict[str, Any]
 
@@ -27,6 +28,8 @@ class HookedCache(Cache):
 
 class ForwardHook:
     """One per model. Holds no reference to it, so that it can be pickled and deep-copied with it."""
+
+    leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs] | None:
         """torch forward pre-hook."""
@@ -74,7 +77,13 @@ def _swapped_in(model: PreTrainedModel, kwargs: Kwargs) -> HookedCache | None:
     """
     attached = state_of(model).attached
     theirs = kwargs.get("past_key_values")
-    if attached is None or type(theirs) is not DynamicCache or theirs.offloading or "logits_to_keep" not in kwargs:
+    if (
+        attached is None
+        or known_reason(model) is not None
+        or type(theirs) is not DynamicCache
+        or theirs.offloading
+        or "logits_to_keep" not in kwargs
+    ):
         return None
     if theirs.get_seq_length() > 0:
         return None

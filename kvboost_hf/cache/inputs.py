@@ -43,8 +43,8 @@ def read_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardInputs
         return f"input_ids have the shape {list(ids.shape)}"
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return "the attention mask is not 2-D"
-    if positions is not None and positions.ndim != 2:
-        return "position_ids are not 2-D"
+    if positions is not None and (positions.ndim != 2 or positions.shape[1] != ids.shape[1]):
+        return "position_ids are not one for each of the input_ids"
     if kwargs.get("use_cache") is False:
         return "use_cache is False"
     for name, value in kwargs.items():
@@ -81,14 +81,18 @@ def positions_follow_padding(model: PreTrainedModel, inputs: ForwardInputs) -> b
 
 
 def read_pads(mask: torch.Tensor | None, batch: int, columns: int) -> NDArray[np.int64] | None:
-    """Columns of left padding of each row, or None where the mask is not of the form 0…01…1 over all `columns`."""
+    """Columns of left padding of each row, or None where the mask is not of the form 0…01…1 over all `columns`.
+
+    A row may be all padding, as far as it goes: its first real tokens may come with the next piece of the prompt.
+    """
     if mask is None:
         return np.zeros(batch, dtype=np.int64)
     seen = mask.cpu().numpy() != 0
     if seen.shape != (batch, columns):
         return None
-    first, count = seen.argmax(axis=1), seen.sum(axis=1)
-    return first.astype(np.int64) if bool((first + count == columns).all() and (count > 0).all()) else None
+    count = seen.sum(axis=1)
+    first = np.where(count > 0, seen.argmax(axis=1), columns)
+    return first.astype(np.int64) if bool((first + count == columns).all()) else None
 
 
 def positions_count_up(position_ids: torch.Tensor | None, pads: NDArray[np.int64], start: int) -> bool:

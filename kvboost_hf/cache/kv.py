@@ -17,12 +17,12 @@ class LayerKV:
 
     Args:
         blocks: Contiguous tensors [tensors, num_kv_heads, tokens, head_dim] in host memory.
-        places: Per layer, where its keys and its values are: (block, index) each.
+        places: Per layer, where its keys and its values are, (block, index) each; None for a layer without K/V.
         devices: Per block, where the model computed it.
     """
 
     blocks: tuple[torch.Tensor, ...]
-    places: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    places: tuple[tuple[tuple[int, int], tuple[int, int]] | None, ...]
     devices: tuple[torch.device, ...]
 
     @property
@@ -35,17 +35,20 @@ class LayerKV:
         """How many layers there are."""
         return len(self.places)
 
-    def load(self) -> list[Piece]:
+    def load(self) -> list[Piece | None]:
         """Keys and values of every layer, where the model computes: views on a CPU, else one transfer a block."""
         blocks = [b.to(d, non_blocking=True).unbind() for b, d in zip(self.blocks, self.devices, strict=True)]
-        return [(blocks[kb][ki], blocks[vb][vi]) for (kb, ki), (vb, vi) in self.places]
+        return [
+            (blocks[place[0][0]][place[0][1]], blocks[place[1][0]][place[1][1]]) if place is not None else None
+            for place in self.places
+        ]
 
 
 def copy_columns(layers: Sequence[GrowingLayer], row: int, start: int, stop: int) -> LayerKV:
     """Copy a row's columns [start, stop) of every layer to host memory."""
     groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[torch.Tensor]] = {}
     order: list[tuple[torch.device, torch.dtype, torch.Size]] = []
-    places: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    places: list[tuple[tuple[int, int], tuple[int, int]] | None] = []
 
     def place(kv: torch.Tensor) -> tuple[int, int]:
         part = kv[row, :, start:stop].detach()
@@ -57,6 +60,6 @@ def copy_columns(layers: Sequence[GrowingLayer], row: int, start: int, stop: int
         return order.index(key), len(groups[key]) - 1
 
     for layer in layers:
-        places.append((place(layer.keys), place(layer.values)))
+        places.append((place(layer.keys), place(layer.values)) if layer.is_initialized else None)
     blocks = tuple(torch.stack(groups[key]).cpu() for key in order)
     return LayerKV(blocks, tuple(places), tuple(device for device, _, _ in order))

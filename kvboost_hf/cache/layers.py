@@ -46,7 +46,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
         """Append [batch, num_kv_heads, m, head_dim] and return everything held, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        if torch.is_grad_enabled():  # something else may need a gradient through what this returns
             return self._update_with_graph(key_states, value_states)
         self.version += 1
         start, self.length = self.length, self.length + key_states.shape[-2]
@@ -132,7 +132,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
 
     @property
     def bytes_per_column(self) -> int:
-        """Bytes of one row's K/V for one token."""
+        """Bytes of one row's K/V for one token; 0 for a layer that the model has no use for."""
+        if not self.is_initialized:
+            return 0
         return sum(kv.shape[1] * kv.shape[3] * kv.element_size() for kv in (self.keys, self.values))
 
     @property

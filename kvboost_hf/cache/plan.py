@@ -147,17 +147,19 @@ class ReusePlan:
     @property
     def cold_groups(self) -> dict[int, list[int]]:
         """Rows that can be served up to a column before `filled`, by that column: they are prefilled first."""
-        groups: dict[int, list[int]] = {}
-        for row, (plan, pad) in enumerate(zip(self.rows, self.pads, strict=True)):
-            column = _served(plan, pad, self.held)
-            if column < self.filled:
-                groups.setdefault(column, []).append(row)
+        behind = [
+            row
+            for row, (plan, pad) in enumerate(zip(self.rows, self.pads, strict=True))
+            if max(plan.hit + pad, self.held) < self.filled
+        ]
+        # Rows of which nothing is stored go together, from where the first of them begins.
+        unseen = [row for row in behind if not self.rows[row].segments]
+        start = max(self.held, min((self.pads[row] for row in unseen), default=0))
+        groups: dict[int, list[int]] = {start: unseen} if unseen else {}
+        for row in behind:
+            if self.rows[row].segments:
+                groups.setdefault(self.rows[row].hit + self.pads[row], []).append(row)
         return groups
-
-
-def _served(row: RowPlan, pad: int, held: int) -> int:
-    """The column up to which a row can be served."""
-    return row.hit + pad if row.segments else held
 
 
 def plan_batch(rows: Sequence[RowPlan], pads: Sequence[int], held: int, limit: int, min_saving: int) -> ReusePlan:
@@ -174,11 +176,11 @@ def plan_batch(rows: Sequence[RowPlan], pads: Sequence[int], held: int, limit: i
         limit: At most this many columns may be filled.
         min_saving: Tokens that an extra forward must save.
     """
-    hits = [_served(plan, pad, held) for plan, pad in zip(rows, pads, strict=True)]
+    cuts = {held, *(plan.hit + pad for plan, pad in zip(rows, pads, strict=True) if plan.segments)}
+    plans = [ReusePlan(held=held, filled=cut, rows=tuple(rows), pads=tuple(pads)) for cut in sorted(cuts)]
 
-    def cost(cut: int) -> int:
-        computed = sum(limit - min(hit, cut) for hit in hits)
-        return computed + min_saving * len({hit for hit in hits if hit < cut})
+    def cost(plan: ReusePlan) -> int:
+        ahead = sum((plan.filled - column) * len(group) for column, group in plan.cold_groups.items())
+        return ahead + len(rows) * (limit - plan.filled) + min_saving * len(plan.cold_groups)
 
-    filled = min(sorted({held, *hits}), key=cost)
-    return ReusePlan(held=held, filled=filled, rows=tuple(rows), pads=tuple(pads))
+    return min(plans, key=cost)

@@ -13,6 +13,7 @@ generate() reads `get_seq_length()` and cuts the ids by it before any hook can s
 the first forward, which then sees the whole prompt.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.arming import GenerateCall, calling, in_generate
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.fill import fill_layers
+from kvboost_hf.cache.fingerprint import in_training
 from kvboost_hf.cache.hook import HookedCache, Kwargs, install
 from kvboost_hf.cache.inputs import (
     ForwardInputs,
@@ -41,7 +44,7 @@ from kvboost_hf.cache.report import ReuseReport, Tally, miss_report
 from kvboost_hf.cache.state import state_of
 from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, salt_bytes
 from kvboost_hf.cache.tokens import MaskShape
-from kvboost_hf.compat import cache_layers, known_reason, probe_reason, require_reusable_model
+from kvboost_hf.compat import cache_layers, known_reason, padding_reason, probe_reason, require_reusable_model
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError
 
@@ -105,7 +108,8 @@ class ChunkReuseCache(HookedCache):
         self.salt = self.store.salt if salt is None else salt_bytes(salt)
         self._unsupported = known_reason(model)
         self._user_defined = False
-        self._armed = False
+        self._call: GenerateCall | None = None  # the generate() call that has armed the cache
+        self._used = False  # layers of a model that cannot reuse K/V hold something
         self._tally = Tally()
         self._running: _Running | None = None
         self._ledger: Ledger | None = None  # None: nothing is known of what the layers hold
@@ -122,11 +126,13 @@ class ChunkReuseCache(HookedCache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         self._user_defined = value
-        self._armed = bool(value)
+        call = calling()
+        continues = call.continues(self._held())
+        self._call = call if value and not continues else None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held; 0 between the start of a generate() call and its first forward."""
-        return 0 if self._armed else super().get_seq_length(layer_idx)
+        return 0 if self._call is not None else super().get_seq_length(layer_idx)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -144,6 +150,7 @@ class ChunkReuseCache(HookedCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns; what remains is confirmed."""
+        self._recover()
         in_step = self._in_step()
         super().crop(tokens_to_remove)
         if in_step is not None:
@@ -153,12 +160,14 @@ class ChunkReuseCache(HookedCache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
+        self._recover()
         in_step = self._in_step()
         super().reorder_cache(beam_idx)
         self._select_rows(in_step, beam_idx.cpu().numpy())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`."""
+        self._recover()
         in_step = self._in_step()
         super().batch_select_indices(indices)
         rows = indices.cpu().numpy()
@@ -166,6 +175,7 @@ class ChunkReuseCache(HookedCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
+        self._recover()
         in_step = self._in_step()
         super().batch_repeat_interleave(repeats)
         if in_step is not None:
@@ -173,9 +183,10 @@ class ChunkReuseCache(HookedCache):
 
     def reset(self) -> None:
         """Let go of what the cache holds. The store keeps its chunks."""
+        self._recover()
         self.store_tails()
         self._drop()
-        self._armed = False
+        self._call = None
         self._tally = Tally()
 
     # What users call
@@ -196,15 +207,19 @@ class ChunkReuseCache(HookedCache):
         Raises:
             ValueError: if the model cannot reuse K/V.
         """
-        if self._unsupported:
+        if self._unsupported is not None:
             raise ValueError(f"`fork` needs a model that can reuse K/V, but {self._unsupported}.")
+        self._recover()
         model = self._model()
         assert model is not None, "a cache without its model cannot be forked"
         twin = ChunkReuseCache(model, self.store, self.policy, self.salt)
         twin.layers[:] = [layer.share() for layer in self._layers]
-        twin._user_defined, twin._armed = self._user_defined, self._armed
+        twin._user_defined, twin._call = self._user_defined, self._call
         twin._ledger = self._ledger.copy() if self._ledger is not None else None
         return twin
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A ChunkReuseCache cannot be pickled: it belongs to a model in this process. Make a new one.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ChunkReuseCache":
         return self.fork()
@@ -239,12 +254,26 @@ class ChunkReuseCache(HookedCache):
                 f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
             )
         self._recover()
-        armed, self._armed = self._armed, False
-        inputs = self._unsupported or read_inputs(model, kwargs)
-        held = super().get_seq_length()
-        if held and not (armed and not self._continues(inputs, held)):
+        call, self._call = self._call, None
+        armed = call is not None and call.contains(sys._getframe())
+        if self._unsupported is not None:
+            return self._run_plain(kwargs, self._unsupported, armed=armed)
+        inputs = read_inputs(model, kwargs)
+        held = self._held()
+        if held and not armed:
             return self._continue(model, kwargs, inputs, held)
         return self._begin(model, kwargs, inputs, armed=armed)
+
+    def _run_plain(self, kwargs: Kwargs, reason: str, *, armed: bool) -> Kwargs:
+        """Run a model that cannot reuse K/V on the layers that transformers would have given it."""
+        if armed and self._used:
+            self._drop()
+        if not self._used:
+            self._tally = Tally(bypass=reason)
+            self._count_all(kwargs)
+        self._used = True
+        self._running = _Running(0)
+        return kwargs
 
     def _begin(self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs | str, *, armed: bool) -> Kwargs:
         """A prompt starts at column 0: keep what the layers hold of it, and look for the rest."""
@@ -260,6 +289,10 @@ class ChunkReuseCache(HookedCache):
         if not positions_count_up(inputs.position_ids, pads, 0):
             return self._bypass(kwargs, "position_ids do not count up from 0")
         ids = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
+        if pads.any() and (reason := padding_reason(model)):
+            return self._bypass(kwargs, reason)
+        if in_training(model):
+            return self._bypass(kwargs, "a part of the model is in training mode")
         root = self.store.root(self.salt)
         held = self._keep_common(ids, pads, root, columns - inputs.logits)
         ledger = self._ledger = self._ledger or Ledger.empty(pads, root)
@@ -275,6 +308,8 @@ class ChunkReuseCache(HookedCache):
         ledger = self._in_step()
         if isinstance(inputs, str) or ledger is None:
             return self._lose_track(kwargs, held, inputs if isinstance(inputs, str) else "the cache was changed")
+        if not in_generate() and (in_training(model) or self.store.root(self.salt) != ledger.root):
+            return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
         padded = bool(ledger.log.pads.any())
         if padded and (inputs.attention_mask is None or not positions_follow_padding(model, inputs)):
             return self._lose_track(kwargs, held, "the attention mask or position_ids of a padded batch are missing")
@@ -296,13 +331,15 @@ class ChunkReuseCache(HookedCache):
         """More of a prompt, as with `prefill_chunk_size`."""
         batch, new = inputs.input_ids.shape
         pads = read_pads(inputs.attention_mask, batch, held + new)
-        as_before = pads is not None and np.array_equal(pads, ledger.log.pads)
-        if not (as_before and ledger.log.trusted and positions_count_up(inputs.position_ids, ledger.log.pads, held)):
+        if pads is None or not _same_padding(ledger.log.pads, pads, held):
+            return self._lose_track(kwargs, held, _CHANGED)
+        if not (ledger.log.trusted and positions_count_up(inputs.position_ids, pads, held)):
             return self._lose_track(kwargs, held, _CHANGED)
         if self.store.root(self.salt) != ledger.root:
-            return self._lose_track(kwargs, held, "the model's weights changed after the beginning of the prompt")
+            return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
+        ledger.log.pads = pads
         fresh = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
-        self._tally.prompt += batch * new
+        self._tally.prompt += int((held + new - np.maximum(pads, held)).sum())
         ids = np.concatenate([ledger.log.columns(), fresh], axis=1)
         return self._serve(model, kwargs, inputs, ledger, ids, held)
 
@@ -312,11 +349,12 @@ class ChunkReuseCache(HookedCache):
         """Plan, fill and narrow: `ids` are all columns, of which the layers hold `held`."""
         columns = ids.shape[1]
         plan = ledger.plan(ids, held, columns - inputs.logits, self.store, self.policy.min_prefill_saving)
-        if plan.filled and (reason := probe_reason(model)):
-            self._unsupported = reason
+        first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
+        if plan.filled > first and (reason := probe_reason(model)):
+            if first:  # earlier pieces of the prompt are in the layers, and must stay
+                return self._lose_track(kwargs, held, reason)
             return self._bypass(kwargs, reason)
         self._running = _Running(held)
-        first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
         if plan.filled > held:
             self._tally.forwarded += fill_layers(model, self._layers, plan, inputs, first)
         self._take_over(plan, ledger, ids)
@@ -353,27 +391,26 @@ class ChunkReuseCache(HookedCache):
         self.store_tails()
         self._drop()
         self._tally.bypass = reason
+        self._count_all(kwargs)
+        self._running = _Running(0)
+        # generate() passes its cache even where it is not to be used, and then the whole sequence at each step.
+        return {**kwargs, "past_key_values": None} if kwargs.get("use_cache") is False else kwargs
+
+    def _count_all(self, kwargs: Kwargs) -> None:
         ids = kwargs.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.ndim == 2:
             self._tally.prompt = self._tally.forwarded = ids.numel()
-        self._running = _Running(0)
-        return kwargs
 
     def _lose_track(self, kwargs: Kwargs, held: int, reason: str) -> Kwargs:
         """Run what follows as it stands; nothing more is known of what the layers hold."""
         self._ledger = None
         self._tally.bypass = self._tally.bypass or reason
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] > 1:
+            self._tally.prompt += ids.numel()
+            self._tally.forwarded += ids.numel()
         self._running = _Running(held)
         return kwargs
-
-    def _continues(self, inputs: ForwardInputs | str, held: int) -> bool:
-        """Whether generate() was given only the ids that follow what the cache holds (the mask or positions tell)."""
-        if isinstance(inputs, str):
-            return False
-        batch, new = inputs.input_ids.shape
-        if inputs.attention_mask is not None:
-            return inputs.attention_mask.shape == (batch, held + new)
-        return inputs.position_ids is not None and int(inputs.position_ids[0, 0]) == held
 
     def _keep_common(self, ids: Tokens, pads: NDArray[np.int64], root: bytes, limit: int) -> int:
         """Rewind the layers to the columns that the new prompt shares with them; returns how many those are."""
@@ -418,7 +455,7 @@ class ChunkReuseCache(HookedCache):
 
     def _may_store(self, ledger: Ledger) -> bool:
         """Whether the layers hold what the ledger says, computed by the model as it is now."""
-        return ledger.log.trusted and self.store.root(self.salt) == ledger.root
+        return self.store.usable and ledger.log.trusted and self.store.root(self.salt) == ledger.root
 
     # Keeping the ledger beside the layers
 
@@ -426,9 +463,17 @@ class ChunkReuseCache(HookedCache):
     def _layers(self) -> list[GrowingLayer]:
         return cast("list[GrowingLayer]", self.layers)
 
+    def _held(self) -> int:
+        """Columns in the layers, armed or not."""
+        if self._unsupported is None:
+            return self._layers[0].length
+        try:
+            return super().get_seq_length()
+        except ValueError:  # there are no attention layers
+            return 0
+
     def _layers_version(self) -> int:
-        layer = self.layers[0]
-        return layer.version if isinstance(layer, GrowingLayer) else 0
+        return self._layers[0].version if self._unsupported is None else 0
 
     def _in_step(self) -> Ledger | None:
         """The ledger, unless the layers were changed by somebody else since it was last brought up to date."""
@@ -441,8 +486,7 @@ class ChunkReuseCache(HookedCache):
         running, self._running = self._running, None
         if running is None:
             return
-        if self._unsupported:
-            self._drop()
+        if self._unsupported is not None:
             return
         for layer in self._layers:
             layer.truncate(running.length)
@@ -453,11 +497,15 @@ class ChunkReuseCache(HookedCache):
     def _drop(self) -> None:
         """Empty the layers."""
         model = self._model()
-        if self._unsupported and model is not None:
-            self.layers[:] = cache_layers(model)
-        else:
+        if self._unsupported is None:
             for layer in self._layers:
                 layer.reset()
+        elif self._used and model is not None:
+            recording = any(getattr(layer, "record_past", False) for layer in self.layers)
+            self.layers[:] = cache_layers(model)
+            if recording:  # generate() has asked for it already
+                self.activate_past_recording()  # type: ignore[no-untyped-call]
+        self._used = False
         self._ledger = None
 
     def _select_rows(self, ledger: Ledger | None, rows: NDArray[np.int64]) -> None:
@@ -469,9 +517,14 @@ class ChunkReuseCache(HookedCache):
 def _default_store(model: PreTrainedModel) -> ChunkStore:
     state = state_of(model)
     with state.lock:
-        if state.default_store is None:
+        if state.default_store is None or not state.default_store.usable:
             state.default_store = ChunkStore(model)
         return state.default_store
+
+
+def _same_padding(before: NDArray[np.int64], now: NDArray[np.int64], held: int) -> bool:
+    """Whether the padding of each row is what it was; rows that were all padding so far may have more of it."""
+    return bool(((now == before) | ((before == held) & (now >= held))).all())
 
 
 def _narrow(kwargs: Kwargs, inputs: ForwardInputs, served: int) -> Kwargs:

@@ -16,15 +16,15 @@ from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens, common_length
 from kvboost_hf.cache.eviction import EvictionOrder
 from kvboost_hf.cache.kv import LayerKV
 from kvboost_hf.cache.plan import HEAD_TOKENS
-from kvboost_hf.cache.state import ModelState, state_of
-from kvboost_hf.compat import bytes_per_token, require_reusable_model
+from kvboost_hf.cache.state import state_of
+from kvboost_hf.compat import bytes_per_token, known_reason, require_reusable_model
 from kvboost_hf.errors import StoreClosedError
 
 if TYPE_CHECKING:
     from kvboost_hf.cache.report import ReuseReport
 
 _REMEMBERED_KEYS = 65_536  # evicted keys that explain() can still tell from never seen ones
-_MAX_SIBLINGS = 64  # chunks with the same head that are compared token by token
+_MAX_SIBLINGS = 256  # chunks with the same head that are compared token by token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,6 @@ class ChunkStore:
         self.salt = salt_bytes(salt)
         self.max_bytes = _checked_budget(model, max_bytes, chunk_size)
         self._model = weakref.ref(model)
-        self._state: ModelState = state_of(model)
         self._lock = threading.RLock()
         self._closed = False
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
@@ -109,7 +108,8 @@ class ChunkStore:
     def root(self, salt: bytes) -> bytes:
         """The key that all chains of the model, as it is now, start from."""
         self._require_open()
-        root = root_key(self._state.fingerprint.current(self._require_model()), salt)
+        model = self._require_model()
+        root = root_key(state_of(model).fingerprint.current(model), salt)
         with self._lock:
             _remember(self._salts, root, salt)
         return root
@@ -169,9 +169,9 @@ class ChunkStore:
         key = prefix_key(parent, tokens)
         nbytes += tokens.nbytes
         with self._lock:
-            if key in self._chunks or self._is_covered(parent, tokens):
-                if key in self._chunks and pinned:
-                    self._order.pin(key)
+            if (holder := key if key in self._chunks else self._covering(parent, tokens)) is not None:
+                if pinned:
+                    self._order.pin(holder)
                 return Put.PRESENT
             if parent != root and parent not in self._chunks:
                 return Put.NO_PARENT
@@ -192,6 +192,8 @@ class ChunkStore:
             orphaned = parent != root and parent not in self._chunks
             if generation != self._generation or key in self._chunks or orphaned:
                 self._release(nbytes, generation)
+                if pinned and key in self._chunks:
+                    self._order.pin(key)
                 return Put.NO_PARENT if orphaned else Put.PRESENT
             self._insert(chunk, is_first=parent == root, pinned=pinned)
             if parent == root:
@@ -261,7 +263,7 @@ class ChunkStore:
 
     def invalidate(self) -> None:
         """Forget everything, live caches included: for weights that were changed where nobody can see it."""
-        self._state.fingerprint.bump()
+        state_of(self._require_model()).fingerprint.bump()
         self.clear()
 
     def clear(self) -> None:
@@ -275,6 +277,11 @@ class ChunkStore:
         """Drop everything and refuse further use."""
         self.clear()
         self._closed = True
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is open and its model exists."""
+        return not self._closed and self._model() is not None
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -326,12 +333,12 @@ class ChunkStore:
             if not index[index_key]:
                 del index[index_key]
 
-    def _is_covered(self, parent: bytes, tokens: Tokens) -> bool:
-        """Whether a stored chunk starts with all of these tokens, after the same history."""
-        return any(
-            common_length(sibling.tokens, tokens) == len(tokens)
-            for sibling in self.siblings(parent, tokens[:HEAD_TOKENS])
-        )
+    def _covering(self, parent: bytes, tokens: Tokens) -> bytes | None:
+        """The key of a stored chunk that starts with all of these tokens, after the same history."""
+        for sibling in self.siblings(parent, tokens[:HEAD_TOKENS]):
+            if common_length(sibling.tokens, tokens) == len(tokens):
+                return sibling.prefix_key
+        return None
 
     def _drop_shorter(self, chunk: StoredChunk) -> None:
         """Drop the unfinished chunks that `chunk` continues: it holds all that they hold."""
@@ -361,6 +368,8 @@ def salt_bytes(salt: str | bytes) -> bytes:
 def _checked_budget(model: PreTrainedModel, max_bytes: int, chunk_size: int) -> int:
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
         raise ValueError(f"`max_bytes` must be a positive int, got {max_bytes!r}.")
+    if known_reason(model) is not None:  # nothing will be stored, and the configuration may have other names
+        return max_bytes
     per_token = bytes_per_token(model)
     needed = (per_token + np.dtype(np.int64).itemsize) * chunk_size
     if max_bytes < needed:

@@ -60,7 +60,9 @@ class TokenLog:
         self, ids: torch.Tensor, position_ids: torch.Tensor | None = None, mask: MaskShape | None = None
     ) -> None:
         """Append `ids` [batch, m]; their positions and mask are checked when the log is next read."""
-        self._pending.append(_Append(ids, position_ids, mask, self.length))
+        # Copies: the caller may write the next step into the same tensors.
+        positions = position_ids.clone() if position_ids is not None else None
+        self._pending.append(_Append(ids.clone(), positions, mask, self.length))
         self.length += ids.shape[1]
 
     def extend(self, ids: Tokens) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore, Put
-from kvboost_hf.compat import input_embedding_weight
+from kvboost_hf.compat import input_device
 from kvboost_hf.errors import StoreFullError
 
 _TOKENS_PER_FORWARD = 2048  # bounds the activations of a long text
@@ -25,7 +25,7 @@ def warm(
     pin: bool,
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
-    ids = _as_ids(text_or_ids, tokenizer).to(input_embedding_weight(model).device)
+    ids = _as_ids(text_or_ids, tokenizer).to(input_device(model))
     cache = ChunkReuseCache(model, store)
     for part in torch.split(ids, _TOKENS_PER_FORWARD, dim=1):
         model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvboost_hf.assets.world import Document
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.compat import input_embedding_weight
+from kvboost_hf.compat import input_device
 from kvboost_hf.demo.workloads import (
     CHAT_SHAPE,
     LONG_DOCUMENT_TOKENS,
@@ -86,7 +86,7 @@ class _FirstToken(BaseStreamer):
 
 def timed_generate(model: PreTrainedModel, ids: Sequence[int], max_new_tokens: int, **kwargs: Any) -> Call:
     """Greedy generate() under a clock that starts at the call."""
-    prompt = torch.tensor([list(ids)], device=input_embedding_weight(model).device)
+    prompt = torch.tensor([list(ids)], device=input_device(model))
     streamer = _FirstToken()
     generate: Any = model.generate
     start = time.perf_counter()

@@ -61,6 +61,7 @@ def test_growing_layer_does_what_dynamic_layer_does(operations: list[tuple[str, 
         assert torch.equal(twin.keys, before)
 
 
+@torch.no_grad()
 def test_appends_are_in_place() -> None:
     layer = GrowingLayer()
     layer.update(torch.zeros(1, 2, 1000, 4), torch.zeros(1, 2, 1000, 4))

@@ -1,0 +1,71 @@
+"""Telling, from inside, which generate() call a cache is being used by.
+
+transformers tells a cache nothing of the call that it is part of. Two questions matter, and only the caller's local
+variables answer them: are the ids that were passed the whole prompt or, as is also allowed, only those that follow
+what the cache holds; and does a forward belong to the call that armed the cache, or did that call fail before its
+first forward? Both look at the names of variables in `GenerationMixin.generate` (the same in 5.17 and 5.23); where
+they are not found, ids are taken for a whole prompt.
+"""
+
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
+_MAX_DEPTH = 40
+
+
+class GenerateCall:
+    """A generate() call under way.
+
+    Args:
+        frame: A frame inside the call.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        found = _generate_frame(frame)
+        variables = found.f_locals if found is not None else {}
+        self._config = _weakly(variables.get("generation_config"))
+        self.num_ids: int | None = variables.get("input_ids_length")
+        mask = variables.get("model_kwargs", {}).get("attention_mask")
+        # A mask of ones is dropped, and its length noted.
+        noted = getattr(variables.get("generation_config"), "_mask_length", None)
+        self.mask_columns: int | None = mask.shape[1] if mask is not None else noted
+
+    def continues(self, held: int) -> bool:
+        """Whether only the ids that follow `held` columns were passed, with a mask over everything."""
+        if self.num_ids is None or self.mask_columns is None or held == 0:
+            return False
+        return self.mask_columns == held + self.num_ids
+
+    def contains(self, frame: FrameType) -> bool:
+        """Whether `frame` is inside this call; taken for granted where the call could not be told."""
+        if self._config is None:
+            return True
+        config = self._config()
+        found = _generate_frame(frame)
+        return config is not None and found is not None and found.f_locals.get("generation_config") is config
+
+
+def calling() -> GenerateCall:
+    """The generate() call that the caller of this function is part of."""
+    return GenerateCall(sys._getframe(1))
+
+
+def in_generate() -> bool:
+    """Whether some generate() call is under way."""
+    return _generate_frame(sys._getframe(1)) is not None
+
+
+def _generate_frame(frame: FrameType | None) -> FrameType | None:
+    for _ in range(_MAX_DEPTH):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "generate" and "generation_config" in frame.f_code.co_varnames:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _weakly(value: Any) -> "weakref.ref[Any] | None":
+    return weakref.ref(value) if value is not None else None

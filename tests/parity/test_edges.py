@@ -1,0 +1,321 @@
+"""What a review by a sceptic found: each of these once gave wrong tokens, lost reuse, or crashed."""
+
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    PreTrainedModel,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility
+from kvboost_hf.compat import padding_reason, probe_reason
+from tests.conftest import VOCAB, as_inputs, counted, left_pad, make_model, random_ids
+
+BASE = random_ids(200, seed=1)
+NEXT = random_ids(10, seed=2)
+
+
+def prompt(model: PreTrainedModel, cache: ChunkReuseCache, ids: torch.Tensor = BASE[:, :100]) -> torch.Tensor:
+    """Tokens after `ids`, which must be those of the model as it is now."""
+    found = model.generate(**as_inputs(ids), past_key_values=cache, max_new_tokens=6)
+    assert torch.equal(found, model.generate(**as_inputs(ids), max_new_tokens=6))
+    return found
+
+
+@pytest.fixture
+def store(llama: PreTrainedModel) -> ChunkStore:
+    check_model_compatibility(llama)
+    return ChunkStore(llama, chunk_size=32)
+
+
+class TestWhatKvDependsOn:
+    """Things besides weights and tokens: K/V computed with them must not be found without them, and the reverse."""
+
+    def test_a_hook_on_a_layer(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        prompt(llama, ChunkReuseCache(llama, store))
+        handle = llama.model.layers[0].register_forward_hook(lambda _m, _i, out: out + 0.5)
+        prompt(llama, ChunkReuseCache(llama, store))
+        handle.remove()
+        cache = ChunkReuseCache(llama, store)
+        prompt(llama, cache)
+        assert cache.report.reused_tokens == 96  # what was stored without the hook counts again
+
+    def test_a_scalar_attribute(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        prompt(llama, ChunkReuseCache(llama, store))
+        for layer in llama.model.layers:
+            layer.self_attn.scaling *= 2
+        prompt(llama, ChunkReuseCache(llama, store))
+
+    def test_autocast(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            llama.generate(**as_inputs(BASE), past_key_values=ChunkReuseCache(llama, store), max_new_tokens=1)
+        cache = ChunkReuseCache(llama, store)
+        prompt(llama, cache, BASE)
+        assert cache.report.reused_tokens == 0
+
+    def test_a_part_in_training_mode(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        llama.model.layers[0].train()
+        cache = ChunkReuseCache(llama, store)
+        llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=1)
+        assert cache.report.bypass_reason == "a part of the model is in training mode"
+        assert len(store) == 0
+
+    @pytest.mark.filterwarnings("ignore:.*adapter.*:UserWarning")
+    def test_adapters(self) -> None:
+        model = make_model("llama")
+        config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        adapted = get_peft_model(model, config, adapter_name="a")
+        adapted.add_adapter("b", config)
+        with pytest.raises(ValueError, match=r"itself, not a wrapper around it: model\.get_base_model\(\)"):
+            ChunkReuseCache(adapted)
+        store = ChunkStore(model, chunk_size=32)
+        prompt(model, ChunkReuseCache(model, store))
+        for switch in (
+            lambda: adapted.set_adapter("b"),
+            lambda: adapted.base_model.disable_adapter_layers(),
+            lambda: adapted.base_model.enable_adapter_layers(),
+            lambda: adapted.set_adapter("a"),
+            lambda: [m.scaling.update(a=3.0) for m in model.modules() if hasattr(m, "lora_A")],
+            lambda: adapted.merge_adapter(),
+        ):
+            switch()
+            prompt(model, ChunkReuseCache(model, store))
+
+    def test_a_weight_that_is_not_contiguous(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        projection = llama.model.layers[0].self_attn.v_proj
+        projection.weight = nn.Parameter(projection.weight.detach().t().contiguous().t())
+        prompt(llama, ChunkReuseCache(llama, store))
+        projection.weight.data += 0.3
+        prompt(llama, ChunkReuseCache(llama, store))
+
+    @torch.no_grad()
+    def test_changed_and_changed_back_inside_a_chunk(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        cache, ids = ChunkReuseCache(llama, store), random_ids(64, seed=5)
+        llama(ids[:, :33], past_key_values=cache, logits_to_keep=1)
+        for column in range(33, 64):
+            handle = llama.model.layers[0].register_forward_hook(lambda _m, _i, out: out + 1) if column == 40 else None
+            llama(ids[:, column : column + 1], past_key_values=cache)
+            if handle is not None:
+                handle.remove()
+        fresh = ChunkReuseCache(llama, store)
+        prompt(llama, fresh, torch.cat([ids, NEXT], dim=1))
+        assert fresh.report.reused_tokens == 32
+
+
+class TestPadding:
+    def test_positions_that_count_padding(self) -> None:
+        """BART's decoder takes no position_ids and counts columns: padded rows must not be stored."""
+        model = BartForCausalLM(
+            BartConfig(
+                vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=32,
+                init_std=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2, is_encoder_decoder=False,
+                forced_eos_token_id=None,
+            )
+        ).eval()  # fmt: skip
+        assert probe_reason(model) is None
+        assert "padding changes" in (padding_reason(model) or "")
+        store = ChunkStore(model, chunk_size=32)
+        cache = ChunkReuseCache(model, store)
+        batch = left_pad(BASE[:, :100], BASE[:, :70])
+        found = model.generate(**batch, past_key_values=cache, max_new_tokens=4)
+        assert torch.equal(found, model.generate(**batch, max_new_tokens=4))
+        assert "padding changes" in (cache.report.bypass_reason or "")
+        prompt(model, cache, BASE[:, :70])
+
+    @pytest.mark.parametrize(("cold", "warm"), [(22, 176), (2, 176), (90, 176)])
+    def test_padding_is_not_computed_ahead(
+        self, llama: PreTrainedModel, store: ChunkStore, cold: int, warm: int
+    ) -> None:
+        store.warm(BASE[:, :warm])
+        assert padding_reason(llama) is None
+        batch = left_pad(BASE[:, :warm], random_ids(cold, seed=7))
+        cache = ChunkReuseCache(llama, store)
+        with counted(llama) as work:
+            found = llama.generate(**batch, past_key_values=cache, max_new_tokens=1)
+        assert torch.equal(found, llama.generate(**batch, max_new_tokens=1))
+        report = cache.report
+        assert report.prompt_tokens == warm + cold == report.reused_tokens + report.forwarded_tokens
+        assert work.tokens <= report.forwarded_tokens + (176 - cold if cold < 64 else 0)
+        assert work.tokens <= 2 * (176 - 144) if cold < 64 else work.tokens == cold + 1
+
+    def test_a_row_that_is_padding_throughout_a_piece(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        store.warm(BASE[:, :150])
+        batch = left_pad(BASE[:, :150], BASE[:, :40])
+        cache = ChunkReuseCache(llama, store)
+        found = llama.generate(**batch, past_key_values=cache, max_new_tokens=6, prefill_chunk_size=20)
+        assert torch.equal(found, llama.generate(**batch, max_new_tokens=6))
+        report = cache.report
+        assert report.bypass_reason is None
+        assert report.prompt_tokens == 190 == report.reused_tokens + report.forwarded_tokens
+        assert report.reused_tokens >= 100
+
+
+class TestWhichCall:
+    """What generate() was called with, which a cache is never told."""
+
+    @pytest.mark.parametrize(
+        ("name", "extra"),
+        [
+            ("llama", {}),
+            ("llama", {"prefill_chunk_size": 4}),
+            ("bloom", {}),
+            ("mistral", {}),
+            ("gpt2", {"token_type_ids": torch.zeros(1, 110, dtype=torch.long)}),
+        ],
+    )
+    @torch.no_grad()
+    def test_only_the_ids_that_follow(self, name: str, extra: dict[str, Any]) -> None:
+        model = make_model(name)
+        cache = ChunkReuseCache(model)
+        first = {k: v[:, :100] for k, v in extra.items() if isinstance(v, torch.Tensor)}
+        model(**as_inputs(BASE[:, :100]), **first, past_key_values=cache)
+        whole = torch.cat([BASE[:, :100], NEXT], dim=1)
+        found = model.generate(
+            NEXT, attention_mask=torch.ones_like(whole), past_key_values=cache, max_new_tokens=6, **extra
+        )
+        expected = model.generate(**as_inputs(whole), max_new_tokens=6, **extra)
+        assert torch.equal(found[:, 10:], expected[:, 110:])
+
+    @torch.no_grad()
+    def test_a_call_that_failed_before_its_first_forward(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        cache = ChunkReuseCache(llama, store)
+        llama(BASE[:, :50], past_key_values=cache)
+        with pytest.raises(ValueError, match="batch_size"):
+            llama.generate(**left_pad(BASE, BASE), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=2)
+        found = llama(NEXT, past_key_values=cache).logits
+        expected = llama(torch.cat([BASE[:, :50], NEXT], dim=1)).logits[:, 50:]
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+    def test_use_cache_false(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        cache = ChunkReuseCache(llama, store)
+        for _ in range(2):
+            found = llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=6, use_cache=False)
+            assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=6))
+        assert cache.report.bypass_reason == "use_cache is False"
+        prompt(llama, cache)
+
+
+class TestTheUnsupported:
+    @pytest.mark.parametrize("attached", [True, False])
+    def test_windows_with_prompt_lookup(self, attached: bool) -> None:
+        model, ids = make_model("mistral"), torch.cat([BASE[:, :60], BASE[:, :60]], dim=1)
+        expected = model.generate(**as_inputs(ids), max_new_tokens=30, prompt_lookup_num_tokens=4)
+        cache = ChunkReuseCache(attach(model) if attached else model)
+        kwargs = {} if attached else {"past_key_values": cache}
+        for _ in range(2):
+            found = model.generate(**as_inputs(ids), max_new_tokens=30, prompt_lookup_num_tokens=4, **kwargs)
+            assert torch.equal(found, expected)
+
+    def test_not_causal_and_prefilled_in_pieces(self) -> None:
+        config = BertConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            initializer_range=0.3, pad_token_id=0, max_position_embeddings=256,
+        )  # fmt: skip
+        model = BertLMHeadModel(config).eval()
+        cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
+        for _ in range(2):
+            found = model.generate(
+                **as_inputs(BASE[:, :100]), past_key_values=cache, max_new_tokens=3, prefill_chunk_size=40
+            )
+            expected = model.generate(**as_inputs(BASE[:, :100]), max_new_tokens=3, prefill_chunk_size=40)
+            assert torch.equal(found, expected)
+        assert "not causal" in (cache.report.bypass_reason or "")
+        with pytest.raises(ValueError, match="BertLMHeadModel cannot reuse K/V: it is not causal"):
+            check_model_compatibility(model)
+
+    def test_models_with_other_caches(self) -> None:
+        model = RwkvForCausalLM(
+            RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+        )
+        assert attach(model) is model
+        assert check_model_compatibility(model, strict=False).reason == "its forward takes no past_key_values"
+
+    def test_early_exit(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        attach(llama, store)
+        plain = make_model("llama")
+        for kwargs in ({"assistant_early_exit": 1}, {}, {"assistant_early_exit": 1}):
+            found = llama.generate(**as_inputs(BASE), max_new_tokens=6, **kwargs)
+            assert torch.equal(found, plain.generate(**as_inputs(BASE), max_new_tokens=6))
+
+
+class TestLifetimes:
+    @torch.no_grad()
+    def test_the_caller_may_reuse_its_ids_buffer(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        cache, ids, buffer = ChunkReuseCache(llama, store), random_ids(64, seed=6), torch.empty(1, 1, dtype=torch.long)
+        for column in range(64):
+            llama(buffer.copy_(ids[:, column : column + 1]), past_key_values=cache)
+        fresh = ChunkReuseCache(llama, store)
+        prompt(llama, fresh, torch.cat([ids, NEXT], dim=1))
+        assert fresh.report.reused_tokens == 64
+
+    @torch.no_grad()
+    def test_broadcast_positions(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        cache = ChunkReuseCache(llama, store)
+        llama(BASE, position_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
+        assert "position_ids" in (cache.report.bypass_reason or "")
+        assert len(store) == 0
+
+    @torch.no_grad()
+    def test_a_fork_after_an_interruption(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        cache = ChunkReuseCache(llama, store)
+        llama(BASE[:, :50], past_key_values=cache)
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError
+
+        handle = llama.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError):
+            llama(BASE[:, 50:51], past_key_values=cache)
+        handle.remove()
+        expected = llama(BASE[:, :51]).logits[:, -1:]
+        for held in (cache.fork(), cache):
+            found = llama(BASE[:, 50:51], past_key_values=held).logits
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+    def test_gradients_through_queries_alone(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        for name, parameter in llama.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+        cache = ChunkReuseCache(llama, store)
+        loss = sum(llama(BASE[:, at : at + 10], past_key_values=cache).logits.square().mean() for at in (0, 10))
+        loss.backward()
+
+    def test_warm_pins_what_covers_it(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        cache = ChunkReuseCache(llama, store)
+        prompt(llama, cache, BASE[:, :100])
+        store.warm(BASE[:, :50])
+        assert store.stats()["pinned_chunks"] == 2
+
+    def test_a_closed_store_lets_its_cache_be_reset(self, llama: PreTrainedModel) -> None:
+        cache = ChunkReuseCache(llama)
+        prompt(llama, cache)
+        cache.store.close()
+        cache.reset()
+        prompt(llama, ChunkReuseCache(llama))  # the default store is a new one
+
+    def test_a_store_keeps_no_weights_alive(self) -> None:
+        model = make_model("llama")
+        cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
+        prompt(model, cache)
+        weight = weakref.ref(model.lm_head.weight.untyped_storage())
+        layer = weakref.ref(model.model.layers[0])
+        del model
+        gc.collect()
+        assert layer() is None
+        del weight
+        cache.reset()
+
+    def test_pickling_says_what_to_do(self, llama: PreTrainedModel) -> None:
+        with pytest.raises(TypeError, match="Make a new one"):
+            pickle.dumps(ChunkReuseCache(llama))
