@@ -6,6 +6,7 @@ would make for the model, and by running it on a few tokens.
 
 import inspect
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,20 +133,21 @@ def known_reason(model: PreTrainedModel) -> str | None:
 
 def probe_reason(model: PreTrainedModel) -> str | None:
     """Why a run on a few tokens rules out reuse, or None. Run once per model and dtype: four short forwards."""
-    found = _findings(model)
-    with found.lock:
-        if model.dtype not in found.probed:
-            found.probed[model.dtype] = _probe(model)
-        return found.probed[model.dtype]
+    return _once(model, _findings(model).probed, _probe)
 
 
 def padding_reason(model: PreTrainedModel) -> str | None:
     """Why a run on a few tokens rules out storing K/V of padded rows, or None. Run once per model and dtype."""
-    found = _findings(model)
-    with found.lock:
-        if model.dtype not in found.padded:
-            found.padded[model.dtype] = _probe_padding(model)
-        return found.padded[model.dtype]
+    return _once(model, _findings(model).padded, _probe_padding)
+
+
+def _once(
+    model: PreTrainedModel, known: dict[torch.dtype, str | None], probe: Callable[[PreTrainedModel], str | None]
+) -> str | None:
+    with _findings(model).lock:
+        if model.dtype not in known:
+            known[model.dtype] = probe(model)
+        return known[model.dtype]
 
 
 def _static_reason(model: PreTrainedModel) -> str | None:
