@@ -255,7 +255,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of K/V per token as the configuration tells it: a lower bound where heads differ between layers, 0 if unknown."""
+    """Bytes of K/V per token as the configuration tells it: a lower bound if layers differ, 0 if it does not say."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):

@@ -1,0 +1,50 @@
+"""The embedded reader: a language model of under a million parameters that answers questions about documents.
+
+It is trained by :mod:`kvboost_hf.assets.train` on the synthetic text of :mod:`kvboost_hf.assets.world`, so that demos
+and quality tests run on a CPU without a download. It knows nothing but that world.
+
+Example:
+    >>> model, tokenizer = load_embedded()
+    >>> messages = [
+    ...     {"role": "system", "content": "You read documents and answer questions about them."},
+    ...     {"role": "user", "content": "Anna lives in Oslo. She plays the piano.\\n\\nWhat does Anna play?"},
+    ... ]
+    >>> inputs = tokenizer.apply_chat_template(
+    ...     messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    ... )
+    >>> output = model.generate(**inputs)
+    >>> tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    'Anna plays the piano.'
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["EMBEDDED_MODEL_DIR", "load_embedded"]
+
+EMBEDDED_MODEL_DIR: Path = Path(__file__).parent / "reader"
+
+
+def load_embedded(
+    dtype: torch.dtype | None = None, attn_implementation: str | None = None
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Loads the embedded reader and its tokenizer from the package's own files.
+
+    Args:
+        dtype: Type of the weights; float32 if None.
+        attn_implementation: Attention of transformers, such as ``"eager"`` or ``"sdpa"``; its default if None.
+
+    Returns:
+        The model on the CPU, in eval mode, and its tokenizer.
+    """
+    model = LlamaForCausalLM.from_pretrained(
+        EMBEDDED_MODEL_DIR,
+        dtype=torch.float32 if dtype is None else dtype,
+        attn_implementation=attn_implementation,
+        local_files_only=True,
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(EMBEDDED_MODEL_DIR, local_files_only=True)
+    model.train(False)
+    return model, tokenizer
