@@ -102,7 +102,7 @@ def _demo(options: argparse.Namespace) -> int:
         demo.warm_up()
         chat, questions = demo.chat(), demo.questions()
     console.print(table("A chat that grows; the model's own answers go back in as text", "turn", chat))
-    console.print(table("Questions about one long document", "question", questions))
+    console.print(table("Questions about one long document", "no.", questions))
     rows = [*chat, *questions]
     console.print(
         "TTFT: from the call of generate() to the first token on the host, storing included; medians of "
