@@ -33,10 +33,15 @@ class ModelFingerprint:
         self._hooks: dict[int, tuple[Any, int]] = {}  # id -> hook and its serial number; only those in place
         self._next_serial = 0
 
-    def current(self, model: nn.Module) -> bytes:
-        """The fingerprint of `model` as it is now."""
+    def current(self, model: nn.Module) -> bytes | None:
+        """The fingerprint of `model` as it is now; None while a part of it is in training mode.
+
+        What is computed then may be drawn at random.
+        """
         with self._lock:
-            tensors, switches = self._walk(model)
+            tensors, switches, in_training = self._walk(model)
+            if in_training:
+                return None
             versions = tuple((t.data_ptr(), _version(t)) for t in tensors)
             if versions != self._versions:
                 self._groups = _sample_views(tensors)
@@ -56,12 +61,17 @@ class ModelFingerprint:
             self._epoch += 1
             self._value = None
 
-    def _walk(self, model: nn.Module) -> tuple[list[torch.Tensor], tuple[Hashable, ...]]:
-        """All tensors that hold data, and all that can be switched without touching one."""
+    def _walk(self, model: nn.Module) -> tuple[list[torch.Tensor], tuple[Hashable, ...], bool]:
+        """All tensors that hold data, all that can be switched without touching one, and whether dropout may act."""
         tensors: list[torch.Tensor] = []
         switches: list[Hashable] = [_autocast(model), _num_layers(model)]
         hooks: list[Any] = []
-        for module in model.modules():
+        in_training = False
+        todo = [model]  # by hand: the generators of model.modules() take three times as long
+        while todo:
+            module = todo.pop()
+            todo += [child for child in module._modules.values() if child is not None]
+            in_training |= module.training
             for held in (module._parameters, module._buffers):
                 if held:
                     tensors += [t for t in held.values() if t is not None and not t.is_meta]
@@ -74,7 +84,7 @@ class ModelFingerprint:
                 layer: Any = module
                 switches += [str(layer.active_adapters), str(layer.merged_adapters), bool(layer.disable_adapters)]
                 switches.append(str(attributes.get("scaling")))
-        return tensors, (*switches, *self._serials(hooks))
+        return tensors, (*switches, *self._serials(hooks)), in_training
 
     def _serials(self, hooks: Iterable[Any]) -> list[int]:
         """A number for each hook: the same as long as it stays in place, never used again."""
@@ -101,11 +111,6 @@ class ModelFingerprint:
         digest.update(self._sample)
         digest.update(self._epoch.to_bytes(8, "little"))
         return digest.digest()
-
-
-def in_training(model: nn.Module) -> bool:
-    """Whether any part of `model` is in training mode: its K/V may be drawn at random."""
-    return any(module.training for module in model.modules())
 
 
 def _num_layers(model: nn.Module) -> int | None:

@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.arming import GenerateCall, calling, in_generate
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.fill import fill_layers
-from kvboost_hf.cache.fingerprint import in_training
 from kvboost_hf.cache.hook import HookedCache, Kwargs, install
 from kvboost_hf.cache.inputs import (
     ForwardInputs,
@@ -58,6 +57,7 @@ class _Running:
     length: int  # columns that are right whatever happens
     commit: Callable[[], None] | None = None
     confirmed: bool = True  # no crop() will follow
+    root_checked: bool = False  # the fingerprint was read just before
 
 
 class ChunkReuseCache(HookedCache):
@@ -238,8 +238,10 @@ class ChunkReuseCache(HookedCache):
     def store_tails(self, keep: int = 0) -> None:
         """Offer the tokens that fill no chunk to the store, in rows that are about to lose columns from `keep` on."""
         ledger = self._in_step()
-        if ledger is None or self._running is not None or not self._may_store(ledger):
-            return
+        if ledger is not None and self._running is None and self._may_store(ledger):
+            self._store_tails(ledger, keep)
+
+    def _store_tails(self, ledger: Ledger, keep: int) -> None:
         for row, pad in enumerate(ledger.log.pads):
             if ledger.log.length - max(keep, int(pad)) >= HEAD_TOKENS:
                 ledger.store_tail(row, self._layers, self.store)
@@ -291,9 +293,9 @@ class ChunkReuseCache(HookedCache):
         ids = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
         if pads.any() and (reason := padding_reason(model)):
             return self._bypass(kwargs, reason)
-        if in_training(model):
-            return self._bypass(kwargs, "a part of the model is in training mode")
         root = self.store.root(self.salt)
+        if root is None:
+            return self._bypass(kwargs, "a part of the model is in training mode")
         held = self._keep_common(ids, pads, root, columns - inputs.logits)
         ledger = self._ledger = self._ledger or Ledger.empty(pads, root)
         candidates = inputs.logits - 1 if armed and not inputs.computes_all else 0
@@ -308,7 +310,7 @@ class ChunkReuseCache(HookedCache):
         ledger = self._in_step()
         if isinstance(inputs, str) or ledger is None:
             return self._lose_track(kwargs, held, inputs if isinstance(inputs, str) else "the cache was changed")
-        if not in_generate() and (in_training(model) or self.store.root(self.salt) != ledger.root):
+        if not in_generate() and self.store.root(self.salt) != ledger.root:
             return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
         padded = bool(ledger.log.pads.any())
         if padded and (inputs.attention_mask is None or not positions_follow_padding(model, inputs)):
@@ -360,7 +362,9 @@ class ChunkReuseCache(HookedCache):
         self._take_over(plan, ledger, ids)
         self._tally.forwarded += int((columns - np.maximum(plan.filled, ledger.log.pads)).sum())
         rest = inputs.input_ids[:, plan.filled - first :]
-        self._running = _Running(plan.filled, commit=lambda: ledger.log.append(rest), confirmed=not inputs.verifies)
+        self._running = _Running(
+            plan.filled, commit=lambda: ledger.log.append(rest), confirmed=not inputs.verifies, root_checked=True
+        )
         return _narrow(kwargs, inputs, plan.filled - first)
 
     def _take_over(self, plan: ReusePlan, ledger: Ledger, ids: Tokens) -> None:
@@ -426,7 +430,7 @@ class ChunkReuseCache(HookedCache):
         if held <= int(pads.max()):  # some row keeps nothing
             held = 0
         if ledger.log.length - held >= HEAD_TOKENS:
-            self.store_tails(held)
+            self._store_tails(ledger, held)
         for layer in self._layers:
             layer.truncate(held)
         ledger.rewind(held)
@@ -445,12 +449,14 @@ class ChunkReuseCache(HookedCache):
         ledger.version = self._layers_version()
         ledger.unconfirmed = not running.confirmed
         if running.confirmed:
-            self._confirm(ledger)
+            self._confirm(ledger, root_checked=running.root_checked)
 
-    def _confirm(self, ledger: Ledger) -> None:
+    def _confirm(self, ledger: Ledger, *, root_checked: bool = False) -> None:
         """Everything in the layers is there to stay: offer chunks that have become complete to the store."""
         ledger.unconfirmed = False
-        if ledger.has_new_chunk(self.store.chunker.chunk_size) and self._may_store(ledger):
+        if not ledger.has_new_chunk(self.store.chunker.chunk_size):
+            return
+        if (root_checked and ledger.log.trusted) or self._may_store(ledger):
             ledger.store_new(self._layers, self.store)
 
     def _may_store(self, ledger: Ledger) -> bool:

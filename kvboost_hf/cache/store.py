@@ -105,11 +105,14 @@ class ChunkStore:
 
     # What a cache asks for
 
-    def root(self, salt: bytes) -> bytes:
-        """The key that all chains of the model, as it is now, start from."""
+    def root(self, salt: bytes) -> bytes | None:
+        """The key that all chains of the model, as it is now, start from; None while a part of it is in training."""
         self._require_open()
         model = self._require_model()
-        root = root_key(state_of(model).fingerprint.current(model), salt)
+        fingerprint = state_of(model).fingerprint.current(model)
+        if fingerprint is None:
+            return None
+        root = root_key(fingerprint, salt)
         with self._lock:
             _remember(self._salts, root, salt)
         return root
