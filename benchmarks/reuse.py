@@ -460,7 +460,7 @@ def main() -> None:
     result["warm"] = warm_prompts(model, options.rounds)
     result["cold"] = cold_prompts(model, options.rounds)
     result["chat"] = chat(model, options.rounds // 3)
-    result["decode"] = decode(model, options.rounds // 3)
+    result["decode"] = decode(model, options.rounds)
     if options.peer_python:
         result["kvboost"] = peer(model, options.peer_python, options.rounds // 3)
     options.out.mkdir(parents=True, exist_ok=True)
