@@ -358,12 +358,13 @@ def provenance(arguments: list[str]) -> Result:
         )
         return done.stdout.strip()
 
+    changed = git("status", "--porcelain", "--untracked-files=no")
     cpu = platform.machine()
     if Path("/proc/cpuinfo").exists():
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         cpu = names[0].split(":")[1].strip() if names else cpu
     return {
-        "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else ""),
+        "commit": git("rev-parse", "--short", "HEAD") + ("+" if changed else ""),
         "command": "python benchmarks/reuse.py " + " ".join(arguments),
         "cpu": cpu,
         "threads": torch.get_num_threads(),
