@@ -58,7 +58,6 @@ def figure(path: Path, name: str, chat: Sequence[Row], questions: Sequence[Row])
         axis.plot(at, [row.reuse_ttft_ms for row in rows], "o-", color=_REUSE, label="with ChunkReuseCache")
         axis.set_xticks(at, [f"{row.label}\n{row.prompt_tokens}" for row in rows])
         axis.set_xlabel(f"{what}, prompt tokens below")
-        axis.set_ylim(bottom=0)
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         last = rows[-1]
@@ -71,6 +70,8 @@ def figure(path: Path, name: str, chat: Sequence[Row], questions: Sequence[Row])
             color=_REUSE,
             weight="bold",
         )
+    slowest = max(max(row.plain_ttft_ms, row.reuse_ttft_ms) for row in (*chat, *questions))
+    axes[0].set_ylim(0, 1.15 * slowest)  # shared by both
     axes[0].set_ylabel("Time to first token (ms)")
     axes[0].legend(frameon=False, loc="upper left")
     drawn.suptitle(f"Time to first token, {name}, {hardware()}")
