@@ -456,7 +456,8 @@ def main() -> None:
     parser.add_argument("--peer-python", help="an interpreter with kvboost 0.9.0, torch and transformers")
     options = parser.parse_args()
     model = make_model(options.device)
-    result: Result = {"provenance": provenance(sys.argv[1:])}
+    arguments = ["PEER_PYTHON" if a == options.peer_python else a for a in sys.argv[1:]]
+    result: Result = {"provenance": provenance(arguments)}
     result["planning"] = planning(model)
     result["warm"] = warm_prompts(model, options.rounds)
     result["cold"] = cold_prompts(model, options.rounds)
