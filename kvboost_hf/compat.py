@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -100,8 +100,25 @@ def cache_layers(model: PreTrainedModel) -> list[Any]:
     return list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
 
 
-class _Findings:
-    """What was found of a model; kept on it, so that it is found once, and never copied or saved with it."""
+class KeptOnModel:
+    """Something known of one model, kept on the model itself, and never copied or saved with it."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self:
+        """The one on `model`, made at the first call."""
+        kept = model.__dict__.setdefault(f"_kvboost_hf_{cls.__name__}", cls())
+        assert isinstance(kept, cls)
+        return kept
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()  # a copied or loaded model starts afresh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)()
+
+
+class _Findings(KeptOnModel):
+    """What was found of a model, so that it is found once."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -109,22 +126,10 @@ class _Findings:
         self.probed: dict[torch.dtype, str | None] = {}
         self.padded: dict[torch.dtype, str | None] = {}
 
-    def __reduce__(self) -> tuple[type["_Findings"], tuple[()]]:
-        return _Findings, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Findings":
-        return _Findings()
-
-
-def _findings(model: PreTrainedModel) -> _Findings:
-    found = model.__dict__.setdefault("_kvboost_hf_findings", _Findings())
-    assert isinstance(found, _Findings)
-    return found
-
 
 def known_reason(model: PreTrainedModel) -> str | None:
     """Why reuse is ruled out, as far as can be told without running the model now, or None."""
-    found = _findings(model)
+    found = _Findings.of(model)
     with found.lock:
         if found.static is None:
             found.static = (_static_reason(model),)
@@ -133,18 +138,18 @@ def known_reason(model: PreTrainedModel) -> str | None:
 
 def probe_reason(model: PreTrainedModel) -> str | None:
     """Why a run on a few tokens rules out reuse, or None. Run once per model and dtype: four short forwards."""
-    return _once(model, _findings(model).probed, _probe)
+    return _once(model, _Findings.of(model).probed, _probe)
 
 
 def padding_reason(model: PreTrainedModel) -> str | None:
     """Why a run on a few tokens rules out storing K/V of padded rows, or None. Run once per model and dtype."""
-    return _once(model, _findings(model).padded, _probe_padding)
+    return _once(model, _Findings.of(model).padded, _probe_padding)
 
 
 def _once(
     model: PreTrainedModel, known: dict[torch.dtype, str | None], probe: Callable[[PreTrainedModel], str | None]
 ) -> str | None:
-    with _findings(model).lock:
+    with _Findings.of(model).lock:
         if model.dtype not in known:
             known[model.dtype] = probe(model)
         return known[model.dtype]

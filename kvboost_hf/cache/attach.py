@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.hook import install
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.state import state_of
+from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.config import ReusePolicy
 
@@ -65,17 +65,17 @@ def attach(
     """
     ChunkReuseCache(model, store, policy, salt)  # refuses what it must refuse now, not at the first call
     install(model)
-    state_of(model).attached = _Attachment(store, policy, salt)
+    ModelState.of(model).attached = _Attachment(store, policy, salt)
     return model
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`. Stored chunks, and caches that are passed by hand, stay as they are."""
-    state_of(model).attached = None
+    ModelState.of(model).attached = None
     return model
 
 
 def last_cache(model: PreTrainedModel) -> ChunkReuseCache | None:
     """The cache that an attached model's last call in this thread was given: `last_cache(model).report`."""
-    attached = state_of(model).attached
+    attached = ModelState.of(model).attached
     return attached.last if isinstance(attached, _Attachment) else None

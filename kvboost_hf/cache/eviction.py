@@ -70,10 +70,6 @@ class EvictionOrder:
         """Whether no stored chunk continues `key`."""
         return self._nodes[key].children == 0
 
-    def uses(self, key: bytes) -> int:
-        """How often `key` was added or touched."""
-        return self._nodes[key].uses
-
     def remove(self, key: bytes) -> None:
         """Forget the leaf `key`; its parent may become a leaf."""
         node = self._nodes.pop(key)

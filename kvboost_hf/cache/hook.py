@@ -8,7 +8,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.state import state_of
+from kvboost_hf.cache.state import ModelState
 from kvboost_hf.compat import known_reason
 
 Kwargs = dict[str, Any]
@@ -52,7 +52,7 @@ class ForwardHook:
 
 def install(model: PreTrainedModel) -> None:
     """Put the hooks on `model`, unless they are there."""
-    with state_of(model).lock:
+    with ModelState.of(model).lock:
         if not _handles(model):
             hook = ForwardHook()
             model.register_forward_pre_hook(hook.before, with_kwargs=True)
@@ -75,7 +75,7 @@ def _swapped_in(model: PreTrainedModel, kwargs: Kwargs) -> HookedCache | None:
 
     The caller's object is given the layers of ours, so that it holds what was computed, too.
     """
-    attached = state_of(model).attached
+    attached = ModelState.of(model).attached
     theirs = kwargs.get("past_key_values")
     if (
         attached is None

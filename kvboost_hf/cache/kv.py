@@ -30,11 +30,6 @@ class LayerKV:
         """Bytes of all keys and values."""
         return sum(block.nbytes for block in self.blocks)
 
-    @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return len(self.places)
-
     def load(self) -> list[Piece | None]:
         """Keys and values of every layer, where the model computes: views on a CPU, else one transfer a block."""
         blocks = [b.to(d, non_blocking=True).unbind() for b, d in zip(self.blocks, self.devices, strict=True)]
@@ -47,19 +42,15 @@ class LayerKV:
 def copy_columns(layers: Sequence[GrowingLayer], row: int, start: int, stop: int) -> LayerKV:
     """Copy a row's columns [start, stop) of every layer to host memory."""
     groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[torch.Tensor]] = {}
-    order: list[tuple[torch.device, torch.dtype, torch.Size]] = []
     places: list[tuple[tuple[int, int], tuple[int, int]] | None] = []
 
     def place(kv: torch.Tensor) -> tuple[int, int]:
         part = kv[row, :, start:stop].detach()
-        key = (part.device, part.dtype, part.shape)
-        if key not in groups:
-            groups[key] = []
-            order.append(key)
-        groups[key].append(part)
-        return order.index(key), len(groups[key]) - 1
+        group = groups.setdefault((part.device, part.dtype, part.shape), [])
+        group.append(part)
+        return next(i for i, other in enumerate(groups.values()) if other is group), len(group) - 1
 
     for layer in layers:
         places.append((place(layer.keys), place(layer.values)) if layer.is_initialized else None)
-    blocks = tuple(torch.stack(groups[key]).cpu() for key in order)
-    return LayerKV(blocks, tuple(places), tuple(device for device, _, _ in order))
+    blocks = tuple(torch.stack(group).cpu() for group in groups.values())
+    return LayerKV(blocks, tuple(places), tuple(device for device, _, _ in groups))

@@ -40,7 +40,7 @@ from kvboost_hf.cache.layers import GrowingLayer
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan
 from kvboost_hf.cache.report import ReuseReport, Tally, miss_report
-from kvboost_hf.cache.state import state_of
+from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, salt_bytes
 from kvboost_hf.cache.tokens import MaskShape
 from kvboost_hf.compat import cache_layers, known_reason, padding_reason, probe_reason, require_reusable_model
@@ -150,8 +150,7 @@ class ChunkReuseCache(HookedCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns; what remains is confirmed."""
-        self._recover()
-        in_step = self._in_step()
+        in_step = self._settled()
         super().crop(tokens_to_remove)
         if in_step is not None:
             in_step.rewind(max(0, in_step.log.length + int(tokens_to_remove)))
@@ -160,23 +159,20 @@ class ChunkReuseCache(HookedCache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
-        self._recover()
-        in_step = self._in_step()
+        in_step = self._settled()
         super().reorder_cache(beam_idx)
         self._select_rows(in_step, beam_idx.cpu().numpy())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`."""
-        self._recover()
-        in_step = self._in_step()
+        in_step = self._settled()
         super().batch_select_indices(indices)
         rows = indices.cpu().numpy()
         self._select_rows(in_step, np.flatnonzero(rows) if rows.dtype == np.bool_ else rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
-        self._recover()
-        in_step = self._in_step()
+        in_step = self._settled()
         super().batch_repeat_interleave(repeats)
         if in_step is not None:
             self._select_rows(in_step, np.arange(in_step.log.batch_size).repeat(repeats))
@@ -235,13 +231,14 @@ class ChunkReuseCache(HookedCache):
             results.append(ledger.store_tail(row, self._layers, self.store, pinned=pinned))
         return results
 
-    def store_tails(self, keep: int = 0) -> None:
-        """Offer the tokens that fill no chunk to the store, in rows that are about to lose columns from `keep` on."""
+    def store_tails(self) -> None:
+        """Offer the tokens that fill no chunk to the store, before the cache lets go of them."""
         ledger = self._in_step()
         if ledger is not None and self._running is None and self._may_store(ledger):
-            self._store_tails(ledger, keep)
+            self._store_tails(ledger, keep=0)
 
     def _store_tails(self, ledger: Ledger, keep: int) -> None:
+        """Offer the tails of the rows that are about to lose columns from `keep` on."""
         for row, pad in enumerate(ledger.log.pads):
             if ledger.log.length - max(keep, int(pad)) >= HEAD_TOKENS:
                 ledger.store_tail(row, self._layers, self.store)
@@ -487,6 +484,11 @@ class ChunkReuseCache(HookedCache):
             self._ledger = None
         return self._ledger
 
+    def _settled(self) -> Ledger | None:
+        """The ledger before a change from outside, with no interrupted forward left behind."""
+        self._recover()
+        return self._in_step()
+
     def _recover(self) -> None:
         """After a forward that raised or was interrupted, forget what it may have left in some of the layers."""
         running, self._running = self._running, None
@@ -521,7 +523,7 @@ class ChunkReuseCache(HookedCache):
 
 
 def _default_store(model: PreTrainedModel) -> ChunkStore:
-    state = state_of(model)
+    state = ModelState.of(model)
     with state.lock:
         if state.default_store is None or not state.default_store.usable:
             state.default_store = ChunkStore(model)

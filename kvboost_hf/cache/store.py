@@ -16,7 +16,7 @@ from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens, common_length
 from kvboost_hf.cache.eviction import EvictionOrder
 from kvboost_hf.cache.kv import LayerKV
 from kvboost_hf.cache.plan import HEAD_TOKENS
-from kvboost_hf.cache.state import state_of
+from kvboost_hf.cache.state import ModelState
 from kvboost_hf.compat import bytes_per_token, known_reason, require_reusable_model
 from kvboost_hf.errors import StoreClosedError
 
@@ -109,7 +109,7 @@ class ChunkStore:
         """The key that all chains of the model, as it is now, start from; None while a part of it is in training."""
         self._require_open()
         model = self._require_model()
-        fingerprint = state_of(model).fingerprint.current(model)
+        fingerprint = ModelState.of(model).fingerprint.current(model)
         if fingerprint is None:
             return None
         root = root_key(fingerprint, salt)
@@ -266,7 +266,7 @@ class ChunkStore:
 
     def invalidate(self) -> None:
         """Forget everything, live caches included: for weights that were changed where nobody can see it."""
-        state_of(self._require_model()).fingerprint.bump()
+        ModelState.of(self._require_model()).fingerprint.bump()
         self.clear()
 
     def clear(self) -> None:
