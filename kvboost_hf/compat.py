@@ -19,7 +19,23 @@ from transformers.cache_utils import DynamicLayer
 _TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 # Where even the shapes are the same.
 _SAME_SHAPE_TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-_PROBE_TOKENS = 12
+_PROBE_TOKENS = 8
+
+# Cache layers of transformers that `cache/kinds.py` has a layer for.
+SERVED_LAYERS = frozenset(
+    (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "DynamicIndexedLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "DummyLayer",
+        "MiniMaxM3VLSparseCacheLayer",
+        "DeepseekV4HCACache",
+        "DeepseekV4CSACache",
+    )
+)
 
 
 class ProbeCache(DynamicCache):
@@ -87,6 +103,20 @@ def require_reusable_model(model: PreTrainedModel) -> None:
         )
 
 
+def require_cache(model: PreTrainedModel) -> None:
+    """Refuse what a cache cannot be passed to.
+
+    Raises:
+        ValueError: as `require_reusable_model` does, and for a model whose forward takes no cache.
+    """
+    require_reusable_model(model)
+    if not cache_argument(model):
+        raise ValueError(
+            f"The forward of {type(model).__name__} takes no cache, so there is nothing to reuse. Use it without a "
+            "ChunkReuseCache."
+        )
+
+
 def _not_a_model(found: object) -> str:
     inner = ": model.get_base_model()" if hasattr(found, "get_base_model") else ""
     return (
@@ -125,6 +155,14 @@ class _Findings(KeptOnModel):
         self.static: tuple[str | None] | None = None
         self.probed: dict[torch.dtype, str | None] = {}
         self.padded: dict[torch.dtype, str | None] = {}
+        self.cache_argument: str | None = None
+        self._rope_limits: frozenset[tuple[str, int]] | None = None
+
+    def rope_limits(self, model: PreTrainedModel) -> frozenset[tuple[str, int]]:
+        """See `_rope_limits`."""
+        if self._rope_limits is None:
+            self._rope_limits = _rope_limits(model)
+        return self._rope_limits
 
 
 def known_reason(model: PreTrainedModel) -> str | None:
@@ -151,55 +189,108 @@ def _once(
 ) -> str | None:
     with _Findings.of(model).lock:
         if model.dtype not in known:
-            known[model.dtype] = probe(model)
+            try:
+                known[model.dtype] = probe(model)
+            except Exception as error:  # models fail in ways of their own on what they were not written for
+                known[model.dtype] = f"it fails on a prompt in parts ({type(error).__name__}: {error})"
         return known[model.dtype]
 
 
+# What no probe of a few tokens can see, by model type.
+_KNOWN_WRONG = {
+    "moshi": "transformers applies its sliding window to cached tokens only, so that a prompt in parts differs",
+}
+
+
 def _static_reason(model: PreTrainedModel) -> str | None:
-    if model.config.get_text_config(decoder=True) is not model.config:
-        return "models with inputs other than text are not supported yet"
-    kinds = {type(layer) for layer in cache_layers(model)}
-    if kinds != {DynamicLayer}:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer})) or "no layers"
-        return f"its cache has layers other than full attention ({names}), which are not supported yet"
-    varying = {"dynamic", "longrope"} & _rope_types(model.config)
-    if varying:
-        return f"its rotary frequencies depend on the length ({', '.join(sorted(varying))}), not supported yet"
-    arguments = inspect.signature(model.forward).parameters
-    if "past_key_values" not in arguments:
-        return "its forward takes no past_key_values"
-    if "logits_to_keep" not in arguments:
+    if (known := _KNOWN_WRONG.get(model.config.model_type)) is not None:
+        return known
+    if not cache_argument(model):
+        return "its forward takes no cache"
+    if has_own_cache(model):
+        return "it keeps its K/V in a cache class of its own"
+    try:
+        kinds = {type(layer).__name__ for layer in cache_layers(model)}
+    except Exception as error:  # whatever transformers' own cache does not understand
+        return f"transformers cannot make a cache for its configuration ({type(error).__name__}: {error})"
+    unknown = ", ".join(sorted(kinds - SERVED_LAYERS)) or ("" if kinds else "none at all")
+    if unknown:
+        return f"its cache has layers of a kind that cannot be served ({unknown})"
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return "its forward takes no logits_to_keep, so it cannot be known which logits a caller needs"
     return None
 
 
-def _rope_types(config: Any) -> set[str]:
-    found: set[str] = set()
+def has_own_cache(model: PreTrainedModel) -> bool:
+    """Whether the model makes a cache of a class of its own, and takes no other."""
+    supports: Any = model._supports_default_dynamic_cache
+    return not supports()
 
-    def walk(value: Any) -> None:
-        if isinstance(value, dict):
-            kind = value.get("rope_type", value.get("type"))
-            if isinstance(kind, str):
-                found.add(kind)
-            for inner in value.values():
-                walk(inner)
 
-    walk(getattr(config, "rope_parameters", None))
-    walk(getattr(config, "rope_scaling", None))
-    return found
+def cache_argument(model: PreTrainedModel) -> str:
+    """The argument of forward that takes a cache; empty if there is none."""
+    found = _Findings.of(model)
+    if found.cache_argument is None:
+        arguments = inspect.signature(model.forward).parameters
+        found.cache_argument = next((name for name in ("past_key_values", "cache_params") if name in arguments), "")
+    return found.cache_argument
+
+
+def rope_regime(model: PreTrainedModel, length: int) -> bytes | None:
+    """What rotary frequencies a forward uses whose last token is number `length`, if they depend on it.
+
+    K/V of one regime is never used in another. With "dynamic" scaling every length beyond the original one has its
+    own frequencies, with "longrope" all of these share one set.
+
+    Returns:
+        A name for the regime, empty for the original one and for models whose frequencies are fixed; None for one that
+        no other length shares.
+    """
+    regime = b""
+    for kind, limit in _Findings.of(model).rope_limits(model):
+        if kind == "longrope" and length > limit:
+            regime = b"long"
+        elif kind == "dynamic" and length >= limit:
+            return None
+    return regime
+
+
+def _rope_limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:
+    """Kinds of rotary embedding that depend on the length, and the length from which on they do."""
+    found: set[tuple[str, int]] = set()
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_layer_type = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type, kind in by_layer_type.items():
+            if not isinstance(kind, str):
+                continue
+            if kind == "longrope":
+                parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]
+                parameters = parameters[layer_type] if layer_type is not None else parameters
+                found.add(("longrope", int(parameters["original_max_position_embeddings"])))
+            elif "dynamic" in kind:
+                found.add(("dynamic", int(module.original_max_seq_len)))  # type: ignore[arg-type]
+    return frozenset(found)
 
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> str | None:
+    """Two forwards, of two rows and of half a row; three where the cache cannot be cut."""
     ids, cut = _probe_ids(model), _PROBE_TOKENS // 2
     other = torch.cat([ids[:, :cut], ids[:, cut:].flip(1)], dim=1)
-    whole = _logits(model, ids)
-    off = _difference(_logits(model, other)[:, :cut], whole[:, :cut])
+    cache = ProbeCache(config=model.config)
+    both = _logits(model, torch.cat([ids, other]), cache)
+    whole = both[:1]
+    off = _difference(both[1:, :cut], whole[:, :cut])
     if not off <= _SAME_SHAPE_TOLERANCE.get(model.dtype, 2e-2):
         return f"it is not causal: later tokens change earlier logits (by {off:.2g} standard deviations)"
-    cache = ProbeCache(config=model.config)
-    parts = torch.cat([_logits(model, ids[:, :cut], cache), _logits(model, ids[:, cut:], cache)], dim=1)
-    off = _difference(parts, whole)
+    if all(type(layer) is DynamicLayer for layer in cache.layers):
+        cache.batch_select_indices(torch.tensor([0], device=ids.device))
+        cache.crop(cut - _PROBE_TOKENS)
+    else:
+        cache = ProbeCache(config=model.config)
+        _logits(model, ids[:, :cut], cache)
+    off = _difference(_logits(model, ids[:, cut:], cache), whole[:, cut:])
     if not off <= _TOLERANCE.get(model.dtype, 2e-1):
         return f"a prompt in two parts gives other logits than in one (by {off:.2g} standard deviations)"
     return None
@@ -208,10 +299,12 @@ def _probe(model: PreTrainedModel) -> str | None:
 @torch.no_grad()
 def _probe_padding(model: PreTrainedModel) -> str | None:
     """Padding on the left must change nothing, in one part and in two."""
-    ids, pad, cut = _probe_ids(model), 3, 8
+    ids, pad, cut = _probe_ids(model), 3, 7
     padded = torch.cat([ids[:, :pad], ids], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :pad] = 0
+    # A second row without padding: some models look at the mask of batches only.
+    padded, mask = torch.cat([padded, padded]), torch.cat([mask, torch.ones_like(mask)])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
@@ -219,16 +312,29 @@ def _probe_padding(model: PreTrainedModel) -> str | None:
         given = {"position_ids": positions[:, start:stop]} if takes_positions else {}
         return _logits(model, padded[:, start:stop], cache, attention_mask=mask[:, :stop], **given)
 
-    plain = _logits(model, ids)
-    cache = ProbeCache(config=model.config)
-    for found in (
-        run(0, padded.shape[1], ProbeCache(config=model.config)),
-        torch.cat([run(0, cut, cache), run(cut, padded.shape[1], cache)], dim=1),
+    alone = ProbeCache(config=model.config)
+    plain = _logits(model, ids, alone)
+    whole, parts = ProbeCache(config=model.config), ProbeCache(config=model.config)
+    for cache, found in (
+        (whole, run(0, padded.shape[1], whole)),
+        (parts, torch.cat([run(0, cut, parts), run(cut, padded.shape[1], parts)], dim=1)),
     ):
-        off = _difference(found[:, pad:], plain)
+        # Keys, too: rotated by their columns, they would give the same logits, but not to a row with other padding.
+        pairs = [(found[:1, pad:], plain)] + [
+            (theirs[:1, :, -_PROBE_TOKENS:], ours)
+            for theirs, ours in zip(_keys(cache), _keys(alone), strict=True)
+            if ours is not None and theirs is not None
+        ]
+        off = max(_difference(padded_one, one) for padded_one, one in pairs)
         if not off <= _TOLERANCE.get(model.dtype, 2e-1):
             return f"padding changes what it computes (by {off:.2g} standard deviations)"
     return None
+
+
+def _keys(cache: ProbeCache) -> list[torch.Tensor | None]:
+    """The keys of each full-attention layer, [batch, heads, length, dim]."""
+    layers: list[Any] = cache.layers
+    return [layer.keys if type(layer) is DynamicLayer and layer.is_initialized else None for layer in layers]
 
 
 def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
@@ -241,10 +347,8 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor, cache: ProbeCache | None = None, **given: Any) -> torch.Tensor:
-    cache = ProbeCache(config=model.config) if cache is None else cache
-    logits: torch.Tensor = model(
-        input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **given
-    ).logits
+    given[cache_argument(model)] = ProbeCache(config=model.config) if cache is None else cache
+    logits: torch.Tensor = model(input_ids=ids, use_cache=True, return_dict=True, **given).logits
     return logits.float()
 
 
@@ -261,11 +365,17 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of K/V per token as the configuration tells it: a lower bound if layers differ, 0 if it does not say."""
-    config = model.config.get_text_config(decoder=True)
+    config: Any = model.config.get_text_config(decoder=True)
+    layers: Any = getattr(config, "per_layer_config", None) or [config] * int(getattr(config, "num_hidden_layers", 0))
+    return sum(_kv_elements(layers[i]) for i in range(len(layers))) * model.dtype.itemsize
+
+
+def _kv_elements(config: Any) -> int:
+    """Elements of K/V of one layer for one token, 0 if its configuration does not say."""
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0
     if getattr(config, "multi_query", False):
         heads = 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize)
+    return 2 * heads * int(head_dim)

@@ -9,6 +9,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -22,6 +28,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCAB = 200
@@ -59,8 +67,53 @@ _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_positions=1024, **_ABSOLUTE)),
     "bloom": lambda: BloomForCausalLM(BloomConfig(hidden_size=64, **_ABSOLUTE)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(sliding_window=24, **_COMMON)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(sliding_window=24, head_dim=16, **_COMMON)),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **{**_COMMON, "num_key_value_heads": 4},
+            kv_lora_rank=16,
+            q_lora_rank=24,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+        )
+    ),
+    "qwen3_next": lambda: Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **{**_COMMON, "num_hidden_layers": 3},
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            head_dim=16,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        )
+    ),
+    "falcon_h1": lambda: FalconH1ForCausalLM(
+        FalconH1Config(
+            **_COMMON,
+            mamba_d_ssm=64,
+            mamba_n_heads=4,
+            mamba_d_head=16,
+            mamba_d_state=16,
+            mamba_n_groups=1,
+            mamba_chunk_size=16,
+        )
+    ),
 }
-FULL_ATTENTION = ["llama", "qwen2", "qwen3", "phi", "gpt2", "bloom"]
+WINDOWED = ["mistral", "gemma2"]
+STATEFUL = ["qwen3_next", "falcon_h1"]
+FULL_ATTENTION = ["llama", "qwen2", "qwen3", "phi", "gpt2", "bloom", "deepseek_v3"]
 
 
 def make_model(name: str = "llama", seed: int = 0) -> PreTrainedModel:

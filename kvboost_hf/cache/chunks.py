@@ -29,14 +29,19 @@ def _digest(*parts: bytes) -> bytes:
     return digest.digest()
 
 
-def root_key(fingerprint: bytes, salt: bytes) -> bytes:
+def root_key(fingerprint: bytes, salt: bytes, regime: bytes = b"") -> bytes:
     """The key before the first chunk: everything besides tokens that K/V depends on, and the caller's salt."""
-    return _digest(b"root", fingerprint, salt)
+    return _digest(b"root", fingerprint, salt, regime)
 
 
 def prefix_key(parent: bytes, tokens: Tokens) -> bytes:
     """The key of a chunk with this history: `parent` is the prefix key of the chunk before, or the root."""
     return _digest(parent, tokens.tobytes())
+
+
+def states_key(parent: bytes, tokens: Tokens) -> bytes:
+    """The key of the states after `tokens`, which follow the chunk border with prefix key `parent`."""
+    return _digest(b"states", parent, tokens.tobytes())
 
 
 def content_key(root: bytes, tokens: Tokens) -> bytes:

@@ -1,6 +1,7 @@
 """Carrying out a `ReusePlan`: stored K/V into the layers, and rows that lag behind through the model first."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,19 +9,21 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.inputs import ForwardInputs
-from kvboost_hf.cache.layers import GrowingLayer, Piece
-from kvboost_hf.cache.plan import ReusePlan, Segment
-from kvboost_hf.cache.store import StoredChunk
+from kvboost_hf.cache.kv import LayerKVReader
+from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
+from kvboost_hf.cache.plan import ReusePlan, RowPlan, Segment
+from kvboost_hf.cache.store import StoredChunk, StoredStates
+from kvboost_hf.compat import cache_argument
 
-Loaded = dict[bytes, list[Piece | None]]  # by prefix key: K/V of every layer, where the model computes
+Readers = Mapping[bytes, LayerKVReader]  # by prefix key
 
 
 class _PlainCache(Cache):
-    """Holds the rows of a batch that are prefilled ahead of the others; no hook takes it for a user's."""
+    """Layers for a forward of our own; no hook takes it for a user's cache."""
 
 
 def fill_layers(
-    model: PreTrainedModel, layers: Sequence[GrowingLayer], plan: ReusePlan, inputs: ForwardInputs, first: int
+    model: PreTrainedModel, layers: Sequence[ReuseLayer], plan: ReusePlan, inputs: ForwardInputs, first: int
 ) -> int:
     """Append columns [plan.held, plan.filled) to every layer.
 
@@ -34,76 +37,144 @@ def fill_layers(
     Returns:
         Tokens that had to be computed.
     """
-    loaded = {segment.chunk.prefix_key: _load(segment) for row in plan.rows for segment in row.segments}
+    readers = {s.chunk.prefix_key: _chunk(s).kv.reader() for row in plan.rows for s in row.segments}
     computed = 0
-    ahead: dict[int, tuple[list[GrowingLayer], int]] = {}  # row -> where it was prefilled, and as which row
+    ahead: dict[int, _Ahead] = {}
     for column, rows in plan.cold_groups.items():
-        group = _prefill(model, layers, plan, loaded, inputs, first, column, rows)
-        ahead |= {row: (group, at) for at, row in enumerate(rows)}
+        group, base = _prefill(model, layers, plan, readers, inputs, first, column, rows)
+        ahead |= {row: _Ahead(group, at, base) for at, row in enumerate(rows)}
         computed += sum(plan.filled - max(column, plan.pads[row]) for row in rows)
     for idx, layer in enumerate(layers):
+        start = max(plan.held, layer.needed_from(plan.filled))
         pieces: list[list[Piece]] = []
-        for row, pad in enumerate(plan.pads):
+        states: list[LayerState | None] = []
+        for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
             if row in ahead:
-                group, at = ahead[row]
-                if not group[idx].is_initialized:
-                    continue  # the model has no use for this layer
-                pieces.append([group[idx].piece(at, plan.held)])  # padding in front may be missing
+                found = ahead[row].columns(idx, start, plan.filled)
+                pieces.append([found] if found is not None else [])
+                states.append(ahead[row].state(idx))
             else:
-                pieces.append(_pieces(plan.rows[row].segments, loaded, idx, plan.filled - pad))
+                pieces.append(_pieces(row_plan.segments, readers, idx, start - pad, plan.filled - pad))
+                states.append(_state(row_plan, idx, plan.filled - pad))
         if any(pieces):
-            layer.fill(plan.filled - plan.held, pieces)
+            layer.fill(start, plan.filled, pieces)
+        if layer.is_stateful:
+            layer.load_states(states)
     return computed
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A row that was computed ahead: in which layers, as which row of them, and the column that they begin at."""
+
+    layers: Sequence[ReuseLayer]
+    row: int
+    base: int
+
+    def columns(self, layer_idx: int, start: int, stop: int) -> Piece | None:
+        """Columns [start, stop), or fewer: padding in front may be missing."""
+        layer = self.layers[layer_idx]
+        return layer.columns(self.row, max(start - self.base, layer.first), stop - self.base)
+
+    def state(self, layer_idx: int) -> LayerState | None:
+        """The state at the end."""
+        return self.layers[layer_idx].save_state(self.row)
+
+
+def run_ahead(
+    model: PreTrainedModel,
+    layers: Sequence[ReuseLayer],
+    inputs: ForwardInputs,
+    rows: Sequence[int],
+    columns: slice,
+    first: int,
+    mask_from: int = 0,
+) -> None:
+    """Compute columns of some rows, ahead of the forward that the caller asked for.
+
+    Args:
+        model: The model.
+        layers: They hold what comes before, of exactly these rows.
+        inputs: The caller's arguments.
+        rows: Which rows of them.
+        columns: Which columns.
+        first: The column of the first id in `inputs`.
+        mask_from: The column of the first one in `layers`.
+    """
+    at = torch.tensor(rows, device=inputs.input_ids.device)
+    new = slice(columns.start - first, columns.stop - first)
+    part: dict[str, Any] = {"input_ids": inputs.input_ids[at, new]}
+    if inputs.attention_mask is not None:
+        part["attention_mask"] = inputs.attention_mask[at, mask_from : columns.stop]
+    if inputs.position_ids is not None:
+        part["position_ids"] = inputs.position_ids.expand(len(inputs.input_ids), -1)[at, new]
+    cache = _PlainCache(layers=[layer.native for layer in layers])
+    model(**part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
 
 def _prefill(
     model: PreTrainedModel,
-    layers: Sequence[GrowingLayer],
+    layers: Sequence[ReuseLayer],
     plan: ReusePlan,
-    loaded: Loaded,
+    readers: Readers,
     inputs: ForwardInputs,
     first: int,
     column: int,
     rows: list[int],
-) -> list[GrowingLayer]:
-    """Compute columns [column, filled) of `rows` on top of what the layers and the store have of them."""
-    group = [GrowingLayer() for _ in layers]
-    starts_empty = plan.held == 0 and not any(plan.rows[row].segments for row in rows)
+) -> tuple[list[ReuseLayer], int]:
+    """Compute columns [column, filled) of `rows` on top of what the layers and the store have of them.
+
+    Returns:
+        Layers that hold the rows, and the column that they begin at.
+    """
+    group = [layer.fresh() for layer in layers]
+    starts_empty = plan.held == 0 and not any(plan.rows[row].reach(column - plan.pads[row]) for row in rows)
     if not starts_empty:
         for idx, (layer, own) in enumerate(zip(group, layers, strict=True)):
-            pieces = [_pieces(plan.rows[row].segments, loaded, idx, column - plan.pads[row]) for row in rows]
-            if plan.held and own.is_initialized:
-                pieces = [[own.piece(row, 0), *found] for row, found in zip(rows, pieces, strict=True)]
+            start = layer.needed_from(column)
+            pieces: list[list[Piece]] = []
+            for row in rows:
+                pad = plan.pads[row]
+                found = _pieces(plan.rows[row].segments, readers, idx, max(start, plan.held) - pad, column - pad)
+                held = own.columns(row, max(start, own.first), plan.held) if plan.held > start else None
+                pieces.append([held, *found] if held is not None else found)
             if any(pieces):
-                layer.fill(column, pieces)
-    at = torch.tensor(rows, device=inputs.input_ids.device)
-    new = slice(column - first, plan.filled - first)
-    part: dict[str, Any] = {"input_ids": inputs.input_ids[at, new]}
-    if inputs.attention_mask is not None:
-        # Where the group starts empty, its first columns are padding in all of its rows, and are left out.
-        part["attention_mask"] = inputs.attention_mask[at, column if starts_empty else 0 : plan.filled]
-    if inputs.position_ids is not None:
-        part["position_ids"] = inputs.position_ids.expand(len(plan.rows), -1)[at, new]
-    model(**part, past_key_values=_PlainCache(layers=list(group)), use_cache=True, logits_to_keep=1)
-    return group
+                layer.fill(start, column, pieces)
+            if layer.is_stateful:
+                layer.load_states(
+                    [
+                        own.save_state(row)
+                        if column == plan.held
+                        else _state(plan.rows[row], idx, column - plan.pads[row])
+                        for row in rows
+                    ]
+                )
+    # Where the group starts empty, its first columns are padding in all of its rows, and are left out.
+    base = column if starts_empty else 0
+    run_ahead(model, group, inputs, rows, slice(column, plan.filled), first, base)
+    return group, base
 
 
-def _pieces(segments: Sequence[Segment], loaded: Loaded, layer_idx: int, stop: int) -> list[Piece]:
-    """K/V of a row's tokens up to `stop`, as pieces of stored chunks."""
+def _pieces(segments: Sequence[Segment], readers: Readers, layer_idx: int, start: int, stop: int) -> list[Piece]:
+    """K/V of a row's tokens [start, stop), as far as it has them, as pieces of stored chunks."""
     pieces: list[Piece] = []
     for segment in segments:
-        if segment.start < stop:
-            piece = loaded[segment.chunk.prefix_key][layer_idx]
-            if piece is None:
-                continue
-            keys, values = piece
-            start, length = segment.start - segment.origin, min(segment.stop, stop) - segment.start
-            if length < keys.shape[1]:
-                keys, values = keys.narrow(1, start, length), values.narrow(1, start, length)
-            pieces.append((keys, values))
+        begin, end = max(segment.start, start), min(segment.stop, stop)
+        if begin < end:
+            piece = readers[segment.chunk.prefix_key].layer(layer_idx)
+            if piece is not None:
+                pieces.append(tuple(kv.narrow(1, begin - segment.origin, end - begin) for kv in piece))
     return pieces
 
 
-def _load(segment: Segment) -> list[Piece | None]:
+def _state(plan: RowPlan, layer_idx: int, at: int) -> LayerState | None:
+    if plan.states is None:
+        return None
+    saved = plan.states[at]
+    assert isinstance(saved, StoredStates)
+    return saved.states.layers[layer_idx]
+
+
+def _chunk(segment: Segment) -> StoredChunk:
     assert isinstance(segment.chunk, StoredChunk)
-    return segment.chunk.kv.load()
+    return segment.chunk

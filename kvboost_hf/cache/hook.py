@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvboost_hf.cache.state import ModelState
-from kvboost_hf.compat import known_reason
+from kvboost_hf.compat import cache_argument, known_reason
 
 Kwargs = dict[str, Any]
 
@@ -35,17 +35,19 @@ class ForwardHook:
         """torch forward pre-hook."""
         assert isinstance(model, PreTrainedModel)
         kwargs = _by_name(model, args, kwargs)
-        cache = kwargs.get("past_key_values")
+        name = cache_argument(model)
+        cache = kwargs.get(name)
         if not isinstance(cache, HookedCache):
-            cache = _swapped_in(model, kwargs)
+            cache = _swapped_in(model, kwargs.get(name), kwargs)
             if cache is None:
                 return None
-            kwargs["past_key_values"] = cache
+            kwargs[name] = cache
         return (), cache.before_forward(model, kwargs)
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> None:
         """torch forward hook."""
-        cache = kwargs.get("past_key_values")
+        assert isinstance(model, PreTrainedModel)
+        cache = kwargs.get(cache_argument(model))
         if isinstance(cache, HookedCache):
             cache.after_forward()
 
@@ -70,13 +72,12 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _swapped_in(model: PreTrainedModel, kwargs: Kwargs) -> HookedCache | None:
+def _swapped_in(model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> HookedCache | None:
     """A cache for an attached model whose caller brought only the empty one that generate() makes.
 
     The caller's object is given the layers of ours, so that it holds what was computed, too.
     """
     attached = ModelState.of(model).attached
-    theirs = kwargs.get("past_key_values")
     if (
         attached is None
         or known_reason(model) is not None
@@ -85,9 +86,16 @@ def _swapped_in(model: PreTrainedModel, kwargs: Kwargs) -> HookedCache | None:
         or "logits_to_keep" not in kwargs
     ):
         return None
-    if theirs.get_seq_length() > 0:
+    if any(_holds(layer) for layer in theirs.layers):
         return None
     ours = attached(model)
     assert isinstance(ours, HookedCache)
     theirs.layers = ours.layers
     return ours
+
+
+def _holds(layer: Any) -> bool:
+    """Whether a layer that transformers made holds anything."""
+    if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > 0:
+        return True
+    return any(getattr(layer, "has_previous_state", {}).values())

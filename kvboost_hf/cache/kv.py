@@ -1,11 +1,11 @@
-"""K/V of one chunk in every layer, as the store keeps it."""
+"""What the store keeps of a chunk, of all layers: columns, or the states at a point."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvboost_hf.cache.layers import GrowingLayer, Piece
+from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -13,44 +13,76 @@ class LayerKV:
     """Keys and values of a chunk, owned, in as few blocks as their shapes and devices allow.
 
     All layers of a chunk come and go together, so that one block, and one transfer, serves them all where the layers
-    are alike.
+    are alike. Layers with a window have blocks of their own: far from the end of a prompt they are not needed.
 
     Args:
-        blocks: Contiguous tensors [tensors, num_kv_heads, tokens, head_dim] in host memory.
-        places: Per layer, where its keys and its values are, (block, index) each; None for a layer without K/V.
+        blocks: Contiguous tensors [tensors, heads, tokens, dim] in host memory.
+        places: Per layer, where each of its tensors is, (block, index); None for a layer without columns.
         devices: Per block, where the model computed it.
     """
 
     blocks: tuple[torch.Tensor, ...]
-    places: tuple[tuple[tuple[int, int], tuple[int, int]] | None, ...]
+    places: tuple[tuple[tuple[int, int], ...] | None, ...]
     devices: tuple[torch.device, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks)
 
-    def load(self) -> list[Piece | None]:
-        """Keys and values of every layer, where the model computes: views on a CPU, else one transfer a block."""
-        blocks = [b.to(d, non_blocking=True).unbind() for b, d in zip(self.blocks, self.devices, strict=True)]
-        return [
-            (blocks[place[0][0]][place[0][1]], blocks[place[1][0]][place[1][1]]) if place is not None else None
-            for place in self.places
-        ]
+    def reader(self) -> "LayerKVReader":
+        """Access where the model computes."""
+        return LayerKVReader(self)
 
 
-def copy_columns(layers: Sequence[GrowingLayer], row: int, start: int, stop: int) -> LayerKV:
+class LayerKVReader:
+    """Columns of a chunk where the model computes: views on a CPU, else one transfer for each block that is read."""
+
+    def __init__(self, kv: LayerKV) -> None:
+        self._kv = kv
+        self._blocks: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def layer(self, index: int) -> Piece | None:
+        """The tensors of a layer, [heads, tokens, dim] each, or None if it has no columns."""
+        places = self._kv.places[index]
+        return tuple(self._block(block)[at] for block, at in places) if places is not None else None
+
+    def _block(self, index: int) -> tuple[torch.Tensor, ...]:
+        if index not in self._blocks:
+            block = self._kv.blocks[index].to(self._kv.devices[index], non_blocking=True)
+            self._blocks[index] = block.unbind()
+        return self._blocks[index]
+
+
+def copy_columns(layers: Sequence[ReuseLayer], row: int, start: int, stop: int) -> LayerKV:
     """Copy a row's columns [start, stop) of every layer to host memory."""
-    groups: dict[tuple[torch.device, torch.dtype, torch.Size], list[torch.Tensor]] = {}
-    places: list[tuple[tuple[int, int], tuple[int, int]] | None] = []
+    groups: dict[tuple[torch.device, torch.dtype, torch.Size, bool], list[torch.Tensor]] = {}
+    places: list[tuple[tuple[int, int], ...] | None] = []
 
-    def place(kv: torch.Tensor) -> tuple[int, int]:
-        part = kv[row, :, start:stop].detach()
-        group = groups.setdefault((part.device, part.dtype, part.shape), [])
-        group.append(part)
+    def place(part: torch.Tensor, windowed: bool) -> tuple[int, int]:
+        group = groups.setdefault((part.device, part.dtype, part.shape, windowed), [])
+        group.append(part.detach())
         return next(i for i, other in enumerate(groups.values()) if other is group), len(group) - 1
 
     for layer in layers:
-        places.append((place(layer.keys), place(layer.values)) if layer.is_initialized else None)
+        columns = layer.columns(row, start, stop)
+        places.append(tuple(place(part, layer.is_sliding) for part in columns) if columns is not None else None)
     blocks = tuple(torch.stack(group).cpu() for group in groups.values())
-    return LayerKV(blocks, tuple(places), tuple(device for device, _, _ in groups))
+    return LayerKV(blocks, tuple(places), tuple(device for device, *_ in groups))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStates:
+    """The states of all layers of one row after some token; None for a layer without one."""
+
+    layers: tuple[LayerState | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(state.nbytes for state in self.layers if state is not None)
+
+
+def copy_states(layers: Sequence[ReuseLayer], row: int) -> LayerStates:
+    """Copy a row's states of every layer to host memory."""
+    return LayerStates(tuple(layer.save_state(row) for layer in layers))

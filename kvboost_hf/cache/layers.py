@@ -1,91 +1,261 @@
-"""A cache layer that grows in place.
+"""Cache layers that grow in place, and what every layer of a `ChunkReuseCache` can be asked for.
 
-`DynamicLayer.update` concatenates: every decoded token copies the whole history of every layer. `GrowingLayer` owns a
-buffer with room to spare and hands out views of it, so that an append costs what is appended.
+`DynamicLayer.update` concatenates: every decoded token copies the whole history of every layer. A `GrowingLayer` owns
+buffers with room to spare and hands out views of them, so that an append costs what is appended.
+
+Two things can be kept of a layer. *Columns* are per token: K/V of any token can be copied out and filled in again.
+A *state* sums up all tokens so far (linear attention): it can only be put back as it was when it was saved.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-Piece = tuple[torch.Tensor, torch.Tensor]  # keys and values [num_kv_heads, length, head_dim] of one row
+Piece = tuple[torch.Tensor, ...]  # of one row, one tensor for each that the layer keeps: [heads, length, dim]
 
 # Room beyond what is needed at a (re)allocation: an eighth, at least this many columns.
 _MIN_SLACK = 128
+
+
+class LayerState:
+    """What a layer without columns needs to go on from a point: one row's tensors, in host memory.
+
+    Args:
+        tensors: In an order that only the kind of layer knows; None where there is nothing.
+        extra: Whatever else it needs; small.
+    """
+
+    __slots__ = ("extra", "tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None], extra: Any) -> None:
+        self.tensors = tuple(tensors)
+        self.extra = extra
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors if t is not None)
+
+
+class ReuseLayer:
+    """What the cache asks of each of its layers. The defaults are those of a layer that keeps nothing."""
+
+    version: int = 0  # counts changes, so that whoever keeps records beside the layer can tell if it missed one
+    is_stateful = False  # has a state: can only go back to where one was saved
+    is_sliding = False  # needs the last columns only
+    single_row = False  # cannot be taken apart by rows
+
+    @property
+    def native(self) -> Any:
+        """The layer that transformers sees."""
+        return self
+
+    @property
+    def length(self) -> int | None:
+        """Columns seen so far; None for a layer that does not count them."""
+        return None
+
+    @property
+    def first(self) -> int:
+        """The first column that is still held."""
+        return 0
+
+    def fresh(self) -> "ReuseLayer":
+        """An empty layer of the same kind."""
+        return type(self)()
+
+    def share(self) -> "ReuseLayer":
+        """A layer that holds the same and goes its own way."""
+        return self.fresh()
+
+    def reset(self) -> None:
+        """Drop everything."""
+
+    def can_rewind(self, length: int) -> bool:
+        """Whether `truncate(length)` leaves the layer as it was at `length` columns."""
+        return True
+
+    def truncate(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+
+    def needed_from(self, length: int) -> int:
+        """The first column that a layer with `length` columns needs to go on."""
+        return 0
+
+    def columns(self, row: int, start: int, stop: int) -> Piece | None:
+        """Views of a row's columns [start, stop), or None if the layer keeps none."""
+        return None
+
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+        """Make columns [start, stop), computed before, the last ones.
+
+        Args:
+            start: Where they begin: at `length`, or further on where the columns in between are not needed.
+            stop: Where they end.
+            rows: For each row its pieces, in order. A row whose pieces are shorter than `stop - start` is padding on
+                its left, and is zeroed there.
+        """
+
+    @property
+    def bytes_per_column(self) -> int:
+        """Bytes of one row's columns for one token."""
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, room to spare included."""
+        return 0
+
+    def release(self, before: int) -> None:
+        """Columns before `before` will not be asked for again, unless the model needs them to go on."""
+
+    def state_bytes(self) -> int:
+        """Bytes that `save_state` would take."""
+        return 0
+
+    def save_state(self, row: int) -> LayerState | None:
+        """A copy of a row's state, or None if there is none."""
+        return None
+
+    def load_states(self, rows: Sequence[LayerState | None]) -> None:
+        """Put back the states of all rows."""
+
+
+class GrowingTensor:
+    """A tensor [batch, heads, columns, dim] that grows along its columns, in a buffer with room to spare."""
+
+    __slots__ = ("buffer", "first", "shared", "stop")
+
+    def __init__(self) -> None:
+        self.buffer: torch.Tensor | None = None  # columns [first, first + capacity)
+        self.first = 0
+        self.stop = 0
+        self.shared = False  # another one reads the same buffer: copy before the next write
+
+    def view(self, start: int = 0) -> torch.Tensor:
+        """Columns from `start`, or from the first one held, on."""
+        assert self.buffer is not None
+        return self.buffer[:, :, max(start - self.first, 0) : self.stop - self.first]
+
+    def append(self, new: torch.Tensor, keep_from: int = 0) -> None:
+        """Append [batch, heads, m, dim]; columns before `keep_from` may go if the buffer is full."""
+        held, self.stop = self.stop, self.stop + new.shape[2]
+        self._make_writable(new, held, keep_from)
+        assert self.buffer is not None
+        self.buffer[:, :, held - self.first : self.stop - self.first].copy_(new)
+
+    def append_with_graph(self, new: torch.Tensor) -> None:
+        """Append out of place, as stock layers do: autograd must keep every earlier version."""
+        if self.buffer is not None and self.stop > self.first:
+            new = torch.cat([self.view(), new], dim=2)
+        self.buffer, self.stop = new, self.first + new.shape[2]
+        self.shared = True  # an in-place append would corrupt the graph
+
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+        """See `ReuseLayer.fill`; the pieces are [heads, length, dim]."""
+        like = next(piece for pieces in rows for piece in pieces)
+        if start > self.stop:  # what is held does not reach: begin anew
+            self.buffer, self.first, self.stop = None, start, start
+        held, self.stop = self.stop, stop
+        self._make_writable(like.expand(len(rows), -1, -1, -1), held, self.first)
+        assert self.buffer is not None
+        for row, pieces in enumerate(rows):
+            out = self.buffer[row, :, held - self.first : stop - self.first]
+            padding = out.shape[1] - sum(piece.shape[1] for piece in pieces)
+            out[:, :padding].zero_()
+            if pieces:
+                torch.cat(list(pieces), dim=1, out=out[:, padding:])
+
+    def truncate(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+        self.stop = max(min(self.stop, length), self.first)
+
+    def trim(self, keep_from: int) -> bool:
+        """Give back memory if columns before `keep_from` take most of the buffer; tells whether it did."""
+        if self.buffer is None or _capacity(self.stop - keep_from) * 2 >= self.buffer.shape[2]:
+            return False
+        self._reallocate(self.buffer, self.stop, keep_from)
+        return True
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` was."""
+        if self.buffer is not None:
+            # The spare columns move too: cheaper than an append that has to grow again.
+            with torch.inference_mode(False):
+                self.buffer = self.buffer.index_select(0, rows.to(self.buffer.device).clone())
+            self.shared = False
+
+    def share(self) -> "GrowingTensor":
+        """One that reads the same buffer; whichever of the two writes first copies."""
+        twin = GrowingTensor()
+        twin.buffer, twin.first, twin.stop = self.buffer, self.first, self.stop
+        self.shared = twin.shared = True
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer, room to spare included."""
+        return self.buffer.untyped_storage().nbytes() if self.buffer is not None else 0
+
+    def _make_writable(self, like: torch.Tensor, held: int, keep_from: int) -> None:
+        """Make room for columns up to `stop` in a buffer that nobody else reads."""
+        if self.buffer is None or self.shared or self.buffer.shape[2] < self.stop - self.first:
+            self._reallocate(like, held, min(keep_from, held))
+
+    def _reallocate(self, like: torch.Tensor, held: int, keep_from: int) -> None:
+        first = max(self.first, keep_from)
+        batch, heads, _, dim = like.shape
+        # Outside inference mode: a buffer made inside could not be appended to outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            shape = (batch, heads, _capacity(self.stop - first), dim)
+            grown = torch.empty(shape, dtype=like.dtype, device=like.device)
+            if self.buffer is not None:
+                grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
+        self.buffer, self.first, self.shared = grown, first, False
 
 
 def _capacity(length: int) -> int:
     return length + max(_MIN_SLACK, length // 8)
 
 
-class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
+class GrowingLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Full-attention K/V of one layer: `keys` and `values` are [batch, num_kv_heads, length, head_dim] views."""
 
     keys: torch.Tensor
     values: torch.Tensor
     device: torch.device
     dtype: torch.dtype
+    _num_tensors = 2
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.length = 0
-        self._key_buffer: torch.Tensor | None = None  # [batch, num_kv_heads, capacity, head_dim]
-        self._value_buffer: torch.Tensor | None = None
-        self._shared = False  # another layer reads the same buffer: copy before the next write
-        self.version = 0  # counts changes, so that whoever keeps records beside the layer can tell if it missed one
+        CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
+        self.version = 0
+        self._tensors = [GrowingTensor() for _ in range(self._num_tensors)]
+
+    # What transformers calls
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Note dtype and device; the buffer comes with the first append."""
+        """Note dtype and device; the buffers come with the first append."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [batch, num_kv_heads, m, head_dim] and return everything held, as views."""
+        """Append [batch, num_kv_heads, m, head_dim] and return everything that may be attended to, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if torch.is_grad_enabled():  # something else may need a gradient through what this returns
-            return self._update_with_graph(key_states, value_states)
-        self.version += 1
-        start, self.length = self.length, self.length + key_states.shape[-2]
-        self._key_buffer = self._writable(self._key_buffer, start, key_states)
-        self._value_buffer = self._writable(self._value_buffer, start, value_states)
-        self._shared = False
-        self._key_buffer[:, :, start : self.length].copy_(key_states)
-        self._value_buffer[:, :, start : self.length].copy_(value_states)
+        held = self.length
+        self._append(0, key_states)
+        self._append(1, value_states)
         self._view()
-        return self.keys, self.values
+        return self._visible(held)
 
-    def fill(self, columns: int, rows: Sequence[Sequence[Piece]]) -> None:
-        """Append `columns` columns of K/V that were computed before.
-
-        Args:
-            columns: How many columns to append.
-            rows: For each row the pieces, in order, as (keys, values) of shape [num_kv_heads, length, head_dim]. A
-                row whose pieces are shorter than `columns` is padding on its left, and is zeroed there.
-        """
-        like_keys, like_values = next(piece for pieces in rows for piece in pieces)
-        if not self.is_initialized:
-            self.lazy_initialization(like_keys, like_values)
-        self.version += 1
-        start, self.length = self.length, self.length + columns
-        batch = len(rows)
-        self._key_buffer = self._writable(self._key_buffer, start, like_keys.expand(batch, -1, -1, -1))
-        self._value_buffer = self._writable(self._value_buffer, start, like_values.expand(batch, -1, -1, -1))
-        self._shared = False
-        for row, pieces in enumerate(rows):
-            self._fill_row(self._key_buffer[row, :, start : self.length], [keys for keys, _ in pieces])
-            self._fill_row(self._value_buffer[row, :, start : self.length], [values for _, values in pieces])
-        self._view()
-
-    def truncate(self, length: int) -> None:
-        """Forget all columns from `length` on."""
-        if length < self.length:
-            self.version += 1
-            self.length = length
-            self._view()
+    def get_seq_length(self) -> int:
+        """Columns held."""
+        return self.length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns. transformers 5.17 passes a 0-d tensor, later ones an int."""
@@ -97,51 +267,22 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
     def reset(self) -> None:
         """Drop everything."""
         self.version += 1
-        self.length = 0
-        self._key_buffer = self._value_buffer = None
+        self._tensors = [GrowingTensor() for _ in self._tensors]
         self.keys = self.values = None  # type: ignore[assignment]  # as stock layers do before their first update
-        self.is_initialized = self._shared = False
-
-    def get_seq_length(self) -> int:
-        """Columns held."""
-        return self.length
+        self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
-        self._select(indices)
+        """Keep the rows `indices`, numbers or a mask."""
+        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
-        if self._key_buffer is not None:
-            self._select(torch.arange(self._key_buffer.shape[0]).repeat_interleave(repeats))
-
-    def share(self) -> "GrowingLayer":
-        """A layer that reads the same buffer; whichever of the two writes first copies."""
-        twin = GrowingLayer()
-        twin.__dict__.update(self.__dict__)
-        self._shared = twin._shared = True
-        return twin
-
-    def piece(self, row: int, start: int) -> Piece:
-        """Views of a row's K/V from column `start` on."""
-        return self.keys[row, :, start:], self.values[row, :, start:]
-
-    @property
-    def bytes_per_column(self) -> int:
-        """Bytes of one row's K/V for one token; 0 for a layer that the model has no use for."""
-        if not self.is_initialized:
-            return 0
-        return sum(kv.shape[1] * kv.shape[3] * kv.element_size() for kv in (self.keys, self.values))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers, room to spare included."""
-        buffers = (self._key_buffer, self._value_buffer)
-        return sum(b.untyped_storage().nbytes() for b in buffers if b is not None)
+        if self.is_initialized:
+            self._select(torch.arange(self.keys.shape[0]).repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Move to host memory, as stock layers do."""
@@ -152,58 +293,91 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
         if self.is_initialized:
             self._move(self.device)
 
-    def _move(self, device: torch.device) -> None:
-        if self._key_buffer is not None and self._value_buffer is not None:
-            self._key_buffer = self._key_buffer.to(device)
-            self._value_buffer = self._value_buffer.to(device)
+    # What the cache calls
+
+    @property
+    def length(self) -> int:
+        """Columns seen so far."""
+        return self._tensors[0].stop
+
+    @property
+    def first(self) -> int:
+        """The first column that is still held."""
+        return self._tensors[0].first
+
+    def share(self) -> "GrowingLayer":
+        """A layer that reads the same buffers; whichever of the two writes first copies."""
+        twin = self.fresh()
+        assert isinstance(twin, GrowingLayer)
+        twin.__dict__.update(self.__dict__)
+        twin._tensors = [tensor.share() for tensor in self._tensors]
+        return twin
+
+    def truncate(self, length: int) -> None:
+        """See `ReuseLayer.truncate`."""
+        if length < max(tensor.stop for tensor in self._tensors):
+            self.version += 1
+            for tensor in self._tensors:
+                tensor.truncate(length)
             self._view()
 
-    def _select(self, rows: torch.Tensor) -> None:
-        if self._key_buffer is None or self._value_buffer is None:
-            return
+    def columns(self, row: int, start: int, stop: int) -> Piece | None:
+        """See `ReuseLayer.columns`."""
+        if not self.is_initialized:
+            return None
+        return tuple(t.view(start)[row, :, : stop - start] for t in self._tensors if t.buffer is not None)
+
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+        """See `ReuseLayer.fill`."""
+        like = next(piece for pieces in rows for piece in pieces)
+        if not self.is_initialized:
+            self.lazy_initialization(like[0], like[1])
         self.version += 1
-        # The spare columns move too: cheaper than an append that has to grow again.
-        with torch.inference_mode(False):
-            rows = rows.to(self._key_buffer.device).clone()
-            self._key_buffer = self._key_buffer.index_select(0, rows)
-            self._value_buffer = self._value_buffer.index_select(0, rows)
-        self._shared = False
+        for i, tensor in enumerate(self._tensors[: len(like)]):
+            tensor.fill(start, stop, [[piece[i] for piece in pieces] for pieces in rows])
         self._view()
 
-    def _writable(self, buffer: torch.Tensor | None, held: int, like: torch.Tensor) -> torch.Tensor:
-        """`buffer` if `self.length` columns fit and nobody else reads it, else a larger copy."""
-        if buffer is not None and buffer.shape[2] >= self.length and not self._shared:
-            return buffer
-        batch, heads, _, head_dim = like.shape
-        # Outside inference mode: a buffer made inside could not be appended to outside it.
-        with torch.inference_mode(False), torch.no_grad():
-            shape = (batch, heads, _capacity(self.length), head_dim)
-            grown = torch.empty(shape, dtype=self.dtype, device=self.device)
-            if buffer is not None:
-                grown[:, :, :held].copy_(buffer[:, :, :held])
-        return grown
+    @property
+    def bytes_per_column(self) -> int:
+        """Bytes of one row's K/V for one token; 0 for a layer that the model has no use for."""
+        buffers = [t.buffer for t in self._tensors if t.buffer is not None]
+        return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
 
-    @staticmethod
-    def _fill_row(out: torch.Tensor, pieces: list[torch.Tensor]) -> None:
-        covered = sum(piece.shape[1] for piece in pieces)
-        padding = out.shape[1] - covered
-        out[:, :padding].zero_()
-        if pieces:
-            torch.cat(pieces, dim=1, out=out[:, padding:])
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, room to spare included."""
+        return sum(tensor.nbytes for tensor in self._tensors)
 
-    def _update_with_graph(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Out of place, as stock does: autograd must keep every earlier version."""
-        self.version += 1
-        if self.length:
-            keys = torch.cat([self.keys, keys], dim=-2)
-            values = torch.cat([self.values, values], dim=-2)
-        self._key_buffer, self._value_buffer, self.length = keys, values, keys.shape[-2]
-        self._shared = True  # an in-place append would corrupt the graph
-        self._view()
+    # What kinds of layers differ in
+
+    def _keep_from(self) -> int:
+        """Columns before this one may go when a buffer is full."""
+        return 0
+
+    def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What new columns after the first `held` ones may attend to."""
         return self.keys, self.values
 
     def _view(self) -> None:
-        assert self._key_buffer is not None
-        assert self._value_buffer is not None
-        self.keys = self._key_buffer[:, :, : self.length]
-        self.values = self._value_buffer[:, :, : self.length]
+        self.keys, self.values = self._tensors[0].view(), self._tensors[1].view()
+
+    def _append(self, index: int, new: torch.Tensor) -> None:
+        self.version += 1
+        if torch.is_grad_enabled():  # something else may need a gradient through what is returned
+            self._tensors[index].append_with_graph(new)
+        else:
+            self._tensors[index].append(new, self._keep_from())
+
+    def _select(self, rows: torch.Tensor) -> None:
+        if not self.is_initialized:
+            return
+        self.version += 1
+        for tensor in self._tensors:
+            tensor.select(rows)
+        self._view()
+
+    def _move(self, device: torch.device) -> None:
+        if self.is_initialized:
+            for tensor in self._tensors:
+                tensor.buffer = tensor.buffer.to(device) if tensor.buffer is not None else None
+            self._view()

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.chunks import Tokens, prefix_key
-from kvboost_hf.cache.kv import LayerKV, copy_columns
-from kvboost_hf.cache.layers import GrowingLayer
+from kvboost_hf.cache.kv import LayerKV, LayerStates, copy_columns, copy_states
+from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row
 from kvboost_hf.cache.store import ChunkStore, Put
 from kvboost_hf.cache.tokens import TokenLog
@@ -23,7 +23,7 @@ class Ledger:
         log: The ids.
         borders: Per row, the chunk borders so far; the root first.
         root: The root of all chains: model, weights and salt.
-        version: `GrowingLayer.version` when the ledger was last brought up to date; another one means that the layers
+        version: `ReuseLayer.version` when the ledger was last brought up to date; another one means that the layers
             were changed behind its back.
         unconfirmed: The last columns are candidates that `crop()` has yet to judge.
     """
@@ -55,7 +55,9 @@ class Ledger:
         self.log.select(rows)
         self.borders = [list(self.borders[row]) for row in rows]
 
-    def plan(self, ids: Tokens, held: int, limit: int, store: ChunkStore, min_saving: int) -> ReusePlan:
+    def plan(
+        self, ids: Tokens, held: int, limit: int, store: ChunkStore, min_saving: int, *, stateful: bool
+    ) -> ReusePlan:
         """Plan the columns [held, limit) of `ids` [batch, columns]."""
         pads = self.log.pads.tolist()
         plans: list[RowPlan] = []
@@ -65,13 +67,15 @@ class Ledger:
             key = tokens.tobytes()
             if key not in same:
                 border = self.borders[row][-1]
-                same[key] = plan_row(tokens, max(held - pad, 0), border, limit - pad, store.chunker, store)
+                same[key] = plan_row(
+                    tokens, max(held - pad, 0), border, limit - pad, store.chunker, store, stateful=stateful
+                )
             plans.append(same[key])
         return plan_batch(plans, pads, held, limit, min_saving)
 
     # Handing chunks to the store
 
-    def store_new(self, layers: Sequence[GrowingLayer], store: ChunkStore) -> None:
+    def store_new(self, layers: Sequence[ReuseLayer], store: ChunkStore) -> None:
         """Offer the chunks that have become complete."""
         for row in range(self.log.batch_size):
             self.store_row(row, layers, store)
@@ -84,7 +88,7 @@ class Ledger:
         )
 
     def store_row(
-        self, row: int, layers: Sequence[GrowingLayer], store: ChunkStore, *, pinned: bool = False, again: bool = False
+        self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False, again: bool = False
     ) -> list[Put]:
         """Offer a row's complete chunks: those since the last border, or all of them `again`."""
         tokens, borders = self.log.row(row), self.borders[row]
@@ -100,7 +104,7 @@ class Ledger:
             borders.append(Border(cut, prefix_key(border.key, tokens[border.at : cut])))
         return results
 
-    def store_tail(self, row: int, layers: Sequence[GrowingLayer], store: ChunkStore, *, pinned: bool = False) -> Put:
+    def store_tail(self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False) -> Put:
         """Offer the tokens after a row's last border as a short chunk."""
         border = self.borders[row][-1]
         tail = self.log.row(row)[border.at :]
@@ -113,7 +117,7 @@ class Ledger:
         row: int,
         border: Border,
         tokens: Tokens,
-        layers: Sequence[GrowingLayer],
+        layers: Sequence[ReuseLayer],
         store: ChunkStore,
         pinned: bool,
     ) -> Put:
@@ -125,4 +129,40 @@ class Ledger:
 
         # Outside inference mode: tensors made inside could not be used freely later.
         with torch.inference_mode(False), torch.no_grad():
-            return store.put(self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned)
+            copy = copy_kv if first >= max(layer.first for layer in layers) else None  # some have left a window
+            return store.put(self.root, border.key, border.at, tokens, nbytes, copy, pinned=pinned)
+
+    # Handing states to the store
+
+    def last_border(self, limit: int, store: ChunkStore, ids: Tokens) -> int:
+        """The last column, at most `limit`, at which the chunk of the longest row of `ids` [batch, columns] ends."""
+        row = int(np.argmin(self.log.pads))
+        pad = int(self.log.pads[row])
+        tokens, at = ids[row, pad:limit], self.borders[row][-1].at
+        while (cut := store.chunker.next_cut(tokens, at)) is not None:
+            at = cut
+        return at + pad
+
+    def first_unstored(self) -> int:
+        """The first column that some row has not offered to the store yet."""
+        return min(borders[-1].at + int(pad) for borders, pad in zip(self.borders, self.log.pads, strict=True))
+
+    def store_states(self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False) -> Put:
+        """Offer a row's states as they are now, and the K/V that goes with them."""
+        border = self.borders[row][-1]
+        tail = self.log.row(row)[border.at :]
+        if len(tail) == 0 and len(self.borders[row]) > 1:  # at a border: they belong to the chunk that ends there
+            border = self.borders[row][-2]
+            tail = self.log.row(row)[border.at :]
+        elif len(tail) < HEAD_TOKENS:  # too few to be found again
+            return Put.PRESENT
+        elif self.store_tail(row, layers, store, pinned=pinned) is Put.NO_PARENT:
+            self.store_row(row, layers, store, pinned=pinned, again=True)
+            self.store_tail(row, layers, store, pinned=pinned)
+
+        def copy() -> LayerStates:
+            return copy_states(layers, row)
+
+        nbytes = sum(layer.state_bytes() for layer in layers)
+        with torch.inference_mode(False), torch.no_grad():
+            return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)

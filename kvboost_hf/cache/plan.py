@@ -7,10 +7,13 @@ The K/V of the first `held` tokens is in the live cache already. The walk starts
 `held` and follows the chain of prefix keys through the store, chunk by chunk; where no whole chunk matches, the stored
 chunk that agrees longest with the row serves its leading tokens (attention is causal: the K/V of a token never depends
 on what comes after it).
+
+Models with states (linear attention) can only go on from a token at which the states were saved: of what could be
+served, only what is before such a token is.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvboost_hf.cache.chunks import Chunker, Tokens, common_length, prefix_key
@@ -28,6 +31,13 @@ class Chunk(Protocol):
     def tokens(self) -> Tokens: ...
 
 
+class SavedState(Protocol):
+    """What planning needs to know of stored states."""
+
+    @property
+    def tokens(self) -> Tokens: ...  # from the chunk border before them to where they were saved
+
+
 class ChunkIndex(Protocol):
     """What planning needs to ask of a store."""
 
@@ -37,6 +47,10 @@ class ChunkIndex(Protocol):
 
     def siblings(self, parent: bytes, head: Tokens) -> "Iterable[Chunk]":
         """Chunks that continue `parent` and start with the `HEAD_TOKENS` tokens `head`."""
+        ...
+
+    def states_after(self, parent: bytes) -> "Iterable[SavedState]":
+        """States that were saved in the chunk after `parent`, or at its end."""
         ...
 
 
@@ -72,13 +86,29 @@ class Miss:
 class RowPlan:
     """What the store can serve of one row."""
 
-    hit: int  # row tokens [0, hit) need no computing
+    hit: int  # K/V of row tokens [0, hit) need no computing
     segments: tuple[Segment, ...]
     borders: tuple[Border, ...]  # chunk borders after those of the held tokens, up to `hit`
     miss: Miss | None  # None where only the limit ended the walk
+    states: Mapping[int, SavedState] | None = None  # by row token, up to `hit`; None for a model without states
+
+    def reach(self, stop: int) -> int:
+        """The last row token, at most `stop`, that the row can go on from; 0 if there is none."""
+        if self.states is None:
+            return min(self.hit, stop) if self.segments else 0
+        return max((at for at in self.states if at <= stop), default=0)
 
 
-def plan_row(tokens: Tokens, held: int, border: Border, limit: int, chunker: Chunker, index: ChunkIndex) -> RowPlan:
+def plan_row(
+    tokens: Tokens,
+    held: int,
+    border: Border,
+    limit: int,
+    chunker: Chunker,
+    index: ChunkIndex,
+    *,
+    stateful: bool = False,
+) -> RowPlan:
     """Walk a row through the store.
 
     Args:
@@ -88,10 +118,31 @@ def plan_row(tokens: Tokens, held: int, border: Border, limit: int, chunker: Chu
         limit: At most this many row tokens may be served; the rest must be computed, for its logits are wanted.
         chunker: Where chunks end.
         index: The store.
+        stateful: The model can only go on from saved states.
 
     Returns:
         The plan. `hit >= held`, and `hit <= max(held, limit)`.
     """
+    plan = _walk(tokens, held, border, limit, chunker, index)
+    if not stateful:
+        return plan
+    return replace(plan, states=_states(tokens, held, [border, *plan.borders], plan.hit, index))
+
+
+def _states(
+    tokens: Tokens, held: int, borders: Sequence[Border], hit: int, index: ChunkIndex
+) -> dict[int, SavedState]:
+    """The states of a row that were saved at tokens in (held, hit]."""
+    found: dict[int, SavedState] = {}
+    for border in borders:
+        for saved in index.states_after(border.key):
+            at = border.at + len(saved.tokens)
+            if held < at <= hit and common_length(saved.tokens, tokens[border.at :]) == len(saved.tokens):
+                found[at] = saved
+    return found
+
+
+def _walk(tokens: Tokens, held: int, border: Border, limit: int, chunker: Chunker, index: ChunkIndex) -> RowPlan:
     segments: list[Segment] = []
     borders: list[Border] = []
     at = held
@@ -144,22 +195,28 @@ class ReusePlan:
     rows: tuple[RowPlan, ...]
     pads: tuple[int, ...]  # columns of left padding of each row
 
+    def starts(self, row: int) -> int:
+        """The column that a row can be taken up to, if it is to go on from there to `filled`."""
+        return max(self.held, self.rows[row].reach(self.filled - self.pads[row]) + self.pads[row])
+
     @property
     def cold_groups(self) -> dict[int, list[int]]:
         """Rows that can be served up to a column before `filled`, by that column: they are prefilled first."""
-        behind = [
-            row
-            for row, (plan, pad) in enumerate(zip(self.rows, self.pads, strict=True))
-            if max(plan.hit + pad, self.held) < self.filled
-        ]
-        # Rows of which nothing is stored go together, from where the first of them begins.
-        unseen = [row for row in behind if not self.rows[row].segments]
+        behind = [row for row in range(len(self.rows)) if self.starts(row) < self.filled]
+        # Rows of which nothing can be had go together, from where the first of them begins.
+        unseen = [row for row in behind if self.starts(row) <= max(self.held, self.pads[row])]
         start = max(self.held, min((self.pads[row] for row in unseen), default=0))
         groups: dict[int, list[int]] = {start: unseen} if unseen else {}
         for row in behind:
-            if self.rows[row].segments:
-                groups.setdefault(self.rows[row].hit + self.pads[row], []).append(row)
+            if row not in unseen:
+                groups.setdefault(self.starts(row), []).append(row)
         return groups
+
+    @property
+    def branch(self) -> int | None:
+        """The column at which stored K/V ends, if it goes further than the states: others went on from there, too."""
+        reach = max(plan.hit + pad for plan, pad in zip(self.rows, self.pads, strict=True))
+        return reach if reach > self.filled and any(plan.segments for plan in self.rows) else None
 
 
 def plan_batch(rows: Sequence[RowPlan], pads: Sequence[int], held: int, limit: int, min_saving: int) -> ReusePlan:
@@ -176,7 +233,13 @@ def plan_batch(rows: Sequence[RowPlan], pads: Sequence[int], held: int, limit: i
         limit: At most this many columns may be filled.
         min_saving: Tokens that an extra forward must save.
     """
-    cuts = {held, *(plan.hit + pad for plan, pad in zip(rows, pads, strict=True) if plan.segments)}
+    cuts = {held}
+    for plan, pad in zip(rows, pads, strict=True):
+        if plan.states is not None:
+            # A state takes in padding that comes after it: every row must have begun.
+            cuts |= {at + pad for at in plan.states if at + pad > max(pads)}
+        elif plan.segments:
+            cuts.add(plan.hit + pad)
     plans = [ReusePlan(held=held, filled=cut, rows=tuple(rows), pads=tuple(pads)) for cut in sorted(cuts)]
 
     def cost(plan: ReusePlan) -> int:

@@ -3,10 +3,11 @@
 A forward over the columns [held, n) of a batch, as the hook sees it:
 
     plan      which columns can come from the store           plan.py, pure
-    fill      [held, filled) is copied into the layers        _fill
-    narrow    the model is given [filled, n) only             _narrow
+    fill      [held, filled) is copied into the layers        fill.py
+    cut       with states: [filled, cut) runs on its own      _run_to_cuts
+    narrow    the model is given what is left                 _narrow
     forward   the unmodified model
-    index     chunks that are now complete go to the store    _index
+    index     chunks that are now complete go to the store    ledger.py
 
 generate() reads `get_seq_length()` and cuts the ids by it before any hook can see them. Before that, it sets
 `_is_user_defined` on a cache that it was given: the setter arms the cache, and an armed cache claims to be empty until
@@ -16,8 +17,8 @@ the first forward, which then sees the whole prompt.
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.arming import GenerateCall, calling, in_generate
 from kvboost_hf.cache.chunks import Tokens
-from kvboost_hf.cache.fill import fill_layers
+from kvboost_hf.cache.fill import fill_layers, run_ahead
 from kvboost_hf.cache.hook import HookedCache, Kwargs, install
 from kvboost_hf.cache.inputs import (
     ForwardInputs,
@@ -36,18 +37,29 @@ from kvboost_hf.cache.inputs import (
     read_inputs,
     read_pads,
 )
-from kvboost_hf.cache.layers import GrowingLayer
+from kvboost_hf.cache.kinds import make_layers
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan
 from kvboost_hf.cache.report import ReuseReport, Tally, miss_report
 from kvboost_hf.cache.state import ModelState
-from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, salt_bytes
+from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, StoredStates, salt_bytes
 from kvboost_hf.cache.tokens import MaskShape
-from kvboost_hf.compat import cache_layers, known_reason, padding_reason, probe_reason, require_reusable_model
+from kvboost_hf.compat import (
+    cache_argument,
+    cache_layers,
+    has_own_cache,
+    known_reason,
+    padding_reason,
+    probe_reason,
+    require_cache,
+    rope_regime,
+)
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError
 
 _CHANGED = "position_ids or the attention mask changed on the way"
+_UNUSED = "the model has made no use of the cache"
+_LENGTH = "its rotary frequencies depend on the length, and this is longer than what they were trained for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,7 @@ class _Running:
     """A forward under way: where to fall back to if it never returns, and what to record when it does."""
 
     length: int  # columns that are right whatever happens
+    stop: int = 0  # columns when it is done
     commit: Callable[[], None] | None = None
     confirmed: bool = True  # no crop() will follow
     root_checked: bool = False  # the fingerprint was read just before
@@ -96,7 +109,7 @@ class ChunkReuseCache(HookedCache):
         policy: ReusePolicy | None = None,
         salt: str | bytes | None = None,
     ) -> None:
-        require_reusable_model(model)
+        require_cache(model)
         if store is not None and not store.serves(model):
             raise ValueError(
                 "`store` was made for another model object, whose K/V this model cannot use. Pass a store made with "
@@ -113,8 +126,12 @@ class ChunkReuseCache(HookedCache):
         self._tally = Tally()
         self._running: _Running | None = None
         self._ledger: Ledger | None = None  # None: nothing is known of what the layers hold
-        layers = cache_layers(model)
-        super().__init__(layers=layers if self._unsupported else [GrowingLayer() for _ in layers])
+        self._regime = b""  # of the rotary frequencies behind what the layers hold
+        self._columns = 0  # held by layers that do not count themselves
+        self._layers = [] if self._unsupported else make_layers(model)
+        self._stateful = any(layer.is_stateful for layer in self._layers)
+        self._counting = next((layer for layer in self._layers if layer.length is not None), None)
+        super().__init__(layers=self._native_layers(model))
         install(model)
 
     # What transformers calls
@@ -129,10 +146,15 @@ class ChunkReuseCache(HookedCache):
         call = calling()
         continues = call.continues(self._held())
         self._call = call if value and not continues else None
+        if self._call is not None:
+            self._tally = Tally(bypass=_UNUSED)  # until a forward comes with it
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held; 0 between the start of a generate() call and its first forward."""
-        return 0 if self._call is not None else super().get_seq_length(layer_idx)
+        if self._call is not None:
+            return 0
+        # Asked in the middle of a forward: this layer may have got its new columns already, others not.
+        return self._held() if self._counting is None else super().get_seq_length(layer_idx)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -152,6 +174,7 @@ class ChunkReuseCache(HookedCache):
         """Remove the last `-tokens_to_remove` columns; what remains is confirmed."""
         in_step = self._settled()
         super().crop(tokens_to_remove)
+        self._columns = max(0, self._columns + int(tokens_to_remove))
         if in_step is not None:
             in_step.rewind(max(0, in_step.log.length + int(tokens_to_remove)))
             in_step.version = self._layers_version()
@@ -195,7 +218,7 @@ class ChunkReuseCache(HookedCache):
     @property
     def nbytes(self) -> int:
         """Bytes of the live buffers, room to spare included; the store counts its own."""
-        return sum(layer.nbytes for layer in self.layers if isinstance(layer, GrowingLayer))
+        return sum(layer.nbytes for layer in self._layers)
 
     def fork(self) -> "ChunkReuseCache":
         """A cache that holds the same, at no cost: whichever of the two is written to first copies its buffers.
@@ -209,8 +232,11 @@ class ChunkReuseCache(HookedCache):
         model = self._model()
         assert model is not None, "a cache without its model cannot be forked"
         twin = ChunkReuseCache(model, self.store, self.policy, self.salt)
-        twin.layers[:] = [layer.share() for layer in self._layers]
+        twin._layers = [layer.share() for layer in self._layers]
+        twin._counting = next((layer for layer in twin._layers if layer.length is not None), None)
+        twin.layers[:] = [layer.native for layer in twin._layers]
         twin._user_defined, twin._call = self._user_defined, self._call
+        twin._regime, twin._columns = self._regime, self._columns
         twin._ledger = self._ledger.copy() if self._ledger is not None else None
         return twin
 
@@ -229,6 +255,9 @@ class ChunkReuseCache(HookedCache):
         for row in range(ledger.log.batch_size):
             results += ledger.store_row(row, self._layers, self.store, pinned=pinned, again=True)
             results.append(ledger.store_tail(row, self._layers, self.store, pinned=pinned))
+        if self._stateful:
+            for row in range(ledger.log.batch_size):
+                results.append(ledger.store_states(row, self._layers, self.store, pinned=pinned))
         return results
 
     def store_tails(self) -> None:
@@ -242,6 +271,8 @@ class ChunkReuseCache(HookedCache):
         for row, pad in enumerate(ledger.log.pads):
             if ledger.log.length - max(keep, int(pad)) >= HEAD_TOKENS:
                 ledger.store_tail(row, self._layers, self.store)
+                if self._stateful and not ledger.unconfirmed:
+                    ledger.store_states(row, self._layers, self.store)
 
     # Before a forward
 
@@ -272,6 +303,9 @@ class ChunkReuseCache(HookedCache):
             self._count_all(kwargs)
         self._used = True
         self._running = _Running(0)
+        model = self._model()
+        if model is not None and has_own_cache(model):
+            return {**kwargs, cache_argument(model): None}
         return kwargs
 
     def _begin(self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs | str, *, armed: bool) -> Kwargs:
@@ -290,11 +324,19 @@ class ChunkReuseCache(HookedCache):
         ids = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
         if pads.any() and (reason := padding_reason(model)):
             return self._bypass(kwargs, reason)
-        root = self.store.root(self.salt)
+        if batch > 1 and any(layer.single_row for layer in self._layers):
+            return self._bypass(kwargs, "its cache has layers whose rows cannot be told apart; pass one row")
+        regime = rope_regime(model, columns - int(pads.min()))
+        if regime is None:
+            return self._bypass(kwargs, _LENGTH)
+        root = self.store.root(self.salt, regime)
         if root is None:
             return self._bypass(kwargs, "a part of the model is in training mode")
+        if self._stateful and not pads.any():
+            inputs = replace(inputs, attention_mask=None)  # it says nothing, and some models cannot take a part of it
         held = self._keep_common(ids, pads, root, columns - inputs.logits)
         ledger = self._ledger = self._ledger or Ledger.empty(pads, root)
+        self._regime = regime
         candidates = inputs.logits - 1 if armed and not inputs.computes_all else 0
         self._tally.prompt = int((columns - candidates - pads).sum())
         self._tally.live = int(np.maximum(held - pads, 0).sum())
@@ -307,18 +349,22 @@ class ChunkReuseCache(HookedCache):
         ledger = self._in_step()
         if isinstance(inputs, str) or ledger is None:
             return self._lose_track(kwargs, held, inputs if isinstance(inputs, str) else "the cache was changed")
-        if not in_generate() and self.store.root(self.salt) != ledger.root:
+        new = inputs.input_ids.shape[1]
+        if rope_regime(model, held + new - int(ledger.log.pads.min())) != self._regime:
+            return self._lose_track(kwargs, held, _LENGTH)
+        if not in_generate() and self._root() != ledger.root:
             return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
         padded = bool(ledger.log.pads.any())
         if padded and (inputs.attention_mask is None or not positions_follow_padding(model, inputs)):
             return self._lose_track(kwargs, held, "the attention mask or position_ids of a padded batch are missing")
         if ledger.unconfirmed:
             self._confirm(ledger)
-        if inputs.input_ids.shape[1] > inputs.logits:
+        if new > inputs.logits:
             return self._extend(model, kwargs, inputs, ledger, held)
         mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
         self._running = _Running(
             held,
+            held + new,
             commit=lambda: ledger.log.append(inputs.input_ids, inputs.position_ids, mask),
             confirmed=not inputs.verifies,
         )
@@ -334,8 +380,10 @@ class ChunkReuseCache(HookedCache):
             return self._lose_track(kwargs, held, _CHANGED)
         if not (ledger.log.trusted and positions_count_up(inputs.position_ids, pads, held)):
             return self._lose_track(kwargs, held, _CHANGED)
-        if self.store.root(self.salt) != ledger.root:
+        if self._root() != ledger.root:
             return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
+        if self._stateful and not pads.any():
+            inputs = replace(inputs, attention_mask=None)
         ledger.log.pads = pads
         fresh = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
         self._tally.prompt += int((held + new - np.maximum(pads, held)).sum())
@@ -347,9 +395,13 @@ class ChunkReuseCache(HookedCache):
     ) -> Kwargs:
         """Plan, fill and narrow: `ids` are all columns, of which the layers hold `held`."""
         columns = ids.shape[1]
-        plan = ledger.plan(ids, held, columns - inputs.logits, self.store, self.policy.min_prefill_saving)
+        limit = columns - inputs.logits
+        # Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
+        min_saving = self.policy.min_prefill_saving if not self._regime else columns * len(ids)
+        plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful)
+        cuts = self._cuts(plan, ledger, ids, limit)
         first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
-        if plan.filled > first and (reason := probe_reason(model)):
+        if (plan.filled > first or cuts) and (reason := probe_reason(model)):
             if first:  # earlier pieces of the prompt are in the layers, and must stay
                 return self._lose_track(kwargs, held, reason)
             return self._bypass(kwargs, reason)
@@ -358,23 +410,63 @@ class ChunkReuseCache(HookedCache):
             self._tally.forwarded += fill_layers(model, self._layers, plan, inputs, first)
         self._take_over(plan, ledger, ids)
         self._tally.forwarded += int((columns - np.maximum(plan.filled, ledger.log.pads)).sum())
-        rest = inputs.input_ids[:, plan.filled - first :]
+        start = self._run_to_cuts(model, inputs, ledger, ids, plan.filled, cuts, first)
+        rest = inputs.input_ids[:, start - first :]
         self._running = _Running(
-            plan.filled, commit=lambda: ledger.log.append(rest), confirmed=not inputs.verifies, root_checked=True
+            start, columns, commit=lambda: ledger.log.append(rest), confirmed=not inputs.verifies, root_checked=True
         )
-        return _narrow(kwargs, inputs, plan.filled - first)
+        return _narrow(kwargs, inputs, start - first)
+
+    def _cuts(self, plan: ReusePlan, ledger: Ledger, ids: Tokens, limit: int) -> list[int]:
+        """Columns at which the states are worth keeping: the last chunk border, and where stored prompts part."""
+        if not self._stateful or self._regime or limit <= plan.filled:
+            return []
+        border = ledger.last_border(limit, self.store, ids)
+        wanted = {border} if border - plan.filled >= self.store.chunker.chunk_size // 2 else set()
+        if plan.branch is not None:
+            wanted.add(plan.branch)
+        return sorted(cut for cut in wanted if max(plan.filled, *plan.pads) < cut <= limit)
+
+    def _run_to_cuts(
+        self,
+        model: PreTrainedModel,
+        inputs: ForwardInputs,
+        ledger: Ledger,
+        ids: Tokens,
+        start: int,
+        cuts: list[int],
+        first: int,
+    ) -> int:
+        """Compute up to each cut and keep the states there; returns the column that is left to start from."""
+        for cut in cuts:
+            self._running = _Running(start)
+            run_ahead(model, self._layers, inputs, range(len(ids)), slice(start, cut), first)
+            ledger.log.extend(ids[:, start:cut])
+            ledger.version = self._layers_version()
+            self._columns = start = cut
+            if self.store.usable:
+                ledger.store_new(self._layers, self.store)
+                for row in range(len(ids)):
+                    ledger.store_states(row, self._layers, self.store)
+        return start
 
     def _take_over(self, plan: ReusePlan, ledger: Ledger, ids: Tokens) -> None:
         """Record what was filled, and where and why the store could give no more."""
         ledger.log.extend(ids[:, plan.held : plan.filled])
         ledger.version = self._layers_version()
+        self._columns = plan.filled
         for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
             stop = plan.filled - pad
             ledger.borders[row] += [border for border in row_plan.borders if border.at <= stop]
             served = [segment for segment in row_plan.segments if segment.start < stop]
             self._tally.ram += sum(min(segment.stop, stop) - segment.start for segment in served)
             chunks = [segment.chunk for segment in served]
-            self.store.record_use([c for c in chunks if isinstance(c, StoredChunk)], missed=row_plan.miss is not None)
+            states = (row_plan.states or {}).get(stop)
+            self.store.record_use(
+                [c for c in chunks if isinstance(c, StoredChunk)],
+                missed=row_plan.miss is not None,
+                states=states if isinstance(states, StoredStates) else None,
+            )
             if row_plan.miss is not None:
                 tokens = ids[row, pad:]
                 self._tally.misses.append(
@@ -393,9 +485,13 @@ class ChunkReuseCache(HookedCache):
         self._drop()
         self._tally.bypass = reason
         self._count_all(kwargs)
-        self._running = _Running(0)
-        # generate() passes its cache even where it is not to be used, and then the whole sequence at each step.
-        return {**kwargs, "past_key_values": None} if kwargs.get("use_cache") is False else kwargs
+        self._running = _Running(0, _new_columns(kwargs))
+        if kwargs.get("use_cache") is False:
+            # generate() passes its cache even where it is not to be used, and then the whole sequence at each step.
+            model = self._model()
+            assert model is not None
+            return {**kwargs, cache_argument(model): None}
+        return kwargs
 
     def _count_all(self, kwargs: Kwargs) -> None:
         ids = kwargs.get("input_ids")
@@ -410,7 +506,7 @@ class ChunkReuseCache(HookedCache):
         if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] > 1:
             self._tally.prompt += ids.numel()
             self._tally.forwarded += ids.numel()
-        self._running = _Running(held)
+        self._running = _Running(held, held + _new_columns(kwargs))
         return kwargs
 
     def _keep_common(self, ids: Tokens, pads: NDArray[np.int64], root: bytes, limit: int) -> int:
@@ -426,10 +522,13 @@ class ChunkReuseCache(HookedCache):
         held = min(common_columns(ledger.log.columns(), ids), max(limit, 0))
         if held <= int(pads.max()):  # some row keeps nothing
             held = 0
+        if held < ledger.log.length and not all(layer.can_rewind(held) for layer in self._layers):
+            self.store_tails()  # the store has what is needed to go back
+            self._drop()
+            return 0
         if ledger.log.length - held >= HEAD_TOKENS:
             self._store_tails(ledger, held)
-        for layer in self._layers:
-            layer.truncate(held)
+        self._truncate(held)
         ledger.rewind(held)
         ledger.version = self._layers_version()
         return held
@@ -440,7 +539,11 @@ class ChunkReuseCache(HookedCache):
         """See `HookedCache`."""
         running, self._running = self._running, None
         ledger = self._ledger
-        if running is None or running.commit is None or ledger is None:
+        if running is None:
+            return
+        self._columns = running.stop
+        if running.commit is None or ledger is None:
+            self._release(running.stop)
             return
         running.commit()
         ledger.version = self._layers_version()
@@ -455,28 +558,44 @@ class ChunkReuseCache(HookedCache):
             return
         if (root_checked and ledger.log.trusted) or self._may_store(ledger):
             ledger.store_new(self._layers, self.store)
+        self._release(ledger.first_unstored())
 
     def _may_store(self, ledger: Ledger) -> bool:
         """Whether the layers hold what the ledger says, computed by the model as it is now."""
-        return self.store.usable and ledger.log.trusted and self.store.root(self.salt) == ledger.root
+        return self.store.usable and ledger.log.trusted and self._root() == ledger.root
+
+    def _root(self) -> bytes | None:
+        return self.store.root(self.salt, self._regime)
+
+    def _release(self, before: int) -> None:
+        """Columns before `before` are of no more use to the store."""
+        for layer in self._layers:
+            if layer.is_sliding:
+                layer.release(before)
 
     # Keeping the ledger beside the layers
 
-    @property
-    def _layers(self) -> list[GrowingLayer]:
-        return cast("list[GrowingLayer]", self.layers)
+    def _native_layers(self, model: PreTrainedModel) -> list[Any]:
+        return [layer.native for layer in self._layers] if self._unsupported is None else cache_layers(model)
 
     def _held(self) -> int:
         """Columns in the layers, armed or not."""
+        if self._counting is not None:
+            return self._counting.length or 0
         if self._unsupported is None:
-            return self._layers[0].length
+            return self._columns
         try:
             return super().get_seq_length()
-        except ValueError:  # there are no attention layers
+        except (ValueError, RuntimeError):  # there are no attention layers
             return 0
 
     def _layers_version(self) -> int:
-        return self._layers[0].version if self._unsupported is None else 0
+        return self._counting.version if self._counting is not None else 0
+
+    def _truncate(self, length: int) -> None:
+        for layer in self._layers:
+            layer.truncate(length)
+        self._columns = min(self._columns, length)
 
     def _in_step(self) -> Ledger | None:
         """The ledger, unless the layers were changed by somebody else since it was last brought up to date."""
@@ -494,10 +613,10 @@ class ChunkReuseCache(HookedCache):
         running, self._running = self._running, None
         if running is None:
             return
-        if self._unsupported is not None:
+        if not all(layer.can_rewind(running.length) for layer in self._layers):
+            self._drop()
             return
-        for layer in self._layers:
-            layer.truncate(running.length)
+        self._truncate(running.length)
         if self._ledger is not None:
             self._ledger.rewind(running.length)
             self._ledger.version = self._layers_version()
@@ -505,15 +624,15 @@ class ChunkReuseCache(HookedCache):
     def _drop(self) -> None:
         """Empty the layers."""
         model = self._model()
-        if self._unsupported is None:
-            for layer in self._layers:
-                layer.reset()
-        elif self._used and model is not None:
+        for layer in self._layers:
+            layer.reset()
+        if self._unsupported is not None and self._used and model is not None:
             recording = any(getattr(layer, "record_past", False) for layer in self.layers)
-            self.layers[:] = cache_layers(model)
+            self.layers[:] = self._native_layers(model)
             if recording:  # generate() has asked for it already
                 self.activate_past_recording()  # type: ignore[no-untyped-call]
         self._used = False
+        self._columns = 0
         self._ledger = None
 
     def _select_rows(self, ledger: Ledger | None, rows: NDArray[np.int64]) -> None:
@@ -530,6 +649,12 @@ def _default_store(model: PreTrainedModel) -> ChunkStore:
         return state.default_store
 
 
+def _new_columns(kwargs: Kwargs) -> int:
+    given = kwargs.get("input_ids")
+    given = kwargs.get("inputs_embeds") if given is None else given
+    return int(given.shape[1]) if isinstance(given, torch.Tensor) and given.ndim > 1 else 0
+
+
 def _same_padding(before: NDArray[np.int64], now: NDArray[np.int64], held: int) -> bool:
     """Whether the padding of each row is what it was; rows that were all padding so far may have more of it."""
     return bool(((now == before) | ((before == held) & (now >= held))).all())
@@ -542,6 +667,8 @@ def _narrow(kwargs: Kwargs, inputs: ForwardInputs, served: int) -> Kwargs:
     narrowed = {**kwargs, "input_ids": inputs.input_ids[:, served:]}
     if inputs.position_ids is not None:
         narrowed["position_ids"] = inputs.position_ids[:, served:]
+    if inputs.attention_mask is None and "attention_mask" in kwargs:
+        narrowed["attention_mask"] = None
     if kwargs.get("cache_position") is not None:
         narrowed["cache_position"] = kwargs["cache_position"][served:]
     return narrowed

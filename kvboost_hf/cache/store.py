@@ -1,4 +1,7 @@
-"""`ChunkStore`: K/V of chunks that outlives any one cache or call."""
+"""`ChunkStore`: K/V of chunks that outlives any one cache or call.
+
+Chunks form a forest by their history. States (of linear attention) hang beneath the chunk border before them.
+"""
 
 import threading
 import weakref
@@ -12,12 +15,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens, common_length, content_key, prefix_key, root_key
+from kvboost_hf.cache.chunks import (
+    Chunker,
+    FixedChunker,
+    Tokens,
+    common_length,
+    content_key,
+    prefix_key,
+    root_key,
+    states_key,
+)
 from kvboost_hf.cache.eviction import EvictionOrder
-from kvboost_hf.cache.kv import LayerKV
+from kvboost_hf.cache.kv import LayerKV, LayerStates
 from kvboost_hf.cache.plan import HEAD_TOKENS
 from kvboost_hf.cache.state import ModelState
-from kvboost_hf.compat import bytes_per_token, known_reason, require_reusable_model
+from kvboost_hf.compat import bytes_per_token, known_reason, require_cache
 from kvboost_hf.errors import StoreClosedError
 
 if TYPE_CHECKING:
@@ -40,11 +52,23 @@ class StoredChunk:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredStates:
+    """The states of all layers after some token. Immutable, as chunks are."""
+
+    key: bytes
+    parent: bytes  # prefix key of the last chunk border before that token, or the root
+    tokens: Tokens  # from that border to that token
+    states: LayerStates
+    nbytes: int
+
+
 class Put(Enum):
-    """What became of a chunk that was offered to the store."""
+    """What became of what was offered to the store."""
 
     STORED = "stored"
     PRESENT = "present"
+    GONE = "gone"  # the cache itself no longer holds it
     NO_PARENT = "no parent"  # the chunk before it is not stored: nothing could ever find it
     NO_ROOM = "no room"
 
@@ -82,7 +106,7 @@ class ChunkStore:
         max_bytes: int = 4 * 2**30,
         salt: str | bytes = b"",
     ) -> None:
-        require_reusable_model(model)
+        require_cache(model)
         self.chunker: Chunker = FixedChunker(chunk_size)
         self.salt = salt_bytes(salt)
         self.max_bytes = _checked_budget(model, max_bytes, chunk_size)
@@ -99,20 +123,27 @@ class ChunkStore:
         self._chunks: dict[bytes, StoredChunk] = {}
         self._by_content: dict[bytes, dict[bytes, None]] = {}
         self._by_head: dict[bytes, dict[bytes, None]] = {}  # parent and first tokens -> prefix keys, oldest first
+        self._states: dict[bytes, StoredStates] = {}
+        self._states_by_parent: dict[bytes, dict[bytes, None]] = {}
         self._order = EvictionOrder()
         self._used = 0  # bytes stored, and bytes promised to chunks that are being copied
         self._generation = getattr(self, "_generation", 0) + 1
 
     # What a cache asks for
 
-    def root(self, salt: bytes) -> bytes | None:
-        """The key that all chains of the model, as it is now, start from; None while a part of it is in training."""
+    def root(self, salt: bytes, regime: bytes = b"") -> bytes | None:
+        """The key that all chains of the model, as it is now, start from; None while a part of it is in training.
+
+        Args:
+            salt: Whose prompts they are.
+            regime: Of the rotary frequencies, see `compat.rope_regime`.
+        """
         self._require_open()
         model = self._require_model()
         fingerprint = ModelState.of(model).fingerprint.current(model)
         if fingerprint is None:
             return None
-        root = root_key(fingerprint, salt)
+        root = root_key(fingerprint, salt, regime)
         with self._lock:
             _remember(self._salts, root, salt)
         return root
@@ -130,20 +161,25 @@ class ChunkStore:
             chunks = [self._chunks[key] for key in reversed(keys)]
         return [c for c in chunks if np.array_equal(c.tokens[: len(head)], head)]
 
+    def states_after(self, parent: bytes) -> Iterable[StoredStates]:
+        """States that were saved in the chunk after `parent`, or at its end."""
+        with self._lock:
+            return [self._states[key] for key in self._states_by_parent.get(parent, ())]
+
     def find_content(self, key: bytes, tokens: Tokens) -> list[StoredChunk]:
         """All chunks under content key `key` whose tokens are `tokens`, whatever their history."""
         with self._lock:
             chunks = [self._chunks[k] for k in self._by_content.get(key, ())]
         return [c for c in chunks if np.array_equal(c.tokens, tokens)]
 
-    def record_use(self, chunks: Sequence[StoredChunk], *, missed: bool) -> None:
-        """Count chunks that served a prompt, and whether a look-up failed after them."""
+    def record_use(self, chunks: Sequence[StoredChunk], *, missed: bool, states: StoredStates | None = None) -> None:
+        """Count chunks and states that served a prompt, and whether a look-up failed after them."""
         with self._lock:
             self._counts["hits"] += len(chunks)
             self._counts["misses"] += missed
-            for chunk in chunks:
-                if chunk.prefix_key in self._order:
-                    self._order.touch(chunk.prefix_key)
+            for key in [chunk.prefix_key for chunk in chunks] + ([states.key] if states is not None else []):
+                if key in self._order:
+                    self._order.touch(key)
 
     def put(
         self,
@@ -152,7 +188,7 @@ class ChunkStore:
         start: int,
         tokens: Tokens,
         nbytes: int,
-        copy_kv: Callable[[], LayerKV],
+        copy_kv: Callable[[], LayerKV] | None,
         *,
         pinned: bool = False,
     ) -> Put:
@@ -164,7 +200,7 @@ class ChunkStore:
             start: Row token of its first token.
             tokens: Its tokens, at least `HEAD_TOKENS` of them.
             nbytes: Bytes that `copy_kv` will take.
-            copy_kv: Makes the copy.
+            copy_kv: Makes the copy; None if it can no longer be made.
             pinned: Never evict it.
         """
         self._require_open()
@@ -176,6 +212,8 @@ class ChunkStore:
                 if pinned:
                     self._order.pin(holder)
                 return Put.PRESENT
+            if copy_kv is None:
+                return Put.GONE
             if parent != root and parent not in self._chunks:
                 return Put.NO_PARENT
             if not self._make_room(nbytes, keep=parent):
@@ -204,16 +242,68 @@ class ChunkStore:
             self._drop_shorter(chunk)
         return Put.STORED
 
-    def pinned_keys(self) -> set[bytes]:
-        """Prefix keys of all pinned chunks."""
+    def put_states(
+        self,
+        root: bytes,
+        parent: bytes,
+        tokens: Tokens,
+        nbytes: int,
+        copy_states: Callable[[], LayerStates],
+        *,
+        pinned: bool = False,
+    ) -> Put:
+        """Offer the states after some token. They are copied only if they are new and room for them can be made.
+
+        Args:
+            root: The root that `parent` descends from.
+            parent: Prefix key of the last chunk border before that token, or `root`.
+            tokens: Tokens from that border to that token, at least one.
+            nbytes: Bytes that `copy_states` will take.
+            copy_states: Makes the copy.
+            pinned: Never evict them.
+        """
+        self._require_open()
+        key = states_key(parent, tokens)
+        nbytes += tokens.nbytes
         with self._lock:
-            return {key for key in self._chunks if self._order.is_pinned(key)}
+            if key in self._states:
+                if pinned:
+                    self._order.pin(key)
+                return Put.PRESENT
+            if parent != root and parent not in self._chunks:
+                return Put.NO_PARENT
+            if not self._make_room(nbytes, keep=parent):
+                self._counts["rejected"] += 1
+                return Put.NO_ROOM
+            self._used += nbytes
+            generation = self._generation
+        try:
+            saved = StoredStates(key, parent, tokens.copy(), copy_states(), nbytes)
+        except BaseException:
+            with self._lock:
+                self._release(nbytes, generation)
+            raise
+        assert saved.states.nbytes + tokens.nbytes == nbytes, "the promised size must be the real one"
+        with self._lock:
+            orphaned = parent != root and parent not in self._chunks
+            if generation != self._generation or key in self._states or orphaned:
+                self._release(nbytes, generation)
+                return Put.NO_PARENT if orphaned else Put.PRESENT
+            self._states[key] = saved
+            self._states_by_parent.setdefault(parent, {})[key] = None
+            self._order.add(key, None if parent == root else parent, pinned=pinned)
+        return Put.STORED
+
+    def pinned_keys(self) -> set[bytes]:
+        """Keys of all pinned chunks and states."""
+        with self._lock:
+            return {key for key in (*self._chunks, *self._states) if self._order.is_pinned(key)}
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Let the chunks under these prefix keys be evicted again."""
+        """Let what is stored under these keys be evicted again."""
         with self._lock:
             for key in keys:
-                if key in self._chunks:
+                if key in self._order:
                     self._order.unpin(key)
 
     def was_evicted(self, key: bytes | None) -> bool:
@@ -259,6 +349,7 @@ class ChunkStore:
             return {
                 **ram,
                 "pinned_chunks": len(self.pinned_keys()),
+                "states": len(self._states),
                 "tokens": sum(len(chunk.tokens) for chunk in self._chunks.values()),
                 **self._counts,
                 "tiers": {"ram": ram},
@@ -306,6 +397,8 @@ class ChunkStore:
         return model
 
     def _make_room(self, nbytes: int, keep: bytes) -> bool:
+        if nbytes > self.max_bytes:
+            return False
         while self._used + nbytes > self.max_bytes:
             victim = self._order.victim(keep=keep)
             if victim is None:
@@ -326,6 +419,13 @@ class ChunkStore:
         self._order.add(chunk.prefix_key, None if is_first else chunk.parent, pinned=pinned)
 
     def _unlink(self, key: bytes) -> None:
+        if key in self._states:
+            saved = self._states.pop(key)
+            self._used -= saved.nbytes
+            del self._states_by_parent[saved.parent][key]
+            if not self._states_by_parent[saved.parent]:
+                del self._states_by_parent[saved.parent]
+            return
         chunk = self._chunks.pop(key)
         self._used -= chunk.nbytes
         for index, index_key in (

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore, Put
-from kvboost_hf.compat import input_device
+from kvboost_hf.compat import cache_argument, input_device
 from kvboost_hf.errors import StoreFullError
 
 _TOKENS_PER_FORWARD = 2048  # bounds the activations of a long text
@@ -28,10 +28,10 @@ def warm(
     ids = _as_ids(text_or_ids, tokenizer).to(input_device(model))
     cache = ChunkReuseCache(model, store)
     for part in torch.split(ids, _TOKENS_PER_FORWARD, dim=1):
-        model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
     pinned_before = store.pinned_keys()
     results = cache.store_all(pinned=pin)
-    if pin and any(result in (Put.NO_ROOM, Put.NO_PARENT) for result in results):
+    if pin and any(result in (Put.NO_ROOM, Put.NO_PARENT, Put.GONE) for result in results):
         store.unpin(store.pinned_keys() - pinned_before)
         raise StoreFullError(
             f"A text of {ids.shape[1]} tokens does not fit into `max_bytes`={store.max_bytes} beside the "

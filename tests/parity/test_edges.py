@@ -242,8 +242,10 @@ class TestTheUnsupported:
         model = RwkvForCausalLM(
             RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
         )
-        assert attach(model) is model
-        assert check_model_compatibility(model, strict=False).reason == "its forward takes no past_key_values"
+        assert check_model_compatibility(model, strict=False).reason == "its forward takes no cache"
+        for make in (attach, ChunkReuseCache, ChunkStore):
+            with pytest.raises(ValueError, match="RwkvForCausalLM takes no cache"):
+                make(model)
 
     def test_early_exit(self, llama: PreTrainedModel, store: ChunkStore) -> None:
         attach(llama, store)

@@ -309,13 +309,3 @@ def test_a_padded_batch_without_its_mask_is_not_stored(llama: PreTrainedModel) -
     llama(random_ids(64, seed=4, batch=2), past_key_values=cache, logits_to_keep=1)  # sees the padding, too
     assert "missing" in (cache.report.bypass_reason or "")
     assert len(store) == chunks
-
-
-def test_mistral_is_bypassed_until_windows_are_supported() -> None:
-    model = make_model("mistral")
-    cache = ChunkReuseCache(model)
-    for ids in (BASE, BASE[:, :50], random_ids(60, seed=2)):
-        found = model.generate(**as_inputs(ids), past_key_values=cache, max_new_tokens=6)
-        assert torch.equal(found, model.generate(**as_inputs(ids), max_new_tokens=6))
-        assert "DynamicSlidingWindowLayer" in (cache.report.bypass_reason or "")
-        assert cache.report.reused_tokens == 0

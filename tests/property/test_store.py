@@ -86,7 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
         plan = plan_row(tokens, 0, Border(0, self.root), len(tokens) - 1, self.store.chunker, self.store)
         for segment in plan.segments:
             part = slice(segment.start - segment.origin, segment.stop - segment.origin)
-            keys, values = segment.chunk.kv.load()[0]  # type: ignore[attr-defined]
+            keys, values = segment.chunk.kv.reader().layer(0)  # type: ignore[attr-defined]
             assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
             assert values[0, part, 0].tolist() == list(range(segment.start, segment.stop))
         self.store.record_use([s.chunk for s in plan.segments], missed=plan.miss is not None)  # type: ignore[misc]

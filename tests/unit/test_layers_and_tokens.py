@@ -108,7 +108,7 @@ def test_crop_takes_what_both_supported_releases_pass() -> None:
 def test_fill_pads_rows_on_the_left() -> None:
     layer = GrowingLayer()
     a, b = torch.randn(2, 2, 5, 4)
-    layer.fill(8, [[(a, a), (b[:, :3], b[:, :3])], [(b, b)]])
+    layer.fill(0, 8, [[(a, a), (b[:, :3], b[:, :3])], [(b, b)]])
     assert torch.equal(layer.keys[0], torch.cat([a, b[:, :3]], dim=1))
     assert torch.equal(layer.values[1, :, 3:], b)
     assert not layer.keys[1, :, :3].any()
