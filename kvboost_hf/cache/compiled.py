@@ -73,14 +73,16 @@ class StaticDecoding:
         new = _columns(kwargs)
         if held + new > self.max_cache_len:
             raise ValueError(
-                f"`max_cache_len`={self.max_cache_len} is too small: the cache holds {held} tokens and {new} more were "
-                "passed. Make a cache with a larger `max_cache_len`, or pass fewer tokens."
+                f"`max_cache_len`={self.max_cache_len} is too small: the cache holds {held} tokens and {new} more "
+                "were passed. Make a cache with a larger `max_cache_len`, or pass fewer tokens."
             )
 
     def read_mask(self, kwargs: dict[str, Any], held: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments to run a forward with, and the same with the 2-D mask that its 4-D mask was made from."""
         mask = only_mask(kwargs.get("attention_mask"))
         new = _columns(kwargs)
+        if mask is None:
+            kwargs = {**kwargs, "attention_mask": None}
         if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or new == 0:
             return kwargs, kwargs
         seen = visible(mask)[:, 0, :, : held + new]

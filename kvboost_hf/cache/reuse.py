@@ -160,7 +160,9 @@ class ChunkReuseCache(HookedCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Cache.update`."""
-        if self._running is None and not (self._static is not None and torch.compiler.is_compiling()):
+        # Around a compiled step no hook has run that could have said so.
+        step = self._static is not None and (torch.compiler.is_compiling() or key_states.shape[-2] == 1)
+        if self._running is None and not step:
             model = self._model()
             name = type(model).__name__ if model is not None else "a model that no longer exists"
             raise CacheModelMismatchError(
@@ -276,7 +278,7 @@ class ChunkReuseCache(HookedCache):
     def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
         """See `HookedCache`."""
         if self._static is not None and torch.compiler.is_compiling():
-            self._static.tape.note(self._static_layers[0].cumulative_length, kwargs)
+            self._static.tape.note(self._static_layers[0].length_tensor, kwargs)
             return kwargs
         if model is not self._model():
             raise CacheModelMismatchError(
@@ -487,11 +489,9 @@ class ChunkReuseCache(HookedCache):
 
     def after_forward(self) -> None:
         """See `HookedCache`."""
-        if self._static is not None:
-            if torch.compiler.is_compiling():
-                return
-            self._static.close(self._static_layers)
         running, self._running = self._running, None
+        if self._static is not None and running is not None:  # None after a compiled step
+            self._static.close(self._static_layers)
         ledger = self._ledger
         if running is None or running.commit is None or ledger is None:
             return

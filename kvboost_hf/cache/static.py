@@ -6,7 +6,7 @@
     whole = False   prompts: eager, as in a `GrowingLayer`; attention sees what is held
     whole = True    decoding steps: tensor operations alone; attention sees all `max_cache_len` columns
 
-What steps of the second kind have appended is known to the tensor `cumulative_length`; the host reads it when somebody
+What steps of the second kind have appended is known to the tensor `length_tensor`; the host reads it when somebody
 asks.
 """
 
@@ -17,7 +17,7 @@ import torch
 from kvboost_hf.cache.layers import GrowingLayer
 
 
-class StaticReuseLayer(GrowingLayer):
+class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Full-attention K/V of one layer in a buffer that never moves: the graph and its guards outlive prompts.
 
     Args:
@@ -31,15 +31,15 @@ class StaticReuseLayer(GrowingLayer):
         self.max_cache_len = max_cache_len
         self.whole = True
         with torch.inference_mode(False):
-            self.cumulative_length = torch.zeros((), dtype=torch.long)  # columns held, graphs' steps included
+            self.length_tensor = torch.zeros((), dtype=torch.long)  # columns held, graphs' steps included
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Note dtype and device."""
         super().lazy_initialization(key_states, value_states)
-        if self.cumulative_length.device != self.device:
+        if self.length_tensor.device != self.device:
             with torch.inference_mode(False):
-                self.cumulative_length = self.cumulative_length.to(self.device)
-        _keep_address(self.cumulative_length)
+                self.length_tensor = self.length_tensor.to(self.device)
+        _keep_address(self.length_tensor)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -51,8 +51,8 @@ class StaticReuseLayer(GrowingLayer):
             self.lazy_initialization(key_states, value_states)
             self._key_buffer = self._writable(self._key_buffer, 0, key_states)
             self._value_buffer = self._writable(self._value_buffer, 0, value_states)
-        columns = torch.arange(key_states.shape[-2], device=self.device) + self.cumulative_length
-        self.cumulative_length.add_(key_states.shape[-2])
+        columns = torch.arange(key_states.shape[-2], device=self.device) + self.length_tensor
+        self.length_tensor.add_(key_states.shape[-2])
         self._key_buffer.index_copy_(2, columns, key_states)
         self._value_buffer.index_copy_(2, columns, value_states)
         return self._key_buffer, self._value_buffer
@@ -74,7 +74,7 @@ class StaticReuseLayer(GrowingLayer):
 
     def catch_up(self) -> bool:
         """Notice what graphs have appended; whether that was anything."""
-        length = int(self.cumulative_length)
+        length = int(self.length_tensor)
         if length == self.length or self._key_buffer is None:
             return False
         self.version += 1
@@ -84,7 +84,7 @@ class StaticReuseLayer(GrowingLayer):
 
     def get_seq_length(self) -> int:
         """Columns held: a tensor between decoding steps, as in stock static layers."""
-        return self.cumulative_length if self.whole and self.is_initialized else self.length  # type: ignore[return-value]
+        return self.length_tensor if self.whole and self.is_initialized else self.length  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that attention will see, and where they begin."""
@@ -98,10 +98,10 @@ class StaticReuseLayer(GrowingLayer):
         """Forget all columns from `length` on."""
         if length < self.length and not self._shared:
             for buffer in (self._key_buffer, self._value_buffer):
-                if buffer is not None:  # attention reads hidden columns, too, and a NaN there would reach what it returns
+                if buffer is not None:  # hidden columns are multiplied by 0, which leaves a NaN a NaN
                     buffer[:, :, length : self.length].zero_()
         super().truncate(length)
-        self.cumulative_length.fill_(self.length)
+        self.length_tensor.fill_(self.length)
         self.whole = True
 
     def reset(self) -> None:
@@ -116,8 +116,8 @@ class StaticReuseLayer(GrowingLayer):
         twin = type(self)(self.max_cache_len)
         twin.__dict__.update(self.__dict__)
         with torch.inference_mode(False), torch.no_grad():
-            twin.cumulative_length = self.cumulative_length.clone()
-            _keep_address(twin.cumulative_length)
+            twin.length_tensor = self.length_tensor.clone()
+            _keep_address(twin.length_tensor)
             if self._key_buffer is not None and self._value_buffer is not None:
                 twin._key_buffer, twin._value_buffer = self._key_buffer.clone(), self._value_buffer.clone()
                 _keep_address(twin._key_buffer)
@@ -159,10 +159,10 @@ class StaticReuseLayer(GrowingLayer):
 
     def _view(self) -> None:
         super()._view()
-        self.cumulative_length.fill_(self.length)
+        self.length_tensor.fill_(self.length)
 
 
 def _keep_address(tensor: torch.Tensor) -> None:
     """Tell CUDA graphs that they need not copy `tensor`."""
     if not torch.compiler.is_compiling():
-        torch._dynamo.mark_static_address(tensor)  # type: ignore[no-untyped-call]
+        torch._dynamo.mark_static_address(tensor)

@@ -25,7 +25,7 @@ class DecodeTape:
         if self._notes is None or self._notes.shape[1] != batch or self._notes.device != device:
             with torch.inference_mode(False):
                 self._notes = torch.empty((_NOTES, batch, self._columns), dtype=torch.long, device=device)
-            torch._dynamo.mark_static_address(self._notes)  # type: ignore[no-untyped-call]
+            torch._dynamo.mark_static_address(self._notes)
         self._notes.fill_(-1)
 
     def note(self, length: torch.Tensor, kwargs: dict[str, Any]) -> None:
