@@ -136,7 +136,10 @@ class KeptOnModel:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
         """The one on `model`, made at the first call."""
-        kept = model.__dict__.setdefault(f"_kvboost_hf_{cls.__name__}", cls())
+        key = f"_kvboost_hf_{cls.__name__}"
+        kept = model.__dict__.get(key)  # first, for torch.compile traces this, and cannot make a lock
+        if kept is None:
+            kept = model.__dict__.setdefault(key, cls())
         assert isinstance(kept, cls)
         return kept
 

@@ -27,6 +27,7 @@ class GenerateCall:
         variables = found.f_locals if found is not None else {}
         self._config = _weakly(variables.get("generation_config"))
         self.num_ids: int | None = variables.get("input_ids_length")
+        self.max_length: int | None = getattr(variables.get("generation_config"), "max_length", None)
         mask = variables.get("model_kwargs", {}).get("attention_mask")
         # A mask of ones is dropped, and its length noted.
         noted = getattr(variables.get("generation_config"), "_mask_length", None)
@@ -57,14 +58,30 @@ def in_generate() -> bool:
     return _generate_frame(sys._getframe(1)) is not None
 
 
+def in_prefill() -> bool:
+    """Whether a generate() call is about to run its prompt."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MAX_DEPTH):
+        if frame is None or _is_generate(frame):
+            return False
+        if frame.f_code.co_name == "_prefill":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _generate_frame(frame: FrameType | None) -> FrameType | None:
     for _ in range(_MAX_DEPTH):
         if frame is None:
             return None
-        if frame.f_code.co_name == "generate" and "generation_config" in frame.f_code.co_varnames:
+        if _is_generate(frame):
             return frame
         frame = frame.f_back
     return None
+
+
+def _is_generate(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "generate" and "generation_config" in frame.f_code.co_varnames
 
 
 def _weakly(value: Any) -> "weakref.ref[Any] | None":

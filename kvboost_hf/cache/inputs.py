@@ -71,13 +71,14 @@ def _computes_all(model: PreTrainedModel, kwargs: dict[str, Any], keep: int | to
 
 
 @cache
-def _accepts_position_ids(forward: Callable[..., object]) -> bool:
+def accepts_position_ids(forward: Callable[..., object]) -> bool:
+    """Whether a model's forward takes position_ids."""
     return "position_ids" in inspect.signature(forward).parameters
 
 
 def positions_follow_padding(model: PreTrainedModel, inputs: ForwardInputs) -> bool:
     """Whether the model counts positions from the first real token of each row, should there be padding."""
-    return inputs.position_ids is not None or not _accepts_position_ids(type(model).forward)
+    return inputs.position_ids is not None or not accepts_position_ids(type(model).forward)
 
 
 def read_pads(mask: torch.Tensor | None, batch: int, columns: int) -> NDArray[np.int64] | None:

@@ -142,7 +142,7 @@ class GrowingTensor:
     def append(self, new: torch.Tensor, keep_from: int = 0) -> None:
         """Append [batch, heads, m, dim]; columns before `keep_from` may go if the buffer is full."""
         held, self.stop = self.stop, self.stop + new.shape[2]
-        self._make_writable(new, held, keep_from)
+        self.make_writable(new, held, keep_from)
         assert self.buffer is not None
         self.buffer[:, :, held - self.first : self.stop - self.first].copy_(new)
 
@@ -159,7 +159,7 @@ class GrowingTensor:
         if start > self.stop:  # what is held does not reach: begin anew
             self.buffer, self.first, self.stop = None, start, start
         held, self.stop = self.stop, stop
-        self._make_writable(like.expand(len(rows), -1, -1, -1), held, self.first)
+        self.make_writable(like.expand(len(rows), -1, -1, -1), held, self.first)
         assert self.buffer is not None
         for row, pieces in enumerate(rows):
             out = self.buffer[row, :, held - self.first : stop - self.first]
@@ -199,7 +199,7 @@ class GrowingTensor:
         """Bytes of the buffer, room to spare included."""
         return self.buffer.untyped_storage().nbytes() if self.buffer is not None else 0
 
-    def _make_writable(self, like: torch.Tensor, held: int, keep_from: int) -> None:
+    def make_writable(self, like: torch.Tensor, held: int, keep_from: int) -> None:
         """Make room for columns up to `stop` in a buffer that nobody else reads."""
         if self.buffer is None or self.shared or self.buffer.shape[2] < self.stop - self.first:
             self._reallocate(like, held, min(keep_from, held))

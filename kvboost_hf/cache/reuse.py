@@ -18,15 +18,16 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.arming import GenerateCall, calling, in_generate
+from kvboost_hf.cache.arming import GenerateCall, calling, in_generate, in_prefill
 from kvboost_hf.cache.chunks import Tokens
+from kvboost_hf.cache.compiled import StaticDecoding
 from kvboost_hf.cache.fill import fill_layers, run_ahead
 from kvboost_hf.cache.hook import HookedCache, Kwargs, install
 from kvboost_hf.cache.inputs import (
@@ -38,10 +39,12 @@ from kvboost_hf.cache.inputs import (
     read_pads,
 )
 from kvboost_hf.cache.kinds import make_layers
+from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan
 from kvboost_hf.cache.report import ReuseReport, Tally, miss_report
 from kvboost_hf.cache.state import ModelState
+from kvboost_hf.cache.static import StaticReuseLayer
 from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, StoredStates, salt_bytes
 from kvboost_hf.cache.tokens import MaskShape
 from kvboost_hf.compat import (
@@ -87,9 +90,12 @@ class ChunkReuseCache(HookedCache):
         store: Where K/V outlives this cache; None takes the model's own default store (4 GiB of host memory).
         policy: How stored K/V may be used.
         salt: Separates those who must not see each other's prompts; None takes the store's.
+        max_cache_len: Hold at most so many tokens, in buffers that never move, so that generate() can compile
+            decoding: it does so by itself on a GPU, and elsewhere where its `compile_config` asks for it. None grows.
 
     Raises:
-        ValueError: for a model that cannot be served, or a store that was made for another model.
+        ValueError: for a model that cannot be served, or not with `max_cache_len`; a store that was made for another
+            model; and later, for a generate() call that may take more than `max_cache_len` tokens.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -108,6 +114,8 @@ class ChunkReuseCache(HookedCache):
         store: ChunkStore | None = None,
         policy: ReusePolicy | None = None,
         salt: str | bytes | None = None,
+        *,
+        max_cache_len: int | None = None,
     ) -> None:
         require_cache(model)
         if store is not None and not store.serves(model):
@@ -128,7 +136,8 @@ class ChunkReuseCache(HookedCache):
         self._ledger: Ledger | None = None  # None: nothing is known of what the layers hold
         self._regime = b""  # of the rotary frequencies behind what the layers hold
         self._columns = 0  # held by layers that do not count themselves
-        self._layers = [] if self._unsupported else make_layers(model)
+        self._static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
+        self._layers = self._make_layers(model)
         self._stateful = any(layer.is_stateful for layer in self._layers)
         self._counting = next((layer for layer in self._layers if layer.length is not None), None)
         super().__init__(layers=self._native_layers(model))
@@ -142,8 +151,11 @@ class ChunkReuseCache(HookedCache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        self._user_defined = value
         call = calling()
+        if self._static is not None:
+            self._recover()
+            self._static.require_call_fits(call, self._held())
+        self._user_defined = value
         continues = call.continues(self._held())
         self._call = call if value and not continues else None
         if self._call is not None:
@@ -156,11 +168,20 @@ class ChunkReuseCache(HookedCache):
         # Asked in the middle of a forward: this layer may have got its new columns already, others not.
         return self._held() if self._counting is None else super().get_seq_length(layer_idx)
 
+    @property
+    def is_compileable(self) -> bool:
+        """Whether the next forward may be compiled: one that decodes, in a cache of a fixed size."""
+        if self._static is None or torch.compiler.is_compiling():
+            return bool(super().is_compileable)
+        return self._static_layers[0].whole and not in_prefill()
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Cache.update`."""
-        if self._running is None:
+        # Around a compiled step no hook has run that could have said so.
+        step = self._static is not None and (torch.compiler.is_compiling() or key_states.shape[-2] == 1)
+        if self._running is None and not step:
             model = self._model()
             name = type(model).__name__ if model is not None else "a model that no longer exists"
             raise CacheModelMismatchError(
@@ -223,6 +244,8 @@ class ChunkReuseCache(HookedCache):
     def fork(self) -> "ChunkReuseCache":
         """A cache that holds the same, at no cost: whichever of the two is written to first copies its buffers.
 
+        With `max_cache_len`, they are copied now.
+
         Raises:
             ValueError: if the model cannot reuse K/V.
         """
@@ -231,7 +254,11 @@ class ChunkReuseCache(HookedCache):
         self._recover()
         model = self._model()
         assert model is not None, "a cache without its model cannot be forked"
-        twin = ChunkReuseCache(model, self.store, self.policy, self.salt)
+        max_cache_len = self._static.max_cache_len if self._static is not None else None
+        twin = ChunkReuseCache(model, self.store, self.policy, self.salt, max_cache_len=max_cache_len)
+        if self._static is not None and twin._static is not None:
+            self._in_step()
+            twin._static.tape = self._static.tape.copy()
         twin._layers = [layer.share() for layer in self._layers]
         twin._counting = next((layer for layer in twin._layers if layer.length is not None), None)
         twin.layers[:] = [layer.native for layer in twin._layers]
@@ -278,6 +305,9 @@ class ChunkReuseCache(HookedCache):
 
     def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
         """See `HookedCache`."""
+        if self._static is not None and torch.compiler.is_compiling():
+            self._static.tape.note(self._static_layers[0].length_tensor, kwargs)
+            return kwargs
         if model is not self._model():
             raise CacheModelMismatchError(
                 f"This ChunkReuseCache was made for another {type(self._model()).__name__} object than the "
@@ -288,11 +318,29 @@ class ChunkReuseCache(HookedCache):
         armed = call is not None and call.contains(sys._getframe())
         if self._unsupported is not None:
             return self._run_plain(kwargs, self._unsupported, armed=armed)
-        inputs = read_inputs(model, kwargs)
         held = self._held()
+        if self._static is not None:
+            return self._before_static(self._static, model, kwargs, held, armed=armed)
+        inputs = read_inputs(model, kwargs)
         if held and not armed:
             return self._continue(model, kwargs, inputs, held)
         return self._begin(model, kwargs, inputs, armed=armed)
+
+    def _before_static(
+        self, static: StaticDecoding, model: PreTrainedModel, kwargs: Kwargs, held: int, *, armed: bool
+    ) -> Kwargs:
+        """The same for a cache of a fixed size, where generate() may have made a 4-D mask."""
+        start = 0 if armed else held
+        static.require_fits(kwargs, start)
+        kwargs, seen = static.read_mask(kwargs, start)
+        inputs = read_inputs(model, seen)
+        if start:
+            kwargs = self._continue(model, kwargs, inputs, held)
+        else:
+            kwargs = self._begin(model, kwargs, inputs, armed=armed)
+        step = start > 0 and not isinstance(inputs, str) and inputs.input_ids.shape[1] == 1
+        static.open(self._static_layers, kwargs, step=step)
+        return kwargs
 
     def _run_plain(self, kwargs: Kwargs, reason: str, *, armed: bool) -> Kwargs:
         """Run a model that cannot reuse K/V on the layers that transformers would have given it."""
@@ -538,6 +586,8 @@ class ChunkReuseCache(HookedCache):
     def after_forward(self) -> None:
         """See `HookedCache`."""
         running, self._running = self._running, None
+        if self._static is not None and running is not None:  # None after a compiled step
+            self._static.close(self._static_layers)
         ledger = self._ledger
         if running is None:
             return
@@ -575,11 +625,34 @@ class ChunkReuseCache(HookedCache):
 
     # Keeping the ledger beside the layers
 
+    def _make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
+        if self._static is not None:
+            return [StaticReuseLayer(self._static.max_cache_len) for _ in cache_layers(model)]
+        return make_layers(model) if self._unsupported is None else []
+
     def _native_layers(self, model: PreTrainedModel) -> list[Any]:
         return [layer.native for layer in self._layers] if self._unsupported is None else cache_layers(model)
 
+    @property
+    def _static_layers(self) -> list[StaticReuseLayer]:
+        return cast("list[StaticReuseLayer]", self._layers)
+
+    def _catch_up(self, static: StaticDecoding) -> None:
+        """Take over what compiled steps have left."""
+        version = self._layers_version()
+        if self._running is not None or not any([layer.catch_up() for layer in self._static_layers]):
+            return
+        ledger = self._ledger
+        if not static.catch_up(self._static_layers, ledger if ledger and ledger.version == version else None):
+            self._ledger = None
+        elif ledger is not None:
+            ledger.version = self._layers_version()
+            self._confirm(ledger)
+
     def _held(self) -> int:
         """Columns in the layers, armed or not."""
+        if self._static is not None:
+            self._catch_up(self._static)
         if self._counting is not None:
             return self._counting.length or 0
         if self._unsupported is None:
@@ -599,6 +672,8 @@ class ChunkReuseCache(HookedCache):
 
     def _in_step(self) -> Ledger | None:
         """The ledger, unless the layers were changed by somebody else since it was last brought up to date."""
+        if self._static is not None:
+            self._catch_up(self._static)
         if self._ledger is not None and self._ledger.version != self._layers_version():
             self._ledger = None
         return self._ledger

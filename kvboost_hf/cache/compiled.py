@@ -1,0 +1,148 @@
+"""A cache of a fixed size under generate(): prompts run eagerly, decoding steps may be compiled.
+
+What generate() decides by asking the cache, and what it is told (the same in transformers 5.17 and 5.23):
+
+    before the prompt    _sample         is decoding to be compiled?                  is_compileable: yes
+    for the prompt       _prefill        4-D masks over all `max_cache_len` columns?  is_compileable: no
+    for each step        _sample         4-D masks?                                   is_compileable: yes
+
+So the hook sees a prompt with its 2-D mask, as with any other cache, and a graph sees masks of one shape.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.arming import GenerateCall
+from kvboost_hf.cache.inputs import accepts_position_ids
+from kvboost_hf.cache.ledger import Ledger
+from kvboost_hf.cache.static import StaticReuseLayer
+from kvboost_hf.cache.tape import DecodeTape, only_mask, visible
+from kvboost_hf.compat import cache_layers, known_reason, rope_regime
+
+_ATTENTION = ("sdpa", "eager")  # others want other masks than [batch, 1, m, columns]
+
+
+class StaticDecoding:
+    """What a `ChunkReuseCache` of a fixed size keeps beside its layers.
+
+    Args:
+        model: The model that it will be passed to.
+        max_cache_len: Columns that it can hold.
+
+    Raises:
+        ValueError: for a model that cannot decode with static shapes here.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_cache_len: int) -> None:
+        if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
+            raise ValueError(f"`max_cache_len` must be a positive int or None, got {max_cache_len!r}.")
+        reason = _static_reason(model, max_cache_len)
+        if reason is not None:
+            raise ValueError(f"`max_cache_len` is not for {type(model).__name__}: {reason}. Leave it out.")
+        self.max_cache_len = max_cache_len
+        self.tape = DecodeTape(max_cache_len)
+        self._new = 0  # columns of the forward under way
+
+    def require_call_fits(self, call: GenerateCall, held: int) -> None:
+        """Refuse a generate() call that may outgrow the cache.
+
+        Raises:
+            ValueError: before anything has changed.
+        """
+        if call.max_length is None or call.num_ids is None:
+            return
+        before = held if call.continues(held) else 0
+        new = call.max_length - call.num_ids
+        prompt = before + call.num_ids
+        if prompt + new - 1 > self.max_cache_len:  # the last token is not run through the model
+            raise ValueError(
+                f"`max_cache_len`={self.max_cache_len} is too small for this call: a prompt of {prompt} tokens and up "
+                f"to {new} new ones take {prompt + new - 1}. Make a cache with a larger `max_cache_len`, pass a "
+                "smaller `max_new_tokens`, or shorten the prompt."
+            )
+
+    def require_fits(self, kwargs: dict[str, Any], held: int) -> None:
+        """Refuse a forward that would outgrow the cache.
+
+        Raises:
+            ValueError: before anything has changed.
+        """
+        new = _columns(kwargs)
+        if held + new > self.max_cache_len:
+            raise ValueError(
+                f"`max_cache_len`={self.max_cache_len} is too small: the cache holds {held} tokens and {new} more "
+                "were passed. Make a cache with a larger `max_cache_len`, or pass fewer tokens."
+            )
+
+    def read_mask(self, kwargs: dict[str, Any], held: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments to run a forward with, and the same with the 2-D mask that its 4-D mask was made from."""
+        mask = only_mask(kwargs.get("attention_mask"))
+        new = _columns(kwargs)
+        if mask is None:
+            kwargs = {**kwargs, "attention_mask": None}
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or new == 0:
+            return kwargs, kwargs
+        seen = visible(mask)[:, 0, :, : held + new]
+        if seen.shape[1:] != (new, held + new):
+            return kwargs, kwargs
+        flat = {**kwargs, "attention_mask": seen[:, -1].long()}
+        if new == 1:
+            return kwargs, flat  # a decoding step keeps its mask, whose shape a graph may count on
+        columns = torch.arange(held + new, device=seen.device)
+        causal = columns[None, :] <= columns[held:, None]
+        return (flat, flat) if bool((seen == (seen[:, -1:] & causal)).all()) else (kwargs, kwargs)
+
+    def open(self, layers: Sequence[StaticReuseLayer], kwargs: dict[str, Any], *, step: bool) -> None:
+        """An eager forward with `kwargs` is about to begin; `step` if it decodes a token."""
+        self._new = _columns(kwargs)
+        mask = only_mask(kwargs.get("attention_mask"))
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+            step = mask.shape[-1] == self.max_cache_len
+        for layer in layers:
+            layer.whole = step and not torch.is_grad_enabled()
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and not step:
+            self.tape.rewind(ids.shape[0], ids.device)
+
+    def close(self, layers: Sequence[StaticReuseLayer]) -> None:
+        """The forward has ended."""
+        for layer in layers:
+            layer.close(self._new)
+
+    def catch_up(self, layers: Sequence[StaticReuseLayer], ledger: Ledger | None) -> bool:
+        """Read what graphs have appended; whether `ledger`, which was in step before, still is."""
+        used = [layer for layer in layers if layer.is_initialized]
+        shortest = min(layer.length for layer in used)
+        for layer in used:  # a graph may have been interrupted
+            layer.truncate(shortest)
+        return ledger is not None and self.tape.play(ledger.log, shortest)
+
+
+def _columns(kwargs: dict[str, Any]) -> int:
+    for name in ("input_ids", "inputs_embeds"):
+        given = kwargs.get(name)
+        if isinstance(given, torch.Tensor) and given.ndim >= 2:
+            return given.shape[1]
+    return 0
+
+
+def _static_reason(model: PreTrainedModel, max_cache_len: int) -> str | None:
+    reason = known_reason(model)
+    if reason is not None:
+        return reason
+    kinds = {type(layer).__name__ for layer in cache_layers(model)} - {"DynamicLayer"}
+    if kinds:
+        return f"its cache has layers other than full attention ({', '.join(sorted(kinds))})"
+    if rope_regime(model, max_cache_len) != b"":
+        return f"its rotary frequencies depend on the length within {max_cache_len} tokens"
+    if not model._can_compile_fullgraph:
+        return "transformers cannot compile its forward as one graph"
+    if not accepts_position_ids(type(model).forward):
+        return "it takes its positions from the attention mask, whose shape would have to change"
+    attention = model.config._attn_implementation
+    if attention not in _ATTENTION:
+        return f"its attention is {attention!r}, and only {' and '.join(map(repr, _ATTENTION))} take fixed masks"
+    return None

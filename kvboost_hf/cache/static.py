@@ -1,0 +1,209 @@
+"""A cache layer of a fixed size, for decoding that is compiled.
+
+`torch.compile` makes one graph for all decoding steps only if no shape and no Python value changes from step to step.
+`StaticReuseLayer` therefore has two ways of taking in K/V:
+
+    whole = False   prompts: eager, as in a `GrowingLayer`; attention sees what is held
+    whole = True    decoding steps: tensor operations alone; attention sees all `max_cache_len` columns
+
+What steps of the second kind have appended is known to the tensor `length_tensor`; the host reads it when somebody
+asks.
+"""
+
+from typing import cast
+
+import torch
+
+from kvboost_hf.cache.layers import GrowingLayer, GrowingTensor
+
+
+class _FixedTensor(GrowingTensor):
+    """A tensor [batch, heads, columns, dim] in a buffer that never moves.
+
+    Args:
+        columns: How many it can hold.
+    """
+
+    __slots__ = ("_columns",)
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self._columns = columns
+
+    def truncate(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+        if length < self.stop and not self.shared and self.buffer is not None:
+            # Hidden columns are multiplied by 0, which leaves a NaN a NaN.
+            self.buffer[:, :, length : self.stop].zero_()
+        super().truncate(length)
+
+    def share(self) -> "_FixedTensor":
+        """One that holds the same, in a buffer of its own: these must not move."""
+        twin = _FixedTensor(self._columns)
+        twin.stop = self.stop
+        if self.buffer is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                twin.buffer = self.buffer.clone()
+            _keep_address(twin.buffer)
+        return twin
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` was, in the same buffer if the number of rows is the same."""
+        before = self.buffer
+        super().select(rows)
+        if before is None or self.buffer is None:
+            return
+        if before.shape == self.buffer.shape:
+            self.buffer = before.copy_(self.buffer)
+        else:
+            _keep_address(self.buffer)
+
+    def make_writable(self, like: torch.Tensor, held: int, keep_from: int = 0) -> None:
+        """Have a buffer of the right shape that nobody else reads."""
+        batch, heads, _, dim = like.shape
+        shape, old = (batch, heads, self._columns, dim), self.buffer
+        if (
+            old is not None
+            and not self.shared
+            and (old.shape, old.dtype, old.device) == (shape, like.dtype, like.device)
+        ):
+            return
+        self.shared = False
+        if torch.compiler.is_compiling():
+            self.buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            fresh = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            if old is not None and held:
+                fresh[:, :, :held].copy_(old[:, :, :held])
+        _keep_address(fresh)
+        self.buffer = fresh
+
+
+class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Full-attention K/V of one layer in buffers that never move: the graph and its guards outlive prompts.
+
+    Args:
+        max_cache_len: Columns of the buffers.
+    """
+
+    is_compileable = True
+
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+        self.whole = True
+        self._tensors = [_FixedTensor(max_cache_len) for _ in range(self._num_tensors)]
+        with torch.inference_mode(False):
+            self.length_tensor = torch.zeros((), dtype=torch.long)  # columns held, graphs' steps included
+
+    @property
+    def _fixed(self) -> "list[_FixedTensor]":
+        return cast("list[_FixedTensor]", self._tensors)
+
+    def fresh(self) -> GrowingLayer:
+        """An empty layer for rows that are computed ahead, eagerly."""
+        return GrowingLayer()
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Note dtype and device."""
+        super().lazy_initialization(key_states, value_states)
+        if self.length_tensor.device != self.device:
+            with torch.inference_mode(False):
+                self.length_tensor = self.length_tensor.to(self.device)
+        _keep_address(self.length_tensor)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [batch, num_kv_heads, m, head_dim]; returns what is held, or the whole buffers."""
+        if not self.whole:
+            return super().update(key_states, value_states, *args, **kwargs)
+        keys, values = self._fixed
+        if not self.is_initialized or keys.buffer is None or values.buffer is None:
+            self.lazy_initialization(key_states, value_states)
+            keys.make_writable(key_states, 0)
+            values.make_writable(value_states, 0)
+        assert keys.buffer is not None
+        assert values.buffer is not None
+        columns = torch.arange(key_states.shape[-2], device=self.device) + self.length_tensor
+        self.length_tensor.add_(key_states.shape[-2])
+        keys.buffer.index_copy_(2, columns, key_states)
+        values.buffer.index_copy_(2, columns, value_states)
+        return keys.buffer, values.buffer
+
+    def close(self, new: int) -> None:
+        """An eager forward over `new` columns has ended; those that follow are decoding steps."""
+        if not self.is_initialized:
+            return
+        if self.whole:
+            self._advance_to(self.length + new)
+        else:
+            for tensor in self._fixed:
+                if tensor.shared and tensor.buffer is not None:  # an autograd graph's
+                    tensor.make_writable(tensor.buffer, tensor.stop)
+            self._view()
+        self.whole = True
+
+    def catch_up(self) -> bool:
+        """Notice what graphs have appended; whether that was anything."""
+        length = int(self.length_tensor)
+        if length == self.length or self._fixed[0].buffer is None:
+            return False
+        self._advance_to(length)
+        return True
+
+    def _advance_to(self, length: int) -> None:
+        self.version += 1
+        for tensor in self._fixed:
+            tensor.stop = length
+        super()._view()
+
+    def get_seq_length(self) -> int:
+        """Columns held: a tensor between decoding steps, as in stock static layers."""
+        return self.length_tensor if self.whole and self.is_initialized else self.length  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention will see, and where they begin."""
+        return (self.max_cache_len if self.whole else self.length + query_length), 0
+
+    def get_max_length(self) -> int:
+        """Columns of the buffers."""
+        return self.max_cache_len
+
+    def truncate(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+        super().truncate(length)
+        self.length_tensor.fill_(self.length)
+        self.whole = True
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay where they are."""
+        self.truncate(0)
+        kept = self._fixed
+        super().reset()
+        if any(tensor.shared for tensor in kept):
+            kept = [_FixedTensor(self.max_cache_len) for _ in kept]
+        self._tensors = list(kept)
+
+    def share(self) -> "StaticReuseLayer":
+        """A layer that holds the same, in buffers of its own."""
+        twin = StaticReuseLayer(self.max_cache_len)
+        twin.__dict__.update(self.__dict__)
+        twin._tensors = [tensor.share() for tensor in self._fixed]
+        with torch.inference_mode(False), torch.no_grad():
+            twin.length_tensor = self.length_tensor.clone()
+        _keep_address(twin.length_tensor)
+        if twin.is_initialized:
+            twin._view()
+        return twin
+
+    def _view(self) -> None:
+        super()._view()
+        self.length_tensor.fill_(self.length)
+
+
+def _keep_address(tensor: torch.Tensor) -> None:
+    """Tell CUDA graphs that they need not copy `tensor`."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)

@@ -1,0 +1,265 @@
+"""A cache of a fixed size whose decoding is compiled: the tokens of eager plain generate(), and one graph for all."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+from transformers import CompileConfig, PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
+
+NEW = 10
+SIZE = 256
+BASE, OTHER = random_ids(300, seed=1), random_ids(300, seed=2)
+# Longer, shorter, equal, diverging, unrelated, one token; and how many tokens of each no earlier one shares.
+PROMPTS = [
+    (BASE[:, :200], 200),
+    (torch.cat([BASE[:, :200], OTHER[:, :20]], dim=1), 20),
+    (BASE[:, :90], 1),
+    (BASE[:, :90], 1),
+    (OTHER[:, :150], 150),
+    (torch.cat([BASE[:, :77], OTHER[:, :60]], dim=1), 60),
+    (BASE[:, :1], 1),
+    (BASE[:, :200], 1),
+]
+
+
+class Compiler:
+    """A backend that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        return graph.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Compiler":
+        return self  # CompileConfig copies what it holds
+
+    @property
+    def config(self) -> CompileConfig:
+        config = CompileConfig(backend=self, fullgraph=True, mode=None)  # type: ignore[arg-type]
+        config._compile_all_devices = True  # type: ignore[assignment]
+        return config
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler()
+
+
+def static_cache(model: PreTrainedModel, store: ChunkStore | None = None, size: int = SIZE) -> ChunkReuseCache:
+    check_model_compatibility(model)
+    store = store if store is not None else ChunkStore(model, chunk_size=32)
+    return ChunkReuseCache(model, store, max_cache_len=size)
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: Any) -> torch.Tensor:
+    torch.manual_seed(5)
+    return model.generate(**inputs, **{"max_new_tokens": NEW, **kwargs})
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_one_graph_for_all_prompts(name: str, compiler: Compiler) -> None:
+    model = make_model(name)
+    cache = static_cache(model)
+    graphs = []
+    for ids, unseen in PROMPTS:
+        plain = generate(model, as_inputs(ids))
+        reused = generate(model, as_inputs(ids), past_key_values=cache, compile_config=compiler.config)
+        assert torch.equal(plain, reused)
+        assert cache.report.bypass_reason is None
+        assert cache.report.prompt_tokens == ids.shape[1]
+        assert cache.report.forwarded_tokens <= unseen + 16  # of a tail, too few to be found again
+        graphs.append(compiler.graphs)
+    assert graphs[0] > 0
+    assert graphs[-1] == graphs[0]
+
+
+def test_what_is_forwarded(llama: PreTrainedModel) -> None:
+    cache = static_cache(llama)
+    for ids, unseen in PROMPTS:
+        with counted(llama) as work:
+            generate(llama, as_inputs(ids), past_key_values=cache, max_new_tokens=1)
+        assert work.tokens == cache.report.forwarded_tokens <= unseen + 16
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_decoded_tokens_are_kept(llama: PreTrainedModel, compiler: Compiler, compiled: bool) -> None:
+    """The ids of compiled steps are known afterwards: a chat goes on without computing its answers again."""
+    how = {"compile_config": compiler.config} if compiled else {}
+    store = ChunkStore(llama, chunk_size=32)
+    cache = static_cache(llama, store)
+    history = BASE[:, :50]
+    for turn in range(4):
+        plain = generate(llama, as_inputs(history), max_new_tokens=40)
+        reused = generate(llama, as_inputs(history), past_key_values=cache, max_new_tokens=40, **how)
+        assert torch.equal(plain, reused)
+        assert cache.report.forwarded_tokens == (50 if turn == 0 else 8)  # the last answer's last token, and the new
+        history = torch.cat([plain, OTHER[:, 7 * turn : 7 * turn + 7]], dim=1)
+        assert plain.shape[1] == cache.get_seq_length() + 1
+    assert (compiler.graphs > 0) == compiled
+
+    cache.store_tails()
+    growing = ChunkReuseCache(llama, store)
+    assert torch.equal(reused, generate(llama, as_inputs(reused[:, :-40]), past_key_values=growing, max_new_tokens=40))
+    assert growing.report.forwarded_tokens == 1
+    generate(llama, as_inputs(reused), past_key_values=growing)
+    assert growing.report.tier_tokens["live"] + growing.report.tier_tokens["ram"] == reused.shape[1] - 1
+
+
+def test_store_shared_with_a_growing_cache(llama: PreTrainedModel, compiler: Compiler) -> None:
+    store = ChunkStore(llama, chunk_size=32)
+    growing, static = ChunkReuseCache(llama, store), static_cache(llama, store)
+    plain = generate(llama, as_inputs(BASE[:, :200]))
+    assert torch.equal(plain, generate(llama, as_inputs(BASE[:, :200]), past_key_values=growing))
+    growing.store_tails()
+    config = compiler.config
+    assert torch.equal(plain, generate(llama, as_inputs(BASE[:, :200]), past_key_values=static, compile_config=config))
+    assert static.report.tier_tokens == {"live": 0, "ram": 199}
+    static.store_tails()  # reads what the compiled steps have left
+    for mine, theirs in zip(static.layers, growing.layers, strict=True):
+        torch.testing.assert_close(mine.columns(0, 0, 199)[0], theirs.columns(0, 0, 199)[0], atol=2e-4, rtol=2e-4)
+
+
+def test_batches(llama: PreTrainedModel, compiler: Compiler) -> None:
+    cache = static_cache(llama)
+    batches = [
+        left_pad(BASE[:, :150], OTHER[:, :70]),
+        left_pad(BASE[:, :200], OTHER[:, :90]),
+        left_pad(OTHER[:, :90], BASE[:, :200]),
+        left_pad(BASE[:, :180], random_ids(170, seed=9)),
+    ]
+    forwarded, graphs = [], []
+    for batch in batches:
+        plain = generate(llama, batch)
+        reused = generate(llama, batch, past_key_values=cache, compile_config=compiler.config)
+        assert torch.equal(plain, reused)
+        assert cache.report.bypass_reason is None
+        forwarded.append(cache.report.forwarded_tokens)
+        graphs.append(compiler.graphs)
+    assert graphs[0] == graphs[-1]
+    assert forwarded[1] <= 50 + 20 + 2 * 30
+    assert forwarded[2] <= 2 * 32
+    # Decoded tokens of padded rows are known, too.
+    plain = generate(llama, batches[-1], max_new_tokens=40)
+    assert torch.equal(plain, generate(llama, batches[-1], past_key_values=cache, max_new_tokens=40))
+    mask = torch.cat([batches[-1]["attention_mask"], torch.ones(2, 40, dtype=torch.long)], dim=1)
+    longer = {"input_ids": plain, "attention_mask": mask}
+    assert torch.equal(generate(llama, longer), generate(llama, longer, past_key_values=cache))
+    assert cache.report.forwarded_tokens == 2
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 4},
+        {"prefill_chunk_size": 40},
+    ],
+    ids=lambda mode: next(iter(mode)),
+)
+def test_modes(mode: dict[str, Any]) -> None:
+    model = make_model("qwen2")  # its masks come in a dict, and are None where nothing is hidden
+    cache = static_cache(model)
+    for ids, unseen in PROMPTS[:3]:
+        plain = generate(model, as_inputs(ids), **mode)
+        assert torch.equal(plain, generate(model, as_inputs(ids), past_key_values=cache, **mode))
+        assert cache.report.bypass_reason is None
+        rows = cache.report.prompt_tokens // ids.shape[1]
+        assert cache.report.forwarded_tokens <= rows * (unseen + 22)
+
+
+def test_bare_forwards(llama: PreTrainedModel) -> None:
+    """Without generate(): a prompt, steps that the caller compiles, and the prompt again."""
+    cache = static_cache(llama)
+    step = torch.compile(llama, backend="eager")
+    with torch.no_grad():
+        for _ in range(2):
+            logits = llama(input_ids=BASE[:, :100], past_key_values=cache, logits_to_keep=1).logits
+            for column in range(100, 104):
+                ids, position = BASE[:, column : column + 1], torch.tensor([[column]])
+                logits = step(input_ids=ids, position_ids=position, past_key_values=cache, logits_to_keep=1).logits
+            expected = llama(input_ids=BASE[:, :104]).logits[:, -1:]
+            torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
+            assert cache.fork().get_seq_length() == 104
+            cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_wrong_positions_are_not_stored(llama: PreTrainedModel) -> None:
+    cache = static_cache(llama)
+    step = torch.compile(llama, backend="eager")
+    with torch.no_grad():
+        llama(input_ids=BASE[:, :60], past_key_values=cache, logits_to_keep=1)
+        for column in range(60, 70):
+            step(
+                input_ids=BASE[:, column : column + 1],
+                position_ids=torch.tensor([[column + 1]]),
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
+    before = cache.store.stats()["chunks"]
+    cache.store_all()
+    assert cache.store.stats()["chunks"] == before
+
+
+def test_forks_and_rows(llama: PreTrainedModel) -> None:
+    cache = static_cache(llama)
+    generate(llama, as_inputs(BASE[:, :100]), past_key_values=cache)
+    twin = cache.fork()
+    generate(llama, as_inputs(OTHER[:, :100]), past_key_values=cache)
+    plain = generate(llama, as_inputs(BASE[:, :100]))
+    assert torch.equal(plain, generate(llama, as_inputs(BASE[:, :100]), past_key_values=twin))
+    assert twin.report.tier_tokens == {"live": 99, "ram": 0}
+    address = twin.layers[0]._tensors[0].buffer.data_ptr()
+    twin.reorder_cache(torch.tensor([0]))
+    assert twin.layers[0]._tensors[0].buffer.data_ptr() == address
+    twin.batch_repeat_interleave(2)
+    assert twin.layers[0].keys.shape[0] == 2
+
+
+def test_a_prompt_after_one_that_computed_nan(llama: PreTrainedModel) -> None:
+    """Columns that attention does not see are multiplied by zero, which would leave a NaN a NaN."""
+    cache = static_cache(llama)
+    generate(llama, as_inputs(BASE[:, :100]), past_key_values=cache)
+    for layer in cache.layers:
+        layer.values.fill_(float("nan"))
+    cache.reset()
+    store = cache.store
+    store.invalidate()
+    plain = generate(llama, as_inputs(OTHER[:, :20]))
+    assert torch.equal(plain, generate(llama, as_inputs(OTHER[:, :20]), past_key_values=cache))
+
+
+def test_too_long(llama: PreTrainedModel) -> None:
+    cache = static_cache(llama, size=64)
+    plain = generate(llama, as_inputs(BASE[:, :55]))  # 55 + 10 - 1 just fit
+    assert torch.equal(plain, generate(llama, as_inputs(BASE[:, :55]), past_key_values=cache))
+    with pytest.raises(ValueError, match="`max_cache_len`=64 is too small for this call: a prompt of 56 tokens"):
+        generate(llama, as_inputs(BASE[:, :56]), past_key_values=cache)
+    with pytest.raises(ValueError, match="`max_cache_len`=64 is too small: the cache holds 64 tokens and 70 more"):
+        llama(input_ids=BASE[:, :70], past_key_values=cache)
+    assert torch.equal(plain, generate(llama, as_inputs(BASE[:, :55]), past_key_values=cache))  # nothing is lost
+    assert cache.report.tier_tokens == {"live": 54, "ram": 0}
+
+
+def test_what_is_refused(llama: PreTrainedModel) -> None:
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="`max_cache_len` must be a positive int or None"):
+            ChunkReuseCache(llama, max_cache_len=wrong)  # type: ignore[arg-type]
+    for name in ("mistral", "bloom"):
+        with pytest.raises(ValueError, match=r"`max_cache_len` is not for .* Leave it out"):
+            ChunkReuseCache(make_model(name), max_cache_len=64)
