@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.inputs import ForwardInputs
 from kvboost_hf.cache.layers import GrowingLayer, Piece
 from kvboost_hf.cache.plan import ReusePlan, Segment
+from kvboost_hf.cache.positions import take_positions
 from kvboost_hf.cache.store import StoredChunk
 
 Loaded = dict[bytes, list[Piece | None]]  # by prefix key: K/V of every layer, where the model computes
@@ -83,7 +84,7 @@ def _prefill(
         # Where the group starts empty, its first columns are padding in all of its rows, and are left out.
         part["attention_mask"] = inputs.attention_mask[at, column if starts_empty else 0 : plan.filled]
     if inputs.position_ids is not None:
-        part["position_ids"] = inputs.position_ids.expand(len(plan.rows), -1)[at, new]
+        part["position_ids"] = take_positions(inputs.position_ids, at, len(plan.rows), new)
     model(**part, past_key_values=_PlainCache(layers=list(group)), use_cache=True, logits_to_keep=1)
     return group
 

@@ -16,7 +16,7 @@ the first forward, which then sees the whole prompt.
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.arming import GenerateCall, calling, in_generate
+from kvboost_hf.cache.arming import GenerateCall, calling, encoded_from, in_generate
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.fill import fill_layers
 from kvboost_hf.cache.hook import HookedCache, Kwargs, install
@@ -35,10 +35,12 @@ from kvboost_hf.cache.inputs import (
     positions_follow_padding,
     read_inputs,
     read_pads,
+    with_positions,
 )
 from kvboost_hf.cache.layers import GrowingLayer
 from kvboost_hf.cache.ledger import Ledger
-from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan
+from kvboost_hf.cache.media import ENCODED, Prompt, narrow_media, payload, read_prompt
+from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
 from kvboost_hf.cache.report import ReuseReport, Tally, miss_report
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, salt_bytes
@@ -47,6 +49,7 @@ from kvboost_hf.compat import cache_layers, known_reason, padding_reason, probe_
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError
 
+_NEVER = 2**62  # tokens that an extra forward must save
 _CHANGED = "position_ids or the attention mask changed on the way"
 
 
@@ -129,6 +132,9 @@ class ChunkReuseCache(HookedCache):
         call = calling()
         continues = call.continues(self._held())
         self._call = call if value and not continues else None
+        model = self._model()
+        if self._call is not None and self._held() and model is not None:
+            self._call.start_over(model)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held; 0 between the start of a generate() call and its first forward."""
@@ -257,6 +263,7 @@ class ChunkReuseCache(HookedCache):
         armed = call is not None and call.contains(sys._getframe())
         if self._unsupported is not None:
             return self._run_plain(kwargs, self._unsupported, armed=armed)
+        kwargs = with_positions(model, kwargs)
         inputs = read_inputs(model, kwargs)
         held = self._held()
         if held and not armed:
@@ -287,20 +294,23 @@ class ChunkReuseCache(HookedCache):
             return self._bypass(kwargs, "there is padding but no position_ids, so that positions do not follow it")
         if not positions_count_up(inputs.position_ids, pads, 0):
             return self._bypass(kwargs, "position_ids do not count up from 0")
-        ids = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
         if pads.any() and (reason := padding_reason(model)):
             return self._bypass(kwargs, reason)
+        prompt = _read_prompt(model, inputs, kwargs, pads)
+        if isinstance(prompt, str):
+            return self._bypass(kwargs, prompt)
+        ids = prompt.codes
         root = self.store.root(self.salt)
         if root is None:
             return self._bypass(kwargs, "a part of the model is in training mode")
-        held = self._keep_common(ids, pads, root, columns - inputs.logits)
+        held = self._keep_common(prompt, pads, root, columns - inputs.logits)
         ledger = self._ledger = self._ledger or Ledger.empty(pads, root)
         candidates = inputs.logits - 1 if armed and not inputs.computes_all else 0
         self._tally.prompt = int((columns - candidates - pads).sum())
         self._tally.live = int(np.maximum(held - pads, 0).sum())
         self._tally.forwarded = -candidates * batch
         self._tally.bypass = inputs.computes_all
-        return self._serve(model, kwargs, inputs, ledger, ids, held)
+        return self._serve(model, kwargs, inputs, ledger, ids, held, prompt)
 
     def _continue(self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs | str, held: int) -> Kwargs:
         """Ids follow what the layers hold: a decoding step, candidates to verify, or more of a prompt."""
@@ -312,6 +322,8 @@ class ChunkReuseCache(HookedCache):
         padded = bool(ledger.log.pads.any())
         if padded and (inputs.attention_mask is None or not positions_follow_padding(model, inputs)):
             return self._lose_track(kwargs, held, "the attention mask or position_ids of a padded batch are missing")
+        if payload(kwargs):
+            return self._lose_track(kwargs, held, "images, sound or video came after the beginning of the prompt")
         if ledger.unconfirmed:
             self._confirm(ledger)
         if inputs.input_ids.shape[1] > inputs.logits:
@@ -337,18 +349,28 @@ class ChunkReuseCache(HookedCache):
         if self.store.root(self.salt) != ledger.root:
             return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
         ledger.log.pads = pads
-        fresh = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
+        if isinstance(prompt := _read_prompt(model, inputs, kwargs, pads - held), str) or prompt.media.any():
+            return self._lose_track(kwargs, held, _CHANGED)
         self._tally.prompt += int((held + new - np.maximum(pads, held)).sum())
-        ids = np.concatenate([ledger.log.columns(), fresh], axis=1)
-        return self._serve(model, kwargs, inputs, ledger, ids, held)
+        ids = np.concatenate([ledger.log.columns(), prompt.codes], axis=1)
+        return self._serve(model, kwargs, inputs, ledger, ids, held, prompt)
 
     def _serve(
-        self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs, ledger: Ledger, ids: Tokens, held: int
+        self,
+        model: PreTrainedModel,
+        kwargs: Kwargs,
+        inputs: ForwardInputs,
+        ledger: Ledger,
+        ids: Tokens,
+        held: int,
+        prompt: Prompt,
     ) -> Kwargs:
-        """Plan, fill and narrow: `ids` are all columns, of which the layers hold `held`."""
+        """Plan, fill and narrow: `ids` are all columns, of which the layers hold `held`; `prompt` are the new ones."""
         columns = ids.shape[1]
         plan = ledger.plan(ids, held, columns - inputs.logits, self.store, self.policy.min_prefill_saving)
         first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
+        if prompt.media.any():
+            plan = _whole_media(plan, prompt, columns - inputs.logits)
         if plan.filled > first and (reason := probe_reason(model)):
             if first:  # earlier pieces of the prompt are in the layers, and must stay
                 return self._lose_track(kwargs, held, reason)
@@ -358,11 +380,11 @@ class ChunkReuseCache(HookedCache):
             self._tally.forwarded += fill_layers(model, self._layers, plan, inputs, first)
         self._take_over(plan, ledger, ids)
         self._tally.forwarded += int((columns - np.maximum(plan.filled, ledger.log.pads)).sum())
-        rest = inputs.input_ids[:, plan.filled - first :]
+        rest = ids[:, plan.filled :]
         self._running = _Running(
-            plan.filled, commit=lambda: ledger.log.append(rest), confirmed=not inputs.verifies, root_checked=True
+            plan.filled, commit=lambda: ledger.log.extend(rest), confirmed=not inputs.verifies, root_checked=True
         )
-        return _narrow(kwargs, inputs, plan.filled - first)
+        return _narrow(model, kwargs, inputs, prompt, plan.filled - first)
 
     def _take_over(self, plan: ReusePlan, ledger: Ledger, ids: Tokens) -> None:
         """Record what was filled, and where and why the store could give no more."""
@@ -413,7 +435,7 @@ class ChunkReuseCache(HookedCache):
         self._running = _Running(held)
         return kwargs
 
-    def _keep_common(self, ids: Tokens, pads: NDArray[np.int64], root: bytes, limit: int) -> int:
+    def _keep_common(self, prompt: Prompt, pads: NDArray[np.int64], root: bytes, limit: int) -> int:
         """Rewind the layers to the columns that the new prompt shares with them; returns how many those are."""
         ledger = self._in_step()
         if ledger is not None and ledger.unconfirmed:
@@ -423,7 +445,7 @@ class ChunkReuseCache(HookedCache):
             self.store_tails()
             self._drop()
             return 0
-        held = min(common_columns(ledger.log.columns(), ids), max(limit, 0))
+        held = prompt.cut(min(common_columns(ledger.log.columns(), prompt.codes), max(limit, 0)))
         if held <= int(pads.max()):  # some row keeps nothing
             held = 0
         if ledger.log.length - held >= HEAD_TOKENS:
@@ -535,13 +557,29 @@ def _same_padding(before: NDArray[np.int64], now: NDArray[np.int64], held: int) 
     return bool(((now == before) | ((before == held) & (now >= held))).all())
 
 
-def _narrow(kwargs: Kwargs, inputs: ForwardInputs, served: int) -> Kwargs:
+def _read_prompt(
+    model: PreTrainedModel, inputs: ForwardInputs, kwargs: Kwargs, pads: NDArray[np.int64]
+) -> Prompt | str:
+    ids = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
+    positions = inputs.position_ids
+    found = positions.cpu().numpy() if positions is not None and positions.ndim > 2 else None
+    source = encoded_from(kwargs.get(ENCODED)) or kwargs
+    return read_prompt(model, ids, found, pads, kwargs, source)
+
+
+def _whole_media(plan: ReusePlan, prompt: Prompt, limit: int) -> ReusePlan:
+    """The plan without a row computed ahead of the others, which would lack its images, and without a cut in one."""
+    alone = plan_batch(plan.rows, plan.pads, plan.held, limit, min_saving=_NEVER)
+    return replace(alone, filled=max(plan.held, prompt.cut(alone.filled)))
+
+
+def _narrow(model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs, prompt: Prompt, served: int) -> Kwargs:
     """The arguments without their first `served` columns. A mask stays whole: it covers the cache, too."""
     if served == 0:
         return kwargs
-    narrowed = {**kwargs, "input_ids": inputs.input_ids[:, served:]}
+    narrowed = {**narrow_media(model, kwargs, prompt, served), "input_ids": inputs.input_ids[:, served:]}
     if inputs.position_ids is not None:
-        narrowed["position_ids"] = inputs.position_ids[:, served:]
+        narrowed["position_ids"] = inputs.position_ids[..., served:]
     if kwargs.get("cache_position") is not None:
         narrowed["cache_position"] = kwargs["cache_position"][served:]
     return narrowed
