@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.media import MEDIA_ARGUMENTS, TYPES, takes_media
@@ -71,7 +72,11 @@ def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, 
     if kwargs.get("position_ids") is not None or not isinstance(ids, torch.Tensor) or not keeps_positions(model):
         return kwargs
     positions = computed_positions(model, kwargs)
-    return kwargs if positions is None else {**kwargs, "position_ids": positions}
+    if positions is None:
+        cache = kwargs.get("past_key_values")
+        held = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        positions = torch.arange(held, held + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+    return {**kwargs, "position_ids": positions}
 
 
 def _computes_all(model: PreTrainedModel, kwargs: dict[str, Any], keep: int | torch.Tensor) -> str | None:

@@ -1,21 +1,22 @@
 """Prompts with images, sound and video: what is shown is part of what K/V is found by."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, last_cache
 from kvboost_hf.cache import media
 from tests.conftest import counted
 from tests.multimodal import FAMILIES, make_model, prompt, text
 
-NEW = 6
+NEW = 4
 BYPASSED = ("paligemma", "qwen2_audio", "mllama")
 REUSING = [name for name in FAMILIES if name not in BYPASSED]
-# Their images come one by one, so that the first of a chat is known again when the second one comes.
-BY_ITEM = [name for name in REUSING if name not in ("idefics3", "smolvlm", "voxtral")]
+# Their images can be told apart, so that the first of a chat is known again when the second one comes.
+BY_ITEM = [name for name in REUSING if name not in ("idefics3", "smolvlm", "voxtral", "llama4")]
 
 # Tokens at the end of a prompt that are too few for the store.
 TOO_SHORT = {"live": 0, "stored": 7}
@@ -23,6 +24,7 @@ TOO_SHORT = {"live": 0, "stored": 7}
 HEAD, MIDDLE, TAIL, MORE = text(40, 1), text(20, 2), text(15, 3), text(12, 4)
 
 
+@functools.cache
 def ready(name: str) -> PreTrainedModel:
     """A model that has been probed, so that no probe is counted."""
     model = make_model(name)
@@ -137,7 +139,7 @@ def test_without_the_hash_another_image_would_match(name: str, monkeypatch: pyte
     """The control: the tests above would notice."""
     monkeypatch.setattr(media, "_hash", lambda value: b"all the same")
     model = ready(name)
-    cache = ChunkReuseCache(model)
+    cache = ChunkReuseCache(model, ChunkStore(model))
     forwarded(model, cache, prompt(name, HEAD, 5, MIDDLE))
     with pytest.raises(AssertionError):
         forwarded(model, cache, prompt(name, HEAD, 6, MIDDLE))
@@ -163,3 +165,129 @@ def test_modes_of_generation(name: str, mode: str) -> None:
         assert_same(plain, reused)
     assert cache.report.bypass_reason is None
     assert cache.report.reused_tokens >= 40
+
+
+def batch(name: str, *rows: dict[str, Any]) -> dict[str, Any]:
+    """Prompts of one row each as one batch, padded on the left."""
+    width = max(row["input_ids"].shape[1] for row in rows)
+    found: dict[str, Any] = {}
+    for key in {key for row in rows for key in row}:
+        values = [row[key] for row in rows if key in row]
+        if key in ("input_ids", "attention_mask", FAMILIES[name].types):
+            values = [torch.nn.functional.pad(v, (width - v.shape[1], 0)) for v in values]
+        found[key] = torch.cat(values)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "gemma3", "glm4v", "voxtral"])
+def test_padded_batches(name: str, kind: str) -> None:
+    model = ready(name)
+    caches = Caches(model, kind)
+    lost = 2 * TOO_SHORT[kind]
+    one, two = prompt(name, HEAD, 5, MIDDLE), prompt(name, HEAD, MORE, 6)
+    two["input_ids"] = torch.cat([two["input_ids"], torch.tensor([MORE])], dim=1)
+    two = prompt(name, HEAD, MORE, 6, MORE)
+    assert cost(model, caches.next(), batch(name, one, two)) == one["input_ids"].numel() + two["input_ids"].numel()
+    assert cost(model, caches.next(), batch(name, one, two)) <= 2 + lost
+    grown = batch(name, prompt(name, HEAD, 5, MIDDLE, TAIL), prompt(name, HEAD, MORE, 6, MORE, TAIL))
+    assert cost(model, caches.next(), grown) <= 2 * 15 + lost + 20
+    swapped = batch(name, prompt(name, HEAD, 6, MIDDLE, TAIL), prompt(name, HEAD, MORE, 5, MORE, TAIL))
+    assert cost(model, caches.next(), swapped) >= 2 * FAMILIES[name].tokens
+    # A row without an image beside one with.
+    mixed = batch(name, prompt(name, HEAD, TAIL), prompt(name, HEAD, 5, MIDDLE, TAIL))
+    cost(model, caches.next(), mixed)
+    assert cost(model, caches.next(), mixed) <= 2 + lost + 20
+
+
+def cost(model: PreTrainedModel, cache: ChunkReuseCache, inputs: dict[str, Any]) -> int:
+    """Tokens of a prompt that were forwarded, padding left out, by the report."""
+    forwarded(model, cache, inputs)
+    return cache.report.forwarded_tokens
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3"])
+def test_conversations_take_turns_in_one_cache(name: str) -> None:
+    """Models that keep the shift of their last prompt on themselves must not use it for another one."""
+    model = ready(name)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
+    for parts in (
+        (HEAD, 5, MIDDLE),
+        (HEAD, TAIL),
+        (HEAD, 5, MIDDLE, 6, TAIL),
+        (HEAD, TAIL, MORE),
+        (HEAD, TAIL, MORE, 6, MORE),
+        (5, MIDDLE),
+        (MIDDLE,),
+        (HEAD, 5, MIDDLE, 6, TAIL, MORE),
+    ):
+        forwarded(model, cache, prompt(name, *parts))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "gemma3", "internvl", "voxtral"])
+def test_bare_forwards(name: str) -> None:
+    """The model works out positions itself, from ids and images that reuse takes away."""
+    model = ready(name)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
+    for parts in ((HEAD, 5, MIDDLE), (HEAD, 5, MIDDLE, TAIL), (HEAD, 6, MIDDLE), (HEAD, MIDDLE), (HEAD, 5, MIDDLE, TAIL)):
+        inputs = prompt(name, *parts)
+        if "attention_mask" in inputs:
+            del inputs["attention_mask"]
+        cache.reset()
+        with counted(model) as work:
+            found = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
+        reused = cache.report.reused_tokens
+        assert work.tokens == inputs["input_ids"].shape[1] - reused
+        after = model(input_ids=torch.tensor([[7, 8]]), past_key_values=cache).logits
+        stock = DynamicCache(config=model.config)
+        expected = model(**inputs, past_key_values=stock, logits_to_keep=1).logits
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+        expected = model(input_ids=torch.tensor([[7, 8]]), past_key_values=stock).logits
+        torch.testing.assert_close(after, expected, atol=2e-4, rtol=2e-4)
+    assert reused > 70
+
+
+@torch.no_grad()
+def test_an_image_that_follows_what_is_held_is_bypassed() -> None:
+    model = ready("llava")
+    cache, stock = ChunkReuseCache(model, ChunkStore(model)), DynamicCache(config=model.config)
+    for parts in ((HEAD,), (5, MIDDLE), (TAIL,)):
+        inputs = prompt("llava", *parts)
+        del inputs["attention_mask"]
+        found = model(**inputs, past_key_values=cache, logits_to_keep=1)
+        expected = model(**inputs, past_key_values=stock, logits_to_keep=1)
+        torch.testing.assert_close(found.logits, expected.logits, atol=2e-4, rtol=2e-4)
+    assert "came after the beginning" in (cache.report.bypass_reason or "")
+    assert forwarded(model, cache, prompt("llava", HEAD, 5, MIDDLE)) > 0
+
+
+def test_an_attached_model() -> None:
+    model = attach(make_model("qwen2_vl"))
+    inputs = prompt("qwen2_vl", HEAD, 5, MIDDLE, 6, TAIL)
+    expected = generate(model, inputs, use_cache=True, past_key_values=DynamicCache(config=model.config))
+    for _ in range(2):
+        assert_same(expected, generate(model, inputs))
+    cache = last_cache(model)
+    assert cache is not None
+    assert cache.report.reused_tokens > 90
+
+
+REASONS = {
+    "paligemma": ("position_ids do not count up from 0", "position_ids do not count up from 0"),
+    "qwen2_audio": ("logits_to_keep", "logits_to_keep"),
+    "mllama": (None, "`aspect_ratio_ids` was passed"),
+}
+
+
+@pytest.mark.parametrize("name", BYPASSED)
+def test_what_is_bypassed(name: str) -> None:
+    model = make_model(name)
+    cache = ChunkReuseCache(model)
+    for parts, reason in zip(((HEAD,), (HEAD, 5, MIDDLE)), REASONS[name], strict=True):
+        for _ in range(2):
+            inputs = prompt(name, *parts)
+            assert_same(generate(model, inputs), generate(model, inputs, past_key_values=cache))
+            found = cache.report.bypass_reason
+            assert found is None if reason is None else reason in (found or "not bypassed")
+    if name == "mllama":
+        assert forwarded(model, cache, prompt(name, HEAD)) == 1
