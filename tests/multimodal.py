@@ -116,8 +116,8 @@ def _llava() -> PreTrainedModel:
 def _gemma3(sliding: bool) -> PreTrainedModel:
     text = {**_TEXT, "layer_types": ["full_attention", "sliding_attention" if sliding else "full_attention"]}
     config = tf.Gemma3Config(
-        text_config={**text, "sliding_window": 24}, vision_config=_CLIP, mm_tokens_per_image=4, image_token_index=IMAGE,
-        boi_token_index=START, eoi_token_index=END, initializer_range=0.2, **_SPECIAL,
+        text_config={**text, "sliding_window": 24}, vision_config=_CLIP, mm_tokens_per_image=4,
+        image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END, initializer_range=0.2, **_SPECIAL,
     )  # fmt: skip
     return tf.Gemma3ForConditionalGeneration(config)
 
@@ -148,7 +148,8 @@ def _smolvlm() -> PreTrainedModel:
 
 def _internvl() -> PreTrainedModel:
     config = tf.InternVLConfig(
-        text_config={"model_type": "qwen2", **_TEXT}, vision_config={**_CLIP, "image_size": [16, 16], "patch_size": [4, 4]},
+        text_config={"model_type": "qwen2", **_TEXT},
+        vision_config={**_CLIP, "image_size": [16, 16], "patch_size": [4, 4]},
         image_token_id=IMAGE, downsample_ratio=0.5, vision_feature_layer=-1, **_SPECIAL,
     )  # fmt: skip
     return tf.InternVLForConditionalGeneration(config)
@@ -157,8 +158,8 @@ def _internvl() -> PreTrainedModel:
 def _mistral3() -> PreTrainedModel:
     config = tf.Mistral3Config(
         text_config={"model_type": "mistral", "sliding_window": None, **_TEXT},
-        vision_config={"model_type": "pixtral", **_CLIP, "head_dim": 16}, image_token_index=IMAGE, spatial_merge_size=2,
-        vision_feature_layer=-1, **_SPECIAL,
+        vision_config={"model_type": "pixtral", **_CLIP, "head_dim": 16},
+        image_token_index=IMAGE, spatial_merge_size=2, vision_feature_layer=-1, **_SPECIAL,
     )  # fmt: skip
     return tf.Mistral3ForConditionalGeneration(config)
 
@@ -186,7 +187,10 @@ def _qwen2_audio() -> PreTrainedModel:
     audio = {"model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2,
              "encoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 16}  # fmt: skip
     config = tf.Qwen2AudioConfig(
-        text_config={"model_type": "qwen2", **_TEXT}, audio_config=audio, audio_token_index=AUDIO, initializer_range=0.2
+        text_config={"model_type": "qwen2", **_TEXT},
+        audio_config=audio,
+        audio_token_index=AUDIO,
+        initializer_range=0.2,
     )
     return tf.Qwen2AudioForConditionalGeneration(config)
 
@@ -273,7 +277,7 @@ def make_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def prompt(name: str, *parts: int | list[int], rows: int = 1) -> dict[str, Any]:
-    """A prompt of texts, given as lists of ids, and of items, given as numbers; the same numbers are the same items."""
+    """A prompt of texts, given as lists of ids, and of items, given as numbers: the same number is the same item."""
     family = FAMILIES[name]
     ids: list[int] = []
     items: list[dict[str, torch.Tensor]] = []

@@ -49,7 +49,7 @@ def read_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardInputs
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return "the attention mask is not 2-D"
     media = takes_media(model)
-    if positions is not None and (positions.ndim not in (2, 2 + media) or positions.shape[-1] != ids.shape[1]):
+    if positions is not None and not _are_positions_of(ids, positions, 3 if media else 2):
         return "position_ids are not one for each of the input_ids"
     if kwargs.get("use_cache") is False:
         return "use_cache is False"
@@ -60,6 +60,11 @@ def read_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardInputs
     computes_all = _computes_all(model, kwargs, keep)
     logits = ids.shape[1] if computes_all else min(int(keep), ids.shape[1])
     return ForwardInputs(ids, mask, positions, logits, not computes_all and logits > 1, computes_all)
+
+
+def _are_positions_of(ids: torch.Tensor, positions: torch.Tensor, max_ndim: int) -> bool:
+    batch, columns = ids.shape
+    return 2 <= positions.ndim <= max_ndim and positions.shape[-1] == columns and positions.shape[-2] in (1, batch)
 
 
 def _says_nothing(value: Any) -> bool:

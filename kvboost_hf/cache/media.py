@@ -28,7 +28,7 @@ from kvboost_hf.cache.positions import common_shift, position_shifts
 try:
     from transformers.generation.utils import _slice_mm_encoder_output
 except ImportError:  # before transformers 5.23, which encodes images ahead of the prompt
-    _slice_mm_encoder_output = None
+    _slice_mm_encoder_output = None  # type: ignore[assignment]
 
 Arguments = dict[str, Any]
 
@@ -142,7 +142,9 @@ def read_prompt(
     codes = shifted_codes(ids, np.where(media, 0, shift))
     for row, start, stop in _runs(media):
         inside = np.s_[..., row, start:stop]
-        told = sorted(owner + at[row, start:stop].tobytes() for owner, at in owners.items() if at[row, start:stop].any())
+        told = sorted(
+            owner + at[row, start:stop].tobytes() for owner, at in owners.items() if at[row, start:stop].any()
+        )
         parts = [ids[inside].tobytes(), shifts[-3:][inside].tobytes(), *told]
         if types is not None:
             parts.append(types[inside].tobytes())
@@ -155,7 +157,7 @@ def narrow_media(model: PreTrainedModel, kwargs: Arguments, prompt: Prompt, serv
     narrowed = dict(kwargs)
     for name in _NARROWED_TYPES:
         if kwargs.get(name) is not None:
-            narrowed[name] = kwargs[name][..., served:]
+            narrowed[name] = kwargs[name][:, served - prompt.codes.shape[1] :]
     if not prompt.media[:, served:].any():
         for name in MEDIA_ARGUMENTS & narrowed.keys():
             del narrowed[name]
@@ -189,7 +191,7 @@ def _rest(output: Any, placeholders: torch.Tensor, served: int) -> Any:
     """Features of the placeholders from column `served` on; features come in the order of (row, column)."""
     rows = placeholders.flatten().cumsum(0).view_as(placeholders) - 1
     left = rows[:, served:][placeholders[:, served:]]
-    return _slice_mm_encoder_output(output, left) if len(left) else None
+    return _slice_mm_encoder_output(output, left) if len(left) else None  # type: ignore[arg-type]
 
 
 def _read_types(kwargs: Arguments, ids: Tokens) -> NDArray[np.int64] | str | None:
@@ -199,9 +201,9 @@ def _read_types(kwargs: Arguments, ids: Tokens) -> NDArray[np.int64] | str | Non
         types = kwargs.get(name)
         if types is None:
             continue
-        if tuple(types.shape) != ids.shape:
+        if types.ndim != 2 or len(types) != len(ids) or types.shape[1] < ids.shape[1]:
             return f"`{name}` are not one for each of the input_ids"
-        found.append(types.cpu().numpy().astype(np.int64))
+        found.append(types[:, -ids.shape[1] :].cpu().numpy().astype(np.int64))  # those of held columns may come first
     return np.stack(found) if found else None
 
 
@@ -219,7 +221,8 @@ def _is_placeholder(model: PreTrainedModel, ids: Tokens, kind: str) -> NDArray[n
     for name in (f"{kind}_token_id", f"{kind}_token_index"):
         token = getattr(model.config, name, None)
         if isinstance(token, int):
-            return ids == token
+            found: NDArray[np.bool_] = ids == token
+            return found
     return np.zeros(ids.shape, dtype=bool)
 
 
@@ -238,7 +241,9 @@ def _runs(media: NDArray[np.bool_]) -> list[tuple[int, int, int]]:
 # What is shown where
 
 
-def _owners(model: PreTrainedModel, ids: Tokens, kwargs: Arguments, source: Arguments) -> dict[bytes, NDArray[np.bool_]]:
+def _owners(
+    model: PreTrainedModel, ids: Tokens, kwargs: Arguments, source: Arguments
+) -> dict[bytes, NDArray[np.bool_]]:
     """Hashes of what is shown, and the columns [batch, m] that each of them may have an effect on."""
     own = {name: value for name, value in kwargs.items() if name != ENCODED or not payload(source)}
     given = {name: value for name, value in {**own, **source}.items() if name in MEDIA_ARGUMENTS and _given(value)}
@@ -281,7 +286,9 @@ def _split_items(parts: Arguments, kind: str, lengths: list[int]) -> list[bytes]
     grid = parts.get(_GRIDS.get(kind, ""))
     if grid is not None:  # patches of all images, one after the other
         patches = grid.prod(-1).tolist()
-        if len(patches) != len(lengths) or len({size / length for size, length in zip(patches, lengths)}) > 1:
+        if len(patches) != len(lengths):
+            return []
+        if len({size / length for size, length in zip(patches, lengths, strict=True)}) > 1:
             return []
         if not all(len(value) in (sum(patches), len(patches)) for value in values):
             return []

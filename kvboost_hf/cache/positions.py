@@ -92,10 +92,10 @@ def positions_from_start(
     Returns:
         The right ones; None where those prepared are right already.
     """
-    prepare = type(model)._prepare_position_ids_for_generation
+    prepare = getattr(type(model), "_prepare_position_ids_for_generation", None)
     prepared_ids = prepared.get("position_ids")
     if (
-        prepare is GenerationMixin._prepare_position_ids_for_generation
+        prepare in (None, GenerationMixin._prepare_position_ids_for_generation)
         or arguments.get("position_ids") is not None
         or prepared_ids is None
     ):
@@ -111,5 +111,5 @@ def positions_from_start(
     # Not those prepared: images are arguments no longer once they are encoded, but positions depend on them.
     left_out = ("past_key_values", "position_ids", "input_ids", "attention_mask")
     whole = {name: value for name, value in arguments.items() if name not in left_out}
-    positions: torch.Tensor = prepare(model, given, {**whole, "attention_mask": mask})  # type: ignore[arg-type]
+    positions: torch.Tensor = prepare(model, given, {**whole, "attention_mask": mask})
     return positions.repeat_interleave(repeats, dim=positions.ndim - 2)

@@ -102,7 +102,7 @@ def test_a_chat_about_images(name: str, kind: str) -> None:
     # The first one again, then another one behind it.
     assert forwarded(model, caches.next(), start) <= 1 + 7
     two = forwarded(model, caches.next(), prompt(name, HEAD, 5, MIDDLE, 6, TAIL))
-    if name in BY_ITEM:
+    if name in BY_ITEM and media._slice_mm_encoder_output is not None:
         assert two <= size + 15 + lost
     assert forwarded(model, caches.next(), prompt(name, HEAD, 5, MIDDLE, 6, TAIL, MORE)) <= 12 + lost
     # The second image changes.
@@ -149,12 +149,15 @@ MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "return_sequences": {"do_sample": True, "num_return_sequences": 2},
     "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+    "prefill_chunks": {"prefill_chunk_size": 30},
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "gemma3", "voxtral"])
 def test_modes_of_generation(name: str, mode: str) -> None:
+    if mode == "prefill_chunks" and name == "voxtral":
+        pytest.skip("transformers cannot divide sound that it does not encode ahead")
     model = ready(name)
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
     for parts in ((HEAD, 5, MIDDLE), (HEAD, 5, MIDDLE, TAIL), (HEAD, 6, MIDDLE), (HEAD, MIDDLE), (HEAD, 5, MIDDLE)):
@@ -163,8 +166,12 @@ def test_modes_of_generation(name: str, mode: str) -> None:
         torch.manual_seed(1)
         reused = generate(model, prompt(name, *parts), past_key_values=cache, **MODES[mode])
         assert_same(plain, reused)
-    assert cache.report.bypass_reason is None
-    assert cache.report.reused_tokens >= 40
+    if mode == "prefill_chunks":
+        if media._slice_mm_encoder_output is not None:
+            assert "came after the beginning" in (cache.report.bypass_reason or "")
+    else:
+        assert cache.report.bypass_reason is None
+        assert cache.report.reused_tokens >= 40
 
 
 def batch(name: str, *rows: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +236,13 @@ def test_bare_forwards(name: str) -> None:
     """The model works out positions itself, from ids and images that reuse takes away."""
     model = ready(name)
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
-    for parts in ((HEAD, 5, MIDDLE), (HEAD, 5, MIDDLE, TAIL), (HEAD, 6, MIDDLE), (HEAD, MIDDLE), (HEAD, 5, MIDDLE, TAIL)):
+    for parts in (
+        (HEAD, 5, MIDDLE),
+        (HEAD, 5, MIDDLE, TAIL),
+        (HEAD, 6, MIDDLE),
+        (HEAD, MIDDLE),
+        (HEAD, 5, MIDDLE, TAIL),
+    ):
         inputs = prompt(name, *parts)
         if "attention_mask" in inputs:
             del inputs["attention_mask"]
@@ -279,6 +292,7 @@ REASONS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", BYPASSED)
 def test_what_is_bypassed(name: str) -> None:
     model = make_model(name)
@@ -291,3 +305,14 @@ def test_what_is_bypassed(name: str) -> None:
             assert found is None if reason is None else reason in (found or "not bypassed")
     if name == "mllama":
         assert forwarded(model, cache, prompt(name, HEAD)) == 1
+
+
+def test_a_report_tells_another_image() -> None:
+    model = ready("llava")
+    store = ChunkStore(model, chunk_size=16)
+    generate(model, prompt("llava", HEAD, 5, MIDDLE), past_key_values=ChunkReuseCache(model, store))
+    cache = ChunkReuseCache(model, store)
+    generate(model, prompt("llava", HEAD, 6, MIDDLE), past_key_values=cache)
+    assert "token 41: another image, sound or video than in a stored prompt." in cache.report.explain()
+    generate(model, prompt("llava", HEAD, 6, TAIL), past_key_values=(cache := ChunkReuseCache(model, store)))
+    assert "-" not in cache.report.explain().split("token", 1)[1]
