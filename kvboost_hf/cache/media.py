@@ -55,6 +55,7 @@ MEDIA_ARGUMENTS = _LAYOUT | frozenset(_PAYLOAD)
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _NARROWED_TYPES = ("moe_mm_token_type_ids",)
 
+_KINDS = ("image", "video", "audio")
 _GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 _MERGES = ("get_placeholder_mask", "inputs_merger", "_merge_input_ids_with_audio_features")
 
@@ -212,7 +213,7 @@ def _placeholders(model: PreTrainedModel, ids: Tokens) -> NDArray[np.bool_] | No
     if not any(hasattr(model.base_model, name) or hasattr(model, name) for name in _MERGES):
         return None
     found = np.zeros(ids.shape, dtype=bool)
-    for kind in ("image", "video", "audio"):
+    for kind in _KINDS:
         found |= _is_placeholder(model, ids, kind)
     return found if found.any() else None
 
@@ -248,21 +249,35 @@ def _owners(
     own = {name: value for name, value in kwargs.items() if name != ENCODED or not payload(source)}
     given = {name: value for name, value in {**own, **source}.items() if name in MEDIA_ARGUMENTS and _given(value)}
     repeats = len(ids) // len(source["input_ids"]) if "input_ids" in source else 1  # for beams
-    everywhere = np.ones(ids.shape, dtype=bool)
+    before = _placeholders_before(model, ids, repeats)
     owners: dict[bytes, NDArray[np.bool_]] = {}
+
+    def add(key: bytes, rows: slice, columns: slice) -> None:
+        owners.setdefault(key, np.zeros(ids.shape, dtype=bool))[rows, columns] = True
+
+    def add_everywhere(key: bytes) -> None:
+        for row in range(len(ids)):  # rows may be alike but for what is shown: it matters which part is theirs
+            add(digest(key, before[row].tobytes()), slice(row, row + 1), slice(None))
+
     for kind in sorted({_PAYLOAD[name] for name in given if name in _PAYLOAD}):
         parts = {name: value for name, value in given.items() if _kind(name) == kind}
         runs = _runs(_is_placeholder(model, ids[::repeats], kind)) if kind else []
         items = _split_items(parts, kind, [stop - start for _, start, stop in runs])
         if not items:
-            owners[digest(kind.encode(), _hash(parts))] = everywhere
+            add_everywhere(digest(kind.encode(), _hash(parts)))
         for item, (row, start, stop) in zip(items, runs, strict=bool(items)):
-            at = owners.setdefault(digest(kind.encode(), item), np.zeros(ids.shape, dtype=bool))
-            at[row * repeats : (row + 1) * repeats, start:stop] = True
+            add(digest(kind.encode(), item), slice(row * repeats, (row + 1) * repeats), slice(start, stop))
     rest = {name: value for name, value in given.items() if _kind(name) is None}
     if rest:
-        owners[digest(b"common", _hash(rest))] = everywhere
+        add_everywhere(digest(b"common", _hash(rest)))
     return owners
+
+
+def _placeholders_before(model: PreTrainedModel, ids: Tokens, repeats: int) -> NDArray[np.int64]:
+    """How many placeholders of each kind come before each row, [batch, kinds]; features are put in in that order."""
+    counts = np.stack([_is_placeholder(model, ids[::repeats], kind).sum(axis=1) for kind in _KINDS], axis=1)
+    before: NDArray[np.int64] = (counts.cumsum(axis=0) - counts).repeat(repeats, axis=0)
+    return before
 
 
 def _kind(name: str) -> str | None:
