@@ -309,7 +309,11 @@ def _split_items(parts: Arguments, kind: str, lengths: list[int]) -> list[bytes]
             return []
         divided = [value.split(patches if len(value) == sum(patches) else 1) for value in values]
     else:
-        if kind != "image" or parts["pixel_values"].ndim < 4 or len(set(lengths)) > 1:
+        # [images, channels, height, width], or tiles of each image with its size: others are [rows, images, …].
+        pixels = parts.get("pixel_values")
+        if pixels is None or not (pixels.ndim == 4 or (pixels.ndim == 5 and "image_sizes" in parts)):
+            return []
+        if len(set(lengths)) > 1:
             return []
         if not all(len(value) == len(lengths) for value in values):
             return []

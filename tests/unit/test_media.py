@@ -65,6 +65,7 @@ def test_images_are_told_apart_only_where_that_is_sure() -> None:
     assert _split_items({"pixel_values": pixels["pixel_values"][:1]}, "image", [6]) == [one]
     assert _split_items(pixels, "image", [6, 3]) == []  # a break inside an image, two images side by side
     assert _split_items(pixels, "image", [6, 6, 6]) == []
+    assert _split_items({"pixel_values": torch.randn(2, 2, 3, 4, 4)}, "image", [6, 6]) == []  # rows, not images
     assert _split_items({"input_features": torch.randn(2, 8, 4)}, "audio", [6, 6]) == []
     patches = {"pixel_values": torch.randn(12, 5), "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 4]])}
     assert len(_split_items(patches, "image", [1, 2])) == 2
