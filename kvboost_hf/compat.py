@@ -350,9 +350,24 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor, cache: ProbeCache | None = None, **given: Any) -> torch.Tensor:
-    given[cache_argument(model)] = ProbeCache(config=model.config) if cache is None else cache
-    logits: torch.Tensor = model(input_ids=ids, use_cache=True, return_dict=True, **given).logits
+    name = cache_argument(model)
+    cache = ProbeCache(config=model.config) if cache is None else cache
+    if model.config.get_text_config(decoder=True) is not model.config:
+        given = {**_multimodal_arguments(model, ids, cache), **given}
+    logits: torch.Tensor = model(input_ids=ids, **{name: cache}, use_cache=True, return_dict=True, **given).logits
     return logits.float()
+
+
+def _multimodal_arguments(model: PreTrainedModel, ids: torch.Tensor, cache: ProbeCache) -> dict[str, Any]:
+    """What a processor adds for text: a model might take types of 0 for something else than text.
+
+    Positions, too: some models count from where their last prompt left off if they are given none.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    held = cache.get_seq_length()
+    given = {"position_ids": torch.arange(held, held + ids.shape[1], device=ids.device)[None].expand_as(ids)}
+    given |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids")}
+    return {name: value for name, value in given.items() if name in accepted}
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

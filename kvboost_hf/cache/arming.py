@@ -9,8 +9,14 @@ they are not found, ids are taken for a whole prompt.
 
 import sys
 import weakref
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.positions import positions_from_start
 
 _MAX_DEPTH = 40
 
@@ -28,10 +34,20 @@ class GenerateCall:
         self._config = _weakly(variables.get("generation_config"))
         self.num_ids: int | None = variables.get("input_ids_length")
         self.max_length: int | None = getattr(variables.get("generation_config"), "max_length", None)
-        mask = variables.get("model_kwargs", {}).get("attention_mask")
+        self._ids = variables.get("input_ids")
+        self._arguments = _arguments(variables)
+        self._prepared: dict[str, Any] = variables.get("model_kwargs", {})
+        mask = self._prepared.get("attention_mask")
         # A mask of ones is dropped, and its length noted.
         noted = getattr(variables.get("generation_config"), "_mask_length", None)
         self.mask_columns: int | None = mask.shape[1] if mask is not None else noted
+
+    def start_over(self, model: PreTrainedModel) -> None:
+        """Have the positions that generate() prepared for what the cache holds replaced by those of a whole prompt."""
+        if self._prepared and isinstance(self._ids, torch.Tensor):
+            positions = positions_from_start(model, self._ids, self._arguments, self._prepared)
+            if positions is not None:
+                self._prepared["position_ids"] = positions
 
     def continues(self, held: int) -> bool:
         """Whether only the ids that follow `held` columns were passed, with a mask over everything."""
@@ -51,6 +67,17 @@ class GenerateCall:
 def calling() -> GenerateCall:
     """The generate() call that the caller of this function is part of."""
     return GenerateCall(sys._getframe(1))
+
+
+def encoded_from(encoded: Any) -> dict[str, Any] | None:
+    """What the generate() call under way was called with, if `encoded` is what it has made of its images."""
+    found = _generate_frame(sys._getframe(1))
+    if found is None or encoded is None:
+        return None
+    variables = found.f_locals
+    if variables.get("model_kwargs", {}).get("mm_encoder_outputs") is not encoded:
+        return None
+    return _arguments(variables)
 
 
 def in_generate() -> bool:
@@ -82,6 +109,14 @@ def _generate_frame(frame: FrameType | None) -> FrameType | None:
 
 def _is_generate(frame: FrameType) -> bool:
     return frame.f_code.co_name == "generate" and "generation_config" in frame.f_code.co_varnames
+
+
+def _arguments(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """What generate() was called with."""
+    arguments = dict(variables.get("kwargs", {}))
+    if variables.get("inputs") is not None:
+        arguments["input_ids"] = variables["inputs"]
+    return arguments
 
 
 def _weakly(value: Any) -> "weakref.ref[Any] | None":

@@ -12,6 +12,7 @@ from kvboost_hf.cache.inputs import ForwardInputs
 from kvboost_hf.cache.kv import LayerKVReader
 from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.plan import ReusePlan, RowPlan, Segment
+from kvboost_hf.cache.positions import take_positions
 from kvboost_hf.cache.store import StoredChunk, StoredStates
 from kvboost_hf.compat import cache_argument
 
@@ -107,7 +108,7 @@ def run_ahead(
     if inputs.attention_mask is not None:
         part["attention_mask"] = inputs.attention_mask[at, mask_from : columns.stop]
     if inputs.position_ids is not None:
-        part["position_ids"] = inputs.position_ids.expand(len(inputs.input_ids), -1)[at, new]
+        part["position_ids"] = take_positions(inputs.position_ids, at, len(inputs.input_ids), new)
     cache = _PlainCache(layers=[layer.native for layer in layers])
     model(**part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 

@@ -17,6 +17,10 @@ from torch import nn
 
 _SAMPLES_PER_TENSOR = 32
 _SCALARS = frozenset((float, bool, str))
+# transformers puts hooks that only look on a part of a model when that part's hidden states are first asked for, as
+# some vision towers' are with the first image.
+_CAPTURING = "_output_capturing_hooks_installed"
+_CAPTURING_MODULE = "transformers.utils.output_capturing"
 
 
 class ModelFingerprint:
@@ -77,7 +81,7 @@ class ModelFingerprint:
                     tensors += [t for t in held.values() if t is not None and not t.is_meta]
             attributes = module.__dict__
             switches.append(f"{type(module).__module__}.{type(module).__qualname__}")
-            switches += [value for value in attributes.values() if type(value) in _SCALARS]
+            switches += [v for name, v in attributes.items() if type(v) in _SCALARS and name != _CAPTURING]
             if module._forward_pre_hooks or module._forward_hooks:
                 hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
             if "_active_adapter" in attributes:  # PEFT
@@ -91,6 +95,8 @@ class ModelFingerprint:
         seen: dict[int, tuple[Any, int]] = {}
         for hook in hooks:
             if getattr(getattr(hook, "__self__", None), "leaves_kv_alone", False):
+                continue
+            if getattr(hook, "__module__", None) == _CAPTURING_MODULE:
                 continue
             key = id(hook)
             if key not in self._hooks or self._hooks[key][0] is not hook:

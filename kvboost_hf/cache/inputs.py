@@ -10,14 +10,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.chunks import Tokens
+from kvboost_hf.cache.media import MEDIA_ARGUMENTS, TYPES, takes_media
+from kvboost_hf.cache.positions import computed_positions, keeps_positions
 
 # Arguments that leave K/V as it is, or that are read below. Any other one, if given, may change K/V.
 _KNOWN = frozenset(
     "input_ids attention_mask position_ids past_key_values use_cache logits_to_keep return_dict labels "
     "output_attentions output_hidden_states output_router_logits cache_position".split()
 )
+# Those that models with inputs other than text have besides: they are part of what K/V is told by.
+_OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class ForwardInputs:
 
     input_ids: torch.Tensor  # [batch, m]
     attention_mask: torch.Tensor | None  # [batch, columns]
-    position_ids: torch.Tensor | None  # [batch or 1, m]
+    position_ids: torch.Tensor | None  # [batch or 1, m], or [planes, batch, m]
     logits: int  # how many of the last m tokens are needed for their logits, or for anything else
     verifies: bool  # several logits were asked for: candidates are being checked, crop() will follow
     computes_all: str | None  # why nothing of the prompt may be left out, or None
@@ -43,17 +48,40 @@ def read_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardInputs
         return f"input_ids have the shape {list(ids.shape)}"
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return "the attention mask is not 2-D"
-    if positions is not None and (positions.ndim != 2 or positions.shape[1] != ids.shape[1]):
+    media = takes_media(model)
+    if positions is not None and not _are_positions_of(ids, positions, 3 if media else 2):
         return "position_ids are not one for each of the input_ids"
     if kwargs.get("use_cache") is False:
         return "use_cache is False"
     for name, value in kwargs.items():
-        if name not in _KNOWN and value is not None and value is not False:
+        if name not in _KNOWN and not (media and name in _OF_MEDIA) and not _says_nothing(value):
             return f"`{name}` was passed, which K/V may depend on"
     keep = kwargs.get("logits_to_keep", 0)
     computes_all = _computes_all(model, kwargs, keep)
     logits = ids.shape[1] if computes_all else min(int(keep), ids.shape[1])
     return ForwardInputs(ids, mask, positions, logits, not computes_all and logits > 1, computes_all)
+
+
+def _are_positions_of(ids: torch.Tensor, positions: torch.Tensor, max_ndim: int) -> bool:
+    batch, columns = ids.shape
+    return 2 <= positions.ndim <= max_ndim and positions.shape[-1] == columns and positions.shape[-2] in (1, batch)
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, dict) and not value)
+
+
+def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the positions that the model would work out inside its forward, from whole ids."""
+    ids = kwargs.get("input_ids")
+    if kwargs.get("position_ids") is not None or not isinstance(ids, torch.Tensor) or not keeps_positions(model):
+        return kwargs
+    positions = computed_positions(model, kwargs)
+    if positions is None:
+        cache = kwargs.get("past_key_values")
+        held = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        positions = torch.arange(held, held + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+    return {**kwargs, "position_ids": positions}
 
 
 def _computes_all(model: PreTrainedModel, kwargs: dict[str, Any], keep: int | torch.Tensor) -> str | None:
@@ -98,8 +126,8 @@ def read_pads(mask: torch.Tensor | None, batch: int, columns: int) -> NDArray[np
 
 def positions_count_up(position_ids: torch.Tensor | None, pads: NDArray[np.int64], start: int) -> bool:
     """Whether every real token from column `start` on has its column, less the padding, as its position."""
-    if position_ids is None:
-        return True
+    if position_ids is None or position_ids.ndim > 2:
+        return True  # those of several dimensions are part of what columns are known by
     found = position_ids.cpu().numpy()
     expected = np.arange(start, start + found.shape[1])[None, :] - pads[:, None]
     return bool(((found == expected) | (expected < 0)).all())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvboost_hf.cache.chunks import Tokens, common_length
+from kvboost_hf.cache.codes import shown_ids
 from kvboost_hf.cache.plan import Miss
 
 _CONTEXT_TOKENS = 12
@@ -24,7 +25,7 @@ class MissReport:
 
     row: int
     at: int  # in row tokens
-    before: Tokens  # a few prompt tokens up to there
+    before: Tokens  # a few prompt tokens up to there; images, sound and video are -1, here and below
     found: Tokens  # a few prompt tokens from there on
     expected: Tokens | None  # what the nearest stored chunk has there, or None
     cause: str  # "cold" | "evicted" | "fingerprint" | "diverged"
@@ -123,7 +124,8 @@ def miss_report(row: int, tokens: Tokens, miss: Miss, *, evicted: bool, other_fi
     expected: Tokens | None = None
     if miss.nearest is not None:
         stored = miss.nearest[common_length(miss.nearest, tokens[miss.border.at :]) :]
-        expected = stored[:_CONTEXT_TOKENS] if len(stored) else None
+        expected = shown_ids(stored[:_CONTEXT_TOKENS]) if len(stored) else None
+    before, found = shown_ids(before), shown_ids(found)
     if expected is not None:
         return MissReport(row, miss.at, before, found, expected, "diverged")
     if evicted:
@@ -135,7 +137,10 @@ def miss_report(row: int, tokens: Tokens, miss: Miss, *, evicted: bool, other_fi
 
 def _explain(miss: MissReport, tokenizer: Detokenizer | None) -> str:
     def show(ids: Tokens) -> str:
-        return repr(tokenizer.decode(ids.tolist())) if tokenizer is not None else f"tokens {ids.tolist()}"
+        text = [i for i in ids.tolist() if i >= 0]
+        if not text:
+            return "an image, sound or video"
+        return repr(tokenizer.decode(text)) if tokenizer is not None else f"tokens {text}"
 
     where = f"Row {miss.row}, token {miss.at}: {show(miss.found)}"
     if miss.cause == "evicted":
@@ -145,7 +150,9 @@ def _explain(miss: MissReport, tokenizer: Detokenizer | None) -> str:
     if miss.expected is None:
         return f"{where} was never seen after what comes before it."
     text = f"{where}, where a stored prompt has {show(miss.expected)}"
-    if tokenizer is None:
+    if miss.found[0] < 0 and miss.expected[0] < 0:
+        return f"Row {miss.row}, token {miss.at}: another image, sound or video than in a stored prompt."
+    if tokenizer is None or min(miss.before.min(initial=0), miss.found.min(), miss.expected.min()) < 0:
         return f"{text}."
     before, found, expected = (tokenizer.decode(ids.tolist()) for ids in (miss.before, miss.found, miss.expected))
     if _same_start(found, expected):

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.arming import GenerateCall, calling, in_generate, in_prefill
+from kvboost_hf.cache.arming import GenerateCall, calling, encoded_from, in_generate, in_prefill
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
 from kvboost_hf.cache.fill import fill_layers, run_ahead
@@ -37,11 +37,13 @@ from kvboost_hf.cache.inputs import (
     positions_follow_padding,
     read_inputs,
     read_pads,
+    with_positions,
 )
 from kvboost_hf.cache.kinds import make_layers
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.ledger import Ledger
-from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan
+from kvboost_hf.cache.media import ENCODED, Prompt, narrow_media, payload, read_prompt
+from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
 from kvboost_hf.cache.report import ReuseReport, Tally, miss_report
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.static import StaticReuseLayer
@@ -60,6 +62,7 @@ from kvboost_hf.compat import (
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError
 
+_NEVER = 2**62  # tokens that an extra forward must save
 _CHANGED = "position_ids or the attention mask changed on the way"
 _UNUSED = "the model has made no use of the cache"
 _LENGTH = "its rotary frequencies depend on the length, and this is longer than what they were trained for"
@@ -158,8 +161,11 @@ class ChunkReuseCache(HookedCache):
         self._user_defined = value
         continues = call.continues(self._held())
         self._call = call if value and not continues else None
+        model = self._model()
         if self._call is not None:
             self._tally = Tally(bypass=_UNUSED)  # until a forward comes with it
+            if self._held() and model is not None:
+                self._call.start_over(model)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held; 0 between the start of a generate() call and its first forward."""
@@ -318,6 +324,7 @@ class ChunkReuseCache(HookedCache):
         armed = call is not None and call.contains(sys._getframe())
         if self._unsupported is not None:
             return self._run_plain(kwargs, self._unsupported, armed=armed)
+        kwargs = with_positions(model, kwargs)
         held = self._held()
         if self._static is not None:
             return self._before_static(self._static, model, kwargs, held, armed=armed)
@@ -369,9 +376,12 @@ class ChunkReuseCache(HookedCache):
             return self._bypass(kwargs, "there is padding but no position_ids, so that positions do not follow it")
         if not positions_count_up(inputs.position_ids, pads, 0):
             return self._bypass(kwargs, "position_ids do not count up from 0")
-        ids = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
         if pads.any() and (reason := padding_reason(model)):
             return self._bypass(kwargs, reason)
+        prompt = _read_prompt(model, inputs, kwargs, pads)
+        if isinstance(prompt, str):
+            return self._bypass(kwargs, prompt)
+        ids = prompt.codes
         if batch > 1 and any(layer.single_row for layer in self._layers):
             return self._bypass(kwargs, "its cache has layers whose rows cannot be told apart; pass one row")
         regime = rope_regime(model, columns - int(pads.min()))
@@ -382,7 +392,7 @@ class ChunkReuseCache(HookedCache):
             return self._bypass(kwargs, "a part of the model is in training mode")
         if self._stateful and not pads.any():
             inputs = replace(inputs, attention_mask=None)  # it says nothing, and some models cannot take a part of it
-        held = self._keep_common(ids, pads, root, columns - inputs.logits)
+        held = self._keep_common(prompt, pads, root, columns - inputs.logits)
         ledger = self._ledger = self._ledger or Ledger.empty(pads, root)
         self._regime = regime
         candidates = inputs.logits - 1 if armed and not inputs.computes_all else 0
@@ -390,7 +400,7 @@ class ChunkReuseCache(HookedCache):
         self._tally.live = int(np.maximum(held - pads, 0).sum())
         self._tally.forwarded = -candidates * batch
         self._tally.bypass = inputs.computes_all
-        return self._serve(model, kwargs, inputs, ledger, ids, held)
+        return self._serve(model, kwargs, inputs, ledger, ids, held, prompt)
 
     def _continue(self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs | str, held: int) -> Kwargs:
         """Ids follow what the layers hold: a decoding step, candidates to verify, or more of a prompt."""
@@ -405,6 +415,8 @@ class ChunkReuseCache(HookedCache):
         padded = bool(ledger.log.pads.any())
         if padded and (inputs.attention_mask is None or not positions_follow_padding(model, inputs)):
             return self._lose_track(kwargs, held, "the attention mask or position_ids of a padded batch are missing")
+        if payload(kwargs):
+            return self._lose_track(kwargs, held, "images, sound or video came after the beginning of the prompt")
         if ledger.unconfirmed:
             self._confirm(ledger)
         if new > inputs.logits:
@@ -433,15 +445,23 @@ class ChunkReuseCache(HookedCache):
         if self._stateful and not pads.any():
             inputs = replace(inputs, attention_mask=None)
         ledger.log.pads = pads
-        fresh = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
+        if isinstance(prompt := _read_prompt(model, inputs, kwargs, pads - held), str) or prompt.media.any():
+            return self._lose_track(kwargs, held, _CHANGED)
         self._tally.prompt += int((held + new - np.maximum(pads, held)).sum())
-        ids = np.concatenate([ledger.log.columns(), fresh], axis=1)
-        return self._serve(model, kwargs, inputs, ledger, ids, held)
+        ids = np.concatenate([ledger.log.columns(), prompt.codes], axis=1)
+        return self._serve(model, kwargs, inputs, ledger, ids, held, prompt)
 
     def _serve(
-        self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs, ledger: Ledger, ids: Tokens, held: int
+        self,
+        model: PreTrainedModel,
+        kwargs: Kwargs,
+        inputs: ForwardInputs,
+        ledger: Ledger,
+        ids: Tokens,
+        held: int,
+        prompt: Prompt,
     ) -> Kwargs:
-        """Plan, fill and narrow: `ids` are all columns, of which the layers hold `held`."""
+        """Plan, fill and narrow: `ids` are all columns, of which the layers hold `held`; `prompt` are the new ones."""
         columns = ids.shape[1]
         limit = columns - inputs.logits
         # Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
@@ -449,6 +469,8 @@ class ChunkReuseCache(HookedCache):
         plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful)
         cuts = self._cuts(plan, ledger, ids, limit)
         first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
+        if prompt.media.any():
+            plan, cuts = _whole_media(plan, cuts, prompt, limit)
         if (plan.filled > first or cuts) and (reason := probe_reason(model)):
             if first:  # earlier pieces of the prompt are in the layers, and must stay
                 return self._lose_track(kwargs, held, reason)
@@ -459,11 +481,11 @@ class ChunkReuseCache(HookedCache):
         self._take_over(plan, ledger, ids)
         self._tally.forwarded += int((columns - np.maximum(plan.filled, ledger.log.pads)).sum())
         start = self._run_to_cuts(model, inputs, ledger, ids, plan.filled, cuts, first)
-        rest = inputs.input_ids[:, start - first :]
+        rest = ids[:, start:]
         self._running = _Running(
-            start, columns, commit=lambda: ledger.log.append(rest), confirmed=not inputs.verifies, root_checked=True
+            start, columns, commit=lambda: ledger.log.extend(rest), confirmed=not inputs.verifies, root_checked=True
         )
-        return _narrow(kwargs, inputs, start - first)
+        return _narrow(model, kwargs, inputs, prompt, start - first)
 
     def _cuts(self, plan: ReusePlan, ledger: Ledger, ids: Tokens, limit: int) -> list[int]:
         """Columns at which the states are worth keeping: the last chunk border, and where stored prompts part."""
@@ -557,7 +579,7 @@ class ChunkReuseCache(HookedCache):
         self._running = _Running(held, held + _new_columns(kwargs))
         return kwargs
 
-    def _keep_common(self, ids: Tokens, pads: NDArray[np.int64], root: bytes, limit: int) -> int:
+    def _keep_common(self, prompt: Prompt, pads: NDArray[np.int64], root: bytes, limit: int) -> int:
         """Rewind the layers to the columns that the new prompt shares with them; returns how many those are."""
         ledger = self._in_step()
         if ledger is not None and ledger.unconfirmed:
@@ -567,7 +589,7 @@ class ChunkReuseCache(HookedCache):
             self.store_tails()
             self._drop()
             return 0
-        held = min(common_columns(ledger.log.columns(), ids), max(limit, 0))
+        held = prompt.cut(min(common_columns(ledger.log.columns(), prompt.codes), max(limit, 0)))
         if held <= int(pads.max()):  # some row keeps nothing
             held = 0
         if held < ledger.log.length and not all(layer.can_rewind(held) for layer in self._layers):
@@ -735,13 +757,38 @@ def _same_padding(before: NDArray[np.int64], now: NDArray[np.int64], held: int) 
     return bool(((now == before) | ((before == held) & (now >= held))).all())
 
 
-def _narrow(kwargs: Kwargs, inputs: ForwardInputs, served: int) -> Kwargs:
+def _read_prompt(
+    model: PreTrainedModel, inputs: ForwardInputs, kwargs: Kwargs, pads: NDArray[np.int64]
+) -> Prompt | str:
+    ids = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
+    positions = inputs.position_ids
+    found = positions.cpu().numpy() if positions is not None and positions.ndim > 2 else None
+    source = encoded_from(kwargs.get(ENCODED)) or kwargs
+    return read_prompt(model, ids, found, pads, kwargs, source)
+
+
+def _whole_media(plan: ReusePlan, cuts: list[int], prompt: Prompt, limit: int) -> tuple[ReusePlan, list[int]]:
+    """The plan and the cuts without a forward of our own, which would lack its images, and without a cut in one."""
+    rows = [
+        row
+        if row.states is None
+        else replace(row, states={at: s for at, s in row.states.items() if prompt.cut(at + pad) == at + pad})
+        for row, pad in zip(plan.rows, plan.pads, strict=True)
+    ]
+    alone = plan_batch(rows, plan.pads, plan.held, limit, min_saving=_NEVER)
+    alone = replace(alone, filled=max(plan.held, prompt.cut(alone.filled)))
+    shown = np.flatnonzero(prompt.media[:, alone.filled :].any(axis=0))
+    before = alone.filled + int(shown[0]) if len(shown) else limit
+    return alone, [cut for cut in cuts if alone.filled < cut <= before]
+
+
+def _narrow(model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs, prompt: Prompt, served: int) -> Kwargs:
     """The arguments without their first `served` columns. A mask stays whole: it covers the cache, too."""
     if served == 0:
         return kwargs
-    narrowed = {**kwargs, "input_ids": inputs.input_ids[:, served:]}
+    narrowed = {**narrow_media(model, kwargs, prompt, served), "input_ids": inputs.input_ids[:, served:]}
     if inputs.position_ids is not None:
-        narrowed["position_ids"] = inputs.position_ids[:, served:]
+        narrowed["position_ids"] = inputs.position_ids[..., served:]
     if inputs.attention_mask is None and "attention_mask" in kwargs:
         narrowed["attention_mask"] = None
     if kwargs.get("cache_position") is not None:

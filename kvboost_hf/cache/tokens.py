@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.chunks import Tokens
+from kvboost_hf.cache.codes import shifted_codes
+from kvboost_hf.cache.positions import common_shift, position_shifts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,17 @@ class MaskShape:
 @dataclass(frozen=True, slots=True)
 class _Append:
     ids: torch.Tensor  # [batch, m]
-    position_ids: torch.Tensor | None  # [batch or 1, m], None where they were left to the model
+    position_ids: torch.Tensor | None  # [batch or 1, m] or [planes, batch, m], None where they were left to the model
     mask: MaskShape | None  # None where every column is visible
     start: int  # column of the first id
 
 
 class TokenLog:
-    """Ids by row and column, for a batch whose rows start with `pads[row]` columns of padding."""
+    """Ids by row and column, for a batch whose rows start with `pads[row]` columns of padding.
+
+    Where positions have several dimensions, or an image is shown, it is not the id that is kept but what stands for it
+    (see `codes.py`).
+    """
 
     def __init__(self, pads: NDArray[np.int64]) -> None:
         self.pads = pads
@@ -116,9 +122,31 @@ class TokenLog:
         pending, self._pending = self._pending, []
         self._reserve(self.length)
         ids = torch.cat([p.ids for p in pending], dim=1).cpu().numpy()
+        counted = [p for p in pending if p.position_ids is None or p.position_ids.ndim == 2]
+        if len(counted) < len(pending):
+            ids = shifted_codes(ids, self._shifts(pending))
         self._ids[:, self._settled : self._settled + ids.shape[1]] = ids
         self._settled += ids.shape[1]
-        self._trusted = self._trusted and self._positions_hold(pending) and self._masks_hold(pending)
+        self._trusted = self._trusted and self._positions_hold(counted) and self._masks_hold(pending)
+
+    def _shifts(self, pending: list[_Append]) -> NDArray[np.int64]:
+        """How far the positions of each id are from its place in the row, [batch, m]."""
+        columns = [np.arange(p.start, p.start + p.ids.shape[1]) for p in pending]
+        shifts = [np.zeros((self.batch_size, len(at)), dtype=np.int64) for at in columns]
+        by_planes: dict[int, list[int]] = {}
+        for i, p in enumerate(pending):
+            if p.position_ids is not None and p.position_ids.ndim > 2:
+                by_planes.setdefault(len(p.position_ids), []).append(i)
+        for at in by_planes.values():  # one transfer for all steps of a generate() call
+            given = [pending[i].position_ids for i in at]
+            found = torch.cat([g.expand(-1, self.batch_size, -1) for g in given if g is not None], dim=-1)
+            where = np.concatenate([columns[i] for i in at])
+            shift, agree = common_shift(position_shifts(found.cpu().numpy(), where, self.pads))
+            self._trusted = self._trusted and bool(agree.all())
+            ends = np.cumsum([len(columns[i]) for i in at])[:-1]
+            for i, part in zip(at, np.split(shift, ends, axis=1), strict=True):
+                shifts[i] = part
+        return np.concatenate(shifts, axis=1)
 
     def _positions_hold(self, pending: list[_Append]) -> bool:
         given = [p for p in pending if p.position_ids is not None]

@@ -1,0 +1,115 @@
+"""Positions of the columns of a prompt, in one dimension or, as multimodal models have them, in three.
+
+Such models get `position_ids` [3 or 4, batch, m]: time, height and width, with the place in the row before them where
+there are four. Outside an image all three are equal, and count on from where the image left off: by a *shift* from the
+place in the row that is the same until the next image.
+"""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import GenerationMixin, PreTrainedModel
+
+_PLACE_AND_THREE = 4
+
+
+def position_shifts(
+    position_ids: NDArray[np.int64], columns: NDArray[np.int64], pads: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """How far positions are from the place of their column in its row.
+
+    Args:
+        position_ids: [planes, batch, m].
+        columns: The m columns that they are for.
+        pads: Columns of left padding of each row.
+
+    Returns:
+        [planes, batch, m]; 0 in padding.
+    """
+    places = columns[None, :] - pads[:, None]
+    shifts: NDArray[np.int64] = np.where(places >= 0, position_ids - places, 0)
+    return shifts
+
+
+def common_shift(shifts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The shift [batch, m] that all planes agree on, and where they do. A plane of places must not be shifted."""
+    if len(shifts) == _PLACE_AND_THREE:
+        agree = (shifts[0] == 0) & (shifts[1:] == shifts[1]).all(axis=0)
+        return shifts[1], agree
+    return shifts[0], (shifts == shifts[0]).all(axis=0)
+
+
+def take_positions(position_ids: torch.Tensor, rows: torch.Tensor, batch: int, columns: slice) -> torch.Tensor:
+    """`position_ids` [(planes,) batch or 1, m] of some rows and columns."""
+    expanded = position_ids.expand(*position_ids.shape[:-2], batch, -1)
+    return expanded[..., rows, :][..., columns]
+
+
+def computed_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The positions that the model would work out from whole ids and images, had it been given none.
+
+    It does so inside its forward, and would get other ones once the ids are cut. As in its forward, it also notes how
+    to go on from there.
+    """
+    compute = getattr(model.base_model, "compute_3d_position_ids", None)
+    ids = kwargs["input_ids"]
+    if compute is None:
+        return None
+    accepted = inspect.signature(compute).parameters
+    given = {name: value for name, value in kwargs.items() if name in accepted}
+    given["inputs_embeds"] = ids[..., None]  # read for its shape and device
+    if "audio_seqlens" in accepted and kwargs.get("feature_attention_mask") is not None:
+        given["audio_seqlens"] = kwargs["feature_attention_mask"].sum(-1)
+    for name, parameter in accepted.items():
+        if parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            given.setdefault(name, None)
+    positions: torch.Tensor | None = compute(**given)
+    return positions
+
+
+def keeps_positions(model: PreTrainedModel) -> bool:
+    """Whether the model keeps the shift of its last prompt on itself, for forwards that are given no positions."""
+    return hasattr(model.base_model, "rope_deltas")
+
+
+def positions_from_start(
+    model: PreTrainedModel, ids: torch.Tensor, arguments: dict[str, Any], prepared: dict[str, Any]
+) -> torch.Tensor | None:
+    """The positions that generate() prepares for a whole prompt on an empty cache.
+
+    It prepares them before it tells a cache that it is to be used, and a model that keeps shifts on itself takes a
+    cache that holds something for the beginning of this prompt.
+
+    Args:
+        model: The model that generates.
+        ids: The whole prompt, repeated for beams.
+        arguments: What generate() was called with.
+        prepared: What it has made of it so far.
+
+    Returns:
+        The right ones; None where those prepared are right already.
+    """
+    prepare = getattr(type(model), "_prepare_position_ids_for_generation", None)
+    prepared_ids = prepared.get("position_ids")
+    if (
+        prepare in (None, GenerationMixin._prepare_position_ids_for_generation)
+        or arguments.get("position_ids") is not None
+        or prepared_ids is None
+    ):
+        return None
+    given = arguments.get("input_ids")
+    if not isinstance(given, torch.Tensor) or given.ndim != 2:
+        return None
+    repeats = ids.shape[0] // given.shape[0]
+    mask = arguments.get("attention_mask")
+    if mask is None:
+        found = prepared.get("attention_mask")  # dropped where it is all ones
+        mask = found[::repeats] if found is not None else torch.ones_like(given)
+    # Not those prepared: images are arguments no longer once they are encoded, but positions depend on them.
+    left_out = ("past_key_values", "position_ids", "input_ids", "attention_mask")
+    whole = {name: value for name, value in arguments.items() if name not in left_out}
+    positions: torch.Tensor = prepare(model, given, {**whole, "attention_mask": mask})
+    return positions.repeat_interleave(repeats, dim=positions.ndim - 2)

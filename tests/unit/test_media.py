@@ -1,0 +1,83 @@
+"""Codes, cuts and hashes of prompts with images, without a model."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost_hf.cache.codes import media_codes, shifted_codes, shown_ids
+from kvboost_hf.cache.media import Prompt, _hash, _split_items
+from kvboost_hf.cache.positions import common_shift, position_shifts
+
+
+def test_codes_of_text_and_media_never_meet() -> None:
+    ids = np.array([0, 5, 2**31 - 1])
+    shifts = np.array([0, -(2**20), 2**20])
+    text = shifted_codes(ids, shifts)
+    assert shown_ids(text).tolist() == ids.tolist()
+    shown = media_codes(b"seed", 1000)
+    assert (shown_ids(shown) == -1).all()
+    assert len(np.unique(shown)) == 1000
+    assert not set(text.tolist()) & set(shown.tolist())
+    assert not np.array_equal(shown, media_codes(b"other", 1000))
+    assert shifted_codes(ids[:1], np.array([3])) != shifted_codes(ids[:1], np.array([4]))
+
+
+@pytest.mark.parametrize(
+    ("divisible", "cuts"),
+    [(True, [0, 1, 2, 2, 2, 5, 6, 6, 8]), (False, [0, 1, 2, 2, 2, 2, 2, 2, 8])],
+)
+def test_cuts(divisible: bool, cuts: list[int]) -> None:
+    media = np.array([[0, 0, 1, 1, 1, 0, 1, 1, 0]], dtype=bool)
+    prompt = Prompt(np.zeros((1, 9), dtype=np.int64), media, divisible)
+    assert [prompt.cut(column) for column in range(9)] == cuts
+
+
+def test_no_row_is_cut_inside_an_image() -> None:
+    media = np.array([[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0]], dtype=bool)
+    prompt = Prompt(np.zeros((2, 6), dtype=np.int64), media)
+    assert [prompt.cut(column) for column in range(6)] == [0, 1, 2, 2, 2, 5]
+
+
+def test_a_hash_is_of_shape_and_dtype_too() -> None:
+    zeros = torch.zeros(2, 3)
+    same = [zeros, zeros.t().contiguous().t(), np.zeros((2, 3), dtype=np.float32)]
+    assert len({_hash(value) for value in same}) == 1
+    others = [
+        zeros,
+        zeros.t(),
+        zeros.to(torch.int32),
+        zeros.bfloat16(),
+        [zeros],
+        {"a": zeros},
+        {"b": zeros},
+        None,
+        0,
+        False,
+    ]
+    assert len({_hash(value) for value in others}) == len(others)
+    assert _hash(object()) != _hash(object())
+
+
+def test_images_are_told_apart_only_where_that_is_sure() -> None:
+    pixels = {"pixel_values": torch.randn(2, 3, 4, 4)}
+    one, two = _split_items(pixels, "image", [6, 6])
+    assert one != two
+    assert _split_items({"pixel_values": pixels["pixel_values"][:1]}, "image", [6]) == [one]
+    assert _split_items(pixels, "image", [6, 3]) == []  # a break inside an image, two images side by side
+    assert _split_items(pixels, "image", [6, 6, 6]) == []
+    assert _split_items({"pixel_values": torch.randn(2, 2, 3, 4, 4)}, "image", [6, 6]) == []  # rows, not images
+    assert _split_items({"input_features": torch.randn(2, 8, 4)}, "audio", [6, 6]) == []
+    patches = {"pixel_values": torch.randn(12, 5), "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 4]])}
+    assert len(_split_items(patches, "image", [1, 2])) == 2
+    assert _split_items(patches, "image", [2, 1]) == []
+
+
+def test_shifts_of_positions() -> None:
+    place = np.array([[0, 0, 1, 2, 3]])
+    three = np.stack([place, place + 2, place + 2, place + 2])
+    pads, columns = np.array([1]), np.arange(5)
+    shift, agree = common_shift(position_shifts(three, columns, pads))
+    assert shift.tolist() == [[0, 2, 2, 2, 2]]
+    assert agree.all()
+    three[1, 0, 3] += 1
+    assert common_shift(position_shifts(three, columns, pads))[1].tolist() == [[True, True, True, False, True]]
