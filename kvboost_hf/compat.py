@@ -88,11 +88,15 @@ def require_reusable_model(model: PreTrainedModel) -> None:
 
 
 def _not_a_model(found: object) -> str:
-    inner = ": model.get_base_model()" if hasattr(found, "get_base_model") else ""
-    return (
-        f"`model` must be a transformers PreTrainedModel, got {type(found).__name__}. Pass the transformers model "
-        f"itself, not a wrapper around it{inner}."
-    )
+    start = f"`model` must be a transformers PreTrainedModel, got {type(found).__name__}. "
+    if getattr(getattr(found, "active_peft_config", None), "is_prompt_learning", False):
+        return start + (
+            "Prompt learning is not supported: its virtual tokens are no part of the prompt. Use it without a "
+            "ChunkReuseCache."
+        )
+    inner = {"get_base_model": "get_base_model()", "_orig_mod": "_orig_mod", "module": "module"}
+    remedy = next((f": model.{way}" for name, way in inner.items() if hasattr(found, name)), "")
+    return f"{start}Pass the transformers model itself, not a wrapper around it{remedy}."
 
 
 def cache_layers(model: PreTrainedModel) -> list[Any]:

@@ -17,6 +17,8 @@ Kwargs = dict[str, Any]
 class HookedCache(Cache):
     """A cache that wants to see each forward of its model."""
 
+    max_cache_len = -1  # no limit; PEFT asks for it before it puts the cache of its tuned prefix in place of this one
+
     @abstractmethod
     def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
         """Called with the keyword arguments of a forward; returns those to run it with."""
