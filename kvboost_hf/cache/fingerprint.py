@@ -114,7 +114,7 @@ def _walk(model: nn.Module) -> _Found:
         attributes = module.__dict__
         if children := attributes["_modules"]:
             todo += [child for child in children.values() if child is not None]
-        found.in_training |= attributes["training"]
+        found.in_training |= module.training
         kinds[type(module)] = None
         switches.append(type(module).__qualname__)
         for held in (attributes["_parameters"], attributes["_buffers"]):

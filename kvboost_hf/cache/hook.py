@@ -4,6 +4,7 @@ import inspect
 from abc import abstractmethod
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -33,6 +34,8 @@ class ForwardHook:
 
     leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
 
+    # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs] | None:
         """torch forward pre-hook."""
         assert isinstance(model, PreTrainedModel)
@@ -45,6 +48,7 @@ class ForwardHook:
             kwargs["past_key_values"] = cache
         return (), cache.before_forward(model, kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> None:
         """torch forward hook."""
         cache = kwargs.get("past_key_values")
