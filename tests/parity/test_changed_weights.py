@@ -69,6 +69,7 @@ SEEN: dict[str, Callable[[PreTrainedModel], object]] = {
     "load_state_dict": lambda m: m.load_state_dict(make_model("llama", seed=5).state_dict()),
     "load_state_dict(assign=True)": lambda m: m.load_state_dict(make_model("llama", seed=5).state_dict(), assign=True),
     "to(float64)": lambda m: m.double(),
+    "bfloat16 and back": lambda m: m.bfloat16().float(),
     "a parametrization": lambda m: parametrize.register_parametrization(value(m), "weight", Doubled()),
     "pruning": lambda m: prune.l1_unstructured(value(m), "weight", amount=0.5),
     "tying": tie,
@@ -223,3 +224,18 @@ def test_a_fingerprint_keeps_no_weights_in_memory(llama: PreTrainedModel) -> Non
         freed = torch.multiprocessing.reductions.StorageWeakRef(value(llama).weight.untyped_storage())
         llama.to(torch.float64 if not full else torch.float32)
         assert freed.expired()
+
+
+def test_saved_and_loaded(llama: PreTrainedModel, store: ChunkStore, tmp_path: Any) -> None:
+    """Hooks are not saved; the copy reuses its own K/V, and all weights read say that it is the same model."""
+    same_as_plain(llama, ChunkReuseCache(llama, store), BASE)
+    llama.save_pretrained(tmp_path)
+    twin = type(llama).from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="another model object"):
+        ChunkReuseCache(twin, store)
+    assert same_as_plain(twin, ChunkReuseCache(twin), BASE) == 0
+    for dtype in (torch.float16, torch.float32):
+        halved = copy.deepcopy(llama).to(dtype)
+        cache = ChunkReuseCache(halved, ChunkStore(halved, chunk_size=32))
+        check_model_compatibility(halved)
+        assert [same_as_plain(halved, cache, BASE, atol=5e-2) for _ in range(2)] == [0, 99]
