@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -118,11 +119,15 @@ def require_cache(model: PreTrainedModel) -> None:
 
 
 def _not_a_model(found: object) -> str:
-    inner = ": model.get_base_model()" if hasattr(found, "get_base_model") else ""
-    return (
-        f"`model` must be a transformers PreTrainedModel, got {type(found).__name__}. Pass the transformers model "
-        f"itself, not a wrapper around it{inner}."
-    )
+    start = f"`model` must be a transformers PreTrainedModel, got {type(found).__name__}. "
+    if getattr(getattr(found, "active_peft_config", None), "is_prompt_learning", False):
+        return start + (
+            "Prompt learning is not supported: its virtual tokens are no part of the prompt. Use it without a "
+            "ChunkReuseCache."
+        )
+    inner = {"get_base_model": "get_base_model()", "_orig_mod": "_orig_mod", "module": "module"}
+    remedy = next((f": model.{way}" for name, way in inner.items() if hasattr(found, name)), "")
+    return f"{start}Pass the transformers model itself, not a wrapper around it{remedy}."
 
 
 def cache_layers(model: PreTrainedModel) -> list[Any]:
@@ -258,15 +263,24 @@ def rope_regime(model: PreTrainedModel, length: int) -> bytes | None:
     return regime
 
 
+def frequencies_vary(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding whose frequencies depend on the length."""
+    if "rope_type" not in module.__dict__:
+        return False
+    return any(kind == "longrope" or "dynamic" in kind for kind in _rope_types(module).values())
+
+
+def _rope_types(module: nn.Module) -> dict[str | None, str]:
+    kinds: Any = module.rope_type
+    by_layer_type = kinds if isinstance(kinds, dict) else {None: kinds}
+    return {layer_type: kind for layer_type, kind in by_layer_type.items() if isinstance(kind, str)}
+
+
 def _rope_limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:
     """Kinds of rotary embedding that depend on the length, and the length from which on they do."""
     found: set[tuple[str, int]] = set()
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        by_layer_type = kinds if isinstance(kinds, dict) else {None: kinds}
-        for layer_type, kind in by_layer_type.items():
-            if not isinstance(kind, str):
-                continue
+    for module in filter(frequencies_vary, model.modules()):
+        for layer_type, kind in _rope_types(module).items():
             if kind == "longrope":
                 parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]
                 parameters = parameters[layer_type] if layer_type is not None else parameters

@@ -1,26 +1,35 @@
 """What K/V depends on besides tokens: configuration, weights, adapters, hooks, autocast.
 
 Stored K/V is right only for the model as it was when it computed them. Reading all weights at each call would cost
-more than it saves, so changes are noticed in two cheap ways: PyTorch's own version counter and address of every tensor
-(optimizer steps, loading, moving), and a sample of its values (`param.data += …`, as adapters are merged, counts no
-version). What can be switched on and off without touching a weight (adapters, forward hooks, scalar attributes) is
-read from the modules, and gives the old fingerprint again when it is switched back.
+more than it saves, so changes of weights are noticed in cheap ways (`weights.py`), or all of them are read if that is
+asked for (`checksum.py`). What can be switched on and off without touching a weight (adapters, forward hooks, scalar
+attributes) is read from the modules, and gives the old fingerprint again when it is switched back.
 """
 
 import threading
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import nn
 
-_SAMPLES_PER_TENSOR = 32
-_SCALARS = frozenset((float, bool, str))
-# transformers puts hooks that only look on a part of a model when that part's hidden states are first asked for, as
-# some vision towers' are with the first image.
-_CAPTURING = "_output_capturing_hooks_installed"
+from kvboost_hf.cache.checksum import checksum
+from kvboost_hf.cache.offloaded import FileMark, offloaded_files, offloaded_tensors, weight_maps
+from kvboost_hf.cache.weights import WeightsWatch, plain_tensors
+from kvboost_hf.compat import frequencies_vary
+
+_SCALARS = frozenset((float, bool, str, int))
+_PLAIN = frozenset((nn.Parameter, torch.Tensor))
+_ADAPTER_STATE = frozenset(("_active_adapter", "_disable_adapters"))  # read through PEFT's own names
+_RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` from `weight_orig` at each forward
+# What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
+# is found by; hooks that only look are put in place when hidden states are first asked for, as with a first image.
+_NOTES = frozenset(("rope_deltas", "_output_capturing_hooks_installed"))
 _CAPTURING_MODULE = "transformers.utils.output_capturing"
+_DULL: set[type] = {*_SCALARS}  # types of attributes that are no tensors; isinstance() takes ten times as long
 
 
 class ModelFingerprint:
@@ -28,132 +37,156 @@ class ModelFingerprint:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._epoch = 0  # counts changes of weights
-        self._versions: tuple[tuple[int, int], ...] | None = None  # (data_ptr, _version) of every tensor
-        self._groups: list[list[torch.Tensor]] = []  # strided views into the weights, by device and dtype
-        self._sample = b""
-        self._switches: tuple[Hashable, ...] = ()
-        self._value: bytes | None = None
-        self._hooks: dict[int, tuple[Any, int]] = {}  # id -> hook and its serial number; only those in place
+        self._bumps = 0
+        self._weights = WeightsWatch()
+        self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
+        self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
         self._next_serial = 0
 
-    def current(self, model: nn.Module) -> bytes | None:
+    def current(self, model: nn.Module, *, full: bool = False) -> bytes | None:
         """The fingerprint of `model` as it is now; None while a part of it is in training mode.
 
         What is computed then may be drawn at random.
+
+        Args:
+            model: The one that is followed.
+            full: Read every weight, so that no change can be missed. Weights that are changed back find their old
+                fingerprint again. It never equals one without `full`.
         """
         with self._lock:
-            tensors, switches, in_training = self._walk(model)
-            if in_training:
+            found = _walk(model)
+            if found.in_training:
                 return None
-            versions = tuple((t.data_ptr(), _version(t)) for t in tensors)
-            if versions != self._versions:
-                self._groups = _sample_views(tensors)
-            sample = _read(self._groups)
-            if versions != self._versions or sample != self._sample:
-                self._epoch += self._versions is not None
-                self._versions, self._sample, self._value = versions, sample, None
-            if switches != self._switches:
-                self._switches, self._value = switches, None
-            if self._value is None:
-                self._value = self._digest(model)
-            return self._value
+            switches = (*found.switches, *sorted(found.files), *self._serials(found.parts))
+            weights: Hashable = checksum(found.tensors) if full else self._weights.epoch(found.tensors)
+            state = (switches, weights, self._bumps)
+            known = self._digests.get(full)
+            if known is None or known[0] != state:
+                known = self._digests[full] = state, self._digest(model, state, b"" if full else self._weights.sample)
+            return known[1]
 
     def bump(self) -> None:
         """Make all that was computed before count as another model's."""
         with self._lock:
-            self._epoch += 1
-            self._value = None
+            self._bumps += 1
 
-    def _walk(self, model: nn.Module) -> tuple[list[torch.Tensor], tuple[Hashable, ...], bool]:
-        """All tensors that hold data, all that can be switched without touching one, and whether dropout may act."""
-        tensors: list[torch.Tensor] = []
-        switches: list[Hashable] = [_autocast(model), _num_layers(model)]
-        hooks: list[Any] = []
-        in_training = False
-        todo = [model]  # by hand: the generators of model.modules() take three times as long
-        while todo:
-            module = todo.pop()
-            todo += [child for child in module._modules.values() if child is not None]
-            in_training |= module.training
-            for held in (module._parameters, module._buffers):
-                if held:
-                    tensors += [t for t in held.values() if t is not None and not t.is_meta]
-            attributes = module.__dict__
-            switches.append(f"{type(module).__module__}.{type(module).__qualname__}")
-            switches += [v for name, v in attributes.items() if type(v) in _SCALARS and name != _CAPTURING]
-            if module._forward_pre_hooks or module._forward_hooks:
-                hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-            if "_active_adapter" in attributes:  # PEFT
-                layer: Any = module
-                switches += [str(layer.active_adapters), str(layer.merged_adapters), bool(layer.disable_adapters)]
-                switches.append(str(attributes.get("scaling")))
-        return tensors, (*switches, *self._serials(hooks)), in_training
-
-    def _serials(self, hooks: Iterable[Any]) -> list[int]:
-        """A number for each hook: the same as long as it stays in place, never used again."""
+    def _serials(self, parts: Iterable[Any]) -> list[int]:
+        """A number for each part: the same as long as it stays in place, never used again."""
         seen: dict[int, tuple[Any, int]] = {}
-        for hook in hooks:
-            if getattr(getattr(hook, "__self__", None), "leaves_kv_alone", False):
-                continue
-            if getattr(hook, "__module__", None) == _CAPTURING_MODULE:
-                continue
-            key = id(hook)
-            if key not in self._hooks or self._hooks[key][0] is not hook:
+        numbers: list[int] = []
+        for part in parts:
+            key = id(part)
+            known = seen.get(key) or self._parts.get(key)
+            if known is None or known[0] is not part:
                 self._next_serial += 1
-                seen[key] = (hook, self._next_serial)
-            else:
-                seen[key] = self._hooks[key]
-        self._hooks = seen
-        return [serial for _, serial in seen.values()]
+                known = part, self._next_serial
+            seen[key] = known
+            numbers.append(known[1])
+        self._parts = seen
+        return numbers
 
-    def _digest(self, model: nn.Module) -> bytes:
+    def _digest(self, model: nn.Module, state: Hashable, sample: bytes) -> bytes:
         digest = blake2b(digest_size=20)
         config = getattr(model, "config", None)
         digest.update(str(config.to_json_string(use_diff=False) if config is not None else type(model)).encode())
         for name, tensor in model.named_parameters():
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-        digest.update(repr(self._switches).encode())
-        digest.update(self._sample)
-        digest.update(self._epoch.to_bytes(8, "little"))
+        digest.update(repr(state).encode())
+        digest.update(sample)
         return digest.digest()
 
 
-def _num_layers(model: nn.Module) -> int | None:
-    """Early-exit drafting lowers the configured number for the length of a call."""
-    config = getattr(model, "config", None)
-    return getattr(config, "num_hidden_layers", None)
+@dataclass(slots=True)
+class _Found:
+    """What K/V of a model may depend on."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    switches: list[Hashable] = field(default_factory=list)  # what can be switched without touching a tensor
+    parts: list[Any] = field(default_factory=list)  # hooks and functions: told apart by identity
+    files: set[FileMark] = field(default_factory=set)
+    in_training: bool = False
 
 
-def _autocast(model: nn.Module) -> Hashable:
-    kind = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
-    if not torch.is_autocast_enabled(kind):
-        return torch.get_float32_matmul_precision()
-    return kind, torch.get_autocast_dtype(kind), torch.get_float32_matmul_precision()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _sample_views(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        view = tensor.detach()
-        if not view.numel():
+def _walk(model: nn.Module) -> _Found:
+    found = _Found()
+    tensors, switches = found.tensors, found.switches
+    switches += [_autocast(), *_config_scalars(model)]
+    maps: dict[int, Any] = {}
+    kinds: dict[type, None] = {}
+    todo = [model]  # by hand: the generators of model.modules() take three times as long
+    while todo:
+        module = todo.pop()
+        attributes = module.__dict__
+        if frequencies_vary(module):  # it writes its frequencies anew at each forward; their regime is in the root
             continue
-        if view.is_contiguous():
-            view = view.view(-1)
-        per_dim = max(2, round(_SAMPLES_PER_TENSOR ** (1 / max(view.ndim, 1))))
-        for dim, size in enumerate(view.shape):
-            view = view[(slice(None),) * dim + (slice(None, None, max(1, size // per_dim)),)]
-        groups.setdefault((view.device, view.dtype), []).append(view)
-    return list(groups.values())
+        if children := attributes["_modules"]:
+            todo += [child for child in children.values() if child is not None]
+        found.in_training |= module.training
+        kinds[type(module)] = None
+        switches.append(type(module).__qualname__)
+        for held in (attributes["_parameters"], attributes["_buffers"]):
+            if held:
+                for tensor in held.values():
+                    if type(tensor) in _PLAIN:
+                        if not tensor.is_meta:
+                            tensors.append(tensor)
+                    elif tensor is not None:
+                        tensors += plain_tensors(tensor)
+        if "_active_adapter" in attributes:
+            switches += _adapter_switches(module)
+            attributes = {name: value for name, value in attributes.items() if name not in _ADAPTER_STATE}
+        switches += [v for name, v in attributes.items() if type(v) in _SCALARS and name not in _NOTES]
+        for name, value in [item for item in attributes.items() if type(item[1]) not in _DULL]:
+            if name in _NOTES:
+                continue
+            if isinstance(value, torch.Tensor):  # neither parameter nor buffer
+                if not any(name + suffix in attributes["_parameters"] for suffix in _RECOMPUTED):
+                    tensors += plain_tensors(value)
+            elif isinstance(value, torch.ScriptObject):  # packed weights
+                found.parts.append(value)
+            else:
+                _DULL.add(type(value))
+        if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
+            hooks = [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values()]
+            found.parts += [h for h in hooks if not _only_looks(h)]
+        if "forward" in attributes:  # replaced on the object
+            found.parts.append(attributes["forward"])
+        if "_hf_hook" in attributes:
+            maps |= {id(weights): weights for weights in weight_maps(attributes["_hf_hook"])}
+    found.parts += [getattr(kind, "forward", None) for kind in kinds]
+    for weights in maps.values():
+        for tensor in offloaded_tensors(weights):
+            tensors += plain_tensors(tensor)
+        found.files |= offloaded_files(weights)
+    return found
 
 
-def _read(groups: list[list[torch.Tensor]]) -> bytes:
-    digest = blake2b(digest_size=20)
-    for views in groups:
-        sample = torch.cat([view if view.ndim == 1 else view.reshape(-1) for view in views])
-        digest.update(sample.view(torch.uint8).cpu().numpy().tobytes())
-    return digest.digest()
+def _only_looks(hook: Any) -> bool:
+    if getattr(hook, "__module__", None) == _CAPTURING_MODULE:
+        return True
+    return bool(getattr(getattr(hook, "__self__", None), "leaves_kv_alone", False))
+
+
+def _adapter_switches(layer: Any) -> list[Hashable]:
+    """Of a layer that PEFT has put in. While adapters are disabled, it does not matter which one it is."""
+    if layer.disable_adapters:
+        return ["disabled", str(layer.merged_adapters)]
+    return [str(layer.merged_adapters), str(layer.active_adapters), str(layer.__dict__.get("scaling"))]
+
+
+def _config_scalars(model: nn.Module) -> list[Hashable]:
+    """Read at each forward: how attention is computed, and how many layers, which early-exit drafting lowers."""
+    config = getattr(model, "config", None)
+    return [value for value in config.__dict__.values() if type(value) in _SCALARS] if config is not None else []
+
+
+def _autocast() -> Hashable:
+    precision = torch.get_float32_matmul_precision()
+    kinds = [kind for kind in _device_kinds() if torch.is_autocast_enabled(kind)]
+    return precision, *[(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+@cache
+def _device_kinds() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

@@ -4,6 +4,7 @@ import inspect
 from abc import abstractmethod
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -12,10 +13,13 @@ from kvboost_hf.cache.state import ModelState
 from kvboost_hf.compat import cache_argument, known_reason
 
 Kwargs = dict[str, Any]
+Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
 
 
 class HookedCache(Cache):
     """A cache that wants to see each forward of its model."""
+
+    max_cache_len = -1  # no limit; PEFT asks for it before it puts the cache of its tuned prefix in place of this one
 
     @abstractmethod
     def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
@@ -31,8 +35,27 @@ class ForwardHook:
 
     leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
 
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs] | None:
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Changed:
         """torch forward pre-hook."""
+        if torch.compiler.is_compiling() and _is_compileable(kwargs):
+            assert isinstance(model, PreTrainedModel)
+            kwargs = _by_name(model, args, kwargs)
+            return (), kwargs["past_key_values"].before_forward(model, kwargs)
+        changed: Changed = self._before(model, args, kwargs)
+        return changed
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> None:
+        """torch forward hook."""
+        if torch.compiler.is_compiling() and _is_compileable(kwargs):
+            kwargs["past_key_values"].after_forward()
+            return
+        self._after(model, kwargs)
+
+    # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    ) -> tuple[tuple[Any, ...], Kwargs] | None:
         assert isinstance(model, PreTrainedModel)
         kwargs = _by_name(model, args, kwargs)
         name = cache_argument(model)
@@ -44,12 +67,18 @@ class ForwardHook:
             kwargs[name] = cache
         return (), cache.before_forward(model, kwargs)
 
-    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> None:
-        """torch forward hook."""
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, model: nn.Module, kwargs: Kwargs) -> None:
         assert isinstance(model, PreTrainedModel)
         cache = kwargs.get(cache_argument(model))
         if isinstance(cache, HookedCache):
             cache.after_forward()
+
+
+def _is_compileable(kwargs: Kwargs) -> bool:
+    """Whether a forward comes with a cache of a fixed size, whose hooks are tensor operations while compiling."""
+    cache = kwargs.get("past_key_values")
+    return isinstance(cache, HookedCache) and cache.is_compileable
 
 
 def install(model: PreTrainedModel) -> None:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,8 @@ def read_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardInputs
     for name, value in kwargs.items():
         if name not in _KNOWN and not (media and name in _OF_MEDIA) and not _says_nothing(value):
             return f"`{name}` was passed, which K/V may depend on"
+    if _adapters_by_row(model):
+        return "PEFT was told which adapter each row, or which tokens, of this batch use"
     keep = kwargs.get("logits_to_keep", 0)
     computes_all = _computes_all(model, kwargs, keep)
     logits = ids.shape[1] if computes_all else min(int(keep), ids.shape[1])
@@ -96,6 +98,15 @@ def _computes_all(model: PreTrainedModel, kwargs: dict[str, Any], keep: int | to
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
         return "gradients are enabled (call it under torch.no_grad())"
     return None
+
+
+def _adapters_by_row(model: PreTrainedModel) -> bool:
+    """Whether PEFT has hooked the adapted layers for the length of a call with `adapter_names` or an aLoRA."""
+    if getattr(model, "peft_config", None) is None:
+        return False
+    layer = next((module for module in model.modules() if "_active_adapter" in module.__dict__), None)
+    hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, partial)] if layer else []
+    return any({"adapter_names", "alora_offsets"} & hook.keywords.keys() for hook in hooks)
 
 
 @cache

@@ -177,7 +177,9 @@ class ChunkReuseCache(HookedCache):
     @property
     def is_compileable(self) -> bool:
         """Whether the next forward may be compiled: one that decodes, in a cache of a fixed size."""
-        if self._static is None or torch.compiler.is_compiling():
+        if self._static is None:
+            return False
+        if torch.compiler.is_compiling():
             return bool(super().is_compileable)
         return self._static_layers[0].whole and not in_prefill()
 
@@ -387,9 +389,9 @@ class ChunkReuseCache(HookedCache):
         regime = rope_regime(model, columns - int(pads.min()))
         if regime is None:
             return self._bypass(kwargs, _LENGTH)
-        root = self.store.root(self.salt, regime)
+        root = self._root(regime)
         if root is None:
-            return self._bypass(kwargs, "a part of the model is in training mode")
+            return self._bypass(kwargs, "a part of the model is in training mode (call model.eval())")
         if self._stateful and not pads.any():
             inputs = replace(inputs, attention_mask=None)  # it says nothing, and some models cannot take a part of it
         held = self._keep_common(prompt, pads, root, columns - inputs.logits)
@@ -410,7 +412,7 @@ class ChunkReuseCache(HookedCache):
         new = inputs.input_ids.shape[1]
         if rope_regime(model, held + new - int(ledger.log.pads.min())) != self._regime:
             return self._lose_track(kwargs, held, _LENGTH)
-        if not in_generate() and self._root() != ledger.root:
+        if not in_generate() and self._root(self._regime) != ledger.root:
             return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
         padded = bool(ledger.log.pads.any())
         if padded and (inputs.attention_mask is None or not positions_follow_padding(model, inputs)):
@@ -440,7 +442,7 @@ class ChunkReuseCache(HookedCache):
             return self._lose_track(kwargs, held, _CHANGED)
         if not (ledger.log.trusted and positions_count_up(inputs.position_ids, pads, held)):
             return self._lose_track(kwargs, held, _CHANGED)
-        if self._root() != ledger.root:
+        if self._root(self._regime) != ledger.root:
             return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
         if self._stateful and not pads.any():
             inputs = replace(inputs, attention_mask=None)
@@ -634,10 +636,11 @@ class ChunkReuseCache(HookedCache):
 
     def _may_store(self, ledger: Ledger) -> bool:
         """Whether the layers hold what the ledger says, computed by the model as it is now."""
-        return self.store.usable and ledger.log.trusted and self._root() == ledger.root
+        return self.store.usable and ledger.log.trusted and self._root(self._regime) == ledger.root
 
-    def _root(self) -> bytes | None:
-        return self.store.root(self.salt, self._regime)
+    def _root(self, regime: bytes) -> bytes | None:
+        """What all chains of the model, as it is now, start from."""
+        return self.store.root(self.salt, regime, read_all=self.policy.weights_check == "full")
 
     def _release(self, before: int) -> None:
         """Columns before `before` are of no more use to the store."""

@@ -30,6 +30,7 @@ from kvboost_hf.cache.kv import LayerKV, LayerStates
 from kvboost_hf.cache.plan import HEAD_TOKENS
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.compat import bytes_per_token, known_reason, require_cache
+from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 
 if TYPE_CHECKING:
@@ -131,16 +132,17 @@ class ChunkStore:
 
     # What a cache asks for
 
-    def root(self, salt: bytes, regime: bytes = b"") -> bytes | None:
+    def root(self, salt: bytes, regime: bytes = b"", *, read_all: bool = False) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None while a part of it is in training.
 
         Args:
             salt: Whose prompts they are.
             regime: Of the rotary frequencies, see `compat.rope_regime`.
+            read_all: Read every weight to tell whether one has changed.
         """
         self._require_open()
         model = self._require_model()
-        fingerprint = ModelState.of(model).fingerprint.current(model)
+        fingerprint = ModelState.of(model).fingerprint.current(model, full=read_all)
         if fingerprint is None:
             return None
         root = root_key(fingerprint, salt, regime)
@@ -320,7 +322,12 @@ class ChunkStore:
     # What users ask for
 
     def warm(
-        self, text_or_ids: str | Sequence[int] | torch.Tensor, *, tokenizer: Any = None, pin: bool = True
+        self,
+        text_or_ids: str | Sequence[int] | torch.Tensor,
+        *,
+        tokenizer: Any = None,
+        pin: bool = True,
+        policy: ReusePolicy | None = None,
     ) -> "ReuseReport":
         """Compute and store the K/V of a text ahead of the first request.
 
@@ -328,6 +335,7 @@ class ChunkStore:
             text_or_ids: Text, or token ids ([n] or [1, n]).
             tokenizer: Tokenizes a text, with its special tokens, as it would a prompt.
             pin: Never evict it.
+            policy: That of the caches that are to find it.
 
         Returns:
             What was already stored and what was computed.
@@ -340,7 +348,7 @@ class ChunkStore:
         from kvboost_hf.cache.warm import warm  # the cache is built on the store, and warming on the cache
 
         self._require_open()
-        return warm(self._require_model(), self, text_or_ids, tokenizer=tokenizer, pin=pin)
+        return warm(self._require_model(), self, text_or_ids, tokenizer=tokenizer, pin=pin, policy=policy)
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""

@@ -10,6 +10,7 @@ from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore, Put
 from kvboost_hf.compat import cache_argument, input_device
+from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError
 
 _TOKENS_PER_FORWARD = 2048  # bounds the activations of a long text
@@ -23,10 +24,11 @@ def warm(
     *,
     tokenizer: Any,
     pin: bool,
+    policy: ReusePolicy | None,
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
     ids = _as_ids(text_or_ids, tokenizer).to(input_device(model))
-    cache = ChunkReuseCache(model, store)
+    cache = ChunkReuseCache(model, store, policy)
     for part in torch.split(ids, _TOKENS_PER_FORWARD, dim=1):
         model(input_ids=part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
     pinned_before = store.pinned_keys()

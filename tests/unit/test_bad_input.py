@@ -49,6 +49,8 @@ def test_policy() -> None:
         ReusePolicy(min_prefill_saving=-1)
     with pytest.raises(ValueError, match="must be an int"):
         ReusePolicy(min_prefill_saving=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`weights_check` must be one of \('sample', 'full'\), got 'all'"):
+        ReusePolicy(weights_check="all")  # type: ignore[arg-type]
 
 
 def test_salt(llama: PreTrainedModel) -> None:

@@ -1,0 +1,53 @@
+"""Layers on several devices, and weights that come from the host for each forward."""
+
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from transformers import PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf.cache.fingerprint import ModelFingerprint
+from tests.conftest import make_model, random_ids
+from tests.parity.compare import same_as_plain
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+SPLIT = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": "cpu",
+         "model.rotary_emb": 0, "lm_head": "cpu"}  # fmt: skip
+
+
+def check(model: PreTrainedModel) -> ChunkReuseCache:
+    check_model_compatibility(model)
+    ids = random_ids(100, seed=1).cuda()
+    store = ChunkStore(model, chunk_size=32)
+    cache = ChunkReuseCache(model, store)
+    assert same_as_plain(model, cache, ids, atol=1e-3) == 0
+    assert same_as_plain(model, cache, ids, atol=1e-3) == 99
+    assert same_as_plain(model, ChunkReuseCache(model, store), ids, atol=1e-3) >= 96
+    return cache
+
+
+def test_two_devices() -> None:
+    """accelerate runs what is mapped to "cpu" on the main device, with its weights brought there."""
+    model = dispatch_model(make_model("llama"), SPLIT, main_device=0)
+    assert all(layer.keys.device.type == "cuda" for layer in check(model).layers)
+
+
+def test_layers_computed_where_they_are() -> None:
+    model = dispatch_model(make_model("llama"), SPLIT, main_device="cpu")
+    assert [layer.keys.device.type for layer in check(model).layers] == ["cuda", "cpu"]
+
+
+def test_offloaded_to_the_host() -> None:
+    cache = check(cpu_offload(make_model("llama"), torch.device("cuda:0")))
+    assert all(layer.keys.device.type == "cuda" for layer in cache.layers)
+
+
+def test_every_weight_is_read_on_the_device() -> None:
+    model, fingerprint = make_model("llama").cuda(), ModelFingerprint()
+    before = fingerprint.current(model, full=True)
+    assert fingerprint.current(model, full=True) == before
+    model.lm_head.weight.data[8, 5] += 1
+    assert fingerprint.current(model, full=True) != before

@@ -1,0 +1,251 @@
+"""Weights and buffers changed in every way that Python allows: K/V of what was before is never used again."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+from transformers import PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from kvboost_hf.cache.checksum import checksum
+from kvboost_hf.cache.fingerprint import ModelFingerprint
+from tests.conftest import make_model, random_ids
+from tests.parity.compare import same_as_plain
+
+BASE = random_ids(100, seed=1)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def value(model: PreTrainedModel) -> nn.Linear:
+    found = model.model.layers[0].self_attn.v_proj
+    assert isinstance(found, nn.Linear)
+    return found
+
+
+def step(model: PreTrainedModel) -> None:
+    weight = value(model).weight
+    weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([weight], lr=0.3).step()
+    weight.grad = None
+
+
+def under_no_grad(change: Callable[[torch.Tensor], object]) -> Callable[[PreTrainedModel], object]:
+    def run(model: PreTrainedModel) -> None:
+        with torch.no_grad():
+            change(value(model).weight)
+
+    return run
+
+
+def tie(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight
+
+
+def replace_forward(model: PreTrainedModel) -> None:
+    layer = model.model.layers[0].mlp
+    forward = layer.forward
+    layer.forward = lambda x: 2 * forward(x)
+
+
+SEEN: dict[str, Callable[[PreTrainedModel], object]] = {
+    "an optimizer step": step,
+    "data +=": lambda m: value(m).weight.data.add_(0.3),
+    "data = another": lambda m: setattr(value(m).weight, "data", value(m).weight.data.roll(1, 0)),
+    "data = its transpose": lambda m: setattr(m.model.layers[0].self_attn.q_proj.weight, "data",
+                                              m.model.layers[0].self_attn.q_proj.weight.data.t()),
+    "another parameter": lambda m: setattr(value(m), "weight", nn.Parameter(value(m).weight.detach() * 2)),
+    "one value": under_no_grad(lambda w: w[3, 5].add_(5)),
+    "one row": under_no_grad(lambda w: w[7].fill_(1)),
+    "copy_": under_no_grad(lambda w: w.copy_(w.roll(1, 0))),
+    "init": lambda m: nn.init.normal_(value(m).weight),
+    "load_state_dict": lambda m: m.load_state_dict(make_model("llama", seed=5).state_dict()),
+    "load_state_dict(assign=True)": lambda m: m.load_state_dict(make_model("llama", seed=5).state_dict(), assign=True),
+    "to(float64)": lambda m: m.double(),
+    "bfloat16 and back": lambda m: m.bfloat16().float(),
+    "a parametrization": lambda m: parametrize.register_parametrization(value(m), "weight", Doubled()),
+    "pruning": lambda m: prune.l1_unstructured(value(m), "weight", amount=0.5),
+    "tying": tie,
+    "a buffer": lambda m: m.model.rotary_emb.inv_freq.mul_(0.5),
+    "a buffer's data": lambda m: m.model.rotary_emb.inv_freq.data[3:4].mul_(0.5),
+    "a bias that was none": lambda m: setattr(value(m), "bias", nn.Parameter(torch.ones(32))),
+    "a norm's data": lambda m: m.model.layers[1].input_layernorm.weight.data[9:10].mul_(3),
+    "another module": lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.ReLU()),
+    "another forward": replace_forward,
+    "resizing the vocabulary": lambda m: m.resize_token_embeddings(210),
+}  # fmt: skip
+
+
+def swap_rows(model: PreTrainedModel) -> None:
+    rows = wide(model).data
+    rows[8], rows[12] = rows[12].clone(), rows[8].clone()
+
+
+def wide(model: PreTrainedModel) -> torch.Tensor:
+    """More values than are sampled."""
+    found = model.model.layers[0].mlp.gate_proj.weight
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+# What PyTorch does not count, and a sample of the values misses.
+HIDDEN: dict[str, Callable[[PreTrainedModel], object]] = {
+    "one value behind PyTorch's back": lambda m: wide(m).data[8, 5].add_(5),
+    "one row behind PyTorch's back": lambda m: wide(m).data[8].fill_(1),
+    "two rows swapped": swap_rows,
+    "signs of a row": lambda m: wide(m).data[8].neg_(),
+    "through numpy": lambda m: wide(m).detach().numpy()[8].fill(1),
+}
+
+
+@pytest.fixture
+def store(llama: PreTrainedModel) -> ChunkStore:
+    check_model_compatibility(llama)
+    return ChunkStore(llama, chunk_size=32)
+
+
+@pytest.mark.parametrize("how", SEEN)
+def test_between_calls(llama: PreTrainedModel, store: ChunkStore, how: str) -> None:
+    live = ChunkReuseCache(llama, store)
+    assert same_as_plain(llama, live, BASE) == 0
+    assert same_as_plain(llama, live, BASE) == 99
+    SEEN[how](llama)
+    check_model_compatibility(llama.eval())
+    fresh = ChunkReuseCache(llama, store)
+    assert same_as_plain(llama, fresh, BASE) == 0
+    assert same_as_plain(llama, live, BASE) >= 96
+
+
+class TestFullCheck:
+    """Every bit counts, and weights that are changed back find their K/V again."""
+
+    @pytest.mark.parametrize("how", [*SEEN, *HIDDEN])
+    def test_notices(self, llama: PreTrainedModel, how: str) -> None:
+        fingerprint = ModelFingerprint()
+        before = fingerprint.current(llama, full=True)
+        assert fingerprint.current(llama, full=True) == before
+        {**SEEN, **HIDDEN}[how](llama)
+        assert fingerprint.current(llama.eval(), full=True) != before
+
+    @pytest.mark.parametrize("how", HIDDEN)
+    def test_the_sample_misses_what_it_is_for(self, llama: PreTrainedModel, how: str) -> None:
+        fingerprint = ModelFingerprint()
+        before = fingerprint.current(llama)
+        HIDDEN[how](llama)
+        assert fingerprint.current(llama) == before
+
+    @pytest.mark.parametrize("how", HIDDEN)
+    def test_no_stale_answer(self, llama: PreTrainedModel, store: ChunkStore, how: str) -> None:
+        policy = ReusePolicy(weights_check="full")
+        store.warm(BASE, policy=policy)
+        live = ChunkReuseCache(llama, store, policy)
+        assert same_as_plain(llama, live, BASE) >= 96
+        HIDDEN[how](llama)
+        assert same_as_plain(llama, live, BASE) == 0
+        assert same_as_plain(llama, ChunkReuseCache(llama, store, policy), BASE) >= 96
+
+    def test_changed_back(self, llama: PreTrainedModel) -> None:
+        fingerprint, weights = ModelFingerprint(), copy.deepcopy(llama.state_dict())
+        before = fingerprint.current(llama, full=True)
+        step(llama)
+        assert fingerprint.current(llama, full=True) != before
+        llama.load_state_dict(weights)
+        assert fingerprint.current(llama, full=True) == before
+        fingerprint.bump()
+        assert fingerprint.current(llama, full=True) != before
+
+    def test_it_shares_nothing_with_the_sampled_one(self, llama: PreTrainedModel) -> None:
+        fingerprint = ModelFingerprint()
+        assert fingerprint.current(llama) != fingerprint.current(llama, full=True)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
+    @pytest.mark.parametrize("n", [1, 3, 5, 65_536, 70_001, 1_200_007])
+    def test_checksum_sees_every_place(self, dtype: torch.dtype, n: int) -> None:
+        octets = torch.randint(0, 2, (n * dtype.itemsize,), dtype=torch.uint8)
+        before = checksum([octets.view(dtype)])
+        for at in {0, n // 2, n - 1}:
+            changed = octets.clone()
+            changed[at * dtype.itemsize] ^= 1
+            assert checksum([changed.view(dtype)]) != before
+        assert checksum([octets.clone().view(dtype)]) == before
+
+    def test_checksum_sees_order_shape_and_views(self) -> None:
+        a, b = torch.randn(8, 6), torch.randn(8, 6)
+        different = [[a, b], [b, a], [a], [a.view(6, 8), b], [a.t(), b], [a.double(), b], [a, -b], []]
+        assert len({checksum(case) for case in different}) == len(different)
+        assert checksum([a.t().contiguous()]) == checksum([a.t()])
+        assert checksum([torch.cat([a, a]).view(-1)[1:9]]) == checksum([a.view(-1)[1:9].clone()])
+
+
+class TestModules:
+    """What is kept on modules, outside of parameters and buffers."""
+
+    def test_a_steering_vector(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        class Steered(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner, self.vector, self.times = inner, torch.zeros(64), 1
+
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return self.inner(*args, **kwargs) + self.times * self.vector
+
+        llama.model.layers[0].mlp = steered = Steered(llama.model.layers[0].mlp).eval()
+        cache = ChunkReuseCache(llama, store)
+        assert same_as_plain(llama, cache, BASE) == 0
+        steered.vector = torch.randn(64)
+        assert same_as_plain(llama, cache, BASE) == 0
+        steered.vector[5] = 9
+        assert same_as_plain(llama, cache, BASE) == 0
+        steered.times = 2
+        assert same_as_plain(llama, cache, BASE) == 0
+        steered.times = 1
+        assert same_as_plain(llama, cache, BASE) >= 96
+
+    def test_a_class_patched(self, llama: PreTrainedModel, store: ChunkStore, monkeypatch: Any) -> None:
+        cache, kind = ChunkReuseCache(llama, store), type(llama.model.layers[0].mlp)
+        assert same_as_plain(llama, cache, BASE) == 0
+        forward = kind.forward
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", lambda self, x: 2 * forward(self, x))
+            assert same_as_plain(llama, cache, BASE) == 0
+        same_as_plain(llama, cache, BASE)
+
+    def test_another_attention(self, llama: PreTrainedModel, store: ChunkStore) -> None:
+        fingerprint = ModelFingerprint()
+        before = fingerprint.current(llama)
+        llama.set_attn_implementation("eager")
+        assert fingerprint.current(llama) != before
+        llama.set_attn_implementation("sdpa")
+        assert fingerprint.current(llama) == before
+
+
+def test_a_fingerprint_keeps_no_weights_in_memory(llama: PreTrainedModel) -> None:
+    """Whoever moves a model to free memory gets it."""
+    fingerprint = ModelFingerprint()
+    for full in (False, True):
+        fingerprint.current(llama, full=full)
+        freed = torch.multiprocessing.reductions.StorageWeakRef(value(llama).weight.untyped_storage())
+        llama.to(torch.float64 if not full else torch.float32)
+        assert freed.expired()
+
+
+def test_saved_and_loaded(llama: PreTrainedModel, store: ChunkStore, tmp_path: Any) -> None:
+    """Hooks are not saved; the copy reuses its own K/V, and all weights read say that it is the same model."""
+    same_as_plain(llama, ChunkReuseCache(llama, store), BASE)
+    llama.save_pretrained(tmp_path)
+    twin = type(llama).from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="another model object"):
+        ChunkReuseCache(twin, store)
+    assert same_as_plain(twin, ChunkReuseCache(twin), BASE) == 0
+    for dtype in (torch.float16, torch.float32):
+        halved = copy.deepcopy(llama).to(dtype)
+        cache = ChunkReuseCache(halved, ChunkStore(halved, chunk_size=32))
+        check_model_compatibility(halved)
+        assert [same_as_plain(halved, cache, BASE, atol=5e-2) for _ in range(2)] == [0, 99]

@@ -1,0 +1,85 @@
+"""torch.compile in its three forms. The backend "eager" traces and guards, and needs no C++ compiler."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from tests.conftest import as_inputs, make_model, random_ids
+
+BASE = random_ids(100, seed=1)
+
+
+def assign_forward(model: PreTrainedModel) -> Any:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def compile_in_place(model: PreTrainedModel) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def compile_a_layer(model: PreTrainedModel) -> Any:
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    return model
+
+
+WAYS: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "model.forward": assign_forward,
+    "model.compile()": compile_in_place,
+    "torch.compile(model)": lambda model: torch.compile(model, backend="eager"),
+    "torch.compile(layer)": compile_a_layer,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    """With one layer: tracing takes seconds for each."""
+    model = make_model("llama")
+    del model.model.layers[1]
+    model.config.num_hidden_layers = 1
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reuse(llama: PreTrainedModel, way: str) -> None:
+    check_model_compatibility(llama)  # before it is compiled, since each shape is compiled for itself
+    plain = llama.generate(**as_inputs(BASE), max_new_tokens=2)
+    store = ChunkStore(llama, chunk_size=32)
+    cache = ChunkReuseCache(llama, store)
+    compiled = WAYS[way](llama)
+    for reused in (0, 99):
+        found = compiled.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=2)
+        assert torch.equal(found, plain)
+        assert cache.report.bypass_reason is None
+        assert cache.report.reused_tokens == reused
+
+
+@torch.no_grad()
+def test_a_compiled_wrapper_called(llama: PreTrainedModel) -> None:
+    """Only the forward of the wrapper is compiled, and the hooks stay outside its graph."""
+    compiled = torch.compile(llama, backend="eager")
+    with pytest.raises(ValueError, match=r"got OptimizedModule. Pass the .* itself, not .*: model\._orig_mod\."):
+        ChunkReuseCache(compiled)
+    store = ChunkStore(compiled._orig_mod, chunk_size=32)
+    for reused in (0, 96):
+        cache = ChunkReuseCache(llama, store)
+        found = compiled(BASE, past_key_values=cache, logits_to_keep=1).logits
+        torch.testing.assert_close(found, llama(BASE, logits_to_keep=1).logits, atol=2e-4, rtol=2e-4)
+        assert cache.report.reused_tokens == reused
+
+
+def test_data_parallel_is_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"got DataParallel. .* itself, not a wrapper around it: model\.module\."):
+        ChunkReuseCache(torch.nn.DataParallel(llama))  # type: ignore[arg-type]

@@ -1,0 +1,113 @@
+"""Quantized weights: several tensors in one, no tensors at all, or activations that are rounded together.
+
+Packages that are missing are skipped: `pip install kvboost_hf[test-quantized]`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf.cache.fingerprint import ModelFingerprint
+from kvboost_hf.cache.weights import plain_tensors
+from tests.conftest import random_ids
+from tests.parity.compare import same_as_plain
+
+BASE = random_ids(100, seed=1)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=199,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def reuses(model: PreTrainedModel) -> None:
+    check_model_compatibility(model)
+    store = ChunkStore(model, chunk_size=32)
+    cache = ChunkReuseCache(model, store)
+    assert same_as_plain(model, cache, BASE) == 0
+    assert same_as_plain(model, cache, BASE) == 99
+    assert same_as_plain(model, ChunkReuseCache(model, store), BASE) >= 96
+    fingerprint = ModelFingerprint()
+    for full in (False, True):
+        assert fingerprint.current(model, full=full) == fingerprint.current(model, full=full)
+
+
+def test_torchao_weights(model: PreTrainedModel) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    check_model_compatibility(model)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
+    assert same_as_plain(model, cache, BASE) == 0
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    assert same_as_plain(model, cache, BASE) == 0
+    reuses(model)
+    fingerprint = ModelFingerprint()
+    before = [fingerprint.current(model, full=full) for full in (False, True)]
+    scales = list(plain_tensors(model.model.layers[0].self_attn.v_proj.weight))[1]
+    scales.data *= 2
+    assert all(fingerprint.current(model, full=full) != before[full] for full in (False, True))
+    assert same_as_plain(model, cache, BASE) == 0
+
+
+def test_activations_rounded_by_row(model: PreTrainedModel) -> None:
+    """Other rounding wherever the last bits differ: too far from the same logits to promise the same tokens."""
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig())
+    refuses(model, "a prompt in two parts gives other logits")
+
+
+def test_activations_rounded_together(model: PreTrainedModel) -> None:
+    """One scale for all tokens of a prompt: what comes later changes what came before."""
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    refuses(quantized.eval(), "a prompt in two parts gives other logits")
+    fingerprint = ModelFingerprint()
+    before = fingerprint.current(quantized.eval())
+    assert fingerprint.current(quantized) == before
+    linear = quantized.model.layers[0].self_attn.v_proj
+    weight, bias = linear._weight_bias()
+    linear.set_weight_bias(torch.quantize_per_tensor(-weight.dequantize(), 0.01, 0, torch.qint8), bias)
+    assert fingerprint.current(quantized) not in (before, None)
+
+
+def refuses(model: PreTrainedModel, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check_model_compatibility(model)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
+    for _ in range(2):
+        assert same_as_plain(model, cache, BASE) == 0
+        assert reason in (cache.report.bypass_reason or "")
+
+
+def test_quanto(model: PreTrainedModel) -> None:
+    quanto = pytest.importorskip("optimum.quanto")
+    quanto.quantize(model, weights=quanto.qint8)
+    quanto.freeze(model)
+    reuses(model.eval())  # quantize() leaves its layers in training mode
+
+
+@pytest.mark.parametrize(
+    ("settings", "reused"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, True),
+        ({"load_in_8bit": True, "llm_int8_threshold": 0.0}, None),
+        ({"load_in_8bit": True}, False),  # columns with outliers are found in all tokens of a prompt together
+    ],
+)
+def test_bitsandbytes(model: PreTrainedModel, tmp_path: Path, settings: dict[str, Any], reused: bool | None) -> None:
+    pytest.importorskip("bitsandbytes")
+    model.save_pretrained(tmp_path)
+    quantized = LlamaForCausalLM.from_pretrained(
+        tmp_path, quantization_config=BitsAndBytesConfig(**settings), dtype=torch.float32
+    ).eval()
+    reason = check_model_compatibility(quantized, strict=False).reason
+    assert reused is None or reused == (reason is None)
+    reuses(quantized) if reason is None else refuses(quantized, reason.split(" (")[0])
