@@ -11,12 +11,14 @@ from tests.architectures.sizes import OPTIONAL, OVERRIDES, SIZES
 
 CAUSAL_LM_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
-# Types for which plain generate() from a small configuration fails, and why.
+_DRAFTER = "a drafter that reads the K/V of the Gemma 4 that it drafts for, and has none of its own"
+# Types with which plain generate() cannot be compared, and why.
 NOT_BUILT = {
     "blt": "stock transformers cannot make a cache for it: BltConfig has no num_hidden_layers",
     "gemma3n": "its vision tower needs the timm package; its language model is tested as gemma3n_text",
-    "gemma4_assistant": "a drafter that reads the K/V of the Gemma 4 that it drafts for, and has none of its own",
-    "gemma4_unified_assistant": "a drafter that reads the K/V of the Gemma 4 that it drafts for, and has none of its own",
+    "gemma4_assistant": _DRAFTER,
+    "gemma4_unified_assistant": _DRAFTER,
+    "musicgen": "stock generate() shows it only the last token of a prompt",
 }
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -33,6 +35,7 @@ def make_architecture(model_type: str) -> PreTrainedModel:
     told = model.generation_config
     told.pad_token_id = told.decoder_start_token_id = SIZES["pad_token_id"]
     told.eos_token_id = told.forced_eos_token_id = None
+    told.num_return_sequences = 1  # MusicGen reads it, and cannot do with the default None
     return model
 
 
