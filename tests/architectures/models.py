@@ -32,11 +32,19 @@ def make_architecture(model_type: str) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = model_class(_small(config_class)).eval()
+        _stir(model)
     told = model.generation_config
     told.pad_token_id = told.decoder_start_token_id = SIZES["pad_token_id"]
     told.eos_token_id = told.forced_eos_token_id = None
     told.num_return_sequences = 1  # MusicGen reads it, and cannot do with the default None
     return model
+
+
+def _stir(model: PreTrainedModel) -> None:
+    """Move what starts as zeros or ones (biases, norms, gates, sinks, decays), which would hide what it is for."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.min() == parameter.max():
+            parameter.data += 0.1 * torch.randn_like(parameter)
 
 
 def classes_of(model_type: str) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:

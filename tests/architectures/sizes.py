@@ -62,15 +62,24 @@ SIZES: dict[str, Any] = {
 # Left out where the default is None or 0: the architecture has it, but its models do not use it.
 OPTIONAL = ("sliding_window", "attention_chunk_size", "n_inner", "q_lora_rank")
 
+_LINEAR_AND_FULL = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _SLIDING_AND_FULL = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _CONV_AND_FULL = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
-_SHARED_BLOCKS = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
-_SWA_HEADS = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "rel_extent": 64}
+_SHARED_BLOCKS = {"num_hidden_layers": 3, "layers_block_type": ["hybrid", "linear_attention", "hybrid"]}
+_INKLING = {
+    "num_hidden_layers": 3,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "rel_extent": 64,
+}
 _NO_ROPE_IN_FULL = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": None}
 
 # What the sizes above get wrong, and kinds of layers that published models have and default configurations lack.
 # By the model type of a configuration.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {**_SLIDING_AND_FULL, "rope_parameters": _NO_ROPE_IN_FULL},
@@ -86,6 +95,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "o_groups": 2,
         "o_lora_rank": 16,
     },
+    "doge": {"keep_window_size": WINDOW},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {
         "swa_num_attention_heads": 4,
@@ -114,15 +124,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_text": {**_SLIDING_AND_FULL, "global_head_dim": 32},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    },
-    "inkling2_text": {**_SWA_HEADS, "n_layers_per_attn_res_block": 2, "unpadded_vocab_size": VOCAB},
-    "inkling_text": {**_SWA_HEADS, "logits_mup_width_multiplier": 1.0},
+    "granitemoehybrid": _LINEAR_AND_FULL,
+    "hrm_text": {"num_layers_per_stack": 1},
+    "inkling2_text": {**_INKLING, "n_layers_per_attn_res_block": 2, "unpadded_vocab_size": VOCAB},
+    "inkling_text": {**_INKLING, "logits_mup_width_multiplier": 1.0},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _LINEAR_AND_FULL,
     "laguna": _SLIDING_AND_FULL,
     "lfm2": _CONV_AND_FULL,
     "lfm2_moe": _CONV_AND_FULL,
+    "llama4_text": {"floor_scale": 16},
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
     "mellum": _SLIDING_AND_FULL,
@@ -133,18 +144,26 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "index_block_size": 8,
         "index_topk_blocks": 4,
     },
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "phi3": {"sliding_window": WINDOW},
     "phi4_multimodal": {"sliding_window": WINDOW},
     "phimoe": {"sliding_window": WINDOW},
     "qwen4_exp_text": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "indexed_attention"],
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 32,
         "indexer_compress_ratio": 4,
         "hc_lowrank": 16,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 32,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 1,
     },
     "reformer": {
         "axial_pos_shape": (16, 32),
@@ -164,8 +183,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba": _SHARED_BLOCKS,
     "zamba2": _SHARED_BLOCKS,
     "zaya": {
-        "num_hidden_layers": 4,
-        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+        "num_hidden_layers": 2,
+        "layer_types": ["hybrid", "hybrid_sliding"],
         "sliding_window": WINDOW,
         "num_experts_per_tok": 1,
     },

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
 
+from tests.architectures.models import CAUSAL_LM_TYPES, NOT_BUILT, classes_of
 from tests.architectures.outcome import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +40,8 @@ _INTRODUCTION = """\
 A language model keeps something of each token that it has read: *keys and values* in layers with attention, a *state*
 in recurrent ones. `kvboost_hf` keeps these between calls, so that a prompt which begins like an earlier one is not
 computed again. Whether that gives the right answer depends on how a model is built. This page says for which
-architectures it does. It covers {types} of the {all_types} types of causal language models in transformers {version},
-which are {classes} classes.
+architectures it does. It covers {types} types of causal language models in transformers {version},
+which are {classes} classes; several types can share one.
 
 It is not a list of intentions. For each row a tiny random model was built that has all kinds of layers that the real
 one has. It answered prompts with and without reuse: the same again, longer ones, shorter ones, unrelated ones, and a
@@ -52,8 +54,10 @@ padded batch.
 - **refused**: plain `generate()` itself takes no cache for this architecture; `ChunkReuseCache(model)` raises an
   error.
 
-{counts}. What a model of yours gets is always found out from the model itself, not looked up here:
-`kvboost-hf check --model NAME`.
+{counts}.
+
+What a model of yours gets is always found out from the model itself, not looked up here: `kvboost-hf check --model
+NAME` tells you.
 
 The column *keeps* is what the cache that transformers makes for the architecture consists of:
 
@@ -71,9 +75,9 @@ The column *keeps* is what the cache that transformers makes for the architectur
 | --- | --- | --- | --- |
 """
 _LEFT_OUT = """
-## Not in the table
+## Not tried
 
-| type | why |
+| model type | why |
 | --- | --- |
 """
 
@@ -94,22 +98,35 @@ def recorded() -> dict[str, Row]:
     return found
 
 
-def write(rows: dict[str, Row], types: int, left_out: dict[str, str], version: str) -> None:
-    """Write the rows for programs, and the page for people."""
+def write(rows: dict[str, Row]) -> None:
+    """Write the rows, by class name, for programs, and the page for people."""
     ROWS.write_text(json.dumps(dict(sorted(rows.items())), indent=2) + "\n", encoding="utf-8")
-    page = _INTRODUCTION.format(
-        types=types, all_types=types + len(left_out), version=version, classes=len(rows), counts=_counts(rows)
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def page(rows: dict[str, Row]) -> str:
+    """The rows for people."""
+    covered = [name for name in CAUSAL_LM_TYPES if name not in NOT_BUILT and class_name(name) in rows]
+    text = _INTRODUCTION.format(
+        types=f"{len(covered)} of the {len(CAUSAL_LM_TYPES)}",
+        version=transformers.__version__,
+        classes=len(rows),
+        counts=_counts(rows),
     )
     for name, found in sorted(rows.items()):
         words = "; ".join(_in_words(found["layers"])) or "nothing that a caller sees"
-        page += f"| {name} | {words} | {_ANSWERS[found['outcome']]} | {found['reason'] or ''} |\n"
-    page += _LEFT_OUT + "".join(f"| {name} | {why} |\n" for name, why in sorted(left_out.items()))
-    PAGE.write_text(page, encoding="utf-8")
+        text += f"| {name} | {words} | {_ANSWERS[found['outcome']]} | {found['reason'] or ''} |\n"
+    return text + _LEFT_OUT + "".join(f"| {name} | {why} |\n" for name, why in sorted(NOT_BUILT.items()))
+
+
+def class_name(model_type: str) -> str:
+    """Of the model that is made for a type."""
+    return classes_of(model_type)[1].__name__
 
 
 def _counts(rows: dict[str, Row]) -> str:
     outcomes = [found["outcome"] for found in rows.values()]
-    return ", ".join(f"{outcomes.count(name)} classes: {answer}" for name, answer in _ANSWERS.items())
+    return ", ".join(f"{answer}: {outcomes.count(name)} classes" for name, answer in _ANSWERS.items()).capitalize()
 
 
 def _in_words(layers: list[str]) -> list[str]:
