@@ -125,7 +125,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {**_SLIDING_AND_FULL, "global_head_dim": 32},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": _LINEAR_AND_FULL,
-    "hrm_text": {"num_layers_per_stack": 1},
+    "hrm_text": {"num_hidden_layers": 1},
     "inkling2_text": {**_INKLING, "n_layers_per_attn_res_block": 2, "unpadded_vocab_size": VOCAB},
     "inkling_text": {**_INKLING, "logits_mup_width_multiplier": 1.0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
