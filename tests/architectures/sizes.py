@@ -95,7 +95,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "o_groups": 2,
         "o_lora_rank": 16,
     },
-    "doge": {"keep_window_size": WINDOW},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {
         "swa_num_attention_heads": 4,
