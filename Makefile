@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test style quality bench gpu clean
+.PHONY: demo test style quality architectures bench gpu clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,10 @@ quality: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The table of architectures in docs/ and kvboost_hf/: runs each of them, tiny, with and without reuse.
+architectures: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.architectures --write
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/reuse.py --out benchmarks/results

@@ -149,7 +149,7 @@ class Work(TorchFunctionMode):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self._weight = model.get_input_embeddings().weight
+        self._weight = next(model.get_input_embeddings().parameters())
         self.tokens = 0
         self.calls = 0
 

@@ -1,0 +1,169 @@
+"""What reuse does for one model, found out by doing it: a row of the table of architectures."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from tests.conftest import as_inputs, counted, left_pad, random_ids
+
+NEW = 6
+# In standard deviations of the logits: what rounding explains in float32.
+TOLERANCE = 2e-4
+
+PROMPT, NEXT, OTHER = random_ids(100, seed=1), random_ids(30, seed=2), random_ids(90, seed=3)
+LONGER = torch.cat([PROMPT, NEXT], dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A prompt in a row of prompts.
+
+    Args:
+        inputs: What `generate()` is given.
+        fresh: Whether it comes with a new cache on the same store, not with that of the step before.
+        repeats: Whether most of it was seen, so that half of it must be saved where reuse is possible.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    fresh: bool = False
+    repeats: bool = False
+
+
+STEPS = {
+    "a first prompt": Step(inputs=as_inputs(PROMPT)),
+    "the same through a fresh cache": Step(inputs=as_inputs(PROMPT), fresh=True, repeats=True),
+    "a longer one": Step(inputs=as_inputs(LONGER), repeats=True),
+    "a shorter beginning of it, and other text": Step(inputs=as_inputs(torch.cat([PROMPT[:, :70], NEXT], dim=1))),
+    "an unrelated one": Step(inputs=as_inputs(OTHER)),
+    "a padded batch of a known and a new row": Step(inputs=left_pad(LONGER, random_ids(60, seed=4))),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of the steps.
+
+    Args:
+        outcome: "exact" if K/V was reused, "bypassed" if all was computed, "refused" if there can be no cache.
+        layers: Class names of the layers in the cache that plain `generate()` makes, sorted.
+        reason: Why nothing was reused, or None.
+    """
+
+    outcome: Literal["exact", "bypassed", "refused"]
+    layers: tuple[str, ...]
+    reason: str | None
+
+
+def outcome_of(model: PreTrainedModel) -> Outcome:
+    """Run all steps with and without reuse.
+
+    Raises:
+        AssertionError: if an answer is not that of plain `generate()`, or if work is neither saved nor is it said
+            why not.
+    """
+    first = check_context_matters(model)
+    layers = layers_in(first.get("past_key_values"))
+    try:
+        check_model_compatibility(model, strict=False)  # runs its probes now, so that no step pays for them
+        store = ChunkStore(model, chunk_size=32)
+        cache = ChunkReuseCache(model, store)
+    except ValueError as error:
+        refusal = without_figures(str(error))
+    else:
+        refusal = None
+    if refusal is not None:
+        assert not takes_a_cache(model, first), f"refused, although plain generate() takes a cache: {refusal}"
+        return Outcome(outcome="refused", layers=layers, reason=refusal)
+    told = []
+    for name, step in STEPS.items():
+        if step.fresh:
+            cache = ChunkReuseCache(model, store)
+        reason = check_step(model, name, step, cache)
+        if step.repeats:
+            told.append(reason)
+    assert len(set(told)) == 1, f"repeated prompts are treated differently: {told}"
+    if told[0] is None:
+        return Outcome(outcome="exact", layers=layers, reason=None)
+    return Outcome(outcome="bypassed", layers=layers, reason=without_figures(told[0]))
+
+
+def check_step(model: PreTrainedModel, name: str, step: Step, cache: ChunkReuseCache) -> str | None:
+    """The reason for a bypass; fails if the answer is wrong, or if less was saved than the report claims."""
+    rows, length = step.inputs["input_ids"].shape
+    try:
+        with counted(model) as plain_work:
+            expected = generate(model, step.inputs)
+    except Exception:
+        assert rows > 1, f"{name}: plain generate() fails"
+        return "this architecture takes no padding"  # nothing to compare with
+    with counted(model) as work:
+        found = generate(model, step.inputs, past_key_values=cache)
+    assert_same(name, expected, found)
+    report, saved = cache.report, plain_work.tokens - work.tokens
+    assert report is not None, f"{name}: no report"
+    if report.bypass_reason is not None:
+        assert report.reused_tokens == 0, f"{name}: bypassed, yet {report.reused_tokens} tokens reused"
+        assert saved <= 0, f"{name}: bypassed, yet {saved} tokens fewer were forwarded"
+        return report.bypass_reason
+    if rows == 1:
+        assert saved == report.reused_tokens, f"{name}: the report claims {report.reused_tokens}, saved are {saved}"
+    elif report.reused_tokens:
+        assert saved > 0, f"{name}: the report claims {report.reused_tokens}, nothing is saved"
+    if step.repeats:
+        assert saved >= length // 2, f"{name}: {saved} of {length} tokens saved, and no reason given"
+    return None
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Any:
+    """Greedy `generate()` with logits; plain, if no cache of ours is given."""
+    return model.generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True, **kwargs
+    )
+
+
+def takes_a_cache(model: PreTrainedModel, first: Any) -> bool:
+    """Whether plain `generate()` gives its usual answer with the cache that a knowing user would pass."""
+    try:
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        found = generate(model, as_inputs(PROMPT), past_key_values=cache)
+    except Exception:
+        return False
+    return torch.equal(found.sequences, first.sequences) and cache.get_seq_length() >= PROMPT.shape[1]
+
+
+def assert_same(name: str, expected: Any, found: Any) -> None:
+    """Same tokens, and logits as far as rounding allows."""
+    unequal = f"{name}: {found.sequences[:, -NEW:].tolist()}, not {expected.sequences[:, -NEW:].tolist()}"
+    assert torch.equal(expected.sequences, found.sequences), unequal
+    for right, other in zip(expected.logits, found.logits, strict=True):
+        scale = right.std()
+        torch.testing.assert_close(
+            other / scale, right / scale, atol=TOLERANCE, rtol=TOLERANCE, msg=lambda text: f"{name}: {text}"
+        )
+
+
+def check_context_matters(model: PreTrainedModel) -> Any:
+    """What plain `generate()` gives; fails if it says the same whatever it has read: it would pass with any K/V."""
+    changed = torch.cat([random_ids(PROMPT.shape[1] - 1, seed=5), PROMPT[:, -1:]], dim=1)
+    first, other = generate(model, as_inputs(PROMPT)), generate(model, as_inputs(changed))
+    difference = (first.logits[0] - other.logits[0]).abs().max()
+    assert difference > 10 * TOLERANCE * first.logits[0].std(), "what is read changes nothing in what is said"
+    return first
+
+
+def layers_in(kept: Any) -> tuple[str, ...]:
+    """Class names of the layers in the cache of a finished `generate()`; of the state itself if it is no Cache."""
+    if isinstance(kept, EncoderDecoderCache):
+        kept = kept.self_attention_cache
+    if isinstance(kept, Cache):
+        return tuple(sorted({type(layer).__name__ for layer in kept.layers}))
+    return () if kept is None else (type(kept).__name__,)
+
+
+def without_figures(reason: str) -> str:
+    """A reason without what was measured, which differs by a little between machines."""
+    return re.sub(r" \(by [^)]*\)", "", reason)

@@ -1,0 +1,133 @@
+"""The table of architectures: read by tests, written by `make architectures`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+
+from tests.architectures.models import CAUSAL_LM_TYPES, NOT_BUILT, classes_of
+from tests.architectures.outcome import Outcome
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "kvboost_hf" / "architectures.json"
+PAGE = ROOT / "docs" / "architectures.md"
+
+Row = dict[str, Any]
+
+# Kinds of layers, as a cache has them, in plain words.
+_WORDS = {
+    "DeepseekV4CSACache": "compressed attention to picked tokens",
+    "DeepseekV4HCACache": "heavily compressed attention",
+    "DummyLayer": "layers that keep nothing",
+    "DynamicIndexedLayer": "attention to tokens that an index picks",
+    "DynamicLayer": "full attention",
+    "DynamicSlidingWindowLayer": "sliding window",
+    "LinearAttentionAndFullAttentionLayer": "full attention with a recurrent or convolution state",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "sliding window with a recurrent or convolution state",
+    "LinearAttentionLayer": "recurrent or convolution state",
+    "MiniMaxM3VLSparseCacheLayer": "attention to picked blocks",
+}
+_OTHER = "a state of its own kind"
+_ANSWERS = {"exact": "yes", "bypassed": "no", "refused": "refused"}
+
+_INTRODUCTION = """\
+# Which architectures reuse works for
+
+<!-- Written by `make architectures`. -->
+
+A language model keeps something of each token that it has read: *keys and values* in layers with attention, a *state*
+in recurrent ones. `kvboost_hf` keeps these between calls, so that a prompt which begins like an earlier one is not
+computed again. Whether that gives the right answer depends on how a model is built. This page says for which
+architectures it does. It covers {types} types of causal language models in transformers {version},
+which are {classes} classes; several types can share one.
+
+It is not a list of intentions. For each row a tiny random model was built that has all kinds of layers that the real
+one has. It answered prompts with and without reuse: the same again, longer ones, shorter ones, unrelated ones, and a
+padded batch.
+
+- **yes**: the answers were those of plain `generate()`, token by token and in their logits, and fewer tokens were
+  computed, as `cache.report` says.
+- **no**: the answers are those of plain `generate()`, too, but all was computed. The reason in the last column is that
+  of `cache.report.bypass_reason`.
+- **refused**: plain `generate()` itself takes no cache for this architecture; `ChunkReuseCache(model)` raises an
+  error.
+
+{counts}.
+
+What a model of yours gets is always found out from the model itself, not looked up here: `kvboost-hf check --model
+NAME` tells you.
+
+The column *keeps* is what the cache that transformers makes for the architecture consists of:
+
+| keeps | is |
+| --- | --- |
+| full attention | keys and values of all tokens |
+| sliding window | keys and values of the last tokens only, or of the current stretch of tokens |
+| recurrent or convolution state | one state of fixed size: linear attention, Mamba, short convolutions |
+| attention to tokens that an index picks | keys and values of all tokens, and other keys by which some are picked |
+| layers that keep nothing | layers without attention, or that use the keys and values of another layer |
+
+## The table
+
+| architecture | keeps | reuse | why not |
+| --- | --- | --- | --- |
+"""
+_LEFT_OUT = """
+## Not tried
+
+| model type | why |
+| --- | --- |
+"""
+
+
+def row(model: PreTrainedModel, outcome: Outcome) -> Row:
+    """What the table says of a model's class."""
+    return {
+        "model_type": type(model).config_class.model_type,
+        "outcome": outcome.outcome,
+        "layers": list(outcome.layers),
+        "reason": outcome.reason,
+    }
+
+
+def recorded() -> dict[str, Row]:
+    """The rows that were written last, by class name."""
+    found: dict[str, Row] = json.loads(ROWS.read_text(encoding="utf-8"))
+    return found
+
+
+def write(rows: dict[str, Row]) -> None:
+    """Write the rows, by class name, for programs, and the page for people."""
+    ROWS.write_text(json.dumps(dict(sorted(rows.items())), indent=2) + "\n", encoding="utf-8")
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def page(rows: dict[str, Row]) -> str:
+    """The rows for people."""
+    covered = [name for name in CAUSAL_LM_TYPES if name not in NOT_BUILT and class_name(name) in rows]
+    text = _INTRODUCTION.format(
+        types=f"{len(covered)} of the {len(CAUSAL_LM_TYPES)}",
+        version=transformers.__version__,
+        classes=len(rows),
+        counts=_counts(rows),
+    )
+    for name, found in sorted(rows.items()):
+        words = "; ".join(_in_words(found["layers"])) or "nothing that a caller sees"
+        text += f"| {name} | {words} | {_ANSWERS[found['outcome']]} | {found['reason'] or ''} |\n"
+    return text + _LEFT_OUT + "".join(f"| {name} | {why} |\n" for name, why in sorted(NOT_BUILT.items()))
+
+
+def class_name(model_type: str) -> str:
+    """Of the model that is made for a type."""
+    return classes_of(model_type)[1].__name__
+
+
+def _counts(rows: dict[str, Row]) -> str:
+    outcomes = [found["outcome"] for found in rows.values()]
+    return ", ".join(f"{answer}: {outcomes.count(name)} classes" for name, answer in _ANSWERS.items()).capitalize()
+
+
+def _in_words(layers: list[str]) -> list[str]:
+    return list(dict.fromkeys(_WORDS.get(name, _OTHER) for name in layers))
