@@ -111,10 +111,10 @@ def require_cache(model: PreTrainedModel) -> None:
         ValueError: as `require_reusable_model` does, and for a model whose forward takes no cache.
     """
     require_reusable_model(model)
-    if not cache_argument(model):
+    reason = _no_cache_reason(model)
+    if reason is not None:
         raise ValueError(
-            f"The forward of {type(model).__name__} takes no cache, so there is nothing to reuse. Use it without a "
-            "ChunkReuseCache."
+            f"{type(model).__name__} cannot be given a cache: {reason}. Use it without a ChunkReuseCache."
         )
 
 
@@ -204,6 +204,14 @@ def _once(
         return known[model.dtype]
 
 
+def _no_cache_reason(model: PreTrainedModel) -> str | None:
+    if not cache_argument(model):
+        return "its forward takes none"
+    if model.config.model_type.startswith("musicgen"):
+        return "its own generate() runs only the last token of a prompt once a cache holds anything"
+    return None
+
+
 # What no probe of a few tokens can see, by model type.
 _KNOWN_WRONG = {
     "moshi": "transformers applies its sliding window to cached tokens only, so that a prompt in parts differs",
@@ -213,8 +221,8 @@ _KNOWN_WRONG = {
 def _static_reason(model: PreTrainedModel) -> str | None:
     if (known := _KNOWN_WRONG.get(model.config.model_type)) is not None:
         return known
-    if not cache_argument(model):
-        return "its forward takes no cache"
+    if (reason := _no_cache_reason(model)) is not None:
+        return reason
     if has_own_cache(model):
         return "it keeps its K/V in a cache class of its own"
     try:

@@ -8,6 +8,7 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf.compat import cache_argument
 from tests.conftest import as_inputs, counted, left_pad, random_ids
 
 NEW = 6
@@ -101,7 +102,7 @@ def check_step(model: PreTrainedModel, name: str, step: Step, cache: ChunkReuseC
         assert rows > 1, f"{name}: plain generate() fails"
         return "this architecture takes no padding"  # nothing to compare with
     with counted(model) as work:
-        found = generate(model, step.inputs, past_key_values=cache)
+        found = generate(model, step.inputs, **{cache_argument(model): cache})
     assert_same(name, expected, found)
     report, saved = cache.report, plain_work.tokens - work.tokens
     assert report is not None, f"{name}: no report"
@@ -126,13 +127,14 @@ def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: 
 
 
 def takes_a_cache(model: PreTrainedModel, first: Any) -> bool:
-    """Whether plain `generate()` gives its usual answer with the cache that a knowing user would pass."""
+    """Whether plain `generate()` gives its usual answers, to a prompt and to a longer one, with a cache of its own."""
     try:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        found = generate(model, as_inputs(PROMPT), past_key_values=cache)
+        found = [generate(model, as_inputs(ids), past_key_values=cache).sequences for ids in (PROMPT, LONGER)]
     except Exception:
         return False
-    return torch.equal(found.sequences, first.sequences) and cache.get_seq_length() >= PROMPT.shape[1]
+    expected = [first.sequences, generate(model, as_inputs(LONGER)).sequences]
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and cache.get_seq_length() > 0
 
 
 def assert_same(name: str, expected: Any, found: Any) -> None:

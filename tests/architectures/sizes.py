@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"), 1),
     # Attention to tokens that an index picks
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few, many tokens score exactly 0, and which of them are picked is left to chance
     "index_topk": 32,
     # Linear attention and state-space layers
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
@@ -140,6 +140,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_n_heads": 2,
         "index_block_size": 8,
         "index_topk_blocks": 4,
     },

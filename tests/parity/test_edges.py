@@ -242,9 +242,9 @@ class TestTheUnsupported:
         model = RwkvForCausalLM(
             RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
         )
-        assert check_model_compatibility(model, strict=False).reason == "its forward takes no cache"
+        assert check_model_compatibility(model, strict=False).reason == "its forward takes none"
         for make in (attach, ChunkReuseCache, ChunkStore):
-            with pytest.raises(ValueError, match="RwkvForCausalLM takes no cache"):
+            with pytest.raises(ValueError, match="RwkvForCausalLM cannot be given a cache: its forward takes none"):
                 make(model)
 
     def test_early_exit(self, llama: PreTrainedModel, store: ChunkStore) -> None:
