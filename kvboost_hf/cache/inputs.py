@@ -18,7 +18,7 @@ from kvboost_hf.cache.positions import computed_positions, keeps_positions
 
 # Arguments that leave K/V as it is, or that are read below. Any other one, if given, may change K/V.
 _KNOWN = frozenset(
-    "input_ids attention_mask position_ids past_key_values use_cache logits_to_keep return_dict labels "
+    "input_ids attention_mask position_ids past_key_values cache_params use_cache logits_to_keep return_dict labels "
     "output_attentions output_hidden_states output_router_logits cache_position".split()
 )
 # Those that models with inputs other than text have besides: they are part of what K/V is told by.
