@@ -414,7 +414,7 @@ class ChunkReuseCache(HookedCache):
             return self._lose_track(kwargs, held, _LENGTH)
         if not in_generate() and self._root(self._regime) != ledger.root:
             return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
-        padded = bool(ledger.log.pads.any())
+        padded = bool(ledger.log.pads.any()) and self._counting is not None  # states have no more use for a mask
         if padded and (inputs.attention_mask is None or not positions_follow_padding(model, inputs)):
             return self._lose_track(kwargs, held, "the attention mask or position_ids of a padded batch are missing")
         if payload(kwargs):
@@ -573,7 +573,8 @@ class ChunkReuseCache(HookedCache):
     def _lose_track(self, kwargs: Kwargs, held: int, reason: str) -> Kwargs:
         """Run what follows as it stands; nothing more is known of what the layers hold."""
         self._ledger = None
-        self._tally.bypass = self._tally.bypass or reason
+        if not self._tally.live + self._tally.ram:
+            self._tally.bypass = self._tally.bypass or reason
         ids = kwargs.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] > 1:
             self._tally.prompt += ids.numel()
