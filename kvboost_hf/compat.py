@@ -5,9 +5,13 @@ would make for the model, and by running it on a few tokens.
 """
 
 import inspect
+import json
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -49,38 +53,120 @@ class CompatibilityReport:
 
     Args:
         architecture: Class name of the model.
+        tested: Whether the tests of this library run an architecture of this class.
         exact: Whether stored K/V can be reused for the same tokens after the same history.
         reason: Why not, or None.
+        moved: Whether K/V could be moved: rotated to other positions, and repaired.
+        moved_reason: Why not, or None.
+        streaming: Whether its decoder layers can be told apart, to be loaded one after the other.
+        streaming_reason: Why not, or None.
     """
 
     architecture: str
+    tested: bool
     exact: bool
     reason: str | None
+    moved: bool
+    moved_reason: str | None
+    streaming: bool
+    streaming_reason: str | None
+
+    def __str__(self) -> str:
+        answers = (
+            ("exact reuse", self.reason),
+            ("moved chunks", self.moved_reason),
+            ("streaming", self.streaming_reason),
+        )
+        told = "; ".join(f"{name}: {'yes' if reason is None else f'no, {reason}'}" for name, reason in answers)
+        return f"{self.architecture}{'' if self.tested else ' (not tested)'}: {told}"
 
 
 def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> CompatibilityReport:
-    """Find out, by looking and by running it on 12 tokens, whether K/V reuse is right for a model.
+    """Find out, by looking and by running it on a few tokens, what a model allows.
 
     Args:
         model: A causal language model.
-        strict: Raise if it is not.
+        strict: Raise where exact reuse is not possible; else only warn.
 
     Returns:
-        The finding. Nothing is stored.
+        The findings. Nothing is stored.
 
     Raises:
         ValueError: if `strict` and exact reuse is not possible, and for what is no causal language model with weights.
 
+    Warns:
+        UserWarning: for an architecture that is not tested, and, if not `strict`, where exact reuse is not possible.
+
     Example:
         >>> from kvboost_hf.assets import load_embedded
-        >>> check_model_compatibility(load_embedded()[0]).exact
-        True
+        >>> report = check_model_compatibility(load_embedded()[0])
+        >>> print(report)
+        LlamaForCausalLM: exact reuse: yes; moved chunks: yes; streaming: yes
     """
     require_reusable_model(model)
+    name = type(model).__name__
     reason = known_reason(model) or probe_reason(model)
-    if strict and reason is not None:
-        raise ValueError(f"{type(model).__name__} cannot reuse K/V: {reason}. Use it without a ChunkReuseCache.")
-    return CompatibilityReport(architecture=type(model).__name__, exact=reason is None, reason=reason)
+    tested = name in known_architectures()
+    if reason is not None:
+        message = f"{name} cannot reuse K/V: {reason}. Use it without a ChunkReuseCache."
+        if strict:
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
+    elif not tested:
+        warnings.warn(
+            f"{name} is not among the architectures that kvboost_hf is tested with. A run on a few tokens found "
+            "nothing wrong; compare some answers with those of plain generate().",
+            stacklevel=2,
+        )
+    moved, streaming = moving_reason(model, reason), streaming_reason(model)
+    return CompatibilityReport(
+        architecture=name,
+        tested=tested,
+        exact=reason is None,
+        reason=reason,
+        moved=moved is None,
+        moved_reason=moved,
+        streaming=streaming is None,
+        streaming_reason=streaming,
+    )
+
+
+@cache
+def known_architectures() -> frozenset[str]:
+    """Class names of the models that the tests run."""
+    return frozenset(json.loads((Path(__file__).parent / "architectures.json").read_text(encoding="utf-8")))
+
+
+def moving_reason(model: PreTrainedModel, exact_reason: str | None) -> str | None:
+    """Why K/V of the model cannot be rotated to other positions, or None."""
+    if exact_reason is not None:
+        return "nothing of it can be reused"
+    kinds = {type(layer).__name__ for layer in cache_layers(model)} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    if kinds - {"DummyLayer"}:
+        return f"only keys and values can be moved, and it keeps something else ({', '.join(sorted(kinds))})"
+    rotary = [module for module in model.modules() if "inv_freq" in "".join(module._buffers)]
+    config: Any = model.config.get_text_config(decoder=True)
+    if not rotary or getattr(config, "alibi", False):
+        return "its positions are not rotary"
+    if any(map(frequencies_vary, rotary)):
+        return "its rotary frequencies depend on the length"
+    if "mrope_section" in str(getattr(config, "rope_parameters", None)):
+        return "its positions have several dimensions"
+    if hasattr(config, "kv_lora_rank"):
+        return "its keys are in part latent, and only in part rotated"
+    return None
+
+
+def streaming_reason(model: PreTrainedModel) -> str | None:
+    """Why the decoder layers of the model cannot be loaded one after the other, or None."""
+    config: Any = model.config.get_text_config(decoder=True)
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not lists:
+        return "it has no list of decoder layers"
+    if getattr(model, "is_quantized", False) and str(getattr(model, "quantization_method", "")).lower() != "awq":
+        return "its weights are quantized in a way that keeps its own loading"
+    return None
 
 
 def require_reusable_model(model: PreTrainedModel) -> None:
@@ -306,7 +392,7 @@ def _probe(model: PreTrainedModel) -> str | None:
     cache = ProbeCache(config=model.config)
     both = _logits(model, torch.cat([ids, other]), cache)
     whole = both[:1]
-    off = _difference(both[1:, :cut], whole[:, :cut])
+    off = difference(both[1:, :cut], whole[:, :cut])
     if not off <= _SAME_SHAPE_TOLERANCE.get(model.dtype, 2e-2):
         return f"it is not causal: later tokens change earlier logits (by {off:.2g} standard deviations)"
     if all(type(layer) is DynamicLayer for layer in cache.layers):
@@ -315,8 +401,8 @@ def _probe(model: PreTrainedModel) -> str | None:
     else:
         cache = ProbeCache(config=model.config)
         _logits(model, ids[:, :cut], cache)
-    off = _difference(_logits(model, ids[:, cut:], cache), whole[:, cut:])
-    if not off <= _TOLERANCE.get(model.dtype, 2e-1):
+    off = difference(_logits(model, ids[:, cut:], cache), whole[:, cut:])
+    if not off <= tolerance(model.dtype):
         return f"a prompt in two parts gives other logits than in one (by {off:.2g} standard deviations)"
     return None
 
@@ -340,18 +426,18 @@ def _probe_padding(model: PreTrainedModel) -> str | None:
     alone = ProbeCache(config=model.config)
     plain = _logits(model, ids, alone)
     whole, parts = ProbeCache(config=model.config), ProbeCache(config=model.config)
-    for cache, found in (
+    for padded_cache, found in (
         (whole, run(0, padded.shape[1], whole)),
         (parts, torch.cat([run(0, cut, parts), run(cut, padded.shape[1], parts)], dim=1)),
     ):
         # Keys, too: rotated by their columns, they would give the same logits, but not to a row with other padding.
         pairs = [(found[:1, pad:], plain)] + [
             (theirs[:1, :, -_PROBE_TOKENS:], ours)
-            for theirs, ours in zip(_keys(cache), _keys(alone), strict=True)
+            for theirs, ours in zip(_keys(padded_cache), _keys(alone), strict=True)
             if ours is not None and theirs is not None
         ]
-        off = max(_difference(padded_one, one) for padded_one, one in pairs)
-        if not off <= _TOLERANCE.get(model.dtype, 2e-1):
+        off = max(difference(padded_one, one) for padded_one, one in pairs)
+        if not off <= tolerance(model.dtype):
             return f"padding changes what it computes (by {off:.2g} standard deviations)"
     return None
 
@@ -367,7 +453,13 @@ def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
     return (torch.arange(_PROBE_TOKENS, device=input_device(model))[None] * 7919 + 13) % vocab_size
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest `difference` that rounding explains where the same thing is computed in other shapes."""
+    return _TOLERANCE.get(dtype, 2e-1)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, in standard deviations of what is expected; NaN where there is one on either side."""
     return float((found - expected).abs().max()) / (float(expected.std()) or 1.0)
 
 

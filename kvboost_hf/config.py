@@ -20,14 +20,18 @@ class ReusePolicy:
         weights_check: How changed weights are noticed before each prompt. `"sample"` asks PyTorch and reads about 32
             values of each tensor. `"full"` reads every weight, for code that edits a few values through `.data` or
             numpy; K/V stored under one is not found under the other.
+        audit_rate: Share of the reused prompts, from 0 to 1, that are computed a second time, whole, to see whether
+            the answer is the same. Where it is not, the plain answer is given, the stored chunks that differ are taken
+            out of service, and `stats()`, the report and the log say so. It costs what reuse saves.
 
     Raises:
-        ValueError: for an unknown mode or check, or a negative saving.
+        ValueError: for an unknown mode or check, a negative saving, or a rate that is none.
     """
 
     mode: ReuseMode = "exact"
     min_prefill_saving: int = 64
     weights_check: WeightsCheck = "sample"
+    audit_rate: float = 0.0
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(ReuseMode):
@@ -38,3 +42,7 @@ class ReusePolicy:
             raise ValueError(f"`min_prefill_saving` must be an int, got {self.min_prefill_saving!r}.")
         if self.min_prefill_saving < 0:
             raise ValueError(f"`min_prefill_saving` must be 0 or more tokens, got {self.min_prefill_saving}.")
+        if isinstance(self.audit_rate, bool) or not isinstance(self.audit_rate, int | float):
+            raise ValueError(f"`audit_rate` must be a number, got {self.audit_rate!r}.")
+        if not 0 <= self.audit_rate <= 1:
+            raise ValueError(f"`audit_rate` must be from 0 to 1, got {self.audit_rate}.")

@@ -79,6 +79,19 @@ class EvictionOrder:
             parent.children -= 1
             self._offer(node.parent, parent)
 
+    def remove_tree(self, key: bytes) -> list[bytes]:
+        """Forget `key` and all that descends from it, pinned or not; returns their keys."""
+        children: dict[bytes, list[bytes]] = {}
+        for other, node in self._nodes.items():
+            if node.parent is not None:
+                children.setdefault(node.parent, []).append(other)
+        tree = [key]
+        for found in tree:
+            tree += children.get(found, [])
+        for found in reversed(tree):  # leaves first
+            self.remove(found)
+        return tree
+
     def victim(self, *, keep: bytes | None = None) -> bytes | None:
         """Remove and return the leaf to give up, or None where every leaf is pinned or is `keep`."""
         kept: tuple[int, int, bytes] | None = None

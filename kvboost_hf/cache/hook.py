@@ -26,8 +26,8 @@ class HookedCache(Cache):
         """Called with the keyword arguments of a forward; returns those to run it with."""
 
     @abstractmethod
-    def after_forward(self) -> None:
-        """Called when the forward has returned without an error."""
+    def after_forward(self, output: Any) -> Any:
+        """Called with what the forward has returned; returns what to return in its place, or None."""
 
 
 class ForwardHook:
@@ -44,12 +44,11 @@ class ForwardHook:
         changed: Changed = self._before(model, args, kwargs)
         return changed
 
-    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> None:
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> Any:
         """torch forward hook."""
         if torch.compiler.is_compiling() and _is_compileable(kwargs):
-            kwargs["past_key_values"].after_forward()
-            return
-        self._after(model, kwargs)
+            return kwargs["past_key_values"].after_forward(output)
+        return self._after(model, kwargs, output)
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -68,11 +67,12 @@ class ForwardHook:
         return (), cache.before_forward(model, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after(self, model: nn.Module, kwargs: Kwargs) -> None:
+    def _after(self, model: nn.Module, kwargs: Kwargs, output: Any) -> Any:
         assert isinstance(model, PreTrainedModel)
         cache = kwargs.get(cache_argument(model))
         if isinstance(cache, HookedCache):
-            cache.after_forward()
+            return cache.after_forward(output)
+        return None
 
 
 def _is_compileable(kwargs: Kwargs) -> bool:

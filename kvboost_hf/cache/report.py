@@ -42,8 +42,11 @@ class ReuseReport:
         recomputed_tokens: Moved tokens that were computed again to repair them.
         forwarded_tokens: Tokens that went through the model for the prompt.
         tier_tokens: Reused tokens by where they were found: `"live"` (still in this cache), `"ram"`.
-        bypass_reason: Why nothing could be reused at all, or None.
+        bypass_reason: Why nothing, or nothing more, of the prompt could be reused, or None.
         misses: For each row, where reuse ended and why; empty where all was reused.
+        audit_tokens: Tokens that were computed again, whole, to check the answer (`ReusePolicy.audit_rate`).
+        audit_divergence: What the check found: the largest difference of a logit in standard deviations of the
+            logits, or None if there was none.
     """
 
     prompt_tokens: int = 0
@@ -54,6 +57,8 @@ class ReuseReport:
     tier_tokens: Mapping[str, int] = field(default_factory=dict)
     bypass_reason: str | None = None
     misses: tuple[MissReport, ...] = ()
+    audit_tokens: int = 0
+    audit_divergence: float | None = None
 
     @property
     def reused_tokens(self) -> int:
@@ -104,6 +109,8 @@ class Tally:
     forwarded: int = 0
     bypass: str | None = None
     misses: list[MissReport] = field(default_factory=list)
+    audit_tokens: int = 0
+    audit_divergence: float | None = None
 
     def report(self) -> ReuseReport:
         """The counts so far."""
@@ -114,6 +121,8 @@ class Tally:
             tier_tokens={"live": self.live, "ram": self.ram},
             bypass_reason=self.bypass,
             misses=tuple(self.misses),
+            audit_tokens=self.audit_tokens,
+            audit_divergence=self.audit_divergence,
         )
 
 

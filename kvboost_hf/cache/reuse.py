@@ -24,8 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from kvboost_hf.cache.arming import GenerateCall, calling, encoded_from, in_generate, in_prefill
+from kvboost_hf.cache.audit import audit
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
 from kvboost_hf.cache.fill import fill_layers, run_ahead
@@ -77,6 +79,7 @@ class _Running:
     commit: Callable[[], None] | None = None
     confirmed: bool = True  # no crop() will follow
     root_checked: bool = False  # the fingerprint was read just before
+    audited: Kwargs | None = None  # the caller's arguments, if the prompt is to be computed a second time
 
 
 class ChunkReuseCache(HookedCache):
@@ -484,8 +487,14 @@ class ChunkReuseCache(HookedCache):
         self._tally.forwarded += int((columns - np.maximum(plan.filled, ledger.log.pads)).sum())
         start = self._run_to_cuts(model, inputs, ledger, ids, plan.filled, cuts, first)
         rest = ids[:, start:]
+        audited = plan.filled > first == 0 and self.store.audit_is_due(self.policy.audit_rate)
         self._running = _Running(
-            start, columns, commit=lambda: ledger.log.extend(rest), confirmed=not inputs.verifies, root_checked=True
+            start,
+            columns,
+            commit=lambda: ledger.log.extend(rest),
+            confirmed=not inputs.verifies,
+            root_checked=True,
+            audited=kwargs if audited else None,
         )
         return _narrow(model, kwargs, inputs, prompt, start - first)
 
@@ -573,10 +582,11 @@ class ChunkReuseCache(HookedCache):
     def _lose_track(self, kwargs: Kwargs, held: int, reason: str) -> Kwargs:
         """Run what follows as it stands; nothing more is known of what the layers hold."""
         self._ledger = None
-        if not self._tally.live + self._tally.ram:
-            self._tally.bypass = self._tally.bypass or reason
         ids = kwargs.get("input_ids")
-        if isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] > 1:
+        more = isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] > 1
+        if more or not self._tally.live + self._tally.ram:  # else it is of no concern to the prompt
+            self._tally.bypass = self._tally.bypass or reason
+        if isinstance(ids, torch.Tensor) and more:
             self._tally.prompt += ids.numel()
             self._tally.forwarded += ids.numel()
         self._running = _Running(held, held + _new_columns(kwargs))
@@ -608,23 +618,42 @@ class ChunkReuseCache(HookedCache):
 
     # After a forward
 
-    def after_forward(self) -> None:
+    def after_forward(self, output: Any) -> Any:
         """See `HookedCache`."""
         running, self._running = self._running, None
         if self._static is not None and running is not None:  # None after a compiled step
             self._static.close(self._static_layers)
         ledger = self._ledger
         if running is None:
-            return
+            return None
         self._columns = running.stop
         if running.commit is None or ledger is None:
             self._release(running.stop)
-            return
+            return None
         running.commit()
+        changed = self._audit(ledger, running, running.audited, output) if running.audited is not None else None
         ledger.version = self._layers_version()
         ledger.unconfirmed = not running.confirmed
         if running.confirmed:
             self._confirm(ledger, root_checked=running.root_checked)
+        return changed
+
+    def _audit(self, ledger: Ledger, running: _Running, kwargs: Kwargs, output: Any) -> Any:
+        """Compute the prompt a second time; returns the output to give in place of `output`, if it was wrong."""
+        model = self._model()
+        assert model is not None
+        logits = output["logits"] if isinstance(output, ModelOutput) else output[0]
+        found = audit(model, self._layers, ledger, self.store, kwargs, logits)
+        self._tally.audit_tokens, self._tally.audit_divergence = found.tokens, found.divergence
+        if found.logits is None:
+            return None
+        if running.confirmed and self._may_store(ledger):  # what takes the place of what was wrong
+            for row in range(ledger.log.batch_size):
+                ledger.store_row(row, self._layers, self.store, again=True)
+        if isinstance(output, ModelOutput):
+            output["logits"] = found.logits
+            return output
+        return (found.logits, *output[1:])
 
     def _confirm(self, ledger: Ledger, *, root_checked: bool = False) -> None:
         """Everything in the layers is there to stay: offer chunks that have become complete to the store."""

@@ -117,7 +117,9 @@ class ChunkStore:
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._salts: OrderedDict[bytes, bytes] = OrderedDict()  # root -> its salt
         self._first_heads: OrderedDict[bytes, bytes] = OrderedDict()  # salt and first tokens -> root last stored under
-        self._counts = {"hits": 0, "misses": 0, "evictions": 0, "rejected": 0}
+        self._counts = dict.fromkeys(("hits", "misses", "evictions", "rejected"), 0)
+        self._counts |= dict.fromkeys(("audits", "divergences", "quarantined"), 0)
+        self._audit_debt = 0.0
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -127,6 +129,7 @@ class ChunkStore:
         self._states: dict[bytes, StoredStates] = {}
         self._states_by_parent: dict[bytes, dict[bytes, None]] = {}
         self._order = EvictionOrder()
+        self._offences: dict[bytes, int] = {}  # keys that were quarantined, and how often
         self._used = 0  # bytes stored, and bytes promised to chunks that are being copied
         self._generation = getattr(self, "_generation", 0) + 1
 
@@ -167,6 +170,20 @@ class ChunkStore:
         """States that were saved in the chunk after `parent`, or at its end."""
         with self._lock:
             return [self._states[key] for key in self._states_by_parent.get(parent, ())]
+
+    def chain(self, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
+        """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
+        found: list[tuple[StoredChunk, int, int]] = []
+        key, at = root, 0
+        while at < len(tokens):
+            rest = tokens[at:]
+            siblings = self.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else ()
+            found += [(chunk, at, common_length(chunk.tokens, rest)) for chunk in siblings]
+            cut = self.chunker.next_cut(tokens, at)
+            if cut is None:
+                break
+            key, at = prefix_key(key, tokens[at:cut]), cut
+        return found
 
     def find_content(self, key: bytes, tokens: Tokens) -> list[StoredChunk]:
         """All chunks under content key `key` whose tokens are `tokens`, whatever their history."""
@@ -216,6 +233,8 @@ class ChunkStore:
                 return Put.PRESENT
             if copy_kv is None:
                 return Put.GONE
+            if self._offences.get(key, 0) > 1:
+                return Put.NO_ROOM
             if parent != root and parent not in self._chunks:
                 return Put.NO_PARENT
             if not self._make_room(nbytes, keep=parent):
@@ -272,6 +291,8 @@ class ChunkStore:
                 if pinned:
                     self._order.pin(key)
                 return Put.PRESENT
+            if self._offences.get(key, 0) > 1:
+                return Put.NO_ROOM
             if parent != root and parent not in self._chunks:
                 return Put.NO_PARENT
             if not self._make_room(nbytes, keep=parent):
@@ -295,6 +316,36 @@ class ChunkStore:
             self._states_by_parent.setdefault(parent, {})[key] = None
             self._order.add(key, None if parent == root else parent, pinned=pinned)
         return Put.STORED
+
+    # Audits
+
+    def audit_is_due(self, rate: float) -> bool:
+        """Whether one more reused prompt brings the share of audited ones up to `rate`."""
+        with self._lock:
+            self._audit_debt += rate
+            due = self._audit_debt >= 1 - 1e-9
+            self._audit_debt -= due
+            return due
+
+    def record_audit(self, *, diverged: bool) -> None:
+        """Count an audit."""
+        with self._lock:
+            self._counts["audits"] += 1
+            self._counts["divergences"] += diverged
+
+    def quarantine(self, keys: Iterable[bytes]) -> None:
+        """Take chunks and states out of service, and all that continues them.
+
+        What comes again is taken again, for memory may have failed; what is quarantined a second time is refused from
+        then on, until `clear()`.
+        """
+        with self._lock:
+            for key in keys:
+                if key in self._order:
+                    self._offences[key] = self._offences.get(key, 0) + 1
+                    self._counts["quarantined"] += 1
+                    for inner in self._order.remove_tree(key):
+                        self._unlink(inner)
 
     def pinned_keys(self) -> set[bytes]:
         """Keys of all pinned chunks and states."""

@@ -6,7 +6,7 @@ import warnings
 
 import transformers
 
-from tests.architectures.models import CAUSAL_LM_TYPES, NOT_BUILT, make_architecture
+from tests.architectures.models import TRIED, make_architecture
 from tests.architectures.outcome import outcome_of
 from tests.architectures.table import PAGE, ROWS, Row, row, write
 
@@ -24,9 +24,7 @@ def run(writing: bool) -> int:
     """Try every type; what fails is printed."""
     rows: dict[str, Row] = {}
     failed = 0
-    for model_type in CAUSAL_LM_TYPES:
-        if model_type in NOT_BUILT:
-            continue
+    for model_type in TRIED:
         model = make_architecture(model_type)
         try:
             rows[type(model).__name__] = row(model, outcome_of(model))

@@ -7,6 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests import multimodal
 from tests.architectures.sizes import OPTIONAL, OVERRIDES, SIZES
 
 CAUSAL_LM_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -21,6 +22,15 @@ NOT_BUILT = {
     "musicgen": "stock generate() shows it only the last token of a prompt",
 }
 
+# Multimodal ones that are no causal language models to transformers, by the name that they are tried under. Here they
+# are shown text only. Gemma 3 is one of the others, too.
+MULTIMODAL = {
+    f"{name}-multimodal": name
+    for name in sorted(multimodal.FAMILIES)
+    if not name.endswith("_video") and name != "gemma3"
+}
+TRIED = [name for name in CAUSAL_LM_TYPES if name not in NOT_BUILT] + list(MULTIMODAL)
+
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # What tells a configuration's kinds of layers: a tiny model must have all that the real one has.
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "no_rope_layers")
@@ -28,11 +38,14 @@ _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types"
 
 def make_architecture(model_type: str) -> PreTrainedModel:
     """A tiny random model in eval mode, the same at each call, that never ends an answer early."""
-    config_class, model_class = classes_of(model_type)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = model_class(_small(config_class)).eval()
-        _stir(model)
+    if model_type in MULTIMODAL:
+        model = multimodal.make_model(MULTIMODAL[model_type])
+    else:
+        config_class, model_class = classes_of(model_type)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = model_class(_small(config_class)).eval()
+            _stir(model)
     told = model.generation_config
     told.pad_token_id = told.decoder_start_token_id = SIZES["pad_token_id"]
     told.eos_token_id = told.forced_eos_token_id = None

@@ -7,7 +7,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
-from tests.architectures.models import CAUSAL_LM_TYPES, NOT_BUILT, classes_of
+from tests.architectures.models import CAUSAL_LM_TYPES, MULTIMODAL, NOT_BUILT, TRIED, classes_of, make_architecture
 from tests.architectures.outcome import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,8 @@ A language model keeps something of each token that it has read: *keys and value
 in recurrent ones. `kvboost_hf` keeps these between calls, so that a prompt which begins like an earlier one is not
 computed again. Whether that gives the right answer depends on how a model is built. This page says for which
 architectures it does. It covers {types} types of causal language models in transformers {version},
-which are {classes} classes; several types can share one.
+and {multimodal} multimodal models besides (with text; images, sound and video have tests of their own), which are
+{classes} classes; several types can share one.
 
 It is not a list of intentions. For each row a tiny random model was built that has all kinds of layers that the real
 one has. It answered prompts with and without reuse: the same again, longer ones, shorter ones, unrelated ones, and a
@@ -106,10 +107,11 @@ def write(rows: dict[str, Row]) -> None:
 
 def page(rows: dict[str, Row]) -> str:
     """The rows for people."""
-    covered = [name for name in CAUSAL_LM_TYPES if name not in NOT_BUILT and class_name(name) in rows]
+    covered = [name for name in TRIED if name not in MULTIMODAL and class_name(name) in rows]
     text = _INTRODUCTION.format(
         types=f"{len(covered)} of the {len(CAUSAL_LM_TYPES)}",
         version=transformers.__version__,
+        multimodal=len(MULTIMODAL),
         classes=len(rows),
         counts=_counts(rows),
     )
@@ -121,6 +123,8 @@ def page(rows: dict[str, Row]) -> str:
 
 def class_name(model_type: str) -> str:
     """Of the model that is made for a type."""
+    if model_type in MULTIMODAL:
+        return type(make_architecture(model_type)).__name__
     return classes_of(model_type)[1].__name__
 
 

@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
-from tests.architectures import CAUSAL_LM_TYPES, NOT_BUILT, make_architecture
+from tests.architectures import NOT_BUILT, TRIED, make_architecture
 from tests.architectures.outcome import check_context_matters, outcome_of
 from tests.architectures.table import PAGE, class_name, page, recorded, row
 
@@ -11,7 +11,7 @@ from tests.architectures.table import PAGE, class_name, page, recorded, row
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("model_type", [name for name in CAUSAL_LM_TYPES if name not in NOT_BUILT])
+@pytest.mark.parametrize("model_type", TRIED)
 def test_reuse_or_a_reason(model_type: str) -> None:
     model = make_architecture(model_type)
     found = row(model, outcome_of(model))
@@ -29,5 +29,5 @@ def test_what_is_left_out_cannot_be_run(model_type: str) -> None:
 
 def test_the_page_shows_the_rows_and_no_row_is_too_many() -> None:
     rows = recorded()
-    assert rows.keys() <= {class_name(name) for name in CAUSAL_LM_TYPES if name not in NOT_BUILT}
+    assert rows.keys() <= {class_name(name) for name in TRIED}
     assert PAGE.read_text(encoding="utf-8") == page(rows), "run make architectures"

@@ -39,7 +39,7 @@ def test_demo_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check"]) == 0
-    assert "can be reused" in capsys.readouterr().out
+    assert "exact reuse: yes" in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,4 +55,4 @@ def test_check_of_a_model_that_cannot_reuse(tmp_path: Path, capsys: pytest.Captu
     for file in EMBEDDED_MODEL_DIR.glob("*token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     assert main(["check", "--model", str(tmp_path)]) == 1
-    assert "no reuse: it is not causal" in capsys.readouterr().out
+    assert "exact reuse: no, it is not causal" in capsys.readouterr().out

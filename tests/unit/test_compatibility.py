@@ -1,0 +1,94 @@
+"""What check_model_compatibility says, to whom, and what it costs."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvboost_hf import check_model_compatibility
+from kvboost_hf.cache.kinds import make_layers
+from kvboost_hf.compat import known_architectures, probe_reason
+from tests.conftest import counted, make_model
+
+
+class HomeMade(LlamaForCausalLM):
+    """A class that no test of ours runs."""
+
+
+def bert() -> PreTrainedModel:
+    return BertLMHeadModel(BertConfig(vocab_size=200, hidden_size=32, num_hidden_layers=2, num_attention_heads=2))
+
+
+def test_a_model_that_is_known_says_nothing_aloud(llama: PreTrainedModel) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for strict in (True, False):
+            report = check_model_compatibility(llama, strict=strict)
+    assert report.exact
+    assert report.moved
+    assert report.streaming
+    assert report.tested
+    assert str(report) == "LlamaForCausalLM: exact reuse: yes; moved chunks: yes; streaming: yes"
+
+
+def test_one_that_cannot_is_refused_or_warned_of() -> None:
+    with pytest.raises(ValueError, match="BertLMHeadModel cannot reuse K/V: it is not causal"):
+        check_model_compatibility(bert().eval())
+    with pytest.warns(UserWarning, match="BertLMHeadModel cannot reuse K/V: it is not causal"):
+        report = check_model_compatibility(bert().eval(), strict=False)
+    assert not report.exact
+    assert "not causal" in str(report.reason)
+    assert report.moved_reason == "nothing of it can be reused"
+
+
+def test_one_that_is_not_tested_is_warned_of() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = HomeMade(LlamaConfig(vocab_size=200, **sizes)).eval()
+    with pytest.warns(UserWarning, match="HomeMade is not among the architectures"):
+        report = check_model_compatibility(model)
+    assert report.exact
+    assert str(report).startswith("HomeMade (not tested): exact reuse: yes")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("qwen2", None),
+        ("phi", None),  # partial rotation
+        ("gemma2", None),
+        ("gpt2", "its positions are not rotary"),
+        ("bloom", "its positions are not rotary"),
+        ("deepseek_v3", "its keys are in part latent, and only in part rotated"),
+        ("qwen3_next", "only keys and values can be moved, and it keeps something else (LinearAttentionLayer)"),
+    ],
+)
+def test_what_can_be_moved(name: str, reason: str | None) -> None:
+    assert check_model_compatibility(make_model(name)).moved_reason == reason
+
+
+def test_our_layers_are_those_that_compat_knows() -> None:
+    for name in ("llama", "mistral", "falcon_h1"):
+        assert make_layers(make_model(name))
+    assert "LlamaForCausalLM" in known_architectures()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_next"])
+def test_the_probe_runs_once_on_few_tokens(name: str) -> None:
+    model = make_model(name)
+    with counted(model) as work:
+        assert probe_reason(model) is None
+    assert work.calls <= 3
+    assert work.tokens <= 24
+    with counted(model) as work:
+        assert probe_reason(model) is None
+    assert work.calls == 0
+
+
+def test_the_probe_leaves_no_trace(llama: PreTrainedModel) -> None:
+    before = {name: value.clone() for name, value in llama.state_dict().items()}
+    state = torch.get_rng_state()
+    check_model_compatibility(llama)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in llama.state_dict().items())
+    assert not llama.training
