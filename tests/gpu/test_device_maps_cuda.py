@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate import cpu_offload, dispatch_model
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
@@ -10,6 +9,7 @@ from kvboost_hf.cache.fingerprint import ModelFingerprint
 from tests.conftest import make_model, random_ids
 from tests.parity.compare import same_as_plain
 
+accelerate = pytest.importorskip("accelerate")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -31,17 +31,17 @@ def check(model: PreTrainedModel) -> ChunkReuseCache:
 
 def test_two_devices() -> None:
     """accelerate runs what is mapped to "cpu" on the main device, with its weights brought there."""
-    model = dispatch_model(make_model("llama"), SPLIT, main_device=0)
+    model = accelerate.dispatch_model(make_model("llama"), SPLIT, main_device=0)
     assert all(layer.keys.device.type == "cuda" for layer in check(model).layers)
 
 
 def test_layers_computed_where_they_are() -> None:
-    model = dispatch_model(make_model("llama"), SPLIT, main_device="cpu")
+    model = accelerate.dispatch_model(make_model("llama"), SPLIT, main_device="cpu")
     assert [layer.keys.device.type for layer in check(model).layers] == ["cuda", "cpu"]
 
 
 def test_offloaded_to_the_host() -> None:
-    cache = check(cpu_offload(make_model("llama"), torch.device("cuda:0")))
+    cache = check(accelerate.cpu_offload(make_model("llama"), torch.device("cuda:0")))
     assert all(layer.keys.device.type == "cuda" for layer in cache.layers)
 
 

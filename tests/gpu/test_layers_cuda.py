@@ -1,0 +1,68 @@
+"""Windows, states, fixed sizes, images and audits on a CUDA device."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from tests import multimodal
+from tests.conftest import STATEFUL, WINDOWED, left_pad, make_model, random_ids
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore"),
+]
+BASE, OTHER = random_ids(200, seed=1), random_ids(200, seed=2)
+NEW = 8
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, Any], **kwargs: Any) -> Any:
+    on_gpu = {name: value.cuda() for name, value in inputs.items()}
+    return model.generate(**on_gpu, max_new_tokens=NEW, do_sample=False, **kwargs)
+
+
+@pytest.mark.parametrize("name", [*WINDOWED, *STATEFUL])
+def test_windows_and_states(name: str) -> None:
+    model = make_model(name).cuda()
+    check_model_compatibility(model)
+    store = ChunkStore(model, chunk_size=32)
+    cache = ChunkReuseCache(model, store, ReusePolicy(audit_rate=1.0))
+    longer = torch.cat([BASE, OTHER[:, :20]], dim=1)
+    for inputs in (left_pad(BASE), left_pad(longer), left_pad(BASE[:, :150], OTHER[:, :90]), left_pad(OTHER)):
+        expected = generate(model, inputs)
+        for held in (cache, ChunkReuseCache(model, store)):
+            assert torch.equal(generate(model, inputs, past_key_values=held), expected)
+            assert held.report.bypass_reason is None
+    assert store.stats()["audits"] > 0
+    assert store.stats()["divergences"] == 0
+    assert all(saved.nbytes > 0 for saved in store._states.values())
+    kept = [layer for saved in store._states.values() for layer in saved.states.layers if layer is not None]
+    assert all(t.device.type == "cpu" for layer in kept for t in layer.tensors if t is not None)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])  # the second one replays CUDA graphs
+def test_compiled_decoding(mode: str) -> None:
+    model = make_model("llama").cuda()
+    check_model_compatibility(model)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32), max_cache_len=256)
+    for ids in (BASE, BASE[:, :90], torch.cat([BASE[:, :90], OTHER[:, :60]], dim=1), OTHER[:, :100]):
+        expected = generate(model, left_pad(ids))
+        found = generate(model, left_pad(ids), past_key_values=cache, compile_config=CompileConfig(mode=mode))
+        assert torch.equal(found, expected)
+    assert cache.report.forwarded_tokens <= 100
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
+def test_images(name: str) -> None:
+    model = multimodal.make_model(name).cuda()
+    store = ChunkStore(model, chunk_size=16)
+    parts = [multimodal.text(30, 1), 1, multimodal.text(20, 2)]
+    other = [multimodal.text(30, 1), 2, multimodal.text(20, 2)]
+    for shown in (parts, parts, other):
+        inputs = multimodal.prompt(name, *shown)
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, inputs, past_key_values=cache), generate(model, inputs))
+    assert cache.report.reused_tokens <= 32  # the text before the image
