@@ -395,7 +395,7 @@ def _probe(model: PreTrainedModel) -> str | None:
     off = difference(both[1:, :cut], whole[:, :cut])
     if not off <= _SAME_SHAPE_TOLERANCE.get(model.dtype, 2e-2):
         return f"it is not causal: later tokens change earlier logits (by {off:.2g} standard deviations)"
-    if all(type(layer) is DynamicLayer for layer in cache.layers):
+    if all(keys is not None for keys in _keys(cache)):
         cache.batch_select_indices(torch.tensor([0], device=ids.device))
         cache.crop(cut - _PROBE_TOKENS)
     else:
