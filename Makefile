@@ -36,11 +36,13 @@ architectures: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/reuse.py --out benchmarks/results
+	$(BIN)/python benchmarks/kinds.py --out benchmarks/results
 
 # Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network.
 gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:xdist tests/gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/reuse.py --device cuda --out $${OUT:-benchmarks/results}
+	PYTHONPATH=. $(PYTHON) benchmarks/kinds.py --device cuda --out $${OUT:-benchmarks/results}
 
 clean:
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .hypothesis demo.png

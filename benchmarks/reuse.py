@@ -5,7 +5,7 @@
 All arms of a comparison run in turn within one loop; figures are medians, speed is given as ratios within the run.
 The time to the first token is that from the call of generate() to the token on the host (the device is synchronized
 by reading it), storing and filling included. Each timed prompt has an ending that was never seen before. One untimed
-round of every arm comes first; in it our cache runs its probe of the model (four short forwards, once per model).
+round of every arm comes first; in it our cache runs its probe of the model (two short forwards, once per model).
 
 The model is a random Llama of 8 layers, 512 wide, in float32: large enough that compute dominates.
 """
@@ -142,7 +142,7 @@ def fill_ms(model: PreTrainedModel, store: ChunkStore, ids: list[int]) -> float:
     for _ in range(5):
         start = time.perf_counter()
         copies = [
-            torch.cat([chunk.kv.load()[layer][kind] for chunk in chunks], dim=1).to(model.device)
+            torch.cat([chunk.kv.reader().layer(layer)[kind] for chunk in chunks], dim=1).to(model.device)
             for layer in range(model.config.num_hidden_layers)
             for kind in (0, 1)
         ]
@@ -237,7 +237,9 @@ def planning(model: PreTrainedModel) -> Result:
     times = []
     for _ in range(11):
         start = time.perf_counter()
-        plan = Ledger.empty(np.zeros(1, dtype=np.int64), store.root(b"")).plan(prompt, 0, 99_999, store, 64)
+        plan = Ledger.empty(np.zeros(1, dtype=np.int64), store.root(b"")).plan(
+            prompt, 0, 99_999, store, 64, stateful=False
+        )
         times.append(1000 * (time.perf_counter() - start))
     assert plan.filled == 33_280
     result = {"prompt": 100_000, "chunks": stored, "hit": plan.filled, "ms": statistics.median(times)}
@@ -351,7 +353,7 @@ def rounded(values: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in values.items()}
 
 
-def provenance(arguments: list[str]) -> Result:
+def provenance(arguments: list[str], script: str = "reuse.py") -> Result:
     def git(*command: str) -> str:
         done = subprocess.run(
             ["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
@@ -365,7 +367,7 @@ def provenance(arguments: list[str]) -> Result:
         cpu = names[0].split(":")[1].strip() if names else cpu
     return {
         "commit": git("rev-parse", "--short", "HEAD") + ("+" if changed else ""),
-        "command": "python benchmarks/reuse.py " + " ".join(arguments),
+        "command": f"python benchmarks/{script} " + " ".join(arguments),
         "cpu": cpu,
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
