@@ -1,0 +1,42 @@
+"""What each model allows, and why not."""
+
+from kvboost_hf.compat.kept import KeptOnModel
+from kvboost_hf.compat.models import (
+    SERVED_LAYERS,
+    bytes_per_token,
+    cache_argument,
+    cache_layers,
+    has_own_cache,
+    input_device,
+    require_cache,
+)
+from kvboost_hf.compat.probes import (
+    difference,
+    known_reason,
+    padding_reason,
+    probe_reason,
+    tolerance,
+)
+from kvboost_hf.compat.report import CompatibilityReport, check_model_compatibility, known_architectures
+from kvboost_hf.compat.rope import frequencies_vary, rope_regime
+
+__all__ = [
+    "SERVED_LAYERS",
+    "CompatibilityReport",
+    "KeptOnModel",
+    "bytes_per_token",
+    "cache_argument",
+    "cache_layers",
+    "check_model_compatibility",
+    "difference",
+    "frequencies_vary",
+    "has_own_cache",
+    "input_device",
+    "known_architectures",
+    "known_reason",
+    "padding_reason",
+    "probe_reason",
+    "require_cache",
+    "rope_regime",
+    "tolerance",
+]

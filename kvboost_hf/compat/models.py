@@ -1,0 +1,137 @@
+"""What a model is, and what transformers would make for it."""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvboost_hf.compat.kept import KeptOnModel
+
+# Cache layers of transformers that `cache/kinds.py` has a layer for.
+SERVED_LAYERS = frozenset(
+    (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "DynamicIndexedLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "DummyLayer",
+        "MiniMaxM3VLSparseCacheLayer",
+        "DeepseekV4HCACache",
+        "DeepseekV4CSACache",
+    )
+)
+
+
+class _Argument(KeptOnModel):
+    """The name of the argument of forward that takes a cache; empty if there is none."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+
+def require_reusable_model(model: PreTrainedModel) -> None:
+    """Refuse what no kind of K/V reuse can serve.
+
+    Raises:
+        ValueError: for anything but a `PreTrainedModel` decoder whose weights are loaded.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(_not_a_model(model))
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder; K/V reuse is for decoder-only models. Use it without a "
+            "ChunkReuseCache."
+        )
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if not offloaded and all(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            f"All weights of this {type(model).__name__} are on the meta device, so it cannot compute anything. Load "
+            "them first, for example with from_pretrained()."
+        )
+
+
+def require_cache(model: PreTrainedModel) -> None:
+    """Refuse what a cache cannot be passed to.
+
+    Raises:
+        ValueError: as `require_reusable_model` does, and for a model whose forward takes no cache.
+    """
+    require_reusable_model(model)
+    reason = no_cache_reason(model)
+    if reason is not None:
+        raise ValueError(
+            f"{type(model).__name__} cannot be given a cache: {reason}. Use it without a ChunkReuseCache."
+        )
+
+
+def _not_a_model(found: object) -> str:
+    start = f"`model` must be a transformers PreTrainedModel, got {type(found).__name__}. "
+    if getattr(getattr(found, "active_peft_config", None), "is_prompt_learning", False):
+        return start + (
+            "Prompt learning is not supported: its virtual tokens are no part of the prompt. Use it without a "
+            "ChunkReuseCache."
+        )
+    inner = {"get_base_model": "get_base_model()", "_orig_mod": "_orig_mod", "module": "module"}
+    remedy = next((f": model.{way}" for name, way in inner.items() if hasattr(found, name)), "")
+    return f"{start}Pass the transformers model itself, not a wrapper around it{remedy}."
+
+
+def no_cache_reason(model: PreTrainedModel) -> str | None:
+    """Why a model cannot be given a cache, or None."""
+    if not cache_argument(model):
+        return "its forward takes none"
+    if model.config.model_type.startswith("musicgen"):
+        return "its own generate() runs only the last token of a prompt once a cache holds anything"
+    return None
+
+
+def cache_layers(model: PreTrainedModel) -> list[Any]:
+    """The cache layers that transformers makes for `model`, empty."""
+    return list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+
+
+def has_own_cache(model: PreTrainedModel) -> bool:
+    """Whether the model makes a cache of a class of its own, and takes no other."""
+    supports: Any = model._supports_default_dynamic_cache
+    return not supports()
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The argument of forward that takes a cache; empty if there is none."""
+    found = _Argument.of(model)
+    if found.name is None:
+        arguments = inspect.signature(model.forward).parameters
+        found.name = next((name for name in ("past_key_values", "cache_params") if name in arguments), "")
+    return found.name
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids belong: with the embeddings, or where accelerate brings them when they are needed."""
+    embeddings = model.get_input_embeddings()
+    weight = embeddings.weight
+    assert isinstance(weight, torch.Tensor)
+    if not weight.is_meta:
+        return weight.device
+    hook: Any = getattr(embeddings, "_hf_hook", None)
+    return torch.device(getattr(hook, "execution_device", None) or "cpu")
+
+
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of K/V per token as the configuration tells it: a lower bound if layers differ, 0 if it does not say."""
+    config: Any = model.config.get_text_config(decoder=True)
+    layers: Any = getattr(config, "per_layer_config", None) or [config] * int(getattr(config, "num_hidden_layers", 0))
+    return sum(_kv_elements(layers[i]) for i in range(len(layers))) * model.dtype.itemsize
+
+
+def _kv_elements(config: Any) -> int:
+    """Elements of K/V of one layer for one token, 0 if its configuration does not say."""
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0
+    if getattr(config, "multi_query", False):
+        heads = 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * heads * int(head_dim)

@@ -1,0 +1,137 @@
+"""What a model allows, for people: `check_model_compatibility`."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvboost_hf.compat.models import cache_layers, require_reusable_model
+from kvboost_hf.compat.probes import known_reason, probe_reason
+from kvboost_hf.compat.rope import frequencies_vary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompatibilityReport:
+    """What `check_model_compatibility` found.
+
+    Args:
+        architecture: Class name of the model.
+        tested: Whether the tests of this library run an architecture of this class.
+        exact: Whether stored K/V can be reused for the same tokens after the same history.
+        reason: Why not, or None.
+        moved: Whether K/V could be moved: rotated to other positions, and repaired.
+        moved_reason: Why not, or None.
+        streaming: Whether its decoder layers can be told apart, to be loaded one after the other.
+        streaming_reason: Why not, or None.
+    """
+
+    architecture: str
+    tested: bool
+    exact: bool
+    reason: str | None
+    moved: bool
+    moved_reason: str | None
+    streaming: bool
+    streaming_reason: str | None
+
+    def __str__(self) -> str:
+        answers = (
+            ("exact reuse", self.reason),
+            ("moved chunks", self.moved_reason),
+            ("streaming", self.streaming_reason),
+        )
+        told = "; ".join(f"{name}: {'yes' if reason is None else f'no, {reason}'}" for name, reason in answers)
+        return f"{self.architecture}{'' if self.tested else ' (not tested)'}: {told}"
+
+
+def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> CompatibilityReport:
+    """Find out, by looking and by running it on a few tokens, what a model allows.
+
+    Args:
+        model: A causal language model.
+        strict: Raise where exact reuse is not possible; else only warn.
+
+    Returns:
+        The findings. Nothing is stored.
+
+    Raises:
+        ValueError: if `strict` and exact reuse is not possible, and for what is no causal language model with weights.
+
+    Warns:
+        UserWarning: for an architecture that is not tested, and, if not `strict`, where exact reuse is not possible.
+
+    Example:
+        >>> from kvboost_hf.assets import load_embedded
+        >>> report = check_model_compatibility(load_embedded()[0])
+        >>> print(report)
+        LlamaForCausalLM: exact reuse: yes; moved chunks: yes; streaming: yes
+    """
+    require_reusable_model(model)
+    name = type(model).__name__
+    reason = known_reason(model) or probe_reason(model)
+    tested = name in known_architectures()
+    if reason is not None:
+        message = f"{name} cannot reuse K/V: {reason}. Use it without a ChunkReuseCache."
+        if strict:
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
+    elif not tested:
+        warnings.warn(
+            f"{name} is not among the architectures that kvboost_hf is tested with. A run on a few tokens found "
+            "nothing wrong; compare some answers with those of plain generate().",
+            stacklevel=2,
+        )
+    moved, streaming = moving_reason(model, reason), streaming_reason(model)
+    return CompatibilityReport(
+        architecture=name,
+        tested=tested,
+        exact=reason is None,
+        reason=reason,
+        moved=moved is None,
+        moved_reason=moved,
+        streaming=streaming is None,
+        streaming_reason=streaming,
+    )
+
+
+@cache
+def known_architectures() -> frozenset[str]:
+    """Class names of the models that the tests run."""
+    return frozenset(json.loads((Path(__file__).parents[1] / "architectures.json").read_text(encoding="utf-8")))
+
+
+def moving_reason(model: PreTrainedModel, exact_reason: str | None) -> str | None:
+    """Why K/V of the model cannot be rotated to other positions, or None."""
+    if exact_reason is not None:
+        return "nothing of it can be reused"
+    kinds = {type(layer).__name__ for layer in cache_layers(model)} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    if kinds - {"DummyLayer"}:
+        return f"only keys and values can be moved, and it keeps something else ({', '.join(sorted(kinds))})"
+    rotary = [module for module in model.modules() if "inv_freq" in "".join(module._buffers)]
+    config: Any = model.config.get_text_config(decoder=True)
+    if not rotary or getattr(config, "alibi", False):
+        return "its positions are not rotary"
+    if any(map(frequencies_vary, rotary)):
+        return "its rotary frequencies depend on the length"
+    if "mrope_section" in str(getattr(config, "rope_parameters", None)):
+        return "its positions have several dimensions"
+    if hasattr(config, "kv_lora_rank"):
+        return "its keys are in part latent, and only in part rotated"
+    return None
+
+
+def streaming_reason(model: PreTrainedModel) -> str | None:
+    """Why the decoder layers of the model cannot be loaded one after the other, or None."""
+    config: Any = model.config.get_text_config(decoder=True)
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not lists:
+        return "it has no list of decoder layers"
+    if getattr(model, "is_quantized", False) and str(getattr(model, "quantization_method", "")).lower() != "awq":
+        return "its weights are quantized in a way that keeps its own loading"
+    return None

@@ -1,0 +1,64 @@
+"""Rotary frequencies that depend on the length of the text."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvboost_hf.compat.kept import KeptOnModel
+
+
+class _Limits(KeptOnModel):
+    """Kinds of rotary embedding of a model that depend on the length, and the length from which on they do."""
+
+    def __init__(self) -> None:
+        self.found: frozenset[tuple[str, int]] | None = None
+
+
+def rope_regime(model: PreTrainedModel, length: int) -> bytes | None:
+    """What rotary frequencies a forward uses whose last token is number `length`, if they depend on it.
+
+    K/V of one regime is never used in another. With "dynamic" scaling every length beyond the original one has its
+    own frequencies, with "longrope" all of these share one set.
+
+    Returns:
+        A name for the regime, empty for the original one and for models whose frequencies are fixed; None for one that
+        no other length shares.
+    """
+    limits = _Limits.of(model)
+    if limits.found is None:
+        limits.found = _rope_limits(model)
+    regime = b""
+    for kind, limit in limits.found:
+        if kind == "longrope" and length > limit:
+            regime = b"long"
+        elif kind == "dynamic" and length >= limit:
+            return None
+    return regime
+
+
+def frequencies_vary(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding whose frequencies depend on the length."""
+    if "rope_type" not in module.__dict__:
+        return False
+    return any(kind == "longrope" or "dynamic" in kind for kind in _rope_types(module).values())
+
+
+def _rope_types(module: nn.Module) -> dict[str | None, str]:
+    kinds: Any = module.rope_type
+    by_layer_type = kinds if isinstance(kinds, dict) else {None: kinds}
+    return {layer_type: kind for layer_type, kind in by_layer_type.items() if isinstance(kind, str)}
+
+
+def _rope_limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:
+    """Kinds of rotary embedding that depend on the length, and the length from which on they do."""
+    found: set[tuple[str, int]] = set()
+    for module in filter(frequencies_vary, model.modules()):
+        for layer_type, kind in _rope_types(module).items():
+            if kind == "longrope":
+                parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]
+                parameters = parameters[layer_type] if layer_type is not None else parameters
+                found.add(("longrope", int(parameters["original_max_position_embeddings"])))
+            elif "dynamic" in kind:
+                found.add(("dynamic", int(module.original_max_seq_len)))  # type: ignore[arg-type]
+    return frozenset(found)
