@@ -60,7 +60,7 @@ def known_reason(model: PreTrainedModel) -> str | None:
 
 
 def probe_reason(model: PreTrainedModel) -> str | None:
-    """Why a run on a few tokens rules out reuse, or None. Run once per model and dtype: two or three forwards of few tokens."""
+    """Why a run on a few tokens rules out reuse, or None. Once per model and dtype: 2 or 3 short forwards."""
     return _once(model, _Findings.of(model).probed, _probe)
 
 
