@@ -45,8 +45,10 @@ def fill_layers(
         group, base = _prefill(model, layers, plan, readers, inputs, first, column, rows)
         ahead |= {row: _Ahead(group, at, base) for at, row in enumerate(rows)}
         computed += sum(plan.filled - max(column, plan.pads[row]) for row in rows)
+    # A window may be shorter than what a chunk needs. Rows that were computed ahead have no more than their window.
+    chunk_start = plan.filled if ahead else plan.last_border
     for idx, layer in enumerate(layers):
-        start = max(plan.held, layer.needed_from(plan.filled))
+        start = max(plan.held, min(layer.needed_from(plan.filled), chunk_start))
         pieces: list[list[Piece]] = []
         states: list[LayerState | None] = []
         for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
@@ -129,7 +131,7 @@ def _prefill(
         Layers that hold the rows, and the column that they begin at.
     """
     group = [layer.fresh() for layer in layers]
-    starts_empty = plan.held == 0 and not any(plan.rows[row].reach(column - plan.pads[row]) for row in rows)
+    starts_empty = all(plan.pads[row] >= column for row in rows)  # all that is before is padding
     if not starts_empty:
         for idx, (layer, own) in enumerate(zip(group, layers, strict=True)):
             start = layer.needed_from(column)
@@ -150,7 +152,6 @@ def _prefill(
                         for row in rows
                     ]
                 )
-    # Where the group starts empty, its first columns are padding in all of its rows, and are left out.
     base = column if starts_empty else 0
     run_ahead(model, group, inputs, rows, slice(column, plan.filled), first, base)
     return group, base

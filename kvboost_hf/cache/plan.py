@@ -200,16 +200,28 @@ class ReusePlan:
         return max(self.held, self.rows[row].reach(self.filled - self.pads[row]) + self.pads[row])
 
     @property
+    def last_border(self) -> int:
+        """The column at which the next chunk of some row begins: it can only be stored if it is held from there."""
+        return min(
+            max((border.at + pad for border in plan.borders if border.at + pad <= self.filled), default=self.held)
+            for plan, pad in zip(self.rows, self.pads, strict=True)
+        )
+
+    @property
     def cold_groups(self) -> dict[int, list[int]]:
         """Rows that can be served up to a column before `filled`, by that column: they are prefilled first."""
         behind = [row for row in range(len(self.rows)) if self.starts(row) < self.filled]
         # Rows of which nothing can be had go together, from where the first of them begins.
         unseen = [row for row in behind if self.starts(row) <= max(self.held, self.pads[row])]
-        start = max(self.held, min((self.pads[row] for row in unseen), default=0))
-        groups: dict[int, list[int]] = {start: unseen} if unseen else {}
+        groups: dict[int, list[int]] = {}
         for row in behind:
             if row not in unseen:
                 groups.setdefault(self.starts(row), []).append(row)
+        if unseen:
+            start = max(self.held, min(self.pads[row] for row in unseen))
+            while start in groups:  # those have something to go on from: one more column of padding keeps them apart
+                start -= 1
+            groups[start] = unseen
         return groups
 
     @property
