@@ -149,6 +149,8 @@ class Ledger:
 
     def store_states(self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False) -> Put:
         """Offer a row's states as they are now, and the K/V that goes with them."""
+        if self.log.batch_size > 1 and any(layer.single_row for layer in layers):
+            return Put.GONE
         border = self.borders[row][-1]
         tail = self.log.row(row)[border.at :]
         if len(tail) == 0 and len(self.borders[row]) > 1:  # at a border: they belong to the chunk that ends there

@@ -4,7 +4,7 @@ A state sums up all tokens so far. It cannot be rewound, only put back as it was
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class StateLayer(ReuseLayer, LinearAttentionLayer):
         """See `ReuseLayer.can_rewind`."""
         return False
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        _select_states(self, beam_idx)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, numbers or a mask."""
         _select_states(self, indices)
@@ -67,6 +71,10 @@ class StateLayer(ReuseLayer, LinearAttentionLayer):
     def nbytes(self) -> int:
         """Bytes of all states."""
         return sum(t.nbytes for t in _states(self))
+
+    def stop_recording(self) -> None:
+        """See `ReuseLayer.stop_recording`."""
+        _stop_recording(self)
 
     def state_bytes(self) -> int:
         """See `ReuseLayer.state_bytes`."""
@@ -134,6 +142,10 @@ class _BesideAttention(GrowingLayer):  # type: ignore[no-untyped-call]
     def nbytes(self) -> int:
         """Bytes of buffers and states."""
         return super().nbytes + sum(t.nbytes for t in _states(self))
+
+    def stop_recording(self) -> None:
+        """See `ReuseLayer.stop_recording`."""
+        _stop_recording(self)
 
     def state_bytes(self) -> int:
         """See `ReuseLayer.state_bytes`."""
@@ -357,18 +369,29 @@ def _copy_states(source: Any, target: Any) -> None:
         setattr(target, f"is_{name}_initialized", {i: t is not None for i, t in states.items()})
 
 
+def _stop_recording(layer: Any) -> None:
+    if layer.record_past:
+        layer.record_past = False
+        with torch.inference_mode(False), torch.no_grad():
+            recent = {i: _recent(layer, i) for i in range(layer.number_of_states)}
+            layer.conv_states |= {i: state.clone() for i, state in recent.items() if state is not None}
+
+
 def _select_states(layer: Any, rows: torch.Tensor) -> None:
-    for states in (layer.conv_states, layer.recurrent_states):
-        for i, state in states.items():
-            if state is not None:
-                states[i] = state[rows.to(state.device)]
+    _change_states(layer, lambda state: state[rows.to(state.device).clone()])
 
 
 def _repeat_states(layer: Any, repeats: int) -> None:
-    for states in (layer.conv_states, layer.recurrent_states):
-        for i, state in states.items():
-            if state is not None:
-                states[i] = state.repeat_interleave(repeats, dim=0)
+    _change_states(layer, lambda state: state.repeat_interleave(repeats, dim=0))
+
+
+def _change_states(layer: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Outside inference mode, for models write states in place, there and elsewhere."""
+    with torch.inference_mode(False):
+        for states in (layer.conv_states, layer.recurrent_states):
+            for i, state in states.items():
+                if state is not None:
+                    states[i] = change(state)
 
 
 # Anything that a layer may hold: tensors, in containers.
