@@ -111,6 +111,9 @@ class ReuseLayer:
     def release(self, before: int) -> None:
         """Columns before `before` will not be asked for again, unless the model needs them to go on."""
 
+    def stop_recording(self) -> None:
+        """Undo `activate_past_recording`, which transformers cannot: `crop` will not be called."""
+
     def state_bytes(self) -> int:
         """Bytes that `save_state` would take."""
         return 0
@@ -176,7 +179,11 @@ class GrowingTensor:
         """Give back memory if columns before `keep_from` take most of the buffer; tells whether it did."""
         if self.buffer is None or _capacity(self.stop - keep_from) * 2 >= self.buffer.shape[2]:
             return False
-        self._reallocate(self.buffer, self.stop, keep_from)
+        if self.buffer.requires_grad:  # a copy would cut the graph: a view, as stock layers keep
+            self.buffer = self.buffer[:, :, keep_from - self.first : self.stop - self.first]
+            self.first = keep_from
+        else:
+            self._reallocate(self.buffer, self.stop, keep_from)
         return True
 
     def select(self, rows: torch.Tensor) -> None:
@@ -247,9 +254,9 @@ class GrowingLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  
         """Append [batch, num_kv_heads, m, head_dim] and return everything that may be attended to, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        held = self.length
-        self._append(0, key_states)
-        self._append(1, value_states)
+        held, keep_from = self.length, self._keep_from()  # before the keys are there: the same for the values
+        self._append(0, key_states, keep_from)
+        self._append(1, value_states, keep_from)
         self._view()
         return self._visible(held)
 
@@ -361,12 +368,12 @@ class GrowingLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  
     def _view(self) -> None:
         self.keys, self.values = self._tensors[0].view(), self._tensors[1].view()
 
-    def _append(self, index: int, new: torch.Tensor) -> None:
+    def _append(self, index: int, new: torch.Tensor, keep_from: int = 0) -> None:
         self.version += 1
         if torch.is_grad_enabled():  # something else may need a gradient through what is returned
             self._tensors[index].append_with_graph(new)
         else:
-            self._tensors[index].append(new, self._keep_from())
+            self._tensors[index].append(new, keep_from)
 
     def _select(self, rows: torch.Tensor) -> None:
         if not self.is_initialized:

@@ -136,6 +136,7 @@ class ChunkReuseCache(HookedCache):
         self._unsupported = known_reason(model)
         self._user_defined = False
         self._call: GenerateCall | None = None  # the generate() call that has armed the cache
+        self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._used = False  # layers of a model that cannot reuse K/V hold something
         self._tally = Tally()
         self._running: _Running | None = None
@@ -167,6 +168,7 @@ class ChunkReuseCache(HookedCache):
         model = self._model()
         if self._call is not None:
             self._tally = Tally(bypass=_UNUSED)  # until a forward comes with it
+            self._stop_recording()
             if self._held() and model is not None:
                 self._call.start_over(model)
 
@@ -201,6 +203,18 @@ class ChunkReuseCache(HookedCache):
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
+
+    def activate_past_recording(self) -> None:
+        """See `Cache.activate_past_recording`; what generate() asks for ends with the next call."""
+        recording = any(self.is_recording_past(i) for i in range(len(self.layers)))
+        self._records_for_call = self._records_for_call or (in_generate() and not recording)
+        super().activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def _stop_recording(self) -> None:
+        if self._records_for_call:
+            self._records_for_call = False
+            for layer in self._layers:
+                layer.stop_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns; what remains is confirmed."""
@@ -275,6 +289,7 @@ class ChunkReuseCache(HookedCache):
         twin.layers[:] = [layer.native for layer in twin._layers]
         twin._user_defined, twin._call = self._user_defined, self._call
         twin._regime, twin._columns = self._regime, self._columns
+        twin._records_for_call = self._records_for_call
         twin._ledger = self._ledger.copy() if self._ledger is not None else None
         return twin
 
@@ -539,8 +554,9 @@ class ChunkReuseCache(HookedCache):
         for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
             stop = plan.filled - pad
             ledger.borders[row] += [border for border in row_plan.borders if border.at <= stop]
-            served = [segment for segment in row_plan.segments if segment.start < stop]
-            self._tally.ram += sum(min(segment.stop, stop) - segment.start for segment in served)
+            reach = plan.starts(row) - pad  # what follows up to `stop` was computed ahead
+            served = [segment for segment in row_plan.segments if segment.start < reach]
+            self._tally.ram += sum(min(segment.stop, reach) - segment.start for segment in served)
             chunks = [segment.chunk for segment in served]
             states = (row_plan.states or {}).get(stop)
             self.store.record_use(
@@ -662,7 +678,9 @@ class ChunkReuseCache(HookedCache):
             return
         if (root_checked and ledger.log.trusted) or self._may_store(ledger):
             ledger.store_new(self._layers, self.store)
-        self._release(ledger.first_unstored())
+            self._release(ledger.first_unstored())
+        else:  # there is no storing them later
+            self._release(ledger.log.length)
 
     def _may_store(self, ledger: Ledger) -> bool:
         """Whether the layers hold what the ledger says, computed by the model as it is now."""
@@ -760,7 +778,7 @@ class ChunkReuseCache(HookedCache):
             recording = any(getattr(layer, "record_past", False) for layer in self.layers)
             self.layers[:] = self._native_layers(model)
             if recording:  # generate() has asked for it already
-                self.activate_past_recording()  # type: ignore[no-untyped-call]
+                self.activate_past_recording()
         self._used = False
         self._columns = 0
         self._ledger = None

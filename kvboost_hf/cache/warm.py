@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore, Put
-from kvboost_hf.compat import cache_argument, input_device
+from kvboost_hf.compat import cache_argument, input_device, rope_regime
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError
 
@@ -29,7 +29,9 @@ def warm(
     """See `ChunkStore.warm`."""
     ids = _as_ids(text_or_ids, tokenizer).to(input_device(model))
     cache = ChunkReuseCache(model, store, policy)
-    for part in torch.split(ids, _TOKENS_PER_FORWARD, dim=1):
+    # A text that is longer than what its rotary frequencies were trained for has others from its first token on.
+    at_once = ids.shape[1] if rope_regime(model, ids.shape[1]) else _TOKENS_PER_FORWARD
+    for part in torch.split(ids, at_once, dim=1):
         model(input_ids=part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
     pinned_before = store.pinned_keys()
     results = cache.store_all(pinned=pin)

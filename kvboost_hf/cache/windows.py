@@ -35,9 +35,13 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         self.record_past = True
         self._cropped = self.length
 
+    def stop_recording(self) -> None:
+        """See `ReuseLayer.stop_recording`."""
+        self.record_past = False
+
     def crop(self, tokens_to_remove: int) -> None:
         """See `GrowingLayer.crop`."""
-        if not self.can_rewind(max(0, self.length + int(tokens_to_remove))):
+        if not self._reaches_back_to(max(0, self.length + int(tokens_to_remove))):
             raise RuntimeError(
                 f"`crop({int(tokens_to_remove)})` goes back further than this sliding-window layer remembers. Call "
                 "`activate_past_recording()` on the cache before what is to be removed."
@@ -61,7 +65,7 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     def can_rewind(self, length: int) -> bool:
         """See `ReuseLayer.can_rewind`."""
-        return length <= self.length and self.first <= self.needed_from(length)
+        return self._reaches_back_to(length)
 
     def truncate(self, length: int) -> None:
         """See `ReuseLayer.truncate`."""
@@ -79,6 +83,10 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         for tensor in self._tensors:
             if tensor.trim(keep_from):
                 self._view()
+
+    def _reaches_back_to(self, length: int) -> bool:
+        """Whether the window before column `length` is held; layers with states beside their K/V need more."""
+        return length <= self.length and self.first <= self.needed_from(length)
 
     def _keep_from(self) -> int:
         last = self._cropped if self.record_past else self.length

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, detach
 from kvboost_hf.cache.windows import SlidingLayer
+from tests.architectures.models import make_architecture
 from tests.conftest import STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
 
 NEW = 8
@@ -235,3 +236,150 @@ def test_stock_sliding_layers_show_the_same() -> None:
             assert torch.equal(found, expected)
         assert torch.equal(ours.keys, stock.keys)
         assert ours.get_seq_length() == stock.get_seq_length()
+
+
+@pytest.mark.parametrize("part", [300, 500])
+def test_a_long_part_goes_on_from_a_window(part: int) -> None:
+    """Keys and values must let go of the same columns, although the keys are there first."""
+    model = make_model("mistral")
+    long = random_ids(1000 + part, seed=9)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+    with torch.no_grad():
+        model(long[:, :1000], past_key_values=cache, logits_to_keep=1)
+        found = model(long[:, 1000:], past_key_values=cache, logits_to_keep=1).logits
+        torch.testing.assert_close(found, model(long, logits_to_keep=1).logits, atol=2e-4, rtol=2e-4)
+
+
+def test_what_follows_a_part_of_a_chunk_is_stored_where_windows_are_shorter_than_chunks() -> None:
+    model = make_model("mistral")
+    store = ChunkStore(model, chunk_size=CHUNK)
+    ids = join(BASE[:, :156], OTHER[:, :200])  # parts 28 tokens after a border, more than the window has
+    check(model, ChunkReuseCache(model, store), as_inputs(BASE[:, :200]))
+    check(model, ChunkReuseCache(model, store), as_inputs(ids))
+    assert check(model, ChunkReuseCache(model, store), as_inputs(ids)) <= CHUNK
+
+
+@pytest.mark.parametrize("window", [2, 24])
+def test_rows_that_begin_far_behind_the_piece_before(window: int) -> None:
+    """A row that is computed ahead has nothing in the window of what is held: its window is all padding."""
+    model = make_model("mistral")
+    model.config.sliding_window = window
+    store = ChunkStore(model, chunk_size=CHUNK)
+    policy = ReusePolicy(min_prefill_saving=0)
+    generate(model, as_inputs(BASE[:, :120]), past_key_values=ChunkReuseCache(model, store, policy))
+    inputs = left_pad(OTHER[:, :50], BASE[:, :120], OTHER[:, 100:149])
+    plain = generate(model, inputs, prefill_chunk_size=40)
+    reused = generate(model, inputs, prefill_chunk_size=40, past_key_values=ChunkReuseCache(model, store, policy))
+    assert torch.equal(plain.sequences, reused.sequences)
+    for expected, found in zip(plain.logits, reused.logits, strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_row_with_states_where_an_unseen_row_begins(model: PreTrainedModel) -> None:
+    """Both start at column 32, one from a state and one from nothing."""
+    store = ChunkStore(model, chunk_size=CHUNK)
+    policy = ReusePolicy(min_prefill_saving=0)
+    check(model, ChunkReuseCache(model, store, policy), as_inputs(BASE[:, :101]))
+    check(model, ChunkReuseCache(model, store, policy), as_inputs(OTHER[:, :40]))
+    rows = BASE[:, :101], join(OTHER[:, :32], BASE[:, 200:269]), random_ids(69, seed=3)
+    cache = ChunkReuseCache(model, store, policy)
+    check(model, cache, left_pad(*rows))
+    report = cache.report
+    assert report.prompt_tokens == report.reused_tokens + report.forwarded_tokens
+    assert report.tier_tokens["ram"] == report.reused_tokens >= 96
+
+
+def test_the_report_of_rows_that_reach_further_than_their_states() -> None:
+    model = make_model("qwen3_next")
+    store = ChunkStore(model, chunk_size=CHUNK)
+    policy = ReusePolicy(min_prefill_saving=0)
+    check(model, ChunkReuseCache(model, store, policy), as_inputs(BASE[:, :150]))
+    check(model, ChunkReuseCache(model, store, policy), as_inputs(OTHER[:, :150]))
+    cache = ChunkReuseCache(model, store, policy)
+    check(model, cache, left_pad(BASE[:, :150], join(OTHER[:, :100], BASE[:, :50])))
+    report = cache.report
+    assert report.prompt_tokens == report.reused_tokens + report.forwarded_tokens
+    assert report.tier_tokens["ram"] == report.reused_tokens
+
+
+@pytest.mark.parametrize("kwargs", [{"prompt_lookup_num_tokens": 4}, {"assistant_model": True}])
+def test_candidates_over_a_window_with_convolutions(kwargs: dict[str, Any]) -> None:
+    model = make_architecture("inkling_text")
+    if "assistant_model" in kwargs:
+        assistant = make_model("llama", seed=7)
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        kwargs = {"assistant_model": assistant}
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+    for ids in (join(BASE[:, :80], BASE[:, :80]), join(BASE[:, :80], BASE[:, :80], OTHER[:, :9]), BASE[:, :100]):
+        expected = model.generate(**as_inputs(ids), max_new_tokens=20, do_sample=False)
+        found = model.generate(**as_inputs(ids), max_new_tokens=20, do_sample=False, past_key_values=cache, **kwargs)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "lfm2"])
+def test_recording_ends_with_the_call_that_asked_for_it(architecture: str) -> None:
+    model = make_model("mistral") if architecture == "mistral" else make_architecture(architecture)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+    generate(model, as_inputs(BASE[:, :100]), past_key_values=cache, prompt_lookup_num_tokens=4)
+    nbytes = cache.nbytes
+    check(model, cache, as_inputs(join(BASE[:, :100], OTHER)))
+    check(model, cache, as_inputs(join(BASE[:, :100], OTHER, OTHER[:, ::2])))
+    assert not any(cache.is_recording_past(i) for i in range(len(cache.layers)))
+    assert cache.nbytes < 10 * nbytes
+    cache.activate_past_recording()  # what the user asks for stays
+    check(model, cache, as_inputs(BASE[:, :120]))
+    cache.crop(-3)
+
+
+def test_a_window_lets_go_of_what_can_never_be_stored() -> None:
+    model = make_model("mistral")
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+    with torch.no_grad():
+        for at in range(1200):
+            position = torch.tensor([[at + (at > 3)]])
+            model(BASE[:, at % 300, None], position_ids=position, past_key_values=cache, logits_to_keep=1)
+    layer = cache._layers[0]
+    assert layer.first > 500
+    assert layer.nbytes < 600 * layer.bytes_per_column
+
+
+def test_gradients_flow_through_a_window_that_was_trimmed() -> None:
+    model = make_model("mistral")
+    found = []
+    for cache in (DynamicCache(config=model.config), ChunkReuseCache(model)):
+        model.zero_grad()
+        with torch.enable_grad():
+            model(random_ids(1000, seed=5), past_key_values=cache, logits_to_keep=1)
+            model(BASE[:, :10], past_key_values=cache).logits.square().sum().backward()
+        gradient = model.get_submodule("model.layers.0.self_attn.k_proj").weight.grad
+        assert isinstance(gradient, torch.Tensor)
+        found.append(gradient.clone())
+    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_rows_moved_in_inference_mode_are_written_outside(name: str) -> None:
+    model = make_model(name)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+    with torch.inference_mode():
+        model(BASE[:, :50], past_key_values=cache, logits_to_keep=1)
+        cache.reorder_cache(torch.tensor([0]))  # type: ignore[arg-type]
+        cache.batch_select_indices(torch.tensor([0]))
+        cache.batch_repeat_interleave(2)
+    with torch.no_grad():
+        found = model(BASE[:, 50:51].expand(2, -1), past_key_values=cache, logits_to_keep=1).logits
+        expected = model(BASE[:, :51], logits_to_keep=1).logits
+    torch.testing.assert_close(found, expected.expand_as(found), atol=2e-4, rtol=2e-4)
+
+
+def test_rows_of_layers_that_cannot_be_taken_apart_are_not_stored() -> None:
+    model = make_architecture("deepseek_v4")
+    store = ChunkStore(model, chunk_size=CHUNK)
+    cache = ChunkReuseCache(model, store)
+    with torch.no_grad():
+        model(BASE[:, :110], past_key_values=cache, logits_to_keep=1)
+    stored = store.stats()["states"]
+    cache.batch_repeat_interleave(2)
+    cache.reset()
+    assert store.stats()["states"] == stored
+    check(model, ChunkReuseCache(model, store), as_inputs(BASE[:, :125]))
