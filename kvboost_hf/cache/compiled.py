@@ -136,6 +136,8 @@ def _static_reason(model: PreTrainedModel, max_cache_len: int) -> str | None:
     kinds = {type(layer).__name__ for layer in cache_layers(model)} - {"DynamicLayer"}
     if kinds:
         return f"its cache has layers other than full attention ({', '.join(sorted(kinds))})"
+    if getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None):
+        return "layers that attend to an image hold that, and not the tokens"
     if rope_regime(model, max_cache_len) != b"":
         return f"its rotary frequencies depend on the length within {max_cache_len} tokens"
     if not model._can_compile_fullgraph:

@@ -42,6 +42,21 @@ def common_shift(shifts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[
     return shifts[0], (shifts == shifts[0]).all(axis=0)
 
 
+def told_positions(position_ids: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place in the row and the position of each id of text, [batch or 1, m]; -1 for what its planes disagree on.
+
+    Args:
+        position_ids: [batch or 1, m] or [planes, batch or 1, m].
+        places: What the places are where `position_ids` do not tell.
+    """
+    if position_ids.ndim == 2:
+        return position_ids, position_ids
+    if len(position_ids) == _PLACE_AND_THREE:
+        places, position_ids = position_ids[0], position_ids[1:]
+    agree = (position_ids == position_ids[0]).all(dim=0)
+    return places, torch.where(agree, position_ids[0], -1)
+
+
 def take_positions(position_ids: torch.Tensor, rows: torch.Tensor, batch: int, columns: slice) -> torch.Tensor:
     """`position_ids` [(planes,) batch or 1, m] of some rows and columns."""
     expanded = position_ids.expand(*position_ids.shape[:-2], batch, -1)

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 
+from kvboost_hf.cache.codes import shifted_codes
+from kvboost_hf.cache.positions import told_positions
 from kvboost_hf.cache.tokens import TokenLog
 
-_NOTES = 4  # token id, position, first visible column, visible columns
+_NOTES = 5  # token id, place in the row, position, first visible column, visible columns
 
 
 class DecodeTape:
@@ -39,23 +41,25 @@ class DecodeTape:
             positions = columns[None, :]
         if mask is None:
             first, count = torch.zeros_like(ids), (columns + 1).expand_as(ids)
-        elif mask.ndim == 4:
+        elif isinstance(mask, torch.Tensor) and mask.ndim == 4:
             seen = visible(mask)[:, 0]
             first, count = seen.to(torch.uint8).argmax(-1), seen.sum(-1)
         else:
             first, count = -torch.ones_like(ids), -torch.ones_like(ids)  # nothing that can be relied on
-        notes = torch.stack([ids, positions.expand_as(ids), first.expand_as(ids), count.expand_as(ids)])
+        told = told_positions(positions, columns - first)
+        notes = torch.stack([note.expand_as(ids) for note in (ids, *told, first, count)])
         self._notes.index_copy_(2, columns.to(self._notes.device), notes.to(self._notes))
 
     def play(self, log: TokenLog, stop: int) -> bool:
         """Append columns up to `stop` to `log`, unless they were not all visible history at their own positions."""
         if self._notes is None or stop <= log.length or self._notes.shape[1] != log.batch_size:
             return False
-        ids, positions, first, count = self._notes[:, :, log.length : stop].cpu().numpy()
+        ids, places, positions, first, count = self._notes[:, :, log.length : stop].clone().cpu().numpy()
+        self._notes[:, :, log.length : stop] = -1  # steps that cannot be noted may follow a crop()
         own = torch.arange(log.length, stop).numpy()[None, :] - log.pads[:, None]
-        if not ((positions == own) & (first == log.pads[:, None]) & (count == own + 1)).all():
+        if not ((places == own) & (positions >= 0) & (first == log.pads[:, None]) & (count == own + 1)).all():
             return False
-        log.extend(ids)
+        log.extend(shifted_codes(ids, positions - own))
         return True
 
     def copy(self) -> "DecodeTape":
@@ -69,8 +73,10 @@ class DecodeTape:
 
 
 def only_mask(mask: Any) -> Any:
-    """The mask itself, where generate() has made one for each kind of layer and there is one kind."""
-    return next(iter(mask.values())) if isinstance(mask, dict) and len(mask) == 1 else mask
+    """The mask of full attention, the only kind of layers here, where generate() has made one for each kind."""
+    if not isinstance(mask, dict):
+        return mask
+    return next(iter(mask.values())) if len(mask) == 1 else mask.get("full_attention", mask)
 
 
 def visible(mask: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from transformers import CompileConfig, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from tests import multimodal
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
 NEW = 10
@@ -263,3 +264,61 @@ def test_what_is_refused(llama: PreTrainedModel) -> None:
     for name in ("mistral", "bloom"):
         with pytest.raises(ValueError, match=r"`max_cache_len` is not for .* Leave it out"):
             ChunkReuseCache(make_model(name), max_cache_len=64)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "glm4v", "gemma3"])
+def test_images(name: str, compiler: Compiler) -> None:
+    """Positions in three dimensions, and masks of kinds of layers that the model does not have."""
+    model = multimodal.make_model(name)
+    cache = static_cache(model)
+    head, tail = multimodal.text(40, 1), multimodal.text(15, 2)
+    for parts, unseen in (((head, 5, tail), None), ((head, 6, tail), None), ((head, 5, tail), 8), ((head, tail), 16)):
+        inputs = multimodal.prompt(name, *parts)
+        plain = generate(model, inputs)
+        reused = generate(model, inputs, past_key_values=cache, compile_config=compiler.config)
+        assert torch.equal(plain, reused)
+        assert cache.report.bypass_reason is None
+        assert unseen is None or cache.report.forwarded_tokens <= unseen
+    assert torch.equal(plain, generate(model, inputs, past_key_values=cache))
+    # What was decoded after an image is known, with its shifted positions.
+    answer = generate(model, multimodal.prompt(name, head, 5, tail), past_key_values=cache)[0, -NEW:].tolist()
+    grown = multimodal.prompt(name, head, 5, tail, [token if token < 190 else 2 for token in answer], tail)
+    plain = generate(model, grown)
+    assert torch.equal(plain, generate(model, grown, past_key_values=cache, compile_config=compiler.config))
+    if max(answer) < 190:
+        assert cache.report.forwarded_tokens == 16
+
+
+def test_cross_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`max_cache_len` is not for Mllama.* attend to an image"):
+        ChunkReuseCache(multimodal.make_model("mllama"), max_cache_len=64)
+
+
+def test_a_foreign_static_cache_still_compiles_as_one_graph(llama: PreTrainedModel, compiler: Compiler) -> None:
+    ChunkReuseCache(llama)  # puts the hooks on the model
+    plain = generate(llama, as_inputs(BASE[:, :50]))
+    config = compiler.config
+    assert torch.equal(
+        plain, generate(llama, as_inputs(BASE[:, :50]), cache_implementation="static", compile_config=config)
+    )
+    assert compiler.graphs == 1
+
+
+def test_a_step_that_was_not_noted_is_not_taken_for_one_that_was(llama: PreTrainedModel) -> None:
+    """Notes of steps that were cropped must not be read for what was appended in their place."""
+    cache = static_cache(llama)
+    step = torch.compile(llama, backend="eager")
+    with torch.no_grad():
+        embedded = llama.get_input_embeddings()(OTHER[:, :10])
+        llama(input_ids=BASE[:, :60], past_key_values=cache, logits_to_keep=1)
+        for column in range(60, 70):
+            at = slice(column, column + 1)
+            step(input_ids=BASE[:, at], position_ids=torch.tensor([[column]]), past_key_values=cache, logits_to_keep=1)
+        cache.crop(-10)
+        for i in range(10):
+            position = torch.tensor([[60 + i]])
+            step(inputs_embeds=embedded[:, i : i + 1], position_ids=position, past_key_values=cache, logits_to_keep=1)
+    cache.store_all()
+    for reader in (cache, ChunkReuseCache(llama, cache.store)):
+        plain = generate(llama, as_inputs(BASE[:, :100]))
+        assert torch.equal(plain, generate(llama, as_inputs(BASE[:, :100]), past_key_values=reader))
