@@ -41,6 +41,8 @@ class ForwardHook:
             assert isinstance(model, PreTrainedModel)
             kwargs = _by_name(model, args, kwargs)
             return (), kwargs["past_key_values"].before_forward(model, kwargs)
+        if torch.compiler.is_compiling() and _is_foreign(kwargs):
+            return None
         changed: Changed = self._before(model, args, kwargs)
         return changed
 
@@ -48,6 +50,8 @@ class ForwardHook:
         """torch forward hook."""
         if torch.compiler.is_compiling() and _is_compileable(kwargs):
             return kwargs["past_key_values"].after_forward(output)
+        if torch.compiler.is_compiling() and _is_foreign(kwargs):
+            return None
         return self._after(model, kwargs, output)
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
@@ -79,6 +83,12 @@ def _is_compileable(kwargs: Kwargs) -> bool:
     """Whether a forward comes with a cache of a fixed size, whose hooks are tensor operations while compiling."""
     cache = kwargs.get("past_key_values")
     return isinstance(cache, HookedCache) and cache.is_compileable
+
+
+def _is_foreign(kwargs: Kwargs) -> bool:
+    """Whether a forward comes with a cache that is not ours and that none of ours will stand in for."""
+    cache = kwargs.get("past_key_values")
+    return isinstance(cache, Cache) and not isinstance(cache, HookedCache) and type(cache) is not DynamicCache
 
 
 def install(model: PreTrainedModel) -> None:
