@@ -26,8 +26,9 @@ _PLAIN = frozenset((nn.Parameter, torch.Tensor))
 _ADAPTER_STATE = frozenset(("_active_adapter", "_disable_adapters"))  # read through PEFT's own names
 _RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` from `weight_orig` at each forward
 # What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
-# is found by; hooks that only look are put in place when hidden states are first asked for, as with a first image.
-_NOTES = frozenset(("rope_deltas", "_output_capturing_hooks_installed"))
+# is found by; hooks that only look are put in place when hidden states are first asked for, as with a first image;
+# and generate() notes the size of the static cache that it has made.
+_NOTES = frozenset(("rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length"))
 _CAPTURING_MODULE = "transformers.utils.output_capturing"
 _DULL: set[type] = {*_SCALARS}  # types of attributes that are no tensors; isinstance() takes ten times as long
 

@@ -226,6 +226,14 @@ class TestModules:
         assert fingerprint.current(llama) == before
 
 
+def test_what_generate_notes_on_a_model_is_no_change(llama: PreTrainedModel) -> None:
+    fingerprint = ModelFingerprint()
+    before = fingerprint.current(llama)
+    for n in (20, 60):
+        llama.generate(BASE[:, :n], max_new_tokens=2, cache_implementation="static")
+        assert fingerprint.current(llama) == before
+
+
 def test_a_fingerprint_keeps_no_weights_in_memory(llama: PreTrainedModel) -> None:
     """Whoever moves a model to free memory gets it."""
     fingerprint = ModelFingerprint()
