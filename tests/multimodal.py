@@ -250,6 +250,10 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl_video": Family(
         _qwen2_vl, 32, _patches("video", _QWEN_DIM, (2, 8, 8)), VIDEO, types="mm_token_type_ids", type_value=2
     ),
+    # The frames of a video are put in the place of ids of images.
+    "glm4v_video": Family(
+        _glm4v, 16, _patches("video", _QWEN_DIM, (1, 8, 8)), types="mm_token_type_ids", type_value=2
+    ),
     "gemma3": Family(lambda: _gemma3(False), 4, _pixels, types="token_type_ids"),
     "paligemma": Family(_paligemma, 16, _pixels, types="token_type_ids", type_value=0),
     "idefics3": Family(_idefics3, 4, _nested),

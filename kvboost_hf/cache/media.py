@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.codes import digest, media_codes, shifted_codes
@@ -126,6 +126,8 @@ def read_prompt(
         placeholders = _placeholders(model, ids)
         if placeholders is None:
             return "it is not known where in the prompt its images, sound or video are put"
+        if _mixes_up_beams(model, ids, kwargs, source):
+            return "transformers may give the rows of one prompt, such as its beams, images in another order"
         if not _neighbours(placeholders):
             return "one placeholder may stand for all of an image"
         media |= placeholders
@@ -150,7 +152,7 @@ def read_prompt(
         if types is not None:
             parts.append(types[inside].tobytes())
         codes[row, start:stop] = media_codes(digest(*parts), stop - start)
-    return Prompt(codes, media, _divisible(model, payload(kwargs)))
+    return Prompt(codes, media, _divisible(model, payload(kwargs), ids))
 
 
 def narrow_media(model: PreTrainedModel, kwargs: Arguments, prompt: Prompt, served: int) -> Arguments:
@@ -173,7 +175,18 @@ def narrow_media(model: PreTrainedModel, kwargs: Arguments, prompt: Prompt, serv
     return narrowed
 
 
-def _divisible(model: PreTrainedModel, shown: Arguments) -> bool:
+def _mixes_up_beams(model: PreTrainedModel, ids: Tokens, kwargs: Arguments, source: Arguments) -> bool:
+    """Whether K/V may be of other images than those of the prompt, as with GLM-4V in transformers 5.23.
+
+    Its own way of repeating encoded images for beams repeats each image where all images of a prompt are to be
+    repeated. Such K/V must not be found by prompts whose images are in order.
+    """
+    expand = getattr(type(model), "_expand_multimodal_outputs", None)
+    own = expand is not getattr(GenerationMixin, "_expand_multimodal_outputs", None)
+    return own and kwargs.get(ENCODED) is not None and len(ids) > len(source.get("input_ids", ids))
+
+
+def _divisible(model: PreTrainedModel, shown: Arguments, ids: Tokens) -> bool:
     """Whether a part of the media can be left out, as generate() itself does with `prefill_chunk_size`."""
     if not shown:
         return True
@@ -181,7 +194,12 @@ def _divisible(model: PreTrainedModel, shown: Arguments) -> bool:
         return False
     for kind, output in shown[ENCODED].items():
         layers = getattr(output, "deepstack_features", None)
-        if not hasattr(model.config, f"{kind}_token_id") or getattr(output, "pooler_output", None) is None:
+        features = getattr(output, "pooler_output", None)
+        if not hasattr(model.config, f"{kind}_token_id") or features is None:
+            return False
+        # GLM-4V puts the frames of videos in the place of ids of images.
+        placeholders = int((ids == getattr(model.config, f"{kind}_token_id")).sum())
+        if placeholders != sum(part.numel() // part.shape[-1] for part in features):
             return False
         if layers is not None and not isinstance(layers[0][0], torch.Tensor):
             return False
