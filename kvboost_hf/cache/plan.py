@@ -49,8 +49,8 @@ class ChunkIndex(Protocol):
         """Chunks that continue `parent` and start with the `HEAD_TOKENS` tokens `head`."""
         ...
 
-    def states_after(self, parent: bytes) -> "Iterable[SavedState]":
-        """States that were saved in the chunk after `parent`, or at its end."""
+    def states_after(self, parent: bytes, head: Tokens) -> "Iterable[SavedState]":
+        """States saved in the chunk after `parent`, or at its end, that starts with `head`."""
         ...
 
 
@@ -135,9 +135,10 @@ def _states(
     """The states of a row that were saved at tokens in (held, hit]."""
     found: dict[int, SavedState] = {}
     for border in borders:
-        for saved in index.states_after(border.key):
+        rest = tokens[border.at :]
+        for saved in index.states_after(border.key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else ():
             at = border.at + len(saved.tokens)
-            if held < at <= hit and common_length(saved.tokens, tokens[border.at :]) == len(saved.tokens):
+            if held < at <= hit and common_length(saved.tokens, rest) == len(saved.tokens):
                 found[at] = saved
     return found
 

@@ -127,7 +127,7 @@ class ChunkStore:
         self._by_content: dict[bytes, dict[bytes, None]] = {}
         self._by_head: dict[bytes, dict[bytes, None]] = {}  # parent and first tokens -> prefix keys, oldest first
         self._states: dict[bytes, StoredStates] = {}
-        self._states_by_parent: dict[bytes, dict[bytes, None]] = {}
+        self._states_by_head: dict[bytes, dict[bytes, None]] = {}  # as `_by_head`
         self._order = EvictionOrder()
         self._offences: dict[bytes, int] = {}  # keys that were quarantined, and how often
         self._used = 0  # bytes stored, and bytes promised to chunks that are being copied
@@ -166,10 +166,11 @@ class ChunkStore:
             chunks = [self._chunks[key] for key in reversed(keys)]
         return [c for c in chunks if np.array_equal(c.tokens[: len(head)], head)]
 
-    def states_after(self, parent: bytes) -> Iterable[StoredStates]:
-        """States that were saved in the chunk after `parent`, or at its end."""
+    def states_after(self, parent: bytes, head: Tokens) -> Iterable[StoredStates]:
+        """States saved in the chunk after `parent`, or at its end, that starts with `head`; newest first."""
         with self._lock:
-            return [self._states[key] for key in self._states_by_parent.get(parent, ())]
+            keys = list(self._states_by_head.get(_head_key(parent, head), ()))[-_MAX_SIBLINGS:]
+            return [self._states[key] for key in reversed(keys)]
 
     def chain(self, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
         """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
@@ -278,12 +279,13 @@ class ChunkStore:
         Args:
             root: The root that `parent` descends from.
             parent: Prefix key of the last chunk border before that token, or `root`.
-            tokens: Tokens from that border to that token, at least one.
+            tokens: Tokens from that border to that token, at least `HEAD_TOKENS` of them.
             nbytes: Bytes that `copy_states` will take.
             copy_states: Makes the copy.
             pinned: Never evict them.
         """
         self._require_open()
+        assert len(tokens) >= HEAD_TOKENS
         key = states_key(parent, tokens)
         nbytes += tokens.nbytes
         with self._lock:
@@ -313,7 +315,7 @@ class ChunkStore:
                 self._release(nbytes, generation)
                 return Put.NO_PARENT if orphaned else Put.PRESENT
             self._states[key] = saved
-            self._states_by_parent.setdefault(parent, {})[key] = None
+            self._states_by_head.setdefault(_head_key(parent, tokens[:HEAD_TOKENS]), {})[key] = None
             self._order.add(key, None if parent == root else parent, pinned=pinned)
         return Put.STORED
 
@@ -481,9 +483,10 @@ class ChunkStore:
         if key in self._states:
             saved = self._states.pop(key)
             self._used -= saved.nbytes
-            del self._states_by_parent[saved.parent][key]
-            if not self._states_by_parent[saved.parent]:
-                del self._states_by_parent[saved.parent]
+            head = _head_key(saved.parent, saved.tokens[:HEAD_TOKENS])
+            del self._states_by_head[head][key]
+            if not self._states_by_head[head]:
+                del self._states_by_head[head]
             return
         chunk = self._chunks.pop(key)
         self._used -= chunk.nbytes
