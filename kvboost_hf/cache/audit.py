@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.ledger import Ledger
+from kvboost_hf.cache.plan import HEAD_TOKENS
 from kvboost_hf.cache.store import ChunkStore, StoredChunk
 from kvboost_hf.compat import cache_argument, difference, tolerance
 
@@ -95,7 +96,9 @@ def _culprits(fresh: Sequence[ReuseLayer], ledger: Ledger, store: ChunkStore, al
         for chunk, start, shared in store.chain(ledger.root, tokens):
             if _differs(chunk, shared, fresh, row, pad + start, allowed):
                 found.add(chunk.prefix_key)
-        found |= {saved.key for border in ledger.borders[row] for saved in store.states_after(border.key)}
+        for border in ledger.borders[row]:
+            if len(rest := tokens[border.at :]) >= HEAD_TOKENS:
+                found |= {saved.key for saved in store.states_after(border.key, rest[:HEAD_TOKENS])}
     return found
 
 

@@ -60,6 +60,7 @@ from kvboost_hf.compat import (
     probe_reason,
     require_cache,
     rope_regime,
+    steps_reason,
 )
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError
@@ -143,6 +144,7 @@ class ChunkReuseCache(HookedCache):
         self._ledger: Ledger | None = None  # None: nothing is known of what the layers hold
         self._regime = b""  # of the rotary frequencies behind what the layers hold
         self._columns = 0  # held by layers that do not count themselves
+        self._untracked = False  # the model goes on from a prompt in a way that must not be stored
         self._static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
         self._layers = self._make_layers(model)
         self._stateful = any(layer.is_stateful for layer in self._layers)
@@ -425,6 +427,9 @@ class ChunkReuseCache(HookedCache):
     def _continue(self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs | str, held: int) -> Kwargs:
         """Ids follow what the layers hold: a decoding step, candidates to verify, or more of a prompt."""
         ledger = self._in_step()
+        if self._untracked and not isinstance(inputs, str) and inputs.input_ids.shape[1] == 1:
+            self._running = _Running(held, held + 1)
+            return kwargs
         if isinstance(inputs, str) or ledger is None:
             return self._lose_track(kwargs, held, inputs if isinstance(inputs, str) else "the cache was changed")
         new = inputs.input_ids.shape[1]
@@ -441,6 +446,12 @@ class ChunkReuseCache(HookedCache):
             self._confirm(ledger)
         if new > inputs.logits:
             return self._extend(model, kwargs, inputs, ledger, held)
+        if steps_reason(model) is not None:
+            # What is kept of decoded tokens is not what a prompt would leave: let the store have what there is.
+            self.store_tails()
+            self._ledger, self._untracked = None, True
+            self._running = _Running(held, held + new)
+            return kwargs
         mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
         self._running = _Running(
             held,
@@ -779,7 +790,7 @@ class ChunkReuseCache(HookedCache):
             self.layers[:] = self._native_layers(model)
             if recording:  # generate() has asked for it already
                 self.activate_past_recording()
-        self._used = False
+        self._used = self._untracked = False
         self._columns = 0
         self._ledger = None
 

@@ -15,6 +15,7 @@ from kvboost_hf.compat.probes import (
     known_reason,
     padding_reason,
     probe_reason,
+    steps_reason,
     tolerance,
 )
 from kvboost_hf.compat.report import CompatibilityReport, check_model_compatibility, known_architectures
@@ -38,5 +39,6 @@ __all__ = [
     "probe_reason",
     "require_cache",
     "rope_regime",
+    "steps_reason",
     "tolerance",
 ]

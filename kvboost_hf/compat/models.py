@@ -8,21 +8,23 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf.compat.kept import KeptOnModel
 
-# Cache layers of transformers that `cache/kinds.py` has a layer for.
-SERVED_LAYERS = frozenset(
+# Cache layers of transformers that `cache/kinds.py` has a layer for; the first ones sum up what they have seen.
+STATEFUL_LAYERS = frozenset(
     (
-        "DynamicLayer",
-        "DynamicSlidingWindowLayer",
-        "DynamicIndexedLayer",
         "LinearAttentionLayer",
         "LinearAttentionAndFullAttentionLayer",
         "LinearAttentionAndSlidingWindowAttentionLayer",
-        "DummyLayer",
-        "MiniMaxM3VLSparseCacheLayer",
         "DeepseekV4HCACache",
         "DeepseekV4CSACache",
     )
 )
+SERVED_LAYERS = STATEFUL_LAYERS | {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "DynamicIndexedLayer",
+    "DummyLayer",
+    "MiniMaxM3VLSparseCacheLayer",
+}
 
 
 class _Argument(KeptOnModel):

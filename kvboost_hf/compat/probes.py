@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from kvboost_hf.compat.kept import KeptOnModel
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
+    STATEFUL_LAYERS,
     cache_argument,
     cache_layers,
     has_own_cache,
@@ -48,6 +49,7 @@ class _Findings(KeptOnModel):
         self.static: tuple[str | None] | None = None
         self.probed: dict[torch.dtype, str | None] = {}
         self.padded: dict[torch.dtype, str | None] = {}
+        self.steps: dict[torch.dtype, str | None] = {}
 
 
 def known_reason(model: PreTrainedModel) -> str | None:
@@ -67,6 +69,14 @@ def probe_reason(model: PreTrainedModel) -> str | None:
 def padding_reason(model: PreTrainedModel) -> str | None:
     """Why a run on a few tokens rules out storing K/V of padded rows, or None. Run once per model and dtype."""
     return _once(model, _Findings.of(model).padded, _probe_padding)
+
+
+def steps_reason(model: PreTrainedModel) -> str | None:
+    """Why what a model keeps of tokens that it was given one by one is not what it keeps of a prompt, or None.
+
+    Models with states have one way for prompts and another for single tokens. Run once per model and dtype.
+    """
+    return _once(model, _Findings.of(model).steps, _probe_steps)
 
 
 def _once(
@@ -122,6 +132,20 @@ def _probe(model: PreTrainedModel) -> str | None:
     off = difference(_logits(model, ids[:, cut:], cache), whole[:, cut:])
     if not off <= tolerance(model.dtype):
         return f"a prompt in two parts gives other logits than in one (by {off:.2g} standard deviations)"
+    return None
+
+
+@torch.no_grad()
+def _probe_steps(model: PreTrainedModel) -> str | None:
+    if not {type(layer).__name__ for layer in cache_layers(model)} & STATEFUL_LAYERS:
+        return None
+    ids, cut = _probe_ids(model), _PROBE_TOKENS - 2
+    whole, cache = _logits(model, ids), ProbeCache(config=model.config)
+    _logits(model, ids[:, :cut], cache)
+    steps = torch.cat([_logits(model, ids[:, [at]], cache) for at in range(cut, _PROBE_TOKENS)], dim=1)
+    off = difference(steps, whole[:, cut:])
+    if not off <= tolerance(model.dtype):
+        return f"tokens one by one give other logits than at once (by {off:.2g} standard deviations)"
     return None
 
 

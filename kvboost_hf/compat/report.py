@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_hf.compat.models import cache_layers, require_reusable_model
-from kvboost_hf.compat.probes import known_reason, probe_reason
+from kvboost_hf.compat.probes import known_reason, probe_reason, steps_reason
 from kvboost_hf.compat.rope import frequencies_vary
 
 
@@ -74,6 +74,8 @@ def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> Co
     require_reusable_model(model)
     name = type(model).__name__
     reason = known_reason(model) or probe_reason(model)
+    if reason is None:
+        steps_reason(model)  # decides what is kept of decoded tokens; found out now, not in the first call
     tested = name in known_architectures()
     if reason is not None:
         message = f"{name} cannot reuse K/V: {reason}. Use it without a ChunkReuseCache."

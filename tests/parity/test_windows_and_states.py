@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, detach
 from kvboost_hf.cache.windows import SlidingLayer
+from kvboost_hf.compat import steps_reason
 from tests.architectures.models import make_architecture
 from tests.conftest import STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
 
@@ -383,3 +384,27 @@ def test_rows_of_layers_that_cannot_be_taken_apart_are_not_stored() -> None:
     cache.reset()
     assert store.stats()["states"] == stored
     check(model, ChunkReuseCache(model, store), as_inputs(BASE[:, :125]))
+
+
+@pytest.mark.parametrize("architecture", ["nemotron_h", "zamba2"])
+def test_what_single_steps_leave_is_not_taken_for_a_prompt_s(architecture: str) -> None:
+    """In these, single tokens skip the lower limit of the time step that prompts have."""
+    model = make_architecture(architecture)
+    assert "one by one" in str(steps_reason(model))
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+    check(model, cache, as_inputs(BASE[:, :110]))
+    told = generate(model, as_inputs(BASE[:, :110])).sequences
+    assert check(model, cache, as_inputs(join(told, OTHER[:, :30]))) == told.shape[1] + 30 - 110
+    assert check(model, ChunkReuseCache(model, cache.store), as_inputs(join(told, OTHER[:, :40]))) <= 50
+
+
+def test_states_are_looked_up_by_their_first_tokens() -> None:
+    model = make_architecture("lfm2")
+    store = ChunkStore(model, chunk_size=CHUNK)
+    for seed in range(20):
+        check(model, ChunkReuseCache(model, store), as_inputs(random_ids(40, seed=seed)))
+    (root,) = {saved.parent for saved in store._states.values()}
+    for saved in store._states.values():
+        assert saved in store.states_after(root, saved.tokens[:8])
+        assert len(list(store.states_after(root, saved.tokens[:8]))) < 3
+    assert store.stats()["states"] >= 20
