@@ -647,21 +647,23 @@ class ChunkReuseCache(HookedCache):
 
     def after_forward(self, output: Any) -> Any:
         """See `HookedCache`."""
-        running, self._running = self._running, None
-        if self._static is not None and running is not None:  # None after a compiled step
-            self._static.close(self._static_layers)
-        ledger = self._ledger
-        if running is None:
+        running, ledger = self._running, self._ledger
+        if running is None:  # after a compiled step
             return None
+        if self._static is not None:
+            self._static.close(self._static_layers)
         self._columns = running.stop
+        changed = None
+        if running.commit is not None and ledger is not None:
+            running.commit()
+            if running.audited is not None:
+                changed = self._audit(ledger, running, running.audited, output)
+            ledger.version = self._layers_version()
+            ledger.unconfirmed = not running.confirmed
+        self._running = None  # only now: an interrupt before this undoes the forward
         if running.commit is None or ledger is None:
             self._release(running.stop)
-            return None
-        running.commit()
-        changed = self._audit(ledger, running, running.audited, output) if running.audited is not None else None
-        ledger.version = self._layers_version()
-        ledger.unconfirmed = not running.confirmed
-        if running.confirmed:
+        elif running.confirmed:
             self._confirm(ledger, root_checked=running.root_checked)
         return changed
 

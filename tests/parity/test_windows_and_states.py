@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, detach
+from kvboost_hf.cache.tokens import TokenLog
 from kvboost_hf.cache.windows import SlidingLayer
 from kvboost_hf.compat import steps_reason
 from tests.architectures.models import make_architecture
@@ -408,3 +409,22 @@ def test_states_are_looked_up_by_their_first_tokens() -> None:
         assert saved in store.states_after(root, saved.tokens[:8])
         assert len(list(store.states_after(root, saved.tokens[:8]))) < 3
     assert store.stats()["states"] >= 20
+
+
+def test_an_interrupt_before_a_forward_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state alone does not tell how many tokens it has seen."""
+    model = make_architecture("mamba2")
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(BASE[:, :100], cache_params=cache, use_cache=True, logits_to_keep=1)
+        monkeypatch.setattr(TokenLog, "append", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(BASE[:, 100:101], cache_params=cache, use_cache=True, logits_to_keep=1)
+    monkeypatch.undo()
+    inputs = as_inputs(join(BASE[:, :100], OTHER[:, :20]))
+    found, expected = generate(model, inputs, cache_params=cache), generate(model, inputs)
+    torch.testing.assert_close(found.logits[0], expected.logits[0], atol=2e-4, rtol=2e-4)
