@@ -57,10 +57,12 @@ class StaticDecoding:
         before = held if call.continues(held) else 0
         new = call.max_length - call.num_ids
         prompt = before + call.num_ids
-        if prompt + new - 1 > self.max_cache_len:  # the last token is not run through the model
+        needed = prompt + new - 1 + call.candidates  # the last token is not run through the model
+        if needed > self.max_cache_len:
+            proposed = f", with {call.candidates} proposed by prompt lookup," if call.candidates else ""
             raise ValueError(
                 f"`max_cache_len`={self.max_cache_len} is too small for this call: a prompt of {prompt} tokens and up "
-                f"to {new} new ones take {prompt + new - 1}. Make a cache with a larger `max_cache_len`, pass a "
+                f"to {new} new ones{proposed} take {needed}. Make a cache with a larger `max_cache_len`, pass a "
                 "smaller `max_new_tokens`, or shorten the prompt."
             )
 

@@ -257,6 +257,18 @@ def test_too_long(llama: PreTrainedModel) -> None:
     assert cache.report.tier_tokens == {"live": 54, "ram": 0}
 
 
+def test_candidates_need_room(llama: PreTrainedModel) -> None:
+    """Prompt lookup proposes tokens beyond the last one, which must not stop a call in the middle."""
+    period = torch.cat([BASE[:, :10]] * 6, dim=1)
+    mode = {"prompt_lookup_num_tokens": 6, "max_new_tokens": 5}
+    cache = static_cache(llama, size=70)
+    with pytest.raises(ValueError, match="with 6 proposed by prompt lookup, take 73"):
+        generate(llama, as_inputs(torch.cat([period, period[:, :3]], dim=1)), past_key_values=cache, **mode)
+    for n in (50, 60):
+        plain = generate(llama, as_inputs(period[:, :n]), **mode)
+        assert torch.equal(plain, generate(llama, as_inputs(period[:, :n]), past_key_values=cache, **mode))
+
+
 def test_what_is_refused(llama: PreTrainedModel) -> None:
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="`max_cache_len` must be a positive int or None"):
