@@ -6,13 +6,20 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compat import CompatibilityReport, check_model_compatibility
 from kvboost_hf.config import ReusePolicy
-from kvboost_hf.errors import CacheModelMismatchError, KVBoostError, StoreClosedError, StoreFullError
+from kvboost_hf.errors import (
+    CacheModelMismatchError,
+    InterruptedForwardError,
+    KVBoostError,
+    StoreClosedError,
+    StoreFullError,
+)
 
 __all__ = [
     "CacheModelMismatchError",
     "ChunkReuseCache",
     "ChunkStore",
     "CompatibilityReport",
+    "InterruptedForwardError",
     "KVBoostError",
     "ReusePolicy",
     "ReuseReport",

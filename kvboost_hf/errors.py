@@ -4,6 +4,7 @@ Exception
 ├── ValueError                     a bad argument: value, constraint and remedy in the message
 └── KVBoostError                   a state that the library refuses to work in
     ├── CacheModelMismatchError    a cache met a model that it was not made for
+    ├── InterruptedForwardError    a text was to be continued whose states an interrupted forward has spoilt
     ├── StoreClosedError           a store was used after close()
     └── StoreFullError             warm() was given more text than the byte budget can pin
 """
@@ -15,6 +16,10 @@ class KVBoostError(RuntimeError):
 
 class CacheModelMismatchError(KVBoostError):
     """A `ChunkReuseCache` was passed to a model other than the one it was made for."""
+
+
+class InterruptedForwardError(KVBoostError):
+    """A `ChunkReuseCache` was to go on from states that an interrupted forward has spoilt."""
 
 
 class StoreClosedError(KVBoostError):

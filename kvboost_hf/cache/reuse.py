@@ -63,7 +63,7 @@ from kvboost_hf.compat import (
     steps_reason,
 )
 from kvboost_hf.config import ReusePolicy
-from kvboost_hf.errors import CacheModelMismatchError
+from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
 _NEVER = 2**62  # tokens that an extra forward must save
 _CHANGED = "position_ids or the attention mask changed on the way"
@@ -144,6 +144,7 @@ class ChunkReuseCache(HookedCache):
         self._ledger: Ledger | None = None  # None: nothing is known of what the layers hold
         self._regime = b""  # of the rotary frequencies behind what the layers hold
         self._columns = 0  # held by layers that do not count themselves
+        self._lost = False  # an interrupted forward took with it what the layers held
         self._untracked = False  # the model goes on from a prompt in a way that must not be stored
         self._static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
         self._layers = self._make_layers(model)
@@ -344,6 +345,11 @@ class ChunkReuseCache(HookedCache):
         self._recover()
         call, self._call = self._call, None
         armed = call is not None and call.contains(sys._getframe())
+        if self._lost and not armed:
+            raise InterruptedForwardError(
+                "The last forward with this ChunkReuseCache was interrupted, and the states that it held cannot be "
+                "taken back, so that nothing can be continued. Call reset(), and pass the whole text."
+            )
         if self._unsupported is not None:
             return self._run_plain(kwargs, self._unsupported, armed=armed)
         kwargs = with_positions(model, kwargs)
@@ -694,6 +700,8 @@ class ChunkReuseCache(HookedCache):
             self._release(ledger.first_unstored())
         else:  # there is no storing them later
             self._release(ledger.log.length)
+            if not ledger.log.trusted:  # nor anything that follows: no need to ask again at each step
+                self._ledger = None
 
     def _may_store(self, ledger: Ledger) -> bool:
         """Whether the layers hold what the ledger says, computed by the model as it is now."""
@@ -776,6 +784,7 @@ class ChunkReuseCache(HookedCache):
             return
         if not all(layer.can_rewind(running.length) for layer in self._layers):
             self._drop()
+            self._lost = running.length > 0
             return
         self._truncate(running.length)
         if self._ledger is not None:
@@ -792,7 +801,7 @@ class ChunkReuseCache(HookedCache):
             self.layers[:] = self._native_layers(model)
             if recording:  # generate() has asked for it already
                 self.activate_past_recording()
-        self._used = self._untracked = False
+        self._used = self._untracked = self._lost = False
         self._columns = 0
         self._ledger = None
 

@@ -5,6 +5,7 @@ A state sums up all tokens so far. It cannot be rewound, only put back as it was
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -270,8 +271,8 @@ class OpaqueLayer(ReuseLayer):
     def save_state(self, row: int) -> LayerState | None:
         """See `ReuseLayer.save_state`."""
         assert row == 0, "such a layer cannot be taken apart by rows"
-        saved = _copied(self._layer.__dict__)
-        return LayerState(_tensors(saved), saved)
+        saved = _on_host(self._layer.__dict__)
+        return LayerState([held.tensor for held in _held(saved)], saved)
 
     def load_states(self, rows: Sequence[LayerState | None]) -> None:
         """See `ReuseLayer.load_states`."""
@@ -397,7 +398,38 @@ def _change_states(layer: Any, change: Callable[[torch.Tensor], torch.Tensor]) -
 # Anything that a layer may hold: tensors, in containers.
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor in host memory, and where it was."""
+
+    tensor: torch.Tensor
+    device: torch.device
+
+
+def _on_host(value: Any) -> Any:
+    """A copy of `value` with all tensors in host memory."""
+    if isinstance(value, torch.Tensor):
+        with torch.inference_mode(False), torch.no_grad():
+            return _Held(torch.empty_like(value, device="cpu").copy_(value.detach()), value.device)
+    if isinstance(value, dict):
+        return {key: _on_host(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(inner) for inner in value)
+    return value
+
+
+def _held(value: Any) -> list[_Held]:
+    if isinstance(value, _Held):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [held for part in inner for held in _held(part)]
+
+
 def _copied(value: Any) -> Any:
+    """A copy of `value`, tensors that were put on the host back where they were."""
+    if isinstance(value, _Held):
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.empty_like(value.tensor, device=value.device).copy_(value.tensor)
     if isinstance(value, torch.Tensor):
         with torch.inference_mode(False), torch.no_grad():
             return value.detach().clone()

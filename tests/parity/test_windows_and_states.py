@@ -7,7 +7,15 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, detach
+from kvboost_hf import (
+    ChunkReuseCache,
+    ChunkStore,
+    InterruptedForwardError,
+    ReusePolicy,
+    attach,
+    check_model_compatibility,
+    detach,
+)
 from kvboost_hf.cache.tokens import TokenLog
 from kvboost_hf.cache.windows import SlidingLayer
 from kvboost_hf.compat import steps_reason
@@ -428,3 +436,40 @@ def test_an_interrupt_before_a_forward_is_recorded(monkeypatch: pytest.MonkeyPat
     inputs = as_inputs(join(BASE[:, :100], OTHER[:, :20]))
     found, expected = generate(model, inputs, cache_params=cache), generate(model, inputs)
     torch.testing.assert_close(found.logits[0], expected.logits[0], atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*WINDOWED, *STATEFUL])
+def test_a_loop_by_hand_that_is_interrupted(name: str) -> None:
+    """What can be taken back is; else the cache says so, rather than going on from nothing."""
+    model = make_model(name)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=CHUNK))
+    model(BASE[:, :50], past_key_values=cache)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError):
+        model(BASE[:, 50:60], past_key_values=cache)
+    handle.remove()
+    if name in STATEFUL:
+        for _ in range(2):
+            with pytest.raises(InterruptedForwardError, match="Call reset"):
+                model(BASE[:, 50:60], past_key_values=cache)
+        cache.reset()
+        found = model(BASE[:, :60], past_key_values=cache).logits[:, 50:]
+    else:
+        found = model(BASE[:, 50:60], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(BASE[:, :60]).logits[:, 50:], atol=2e-4, rtol=2e-4)
+    check(model, cache, as_inputs(BASE[:, :100]))
+
+
+def test_states_are_kept_on_the_host() -> None:
+    model = make_architecture("deepseek_v4")
+    store = ChunkStore(model, chunk_size=CHUNK)
+    check(model, ChunkReuseCache(model, store), as_inputs(BASE[:, :100]))
+    check(model, ChunkReuseCache(model, store), as_inputs(BASE[:, :110]))
+    kept = [layer for saved in store._states.values() for layer in saved.states.layers if layer is not None]
+    assert kept
+    assert all(t.device.type == "cpu" and not t.requires_grad for s in kept for t in s.tensors if t is not None)
