@@ -129,6 +129,8 @@ def _swapped_in(model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> HookedCa
         return None
     ours = attached(model)
     assert isinstance(ours, HookedCache)
+    if any(getattr(layer, "record_past", False) for layer in theirs.layers):  # generate() will crop candidates
+        ours.activate_past_recording()  # type: ignore[no-untyped-call]
     theirs.layers = ours.layers
     return ours
 

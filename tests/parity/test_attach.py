@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedModel, pipeline
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
 from kvboost_hf.assets import load_embedded
+from tests.architectures import make_architecture
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
 BASE = random_ids(200, seed=1)
@@ -46,6 +47,19 @@ def test_modes(attached: PreTrainedModel, mode: dict[str, Any]) -> None:
         torch.manual_seed(0)
         assert torch.equal(attached.generate(**as_inputs(ids), max_new_tokens=6, **mode, **sample), expected)
     assert report(attached).reused_tokens >= 100
+
+
+@pytest.mark.parametrize("name", ["mistral", "lfm2"])
+def test_candidates_are_cropped_from_windows_and_states(name: str) -> None:
+    """generate() asks the cache that it has made to remember them, before ours takes its place."""
+    plain, model = make_architecture(name), make_architecture(name)
+    check_model_compatibility(model)
+    attach(model, ChunkStore(model, chunk_size=32))
+    ids = BASE[:, :40].repeat(1, 3)
+    for _ in range(2):
+        found = model.generate(**as_inputs(ids), max_new_tokens=12, prompt_lookup_num_tokens=4)
+        assert torch.equal(found, plain.generate(**as_inputs(ids), max_new_tokens=12))
+    assert report(model).reused_tokens >= 96
 
 
 def test_target_and_assistant_both_attached(attached: PreTrainedModel) -> None:
