@@ -34,6 +34,7 @@ class GenerateCall:
         self._config = _weakly(variables.get("generation_config"))
         self.num_ids: int | None = variables.get("input_ids_length")
         self.max_length: int | None = getattr(variables.get("generation_config"), "max_length", None)
+        self.uses_cache = bool(getattr(variables.get("generation_config"), "use_cache", True))
         # Prompt lookup may propose more tokens than are left to generate.
         self.candidates: int = getattr(variables.get("generation_config"), "prompt_lookup_num_tokens", None) or 0
         self._ids = variables.get("input_ids")

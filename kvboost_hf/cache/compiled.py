@@ -44,6 +44,7 @@ class StaticDecoding:
             raise ValueError(f"`max_cache_len` is not for {type(model).__name__}: {reason}. Leave it out.")
         self.max_cache_len = max_cache_len
         self.tape = DecodeTape(max_cache_len)
+        self.in_use = True  # the last generate() call was not told use_cache=False
         self._new = 0  # columns of the forward under way
 
     def require_call_fits(self, call: GenerateCall, held: int) -> None:

@@ -164,6 +164,7 @@ class ChunkReuseCache(HookedCache):
         call = calling()
         if self._static is not None:
             self._recover()
+            self._static.in_use = call.uses_cache
             self._static.require_call_fits(call, self._held())
         self._user_defined = value
         continues = call.continues(self._held())
@@ -189,7 +190,7 @@ class ChunkReuseCache(HookedCache):
             return False
         if torch.compiler.is_compiling():
             return bool(super().is_compileable)
-        return self._static_layers[0].whole and not in_prefill()
+        return self._static.in_use and self._static_layers[0].whole and not in_prefill()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -257,6 +257,15 @@ def test_too_long(llama: PreTrainedModel) -> None:
     assert cache.report.tier_tokens == {"live": 54, "ram": 0}
 
 
+def test_use_cache_false(llama: PreTrainedModel, compiler: Compiler) -> None:
+    cache = static_cache(llama, size=70)
+    for how in ({"use_cache": False}, {}, {"use_cache": False}):
+        plain = generate(llama, as_inputs(BASE[:, :50]))
+        config = compiler.config
+        found = generate(llama, as_inputs(BASE[:, :50]), past_key_values=cache, compile_config=config, **how)
+        assert torch.equal(plain, found)
+
+
 def test_candidates_need_room(llama: PreTrainedModel) -> None:
     """Prompt lookup proposes tokens beyond the last one, which must not stop a call in the middle."""
     period = torch.cat([BASE[:, :10]] * 6, dim=1)
