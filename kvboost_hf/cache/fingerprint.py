@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from kvboost_hf.cache.checksum import checksum
 from kvboost_hf.cache.offloaded import FileMark, offloaded_files, offloaded_tensors, weight_maps
@@ -111,7 +112,7 @@ class _Found:
 def _walk(model: nn.Module) -> _Found:
     found = _Found()
     tensors, switches = found.tensors, found.switches
-    switches += [_autocast(), *_config_scalars(model)]
+    switches += [_autocast(), *_config_scalars(getattr(model, "config", None))]
     maps: dict[int, Any] = {}
     kinds: dict[type, None] = {}
     todo = [model]  # by hand: the generators of model.modules() take three times as long
@@ -175,10 +176,20 @@ def _adapter_switches(layer: Any) -> list[Hashable]:
     return [str(layer.merged_adapters), str(layer.active_adapters), str(layer.__dict__.get("scaling"))]
 
 
-def _config_scalars(model: nn.Module) -> list[Hashable]:
-    """Read at each forward: how attention is computed, and how many layers, which early-exit drafting lowers."""
-    config = getattr(model, "config", None)
-    return [value for value in config.__dict__.values() if type(value) in _SCALARS] if config is not None else []
+def _config_scalars(config: Any) -> list[Hashable]:
+    """Read at each forward: how attention is computed, how many layers there are, what is taken of a vision tower."""
+    if config is None:
+        return []
+    found: list[Hashable] = []
+    for value in config.__dict__.values():
+        kind = type(value)
+        if kind in _SCALARS:
+            found.append(value)
+        elif kind is list or kind is tuple:
+            found.append(repr(value))
+        elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
+            found += _config_scalars(value)
+    return found
 
 
 def _autocast() -> Hashable:

@@ -306,6 +306,21 @@ def test_an_image_that_follows_what_is_held_is_bypassed() -> None:
     assert forwarded(model, cache, prompt("llava", HEAD, 5, MIDDLE)) > 0
 
 
+def test_changed_configurations_are_noticed() -> None:
+    """Those of the parts, too, and lists: models read them at each forward."""
+    model = make_model("llava")
+    check_model_compatibility(model)
+    model.config.vision_feature_layer = [-1]
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
+    inputs = prompt("llava", HEAD, 5, MIDDLE)
+    assert forwarded(model, cache, inputs) == inputs["input_ids"].numel()
+    model.config.vision_feature_layer = [-2]
+    assert forwarded(model, cache, inputs) == inputs["input_ids"].numel()
+    model.config.text_config.num_hidden_layers = 1
+    generate(model, inputs, past_key_values=cache)
+    assert cache.report.reused_tokens == 0
+
+
 def test_an_attached_model() -> None:
     model = attach(make_model("qwen2_vl"))
     inputs = prompt("qwen2_vl", HEAD, 5, MIDDLE, 6, TAIL)
