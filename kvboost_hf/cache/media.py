@@ -95,6 +95,11 @@ class Prompt:
         return column
 
 
+def has_types_of_media(kwargs: Arguments, columns: int) -> bool:
+    """Whether one of the last `columns` ids is said to be something else than text."""
+    return any(bool(kwargs[name][..., -columns:].any()) for name in TYPES if kwargs.get(name) is not None)
+
+
 def read_prompt(
     model: PreTrainedModel,
     ids: Tokens,
@@ -220,9 +225,13 @@ def _read_types(kwargs: Arguments, ids: Tokens) -> NDArray[np.int64] | str | Non
         types = kwargs.get(name)
         if types is None:
             continue
-        if types.ndim != 2 or len(types) != len(ids) or types.shape[1] < ids.shape[1]:
+        missing = max(0, ids.shape[1] - types.shape[1]) if types.ndim == 2 else 0
+        kept = kwargs.get("logits_to_keep", 0)
+        candidates = kept - 1 if isinstance(kept, int) else 0  # of assisted decoding: text, which has no types yet
+        if types.ndim != 2 or len(types) != len(ids) or missing > max(0, candidates):
             return f"`{name}` are not one for each of the input_ids"
-        found.append(types[:, -ids.shape[1] :].cpu().numpy().astype(np.int64))  # those of held columns may come first
+        given = types[:, -ids.shape[1] :].cpu().numpy().astype(np.int64)  # those of held columns may come first
+        found.append(np.pad(given, ((0, 0), (0, missing))))
     return np.stack(found) if found else None
 
 

@@ -44,7 +44,7 @@ from kvboost_hf.cache.inputs import (
 from kvboost_hf.cache.kinds import make_layers
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.ledger import Ledger
-from kvboost_hf.cache.media import ENCODED, Prompt, narrow_media, payload, read_prompt
+from kvboost_hf.cache.media import ENCODED, Prompt, has_types_of_media, narrow_media, payload, read_prompt
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
 from kvboost_hf.cache.report import ReuseReport, Tally, miss_report
 from kvboost_hf.cache.state import ModelState
@@ -442,8 +442,11 @@ class ChunkReuseCache(HookedCache):
         new = inputs.input_ids.shape[1]
         if rope_regime(model, held + new - int(ledger.log.pads.min())) != self._regime:
             return self._lose_track(kwargs, held, _LENGTH)
-        if not in_generate() and self._root(self._regime) != ledger.root:
-            return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
+        if not in_generate():
+            if self._root(self._regime) != ledger.root:
+                return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
+            if has_types_of_media(kwargs, new):
+                return self._lose_track(kwargs, held, "types of images came after the beginning of the prompt")
         padded = bool(ledger.log.pads.any()) and self._counting is not None  # states have no more use for a mask
         if padded and (inputs.attention_mask is None or not positions_follow_padding(model, inputs)):
             return self._lose_track(kwargs, held, "the attention mask or position_ids of a padded batch are missing")
