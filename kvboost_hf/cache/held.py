@@ -1,0 +1,281 @@
+"""What a cache holds: its layers, the ledger beside them, and how both are kept in step.
+
+Everything here is about the state between forwards: rows that are reordered, columns that are cropped, forwards that
+never returned, chunks that have become complete. What a forward is given is decided in `serve.py`.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.arming import in_generate, in_prefill
+from kvboost_hf.cache.compiled import StaticDecoding
+from kvboost_hf.cache.hook import HookedCache, Kwargs
+from kvboost_hf.cache.kinds import make_layers
+from kvboost_hf.cache.layers import ReuseLayer
+from kvboost_hf.cache.ledger import Ledger
+from kvboost_hf.cache.plan import HEAD_TOKENS
+from kvboost_hf.cache.report import Tally
+from kvboost_hf.cache.static import StaticReuseLayer
+from kvboost_hf.cache.store import ChunkStore, Put
+from kvboost_hf.compat import cache_layers, known_reason
+from kvboost_hf.config import ReusePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A forward under way: where to fall back to if it never returns, and what to record when it does."""
+
+    length: int  # columns that are right whatever happens
+    stop: int = 0  # columns when it is done
+    commit: Callable[[], None] | None = None
+    confirmed: bool = True  # no crop() will follow
+    root_checked: bool = False  # the fingerprint was read just before
+    audited: Kwargs | None = None  # the caller's arguments, if the prompt is to be computed a second time
+
+
+class HoldingCache(HookedCache):
+    """The layers of a `ChunkReuseCache`, and what is known of what they hold.
+
+    Args:
+        model: The model that it is made for. Held weakly.
+        store: Where K/V outlives it.
+        policy: How stored K/V may be used.
+        salt: Of its prompts.
+        max_cache_len: Columns of buffers that never move, or None.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, store: ChunkStore, policy: ReusePolicy, salt: bytes, max_cache_len: int | None
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.store, self.policy, self.salt = store, policy, salt
+        self._unsupported = known_reason(model)
+        self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
+        self._used = False  # layers of a model that cannot reuse K/V hold something
+        self._tally = Tally()
+        self._running: Running | None = None
+        self._ledger: Ledger | None = None  # None: nothing is known of what the layers hold
+        self._regime = b""  # of the rotary frequencies behind what the layers hold
+        self._columns = 0  # held by layers that do not count themselves
+        self._lost = False  # an interrupted forward took with it what the layers held
+        self._untracked = False  # the model goes on from a prompt in a way that must not be stored
+        self._static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
+        self._layers = self._make_layers(model)
+        self._stateful = any(layer.is_stateful for layer in self._layers)
+        self._counting = next((layer for layer in self._layers if layer.length is not None), None)
+        super().__init__(layers=self._native_layers(model))
+
+    # What transformers calls
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether the next forward may be compiled: one that decodes, in a cache of a fixed size."""
+        if self._static is None:
+            return False
+        if torch.compiler.is_compiling():
+            return bool(super().is_compileable)
+        return self._static.in_use and self._static_layers[0].whole and not in_prefill()
+
+    def activate_past_recording(self) -> None:
+        """See `Cache.activate_past_recording`; what generate() asks for ends with the next call."""
+        recording = any(self.is_recording_past(i) for i in range(len(self.layers)))
+        self._records_for_call = self._records_for_call or (in_generate() and not recording)
+        super().activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def _stop_recording(self) -> None:
+        if self._records_for_call:
+            self._records_for_call = False
+            for layer in self._layers:
+                layer.stop_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` columns; what remains is confirmed."""
+        in_step = self._settled()
+        super().crop(tokens_to_remove)
+        self._columns = max(0, self._columns + int(tokens_to_remove))
+        if in_step is not None:
+            in_step.rewind(max(0, in_step.log.length + int(tokens_to_remove)))
+            in_step.version = self._layers_version()
+            self._confirm(in_step)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        in_step = self._settled()
+        super().reorder_cache(beam_idx)
+        self._select_rows(in_step, beam_idx.cpu().numpy())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        in_step = self._settled()
+        super().batch_select_indices(indices)
+        rows = indices.cpu().numpy()
+        self._select_rows(in_step, np.flatnonzero(rows) if rows.dtype == np.bool_ else rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        in_step = self._settled()
+        super().batch_repeat_interleave(repeats)
+        if in_step is not None:
+            self._select_rows(in_step, np.arange(in_step.log.batch_size).repeat(repeats))
+
+    # Handing to the store
+
+    def store_all(self, *, pinned: bool = False) -> list[Put]:
+        """Offer everything that the cache holds to the store, unfinished chunks included."""
+        ledger = self._in_step()
+        if ledger is None or not self._may_store(ledger):
+            return []
+        results: list[Put] = []
+        for row in range(ledger.log.batch_size):
+            results += ledger.store_row(row, self._layers, self.store, pinned=pinned, again=True)
+            results.append(ledger.store_tail(row, self._layers, self.store, pinned=pinned))
+        if self._stateful:
+            for row in range(ledger.log.batch_size):
+                results.append(ledger.store_states(row, self._layers, self.store, pinned=pinned))
+        return results
+
+    def store_tails(self) -> None:
+        """Offer the tokens that fill no chunk to the store, before the cache lets go of them."""
+        ledger = self._in_step()
+        if ledger is not None and self._running is None and self._may_store(ledger):
+            self._store_tails(ledger, keep=0)
+
+    def _store_tails(self, ledger: Ledger, keep: int) -> None:
+        """Offer the tails of the rows that are about to lose columns from `keep` on."""
+        for row, pad in enumerate(ledger.log.pads):
+            if ledger.log.length - max(keep, int(pad)) >= HEAD_TOKENS:
+                ledger.store_tail(row, self._layers, self.store)
+                if self._stateful and not ledger.unconfirmed:
+                    ledger.store_states(row, self._layers, self.store)
+
+    def _confirm(self, ledger: Ledger, *, root_checked: bool = False) -> None:
+        """Everything in the layers is there to stay: offer chunks that have become complete to the store."""
+        ledger.unconfirmed = False
+        if not ledger.has_new_chunk(self.store.chunker.chunk_size):
+            return
+        if (root_checked and ledger.log.trusted) or self._may_store(ledger):
+            ledger.store_new(self._layers, self.store)
+            self._release(ledger.first_unstored())
+        else:  # there is no storing them later
+            self._release(ledger.log.length)
+            if not ledger.log.trusted:  # nor anything that follows: no need to ask again at each step
+                self._ledger = None
+
+    def _may_store(self, ledger: Ledger) -> bool:
+        """Whether the layers hold what the ledger says, computed by the model as it is now."""
+        return self.store.usable and ledger.log.trusted and self._root(self._regime) == ledger.root
+
+    def _root(self, regime: bytes) -> bytes | None:
+        """What all chains of the model, as it is now, start from."""
+        return self.store.root(self.salt, regime, read_all=self.policy.weights_check == "full")
+
+    def _release(self, before: int) -> None:
+        """Columns before `before` are of no more use to the store."""
+        for layer in self._layers:
+            if layer.is_sliding:
+                layer.release(before)
+
+    # Keeping the ledger beside the layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the live buffers, room to spare included; the store counts its own."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    def _make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
+        if self._static is not None:
+            return [StaticReuseLayer(self._static.max_cache_len) for _ in cache_layers(model)]
+        return make_layers(model) if self._unsupported is None else []
+
+    def _native_layers(self, model: PreTrainedModel) -> list[Any]:
+        return [layer.native for layer in self._layers] if self._unsupported is None else cache_layers(model)
+
+    @property
+    def _static_layers(self) -> list[StaticReuseLayer]:
+        return cast("list[StaticReuseLayer]", self._layers)
+
+    def _catch_up(self, static: StaticDecoding) -> None:
+        """Take over what compiled steps have left."""
+        version = self._layers_version()
+        if self._running is not None or not any([layer.catch_up() for layer in self._static_layers]):
+            return
+        ledger = self._ledger
+        if not static.catch_up(self._static_layers, ledger if ledger and ledger.version == version else None):
+            self._ledger = None
+        elif ledger is not None:
+            ledger.version = self._layers_version()
+            self._confirm(ledger)
+
+    def _held(self) -> int:
+        """Columns in the layers, armed or not."""
+        if self._static is not None:
+            self._catch_up(self._static)
+        if self._counting is not None:
+            return self._counting.length or 0
+        if self._unsupported is None:
+            return self._columns
+        try:
+            return super().get_seq_length()
+        except (ValueError, RuntimeError):  # there are no attention layers
+            return 0
+
+    def _layers_version(self) -> int:
+        return self._counting.version if self._counting is not None else 0
+
+    def _truncate(self, length: int) -> None:
+        for layer in self._layers:
+            layer.truncate(length)
+        self._columns = min(self._columns, length)
+
+    def _in_step(self) -> Ledger | None:
+        """The ledger, unless the layers were changed by somebody else since it was last brought up to date."""
+        if self._static is not None:
+            self._catch_up(self._static)
+        if self._ledger is not None and self._ledger.version != self._layers_version():
+            self._ledger = None
+        return self._ledger
+
+    def _settled(self) -> Ledger | None:
+        """The ledger before a change from outside, with no interrupted forward left behind."""
+        self._recover()
+        return self._in_step()
+
+    def _recover(self) -> None:
+        """After a forward that raised or was interrupted, forget what it may have left in some of the layers."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if not all(layer.can_rewind(running.length) for layer in self._layers):
+            self._drop()
+            self._lost = running.length > 0
+            return
+        self._truncate(running.length)
+        if self._ledger is not None:
+            self._ledger.rewind(running.length)
+            self._ledger.version = self._layers_version()
+
+    def _drop(self) -> None:
+        """Empty the layers."""
+        model = self._model()
+        for layer in self._layers:
+            layer.reset()
+        if self._unsupported is not None and self._used and model is not None:
+            recording = any(getattr(layer, "record_past", False) for layer in self.layers)
+            self.layers[:] = self._native_layers(model)
+            if recording:  # generate() has asked for it already
+                self.activate_past_recording()
+        self._used = self._untracked = self._lost = False
+        self._columns = 0
+        self._ledger = None
+
+    def _select_rows(self, ledger: Ledger | None, rows: NDArray[np.int64]) -> None:
+        if ledger is not None:
+            ledger.select(rows)
+            ledger.version = self._layers_version()
