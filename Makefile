@@ -18,7 +18,7 @@ demo: $(VENV)/installed
 	$(BIN)/kvboost-hf demo --figure demo.png
 
 test: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .
