@@ -24,6 +24,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.codes import digest, media_codes, shifted_codes
 from kvboost_hf.cache.positions import common_shift, position_shifts
+from kvboost_hf.compat import KeptOnModel
 
 try:
     from transformers.generation.utils import _slice_mm_encoder_output
@@ -60,9 +61,19 @@ _GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 _MERGES = ("get_placeholder_mask", "inputs_merger", "_merge_input_ids_with_audio_features")
 
 
+class _TakesMedia(KeptOnModel):
+    """Whether a model does, found once: it is asked at every decoding step."""
+
+    def __init__(self) -> None:
+        self.answer: bool | None = None
+
+
 def takes_media(model: PreTrainedModel) -> bool:
     """Whether the model has parts for something other than text."""
-    return model.config.get_text_config(decoder=True) is not model.config
+    found = _TakesMedia.of(model)
+    if found.answer is None:
+        found.answer = model.config.get_text_config(decoder=True) is not model.config
+    return found.answer
 
 
 def payload(arguments: Arguments) -> Arguments:

@@ -239,7 +239,7 @@ class ServingCache(HoldingCache):
         # Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
         min_saving = self.policy.min_prefill_saving if not self._regime else columns * len(ids)
         plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful)
-        cuts = self._cuts(plan, ledger, ids, limit)
+        cuts = self._cuts(plan, ledger, ids, limit, prompt)
         first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
         if prompt.media.any():
             plan, cuts = _whole_media(plan, cuts, prompt, limit)
@@ -265,14 +265,16 @@ class ServingCache(HoldingCache):
         )
         return _narrow(model, kwargs, inputs, prompt, start - first)
 
-    def _cuts(self, plan: ReusePlan, ledger: Ledger, ids: Tokens, limit: int) -> list[int]:
-        """Columns at which the states are worth keeping: the last chunk border, and where stored prompts part."""
+    def _cuts(self, plan: ReusePlan, ledger: Ledger, ids: Tokens, limit: int, prompt: Prompt) -> list[int]:
+        """Columns at which states are worth keeping: the last chunk border, where prompts part, the first image."""
         if not self._stateful or self._regime or limit <= plan.filled:
             return []
         border = ledger.last_border(limit, self.store, ids)
         wanted = {border} if border - plan.filled >= self.store.chunker.chunk_size // 2 else set()
         if plan.branch is not None:
             wanted.add(plan.branch)
+        if prompt.media.any():  # a whole prompt, as media only come with one
+            wanted.add(int(prompt.media.any(axis=0).argmax()))
         return sorted(cut for cut in wanted if max(plan.filled, *plan.pads) < cut <= limit)
 
     def _run_to_cuts(

@@ -21,14 +21,38 @@ from kvboost_hf.cache.layers import GrowingLayer, LayerState, ReuseLayer
 from kvboost_hf.cache.windows import SlidingLayer
 
 
-class StateLayer(ReuseLayer, LinearAttentionLayer):
+class _WithStates(ReuseLayer):
+    """What layers with states answer alike, whatever else they keep."""
+
+    is_stateful = True
+
+    def can_rewind(self, length: int) -> bool:
+        """See `ReuseLayer.can_rewind`."""
+        return False
+
+    def stop_recording(self) -> None:
+        """See `ReuseLayer.stop_recording`."""
+        _stop_recording(self)
+
+    def state_bytes(self) -> int:
+        """See `ReuseLayer.state_bytes`."""
+        return _state_bytes(self)
+
+    def save_state(self, row: int) -> LayerState | None:
+        """See `ReuseLayer.save_state`."""
+        return _save_states(self, row)
+
+    def load_states(self, rows: Sequence[LayerState | None]) -> None:
+        """See `ReuseLayer.load_states`."""
+        _load_states(self, rows)
+
+
+class StateLayer(_WithStates, LinearAttentionLayer):
     """Convolution and recurrent states of linear attention, [batch, …] each, one or several of both.
 
     Args:
         number_of_states: How many of each the layer has.
     """
-
-    is_stateful = True
 
     def __init__(self, number_of_states: int = 1) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
@@ -52,10 +76,6 @@ class StateLayer(ReuseLayer, LinearAttentionLayer):
         """Drop everything."""
         _reset_states(self)
 
-    def can_rewind(self, length: int) -> bool:
-        """See `ReuseLayer.can_rewind`."""
-        return False
-
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
         _select_states(self, beam_idx)
@@ -73,27 +93,9 @@ class StateLayer(ReuseLayer, LinearAttentionLayer):
         """Bytes of all states."""
         return sum(t.nbytes for t in _states(self))
 
-    def stop_recording(self) -> None:
-        """See `ReuseLayer.stop_recording`."""
-        _stop_recording(self)
 
-    def state_bytes(self) -> int:
-        """See `ReuseLayer.state_bytes`."""
-        return _state_bytes(self)
-
-    def save_state(self, row: int) -> LayerState | None:
-        """See `ReuseLayer.save_state`."""
-        return _save_states(self, row)
-
-    def load_states(self, rows: Sequence[LayerState | None]) -> None:
-        """See `ReuseLayer.load_states`."""
-        _load_states(self, rows)
-
-
-class _BesideAttention(GrowingLayer):  # type: ignore[no-untyped-call]
+class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-call]
     """What a growing layer with states beside its K/V adds to one without."""
-
-    is_stateful = True
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """K/V come by position, states by name."""
@@ -114,10 +116,6 @@ class _BesideAttention(GrowingLayer):  # type: ignore[no-untyped-call]
         """Drop everything."""
         super().reset()
         _reset_states(self)
-
-    def can_rewind(self, length: int) -> bool:
-        """See `ReuseLayer.can_rewind`."""
-        return False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
@@ -143,22 +141,6 @@ class _BesideAttention(GrowingLayer):  # type: ignore[no-untyped-call]
     def nbytes(self) -> int:
         """Bytes of buffers and states."""
         return super().nbytes + sum(t.nbytes for t in _states(self))
-
-    def stop_recording(self) -> None:
-        """See `ReuseLayer.stop_recording`."""
-        _stop_recording(self)
-
-    def state_bytes(self) -> int:
-        """See `ReuseLayer.state_bytes`."""
-        return _state_bytes(self)
-
-    def save_state(self, row: int) -> LayerState | None:
-        """See `ReuseLayer.save_state`."""
-        return _save_states(self, row)
-
-    def load_states(self, rows: Sequence[LayerState | None]) -> None:
-        """See `ReuseLayer.load_states`."""
-        _load_states(self, rows)
 
 
 class HybridLayer(_BesideAttention, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]

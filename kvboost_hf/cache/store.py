@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -62,6 +62,9 @@ class StoredStates:
     tokens: Tokens  # from that border to that token
     states: LayerStates
     nbytes: int
+
+
+Copied = TypeVar("Copied", LayerKV, LayerStates)
 
 
 class Put(Enum):
@@ -234,30 +237,14 @@ class ChunkStore:
                 return Put.PRESENT
             if copy_kv is None:
                 return Put.GONE
-            if self._offences.get(key, 0) > 1:
-                return Put.NO_ROOM
-            if parent != root and parent not in self._chunks:
-                return Put.NO_PARENT
-            if not self._make_room(nbytes, keep=parent):
-                self._counts["rejected"] += 1
-                return Put.NO_ROOM
-            self._used += nbytes
+            if (refusal := self._reserve(root, parent, key, nbytes)) is not None:
+                return refusal
             generation = self._generation
-        try:
-            kv = copy_kv()
-        except BaseException:
-            with self._lock:
-                self._release(nbytes, generation)
-            raise
-        assert kv.nbytes + tokens.nbytes == nbytes, "the promised size must be the real one"
+        kv = self._copied(copy_kv, nbytes, tokens, generation)
         chunk = StoredChunk(key, content_key(root, tokens), parent, start, tokens.copy(), kv, nbytes)
         with self._lock:
-            orphaned = parent != root and parent not in self._chunks
-            if generation != self._generation or key in self._chunks or orphaned:
-                self._release(nbytes, generation)
-                if pinned and key in self._chunks:
-                    self._order.pin(key)
-                return Put.NO_PARENT if orphaned else Put.PRESENT
+            if (refusal := self._overtaken(root, parent, key, nbytes, generation, pinned)) is not None:
+                return refusal
             self._insert(chunk, is_first=parent == root, pinned=pinned)
             if parent == root:
                 _remember(self._first_heads, _head_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS]), root)
@@ -293,28 +280,14 @@ class ChunkStore:
                 if pinned:
                     self._order.pin(key)
                 return Put.PRESENT
-            if self._offences.get(key, 0) > 1:
-                return Put.NO_ROOM
-            if parent != root and parent not in self._chunks:
-                return Put.NO_PARENT
-            if not self._make_room(nbytes, keep=parent):
-                self._counts["rejected"] += 1
-                return Put.NO_ROOM
-            self._used += nbytes
+            if (refusal := self._reserve(root, parent, key, nbytes)) is not None:
+                return refusal
             generation = self._generation
-        try:
-            saved = StoredStates(key, parent, tokens.copy(), copy_states(), nbytes)
-        except BaseException:
-            with self._lock:
-                self._release(nbytes, generation)
-            raise
-        assert saved.states.nbytes + tokens.nbytes == nbytes, "the promised size must be the real one"
+        states = self._copied(copy_states, nbytes, tokens, generation)
         with self._lock:
-            orphaned = parent != root and parent not in self._chunks
-            if generation != self._generation or key in self._states or orphaned:
-                self._release(nbytes, generation)
-                return Put.NO_PARENT if orphaned else Put.PRESENT
-            self._states[key] = saved
+            if (refusal := self._overtaken(root, parent, key, nbytes, generation, pinned)) is not None:
+                return refusal
+            self._states[key] = StoredStates(key, parent, tokens.copy(), states, nbytes)
             self._states_by_head.setdefault(_head_key(parent, tokens[:HEAD_TOKENS]), {})[key] = None
             self._order.add(key, None if parent == root else parent, pinned=pinned)
         return Put.STORED
@@ -456,6 +429,41 @@ class ChunkStore:
         if model is None:
             raise StoreClosedError("The model that this ChunkStore was made for no longer exists. Make a new store.")
         return model
+
+    def _reserve(self, root: bytes, parent: bytes, key: bytes, nbytes: int) -> Put | None:
+        """Promise room to something new under `key`, or say why it cannot be had."""
+        if self._offences.get(key, 0) > 1:
+            return Put.NO_ROOM
+        if parent != root and parent not in self._chunks:
+            return Put.NO_PARENT
+        if not self._make_room(nbytes, keep=parent):
+            self._counts["rejected"] += 1
+            return Put.NO_ROOM
+        self._used += nbytes
+        return None
+
+    def _copied(self, copy: Callable[[], Copied], nbytes: int, tokens: Tokens, generation: int) -> Copied:
+        """Make a copy that room was promised to. The lock is not held: copies take their time."""
+        try:
+            copied = copy()
+        except BaseException:
+            with self._lock:
+                self._release(nbytes, generation)
+            raise
+        assert copied.nbytes + tokens.nbytes == nbytes, "the promised size must be the real one"
+        return copied
+
+    def _overtaken(
+        self, root: bytes, parent: bytes, key: bytes, nbytes: int, generation: int, pinned: bool
+    ) -> Put | None:
+        """Take a promise back if, while the copy was made, somebody else put the same or took the parent away."""
+        orphaned = parent != root and parent not in self._chunks
+        if generation == self._generation and key not in self._order and not orphaned:
+            return None
+        self._release(nbytes, generation)
+        if pinned and key in self._order:
+            self._order.pin(key)
+        return Put.NO_PARENT if orphaned else Put.PRESENT
 
     def _make_room(self, nbytes: int, keep: bytes) -> bool:
         if nbytes > self.max_bytes:
