@@ -122,6 +122,61 @@ def _gemma3(sliding: bool) -> PreTrainedModel:
     return tf.Gemma3ForConditionalGeneration(config)
 
 
+def _cohere2_vision() -> PreTrainedModel:
+    layers = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+    config = tf.Cohere2VisionConfig(
+        text_config={"model_type": "cohere2", **_TEXT, **layers},
+        vision_config={"model_type": "siglip_vision_model", **_CLIP},
+        image_token_id=IMAGE, downsample_factor=2, **_SPECIAL,
+    )  # fmt: skip
+    return tf.Cohere2VisionForConditionalGeneration(config)
+
+
+def _qwen3_5() -> PreTrainedModel:
+    """Linear and full attention, with positions in three dimensions."""
+    linear = {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    text = {
+        **_TEXT,
+        **linear,
+        "num_hidden_layers": 3,
+        "rope_parameters": {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+    }
+    vision = {
+        "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "patch_size": 4,
+        "intermediate_size": 48, "num_position_embeddings": 64,
+    }  # fmt: skip
+    return tf.Qwen3_5ForConditionalGeneration(tf.Qwen3_5Config(text_config=text, vision_config=vision, **_QWEN_IDS))
+
+
+def _lfm2_vl() -> PreTrainedModel:
+    """Convolutions and full attention."""
+    text = {
+        "model_type": "lfm2", **_TEXT, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+        "conv_L_cache": 3, "block_ff_dim": 96,
+    }  # fmt: skip
+    vision = {"model_type": "siglip2_vision_model", **_CLIP, "num_patches": 16}
+    del vision["image_size"]
+    config = tf.Lfm2VlConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, downsample_factor=2,
+        projector_hidden_size=64, **_SPECIAL,
+    )  # fmt: skip
+    return tf.Lfm2VlForConditionalGeneration(config)
+
+
+def _with_shapes(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        "pixel_values": torch.randn(1, 16, 48, generator=generator),
+        "spatial_shapes": torch.tensor([[4, 4]]),
+        "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
+    }
+
+
 def _paligemma() -> PreTrainedModel:
     config = tf.PaliGemmaConfig(
         text_config={"model_type": "gemma", **_TEXT}, vision_config={"model_type": "siglip_vision_model", **_CLIP},
@@ -255,6 +310,10 @@ FAMILIES: dict[str, Family] = {
         _glm4v, 16, _patches("video", _QWEN_DIM, (1, 8, 8)), types="mm_token_type_ids", type_value=2
     ),
     "gemma3": Family(lambda: _gemma3(False), 4, _pixels, types="token_type_ids"),
+    "gemma3_sliding": Family(lambda: _gemma3(True), 4, _pixels, types="token_type_ids"),
+    "cohere2_vision": Family(_cohere2_vision, 4, _pixels),
+    "qwen3_5": Family(_qwen3_5, 16, _patches("image", _QWEN_DIM, (1, 8, 8)), types="mm_token_type_ids"),
+    "lfm2_vl": Family(_lfm2_vl, 4, _with_shapes),
     "paligemma": Family(_paligemma, 16, _pixels, types="token_type_ids", type_value=0),
     "idefics3": Family(_idefics3, 4, _nested),
     "smolvlm": Family(_smolvlm, 4, _nested),

@@ -85,7 +85,7 @@ class HoldingCache(HookedCache):
 
     def activate_past_recording(self) -> None:
         """See `Cache.activate_past_recording`; what generate() asks for ends with the next call."""
-        recording = any(self.is_recording_past(i) for i in range(len(self.layers)))
+        recording = any(getattr(layer, "record_past", False) for layer in self.layers)
         self._records_for_call = self._records_for_call or (in_generate() and not recording)
         super().activate_past_recording()  # type: ignore[no-untyped-call]
 

@@ -48,7 +48,8 @@ _LAYOUT = frozenset(
     "image_grid_thw video_grid_thw image_sizes image_sizes_videos second_per_grid_ts pixel_mask pixel_attention_mask "
     "pixel_position_ids image_position_ids video_position_ids input_features_mask feature_attention_mask "
     "audio_feature_lengths audio_mask audio_attention_mask input_values_mask batch_num_images num_local_patches "
-    "vision_feature_layer vision_feature_select_strategy use_audio_in_video video_second_per_grid".split()
+    "vision_feature_layer vision_feature_select_strategy use_audio_in_video video_second_per_grid "
+    "spatial_shapes".split()
 )
 MEDIA_ARGUMENTS = _LAYOUT | frozenset(_PAYLOAD)
 

@@ -27,7 +27,7 @@ NOT_BUILT = {
 MULTIMODAL = {
     f"{name}-multimodal": name
     for name in sorted(multimodal.FAMILIES)
-    if not name.endswith("_video") and name != "gemma3"
+    if not name.endswith("_video") and not name.startswith("gemma3")
 }
 TRIED = [name for name in CAUSAL_LM_TYPES if name not in NOT_BUILT] + list(MULTIMODAL)
 

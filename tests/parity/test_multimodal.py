@@ -14,7 +14,8 @@ from tests.multimodal import FAMILIES, make_model, prompt, text
 
 NEW = 4
 BYPASSED = ("paligemma", "qwen2_audio", "mllama")
-REUSING = [name for name in FAMILIES if name not in BYPASSED]
+STATEFUL = ("qwen3_5", "lfm2_vl")
+REUSING = [name for name in FAMILIES if name not in BYPASSED + STATEFUL]
 # Their images can be told apart, so that the first of a chat is known again when the second one comes.
 BY_ITEM = [name for name in REUSING if name not in ("idefics3", "smolvlm", "voxtral", "llama4", "glm4v_video")]
 
@@ -112,6 +113,25 @@ def test_a_chat_about_images(name: str, kind: str) -> None:
     forwarded(model, caches.next(), prompt(name, HEAD, 5, MIDDLE, 7, TAIL, MORE))
     # Text only, with the placeholders of nothing.
     assert forwarded(model, caches.next(), prompt(name, HEAD, TAIL)) <= 15 + lost
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_chat_about_images_of_a_model_with_states(name: str, kind: str) -> None:
+    """States are kept in front of the first image, at the last border, and where a cache lets go of them."""
+    model = ready(name)
+    caches = Caches(model, kind)
+    head, again = text(60, 1), text(12, 6)
+    start = prompt(name, head, 5, MIDDLE)
+    n = start["input_ids"].shape[1]
+    assert forwarded(model, caches.next(), start) == n
+    assert forwarded(model, caches.next(), prompt(name, head, 6, MIDDLE)) <= n - 60 + 1  # START is in front of it
+    answer = generate(model, start, past_key_values=caches.next()).sequences[0, n:-1].tolist()
+    if not any(token >= 190 for token in answer):  # else: a placeholder of nothing
+        left = 12 + 4 if kind == "live" else n - 61 + 12 + 4  # a state whose tail is too short is not stored
+        assert forwarded(model, caches.next(), prompt(name, head, 5, MIDDLE + answer + again)) <= left
+    for item in (5, 6, 5):
+        forwarded(model, caches.next(), prompt(name, head, item, MIDDLE, 7, TAIL))
+    forwarded(model, caches.next(), prompt(name, head, TAIL))
 
 
 @pytest.mark.parametrize("name", SOME)
