@@ -1,6 +1,7 @@
 """Quantized weights: several tensors in one, no tensors at all, or activations that are rounded together.
 
-Tests of packages that are missing are skipped.
+Tests of packages that are missing are skipped. bitsandbytes comes with the `test` extra; torchao does not, for it
+fills the log of every run that can import it.
 """
 
 import warnings
