@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvboost_hf.compat.kept import KeptOnModel
 from kvboost_hf.compat.models import (
@@ -123,7 +123,7 @@ def _probe(model: PreTrainedModel) -> str | None:
     off = difference(both[1:, :cut], whole[:, :cut])
     if not off <= _SAME_SHAPE_TOLERANCE.get(model.dtype, 2e-2):
         return f"it is not causal: later tokens change earlier logits (by {off:.2g} standard deviations)"
-    if all(keys is not None for keys in _keys(cache)):
+    if all(map(_can_be_cut, cache.layers)):
         cache.batch_select_indices(torch.tensor([0], device=ids.device))
         cache.crop(cut - _PROBE_TOKENS)
     else:
@@ -182,6 +182,15 @@ def _probe_padding(model: PreTrainedModel) -> str | None:
         if not off <= tolerance(model.dtype):
             return f"padding changes what it computes (by {off:.2g} standard deviations)"
     return None
+
+
+def _can_be_cut(layer: Any) -> bool:
+    """Whether a cache layer of the probe can be cut back to its first half."""
+    if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
+        return False
+    if type(layer) is DynamicSlidingWindowLayer:
+        return int(layer.sliding_window) > _PROBE_TOKENS
+    return type(layer) is DynamicLayer
 
 
 def _keys(cache: ProbeCache) -> list[torch.Tensor | None]:
