@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reuse import Ids, Result, in_turn, medians, provenance, rounded, ttft
+from reuse import Ids, Result, in_turn, measured_on, medians, provenance, rounded, ttft
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf.compat import cache_argument
 
 SHARED, UNSEEN = 1000, 32
 _SIZES: dict[str, Any] = {
@@ -61,7 +62,7 @@ def make(name: str, device: str) -> PreTrainedModel:
 
 def measure(model: PreTrainedModel, rounds: int) -> Result:
     fresh = Ids(7)
-    argument = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+    argument = cache_argument(model)
     shared = fresh(SHARED)
     endings = {n: fresh(UNSEEN) for n in range(-1, rounds)}
     new = {n: fresh(SHARED + UNSEEN) for n in range(-1, rounds)}
@@ -86,11 +87,8 @@ def measure(model: PreTrainedModel, rounds: int) -> Result:
 
 
 def markdown(result: Result) -> str:
-    where = result["provenance"]
     lines = [
-        f"{SHARED} tokens seen before, {UNSEEN} not; float32; {where['gpu'] or where['cpu']}, {where['threads']} "
-        f"threads, torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}:",
-        f"`{where['command']}`",
+        f"{SHARED} tokens seen before, {UNSEEN} not; float32; {measured_on(result['provenance'])}",
         "",
         "| layers | model | plain | live | from the store | tokens forwarded | cold / plain |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",

@@ -376,13 +376,18 @@ def provenance(arguments: list[str], script: str = "reuse.py") -> Result:
     }
 
 
+def measured_on(where: Result) -> str:
+    """The machine, the versions and the command of a run, in two lines."""
+    return (
+        f"{where['gpu'] or where['cpu']}, {where['threads']} threads, torch {where['torch']}, "
+        f"transformers {where['transformers']}, commit {where['commit']}:\n`{where['command']}`"
+    )
+
+
 def markdown(result: Result) -> str:
     """The tables for README and docs."""
-    where = result["provenance"]
     lines = [
-        f"Random Llama, 8 layers of 512, float32; {where['gpu'] or where['cpu']}, {where['threads']} threads, "
-        f"torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}:",
-        f"`{where['command']}`",
+        f"Random Llama, 8 layers of 512, float32; {measured_on(result['provenance'])}",
         "",
         "| 1,800 tokens seen before, and unseen: | plain | floor | by hand (deep copy) | ours, live "
         "| ours, from the store | live / floor | store / floor |",

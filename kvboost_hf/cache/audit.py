@@ -24,10 +24,6 @@ from kvboost_hf.compat import cache_argument, difference, tolerance
 _log = logging.getLogger("kvboost_hf")
 
 
-class _AuditCache(Cache):
-    """The cache of an audit; no hook takes it for a user's."""
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """What an audit found.
@@ -63,7 +59,7 @@ def audit(
         logits: What came out with reuse, [batch, k, vocab].
     """
     fresh = [layer.fresh() for layer in layers]
-    cache = _AuditCache(layers=[layer.native for layer in fresh])
+    cache = Cache(layers=[layer.native for layer in fresh])  # of a kind that no hook takes for a user's
     plain: torch.Tensor = model(**{**kwargs, cache_argument(model): cache, "return_dict": True}).logits
     plain = plain[:, -logits.shape[1] :]
     off = difference(logits.float(), plain.float())

@@ -19,10 +19,6 @@ from kvboost_hf.compat import cache_argument
 Readers = Mapping[bytes, LayerKVReader]  # by prefix key
 
 
-class _PlainCache(Cache):
-    """Layers for a forward of our own; no hook takes it for a user's cache."""
-
-
 def fill_layers(
     model: PreTrainedModel, layers: Sequence[ReuseLayer], plan: ReusePlan, inputs: ForwardInputs, first: int
 ) -> int:
@@ -111,7 +107,7 @@ def run_ahead(
         part["attention_mask"] = inputs.attention_mask[at, mask_from : columns.stop]
     if inputs.position_ids is not None:
         part["position_ids"] = take_positions(inputs.position_ids, at, len(inputs.input_ids), new)
-    cache = _PlainCache(layers=[layer.native for layer in layers])
+    cache = Cache(layers=[layer.native for layer in layers])  # of a kind that no hook takes for a user's
     model(**part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
 

@@ -136,8 +136,7 @@ class HoldingCache(HookedCache):
         for row in range(ledger.log.batch_size):
             results += ledger.store_row(row, self._layers, self.store, pinned=pinned, again=True)
             results.append(ledger.store_tail(row, self._layers, self.store, pinned=pinned))
-        if self._stateful:
-            for row in range(ledger.log.batch_size):
+            if self._stateful:
                 results.append(ledger.store_states(row, self._layers, self.store, pinned=pinned))
         return results
 
@@ -149,11 +148,11 @@ class HoldingCache(HookedCache):
 
     def _store_tails(self, ledger: Ledger, keep: int) -> None:
         """Offer the tails of the rows that are about to lose columns from `keep` on."""
+        with_states = self._stateful and not ledger.unconfirmed
+        offer = ledger.store_states if with_states else ledger.store_tail  # states bring their tail with them
         for row, pad in enumerate(ledger.log.pads):
             if ledger.log.length - max(keep, int(pad)) >= HEAD_TOKENS:
-                ledger.store_tail(row, self._layers, self.store)
-                if self._stateful and not ledger.unconfirmed:
-                    ledger.store_states(row, self._layers, self.store)
+                offer(row, self._layers, self.store)
 
     def _confirm(self, ledger: Ledger, *, root_checked: bool = False) -> None:
         """Everything in the layers is there to stay: offer chunks that have become complete to the store."""
