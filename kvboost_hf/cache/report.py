@@ -40,9 +40,12 @@ class ReuseReport:
         exact_tokens: Of these, taken from K/V with the same tokens, positions and history.
         moved_tokens: Of these, taken from K/V that was computed elsewhere.
         recomputed_tokens: Moved tokens that were computed again to repair them.
-        forwarded_tokens: Tokens that went through the model for the prompt.
+        forwarded_tokens: Tokens that went through the model for the prompt; where layers differ, their mean, rounded
+            up.
+        layer_tokens: Of a prompt with moved tokens, how many went through each layer; else empty.
         tier_tokens: Reused tokens by where they were found: `"live"` (still in this cache), `"ram"`.
         bypass_reason: Why nothing, or nothing more, of the prompt could be reused, or None.
+        moved_reason: With mode `"blend"`, why nothing of the prompt could be moved, or None.
         misses: For each row, where reuse ended and why; empty where all was reused.
         audit_tokens: Tokens that were computed again, whole, to check the answer (`ReusePolicy.audit_rate`).
         audit_divergence: What the check found: the largest difference of a logit in standard deviations of the
@@ -54,8 +57,10 @@ class ReuseReport:
     moved_tokens: int = 0
     recomputed_tokens: int = 0
     forwarded_tokens: int = 0
+    layer_tokens: tuple[int, ...] = ()
     tier_tokens: Mapping[str, int] = field(default_factory=dict)
     bypass_reason: str | None = None
+    moved_reason: str | None = None
     misses: tuple[MissReport, ...] = ()
     audit_tokens: int = 0
     audit_divergence: float | None = None
@@ -105,9 +110,13 @@ class Tally:
 
     prompt: int = 0
     live: int = 0
-    ram: int = 0
+    ram: int = 0  # from the store, moved ones included
+    moved: int = 0
+    recomputed: int = 0
     forwarded: int = 0
+    layers: tuple[int, ...] = ()
     bypass: str | None = None
+    moved_reason: str | None = None
     misses: list[MissReport] = field(default_factory=list)
     audit_tokens: int = 0
     audit_divergence: float | None = None
@@ -116,10 +125,14 @@ class Tally:
         """The counts so far."""
         return ReuseReport(
             prompt_tokens=self.prompt,
-            exact_tokens=self.live + self.ram,
+            exact_tokens=self.live + self.ram - self.moved,
+            moved_tokens=self.moved,
+            recomputed_tokens=self.recomputed,
             forwarded_tokens=self.forwarded,
+            layer_tokens=self.layers,
             tier_tokens={"live": self.live, "ram": self.ram},
             bypass_reason=self.bypass,
+            moved_reason=self.moved_reason,
             misses=tuple(self.misses),
             audit_tokens=self.audit_tokens,
             audit_divergence=self.audit_divergence,
