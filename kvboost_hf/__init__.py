@@ -13,12 +13,14 @@ from kvboost_hf.errors import (
     StoreClosedError,
     StoreFullError,
 )
+from kvboost_hf.verify import CorrectnessReport, verify_correctness
 
 __all__ = [
     "CacheModelMismatchError",
     "ChunkReuseCache",
     "ChunkStore",
     "CompatibilityReport",
+    "CorrectnessReport",
     "InterruptedForwardError",
     "KVBoostError",
     "ReusePolicy",
@@ -29,6 +31,7 @@ __all__ = [
     "check_model_compatibility",
     "detach",
     "last_cache",
+    "verify_correctness",
 ]
 
 __version__ = "0.1.0"

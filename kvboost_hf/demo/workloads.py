@@ -1,4 +1,4 @@
-"""What the demo asks: a chat that grows turn by turn, and several questions about one long document."""
+"""What is asked: a chat that grows, questions about one long document, and about documents in ever other orders."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from kvboost_hf.assets.world import Document, Fact, make_documents
 CHAT_SHAPE = (54, 206, 371, 532, 690, 826, 964, 1114)
 LONG_DOCUMENT_TOKENS = 1000
 NUM_QUESTIONS = 6
+NUM_DOCUMENTS = 6
 
 Message = dict[str, str]
 
@@ -59,15 +60,55 @@ def long_document(
     def write(num_words: int) -> list[Document]:
         return make_documents(random.Random(seed), 6, num_words=num_words // 6)
 
-    def text(documents: Sequence[Document]) -> str:
-        return "\n\n".join(document.text for document in documents)
-
     def size(num_words: int) -> int:
-        return len(encode(tokenizer, [{"role": "user", "content": text(write(num_words))}]))
+        return len(encode(tokenizer, [{"role": "user", "content": _text(write(num_words))}]))
 
     documents = write(_closest(size, target_tokens))
     facts = random.Random(seed).sample([f for document in documents for f in document.facts], num_questions)
-    return [Question(f"{text(documents)}\n\n{fact.question}", fact) for fact in facts]
+    return [Question(f"{_text(documents)}\n\n{fact.question}", fact) for fact in facts]
+
+
+def shuffled_documents(
+    tokenizer: PreTrainedTokenizerBase,
+    target_tokens: int,
+    num_questions: int,
+    seed: int,
+    *,
+    num_documents: int = NUM_DOCUMENTS,
+    num_shown: int = NUM_DOCUMENTS,
+) -> list[Question]:
+    """Questions about documents that come back in other orders; each is a chat of its own, documents first.
+
+    As long as there are no more questions than documents, each prompt starts with another document.
+
+    Args:
+        tokenizer: Counts the tokens.
+        target_tokens: Of a prompt, about.
+        num_questions: Number of prompts.
+        seed: Of documents, orders and questions.
+        num_documents: How many different documents there are.
+        num_shown: How many of them each prompt holds.
+    """
+
+    def write(num_words: int) -> list[Document]:
+        return make_documents(random.Random(seed), num_documents, num_words=num_words // num_shown)
+
+    def size(num_words: int) -> int:
+        return len(encode(tokenizer, [{"role": "user", "content": _text(write(num_words)[:num_shown])}]))
+
+    documents, rng = write(_closest(size, target_tokens)), random.Random(seed)
+    questions: list[Question] = []
+    for index in range(num_questions):
+        first = documents[index % num_documents]
+        others = rng.sample([document for document in documents if document is not first], num_shown - 1)
+        asked = {question.fact for question in questions}
+        fact = rng.choice([fact for shown in (first, *others) for fact in shown.facts if fact not in asked])
+        questions.append(Question(f"{_text([first, *others])}\n\n{fact.question}", fact))
+    return questions
+
+
+def _text(documents: Sequence[Document]) -> str:
+    return "\n\n".join(document.text for document in documents)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
