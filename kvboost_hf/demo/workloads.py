@@ -107,6 +107,11 @@ def shuffled_documents(
     return questions
 
 
+def many_shuffled_documents(tokenizer: PreTrainedTokenizerBase) -> list[Question]:
+    """What `kvboost-hf verify` asks by default: 16 prompts, each of 6 out of 9 documents."""
+    return shuffled_documents(tokenizer, LONG_DOCUMENT_TOKENS, 16, seed=1, num_documents=9)
+
+
 def _text(documents: Sequence[Document]) -> str:
     return "\n\n".join(document.text for document in documents)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvboost_hf.verify.report import ArmResult, CorrectnessReport, PromptResult
 
-_HEADS = ("arm", "mean KL", "1st token", "max KL", "agreement", "diverged", "from token", "moved", "computed")
+_HEADS = ("arm", "mean KL", "max KL", "agreement", "diverged", "from token", "moved", "computed")
 
 
 def table(arms: Sequence["ArmResult"]) -> str:
@@ -23,7 +23,7 @@ def _cells(arm: "ArmResult") -> tuple[str, ...]:
     tokens = sum(prompt.prompt_tokens for prompt in arm.prompts)
     return (
         arm.name,
-        *(f"{value:.2g}" for value in (arm.mean_kl, arm.first_token_kl, arm.max_kl)),
+        *(f"{value:.2g}" for value in (arm.mean_kl, arm.max_kl)),
         f"{arm.agreement:.1%}",
         f"{arm.diverged} of {len(arm.prompts)}",
         "-" if arm.first_divergence is None else f"{arm.first_divergence}",
