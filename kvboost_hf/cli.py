@@ -17,6 +17,8 @@ from kvboost_hf.errors import KVBoostError
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import verify_correctness
 
+_VERIFIED_PROMPTS = 16  # where the user brings none
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
@@ -53,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="a prompt on each line, or a JSON list of texts; taken as they are, without a chat template, and served "
-        "in this order (default: questions about made-up documents in ever other orders)",
+        "in this order (default: made-up documents in ever other orders, with questions that need one or two of them)",
     )
     verify.add_argument("--max-new-tokens", type=_positive, default=32, help="length of an answer (default: 32)")
     verify.add_argument("--max-kl", type=float, default=0.01, help="threshold: mean KL in nats (default: 0.01)")
@@ -154,7 +156,7 @@ def _verify(options: argparse.Namespace) -> int:
         from rich.console import Console
         from rich.progress import Progress
 
-        from kvboost_hf.demo.workloads import encode, many_shuffled_documents
+        from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, encode, linked_documents
     except ModuleNotFoundError as error:
         raise ValueError(f"`kvboost-hf verify` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
 
@@ -163,7 +165,7 @@ def _verify(options: argparse.Namespace) -> int:
     if options.prompts is not None:
         prompts = _read_prompts(options.prompts)
     else:
-        asked = many_shuffled_documents(tokenizer)
+        asked = linked_documents(tokenizer, LONG_DOCUMENT_TOKENS, _VERIFIED_PROMPTS, seed=1)
         prompts = [encode(tokenizer, [{"role": "user", "content": question.text}]) for question in asked]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("generating", total=None)

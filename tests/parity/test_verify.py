@@ -41,7 +41,7 @@ class Shuffled(Zeroed):
 def prompts(num_prompts: int = 3) -> list[list[int]]:
     """Documents in other orders, and the first prompt again."""
     _, tokenizer = load_embedded()
-    asked = shuffled_documents(tokenizer, 500, num_prompts, seed=3, num_documents=3, num_shown=3)
+    asked = shuffled_documents(tokenizer, 500, num_prompts, seed=3)
     ids = [encode(tokenizer, [{"role": "user", "content": question.text}]) for question in asked]
     return [*ids, ids[0]]
 
