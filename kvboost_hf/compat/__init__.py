@@ -20,11 +20,15 @@ from kvboost_hf.compat.probes import (
 )
 from kvboost_hf.compat.report import CompatibilityReport, check_model_compatibility, known_architectures
 from kvboost_hf.compat.rope import frequencies_vary, rope_regime
+from kvboost_hf.compat.rotary import key_rotation
+from kvboost_hf.compat.rotation import KeyRotation, LayerRotation
 
 __all__ = [
     "SERVED_LAYERS",
     "CompatibilityReport",
     "KeptOnModel",
+    "KeyRotation",
+    "LayerRotation",
     "bytes_per_token",
     "cache_argument",
     "cache_layers",
@@ -33,6 +37,7 @@ __all__ = [
     "frequencies_vary",
     "has_own_cache",
     "input_device",
+    "key_rotation",
     "known_architectures",
     "known_reason",
     "padding_reason",
