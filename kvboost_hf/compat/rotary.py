@@ -188,12 +188,16 @@ def _frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
         own = name.rpartition(".")[2]
         if "inv_freq" in own and "original" not in own and buffer.ndim == 1 and not buffer.is_meta:
             inv_freq = buffer.detach().float().cpu()
-            if not any(torch.equal(inv_freq, other) for other in found):
+            if not any(_alike(inv_freq, other) for other in found):
                 found.append(inv_freq.clone())
     dim = getattr(model.config, "rotary_dim", None)
     if not found and isinstance(dim, int):  # GPT-J and CodeGen keep tables of sines
         found.append(1.0 / (10_000 ** (torch.arange(0, dim, 2, dtype=torch.int64) / dim)))
     return found
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-6, atol=0)
 
 
 @contextmanager
