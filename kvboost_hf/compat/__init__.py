@@ -18,7 +18,7 @@ from kvboost_hf.compat.probes import (
     steps_reason,
     tolerance,
 )
-from kvboost_hf.compat.report import CompatibilityReport, check_model_compatibility, known_architectures
+from kvboost_hf.compat.report import CompatibilityReport, check_model_compatibility, known_architectures, moving_reason
 from kvboost_hf.compat.rope import frequencies_vary, rope_regime
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "input_device",
     "known_architectures",
     "known_reason",
+    "moving_reason",
     "padding_reason",
     "probe_reason",
     "require_cache",
