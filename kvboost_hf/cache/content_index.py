@@ -11,7 +11,7 @@ import numpy as np
 from kvboost_hf.cache.chunks import Tokens, common_length
 from kvboost_hf.cache.match import MIN_MOVED_TOKENS, MovedChunk, head_hash
 
-_MAX_COMPARED = 256  # chunks of equal standing that are compared token by token
+_MAX_COMPARED = 32  # chunks of equal standing among which one is chosen
 _TOKEN_BYTES = np.dtype(np.int64).itemsize
 
 C = TypeVar("C", bound=MovedChunk)
@@ -113,11 +113,13 @@ class ContentIndex(Generic[C]):
 
     def following(self, parent: bytes, tokens: Tokens) -> C | None:
         """A chunk with this `parent` that starts with all of `tokens`; one without more tokens, if there is one."""
-        n = len(tokens)
         with self._lock:
-            chunks = self._following.get((parent, head_hash(tokens)), [])[-_MAX_COMPARED:]
-        alike = (chunk for chunk in chunks if common_length(chunk.tokens, tokens) == n)
-        return min(alike, key=lambda chunk: len(chunk.tokens), default=None)
+            same = self._variants.get(tokens.tobytes(), ())
+            whole = next((chunk for chunk in same if chunk.parent == parent), None)
+            longer = self._following.get((parent, head_hash(tokens)), [])[-_MAX_COMPARED:]
+        if whole is not None:
+            return whole
+        return next((chunk for chunk in longer if common_length(chunk.tokens, tokens) == len(tokens)), None)
 
 
 def _start(chunk: MovedChunk) -> int:
@@ -126,4 +128,6 @@ def _start(chunk: MovedChunk) -> int:
 
 def _shared(a: bytes, b: bytes) -> int:
     """How many leading tokens two texts share."""
+    if a.startswith(b) or b.startswith(a):
+        return min(len(a), len(b)) // _TOKEN_BYTES
     return common_length(np.frombuffer(a, dtype=np.int64), np.frombuffer(b, dtype=np.int64))

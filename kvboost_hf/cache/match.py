@@ -107,6 +107,8 @@ def find_moved(
     places = [start + place for place in index.known_heads(hashes.tolist())]
     if not places:
         return ()
+    if len(places) * MIN_MOVED_TOKENS > stop - start:  # more than can all serve: a text that repeats itself
+        places = _leftmost(tokens, places, stop, index)
     segments: list[MovedSegment] = []
     border, shift = start, 0
     for at, end in _filled(tokens, places, _best_cover(tokens, places, stop, index), stop, index):
@@ -149,6 +151,18 @@ def _agreed(chunk: MovedChunk | None, tokens: Tokens) -> int:
     return common_length(chunk.tokens, tokens) if chunk is not None else 0
 
 
+def _leftmost(tokens: Tokens, places: list[int], stop: int, index: MovedIndex) -> list[int]:
+    """Of `places`, the first, and then always the next one that is not served from the one before."""
+    found: list[int] = []
+    free = 0
+    for at in places:
+        if at >= free:
+            window = _window(tokens, at, stop, index)
+            found.append(at)
+            free = at + _agreed(index.leading(window), window)
+    return found
+
+
 def _best_cover(tokens: Tokens, places: list[int], stop: int, index: MovedIndex) -> list[tuple[int, int]]:
     """The intervals that serve most, of those that whole chunks and longest leading parts can serve."""
     worth = [0] * (len(places) + 1)  # of what can be served from each place on
@@ -156,8 +170,12 @@ def _best_cover(tokens: Tokens, places: list[int], stop: int, index: MovedIndex)
     for i in reversed(range(len(places))):
         at, window = places[i], _window(tokens, places[i], stop, index)
         worth[i] = worth[i + 1]
-        whole = _agreed(index.whole(window), window)
-        part = _agreed(index.leading(window), window)
+        leading = index.leading(window)
+        part = _agreed(leading, window)
+        if leading is not None and len(leading.tokens) == part:
+            whole = part
+        else:
+            whole = _agreed(index.whole(window[:part]), window)
         for n, costs in ((part, _PART_COSTS), (whole, _WHOLE_COSTS)):
             gain = n - costs + worth[bisect_left(places, at + n)]
             if n >= MIN_MOVED_TOKENS and gain >= worth[i]:
