@@ -18,7 +18,7 @@ from kvboost_hf.compat.probes import (
     steps_reason,
     tolerance,
 )
-from kvboost_hf.compat.report import CompatibilityReport, check_model_compatibility, known_architectures
+from kvboost_hf.compat.report import CompatibilityReport, check_model_compatibility, known_architectures, moving_reason
 from kvboost_hf.compat.rope import frequencies_vary, rope_regime
 from kvboost_hf.compat.rotary import key_rotation
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation
@@ -40,6 +40,7 @@ __all__ = [
     "key_rotation",
     "known_architectures",
     "known_reason",
+    "moving_reason",
     "padding_reason",
     "probe_reason",
     "require_cache",
