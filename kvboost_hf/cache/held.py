@@ -140,6 +140,16 @@ class HoldingCache(HookedCache):
                 results.append(ledger.store_states(row, self._layers, self.store, pinned=pinned))
         return results
 
+    def store_content(self, store: ChunkStore, start: int, *, pinned: bool = False) -> list[Put]:
+        """Offer what the cache holds from column `start` on, of one row without padding, to be found by content only.
+
+        It is cut as if it were all there is, so that it is cut in the same way behind any other text.
+        """
+        ledger = self._in_step()
+        if ledger is None or not self._may_store(ledger):
+            return []
+        return ledger.store_content(start, self._layers, store, pinned=pinned)
+
     def store_tails(self) -> None:
         """Offer the tokens that fill no chunk to the store, before the cache lets go of them."""
         ledger = self._in_step()

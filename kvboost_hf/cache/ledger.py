@@ -1,13 +1,13 @@
 """What a cache knows of the K/V in its layers, and how it hands chunks of it to the store."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvboost_hf.cache.chunks import Tokens, prefix_key
+from kvboost_hf.cache.chunks import Tokens, content_only_key, prefix_key
 from kvboost_hf.cache.kv import LayerKV, LayerStates, copy_columns, copy_states
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row
@@ -122,15 +122,21 @@ class Ledger:
         pinned: bool,
     ) -> Put:
         first = int(self.log.pads[row]) + border.at
-        nbytes = sum(layer.bytes_per_column for layer in layers) * len(tokens)
-
-        def copy_kv() -> LayerKV:
-            return copy_columns(layers, row, first, first + len(tokens))
-
+        nbytes, copy_kv = copier(row, first, first + len(tokens), layers)
         # Outside inference mode: tensors made inside could not be used freely later.
         with torch.inference_mode(False), torch.no_grad():
-            copy = copy_kv if first >= max(layer.first for layer in layers) else None  # some have left a window
-            return store.put(self.root, border.key, border.at, tokens, nbytes, copy, pinned=pinned)
+            return store.put(self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned)
+
+    def store_content(
+        self, start: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False
+    ) -> list[Put]:
+        """Offer the only row's tokens from `start` on, cut from there, to be found by content only."""
+
+        def copies(at: int, stop: int) -> tuple[int, Callable[[], LayerKV] | None]:
+            return copier(0, at, stop, layers)
+
+        with torch.inference_mode(False), torch.no_grad():
+            return offer_content(store, self.root, self.log.row(0), start, copies, pinned=pinned)
 
     # Handing states to the store
 
@@ -168,3 +174,43 @@ class Ledger:
         nbytes = sum(layer.state_bytes() for layer in layers)
         with torch.inference_mode(False), torch.no_grad():
             return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
+
+
+def copier(row: int, start: int, stop: int, layers: Sequence[ReuseLayer]) -> tuple[int, Callable[[], LayerKV] | None]:
+    """The bytes of a row's columns [start, stop), and what copies them; None where some have left a window."""
+
+    def copy_kv() -> LayerKV:
+        return copy_columns(layers, row, start, stop)
+
+    nbytes = sum(layer.bytes_per_column for layer in layers) * (stop - start)
+    return nbytes, copy_kv if start >= max(layer.first for layer in layers) else None
+
+
+def offer_content(
+    store: ChunkStore,
+    root: bytes,
+    tokens: Tokens,
+    start: int,
+    copies: Callable[[int, int], tuple[int, Callable[[], LayerKV] | None]],
+    *,
+    pinned: bool = False,
+) -> list[Put]:
+    """Offer row tokens from `start` on as chunks that are found by content only.
+
+    Args:
+        store: Cuts and takes them.
+        root: Whose they are.
+        tokens: All tokens of the row: those before `start` name the history.
+        start: Where the first chunk begins.
+        copies: Given the interval of a chunk, its bytes and what copies it, see `copier`.
+        pinned: Never evict them.
+    """
+    results: list[Put] = []
+    parent, at = prefix_key(root, tokens[:start]), start
+    while at < len(tokens):
+        cut = store.chunker.next_cut(tokens, at) or len(tokens)
+        chunk = tokens[at:cut]
+        nbytes, copy_kv = copies(at, cut)
+        results.append(store.put_content(root, chunk, at, nbytes, copy_kv, parent=parent, pinned=pinned))
+        parent, at = content_only_key(parent, at, chunk), cut
+    return results

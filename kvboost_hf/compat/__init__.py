@@ -18,13 +18,17 @@ from kvboost_hf.compat.probes import (
     steps_reason,
     tolerance,
 )
-from kvboost_hf.compat.report import CompatibilityReport, check_model_compatibility, known_architectures
+from kvboost_hf.compat.report import CompatibilityReport, check_model_compatibility, known_architectures, moving_reason
 from kvboost_hf.compat.rope import frequencies_vary, rope_regime
+from kvboost_hf.compat.rotary import key_rotation
+from kvboost_hf.compat.rotation import KeyRotation, LayerRotation
 
 __all__ = [
     "SERVED_LAYERS",
     "CompatibilityReport",
     "KeptOnModel",
+    "KeyRotation",
+    "LayerRotation",
     "bytes_per_token",
     "cache_argument",
     "cache_layers",
@@ -33,8 +37,10 @@ __all__ = [
     "frequencies_vary",
     "has_own_cache",
     "input_device",
+    "key_rotation",
     "known_architectures",
     "known_reason",
+    "moving_reason",
     "padding_reason",
     "probe_reason",
     "require_cache",

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat.models import cache_layers, require_reusable_model
+from kvboost_hf.compat.models import require_reusable_model
 from kvboost_hf.compat.probes import known_reason, probe_reason, steps_reason
-from kvboost_hf.compat.rope import frequencies_vary
+from kvboost_hf.compat.rotary import key_rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,20 +111,8 @@ def moving_reason(model: PreTrainedModel, exact_reason: str | None) -> str | Non
     """Why K/V of the model cannot be rotated to other positions, or None."""
     if exact_reason is not None:
         return "nothing of it can be reused"
-    kinds = {type(layer).__name__ for layer in cache_layers(model)} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
-    if kinds - {"DummyLayer"}:
-        return f"only keys and values can be moved, and it keeps something else ({', '.join(sorted(kinds))})"
-    rotary = [module for module in model.modules() if "inv_freq" in "".join(module._buffers)]
-    config: Any = model.config.get_text_config(decoder=True)
-    if not rotary or getattr(config, "alibi", False):
-        return "its positions are not rotary"
-    if any(map(frequencies_vary, rotary)):
-        return "its rotary frequencies depend on the length"
-    if "mrope_section" in str(getattr(config, "rope_parameters", None)):
-        return "its positions have several dimensions"
-    if hasattr(config, "kv_lora_rank"):
-        return "its keys are in part latent, and only in part rotated"
-    return None
+    found = key_rotation(model)
+    return found if isinstance(found, str) else None
 
 
 def streaming_reason(model: PreTrainedModel) -> str | None:
