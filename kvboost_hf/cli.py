@@ -12,6 +12,8 @@ import torch
 
 from kvboost_hf import __version__
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compat import check_model_compatibility
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.verify import figure as draw_report
@@ -56,6 +58,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a prompt on each line, or a JSON list of texts; taken as they are, without a chat template, and served "
         "in this order (default: made-up documents in ever other orders, with questions that need one or two of them)",
+    )
+    verify.add_argument(
+        "--documents",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="texts that the prompts hold, one in each file: measure a second time with these stored first, each "
+        "computed alone",
     )
     verify.add_argument("--max-new-tokens", type=_positive, default=32, help="length of an answer (default: 32)")
     verify.add_argument("--max-kl", type=float, default=0.01, help="threshold: mean KL in nats (default: 0.01)")
@@ -167,13 +177,16 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         asked = linked_documents(tokenizer, LONG_DOCUMENT_TOKENS, _VERIFIED_PROMPTS, seed=1)
         prompts = [encode(tokenizer, [{"role": "user", "content": question.text}]) for question in asked]
+    chunker = ContentChunker.for_tokenizer(tokenizer)  # so that documents are cut alike wherever they stand
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("generating", total=None)
         report = verify_correctness(
             model,
             prompts,
             tokenizer=tokenizer,
+            documents=[path.read_text(encoding="utf-8").strip() for path in options.documents or ()],
             max_new_tokens=options.max_new_tokens,
+            make_store=lambda model: ChunkStore(model, chunker=chunker),
             max_kl=options.max_kl,
             min_agreement=options.min_agreement,
             progress=lambda done, total: progress.update(task, completed=done, total=total),

@@ -11,6 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf.assets.world import Document
+from kvboost_hf.cache.chunks import Chunker
+from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.config import ReusePolicy
@@ -114,6 +116,7 @@ class Demo:
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.repeats, self.seed = max_new_tokens, repeats, seed
         self._progress = progress
+        self._chunker = ContentChunker.for_tokenizer(tokenizer)  # cuts documents alike wherever they stand
 
     @property
     def num_calls(self) -> int:
@@ -159,7 +162,7 @@ class Demo:
         ]
 
     def _shuffled_once(self) -> list[ShuffledRow]:
-        exact, blend = self._fresh_cache(), self._fresh_cache(ReusePolicy(mode="blend"))
+        exact, blend = self._fresh_cache(), self._fresh_cache(ReusePolicy(mode="blend"), self._chunker)
         questions = shuffled_documents(self.tokenizer, LONG_DOCUMENT_TOKENS, NUM_QUESTIONS, self.seed)
         return [self._all_three(str(n + 1), question, exact, blend) for n, question in enumerate(questions)]
 
@@ -220,5 +223,5 @@ class Demo:
     def _text(self, call: Call) -> str:
         return str(self.tokenizer.decode(call.ids, skip_special_tokens=True)).strip()
 
-    def _fresh_cache(self, policy: ReusePolicy | None = None) -> ChunkReuseCache:
-        return ChunkReuseCache(self.model, ChunkStore(self.model, max_bytes=2**30), policy)
+    def _fresh_cache(self, policy: ReusePolicy | None = None, chunker: Chunker | None = None) -> ChunkReuseCache:
+        return ChunkReuseCache(self.model, ChunkStore(self.model, chunker=chunker, max_bytes=2**30), policy)

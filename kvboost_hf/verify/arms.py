@@ -18,9 +18,11 @@ class Arm:
 
     Args:
         policy: How stored K/V may be used; None for plain generate().
+        warmed: Whether documents were stored first, each computed alone.
     """
 
     policy: ReusePolicy | None
+    warmed: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -45,7 +47,7 @@ class Arm:
                 name += f" to {policy.max_recompute_ratio:.0%}"
         if policy.overlap_k:
             name += f" + {policy.overlap_k}"
-        return name
+        return f"{name}, warmed" if self.warmed else name
 
 
 FULL, EXACT = Arm(None), Arm(ReusePolicy())

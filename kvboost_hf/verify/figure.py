@@ -60,12 +60,13 @@ def _lines(report: CorrectnessReport) -> dict[str, list[ArmResult]]:
     lines: dict[str, list[ArmResult]] = {}
     for arm in report.arms:
         label = arm.policy.repair if arm.policy is not None and arm.arm.kind == "repaired" else arm.arm.kind
-        lines.setdefault(label, []).append(arm)
+        lines.setdefault(f"{label}, warmed" if arm.arm.warmed else label, []).append(arm)
     return {label: sorted(arms, key=lambda arm: arm.forwarded_share) for label, arms in lines.items()}
 
 
 def _look(label: str) -> tuple[str, str]:
     """Colour and format of a line."""
-    if label in _POINTS:
-        return "#333333", _POINTS[label]
-    return _COLOURS.get(label, "#6b6b6b"), "o-"
+    repair, _, warmed = label.partition(", ")
+    if repair in _POINTS:
+        return "#999999" if warmed else "#333333", _POINTS[repair]
+    return _COLOURS[repair], "o--" if warmed else "o-"

@@ -158,6 +158,7 @@ class ArmResult:
         return {
             "name": self.name,
             "kind": self.arm.kind,
+            "warmed": self.arm.warmed,
             "policy": asdict(self.policy) if self.policy is not None else None,
             **{name: getattr(self, name) for name in (*names, *costs)},
             "prompts": [asdict(prompt) for prompt in self.prompts],

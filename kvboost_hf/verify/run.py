@@ -1,6 +1,7 @@
 """`verify_correctness`: the same prompts by every arm."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import UnionType
 from typing import Any
 
@@ -27,6 +28,7 @@ def verify_correctness(
     prompts: Sequence[Prompt] | torch.Tensor,
     *,
     tokenizer: Any = None,
+    documents: Sequence[Prompt] | None = None,
     policies: Sequence[ReusePolicy] | None = None,
     max_new_tokens: int = 32,
     max_kl: float = 0.01,
@@ -51,6 +53,9 @@ def verify_correctness(
         model: A causal language model in eval mode, not attached.
         prompts: Texts, which need `tokenizer`, or token ids (lists, or tensors [n] or [1, n]).
         tokenizer: Tokenizes texts with its special tokens, as it would a prompt; it adds no chat template.
+        documents: Texts or ids that prompts are made of. Policies that move chunks are measured a second time with
+            these stored first, each computed alone (`store.warm(documents=…)`); other K/V is computed in the context
+            of an earlier prompt. Computing them counts as no prompt's tokens.
         policies: Policies with mode `"blend"` to measure; None takes the repairs `"query"`, `"cacheblend"` and
             `"first_k"` at ratios from 0.05 to 0.5.
         max_new_tokens: New tokens for each prompt.
@@ -82,11 +87,12 @@ def verify_correctness(
     _require_between("max_kl", max_kl, 0, None)
     _require_between("min_agreement", min_agreement, 0, 1)
     chosen = default_policies() if policies is None else checked_policies(policies)
-    service = _Service(model, as_ids(prompts, tokenizer), max_new_tokens, make_store, progress)
-    service.expect(3 + len(chosen))
-    results = [service.serve(arm) for arm in (FULL, EXACT, NAIVE)]
+    service = _Service(model, as_ids(prompts, tokenizer), max_new_tokens, make_store, documents, tokenizer, progress)
+    naive = [replace(NAIVE, warmed=warmed) for warmed in ((False, True) if documents else (False,))]
+    service.expect(2 + len(naive) * (1 + len(chosen)))
+    results = [service.serve(arm) for arm in (FULL, EXACT, *naive)]
     if policies is not None or any(result.moved_tokens for result in results):
-        results += [service.serve(Arm(policy)) for policy in chosen]
+        results += [service.serve(Arm(policy, arm.warmed)) for arm in naive for policy in chosen]
     return CorrectnessReport(
         model=type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -106,10 +112,13 @@ class _Service:
         prompts: list[torch.Tensor],
         max_new_tokens: int,
         make_store: MakeStore,
+        documents: Sequence[Prompt] | None,
+        tokenizer: Any,
         progress: Progress | None,
     ) -> None:
         self._model, self._prompts, self._max_new_tokens = model, prompts, max_new_tokens
-        self._make_store, self._progress = make_store, progress
+        self._make_store, self._documents, self._tokenizer = make_store, documents, tokenizer
+        self._progress = progress
         self._plain: list[Answer] = []
         self._done = self._total = 0
 
@@ -135,7 +144,10 @@ class _Service:
     def _cache(self, arm: Arm) -> ChunkReuseCache | None:
         if arm.policy is None:
             return None
-        return ChunkReuseCache(self._model, self._make_store(self._model), arm.policy)
+        store = self._make_store(self._model)
+        if arm.warmed:
+            store.warm(documents=self._documents, tokenizer=self._tokenizer, policy=arm.policy)
+        return ChunkReuseCache(self._model, store, arm.policy)
 
 
 def _computed_plainly(tokens: int) -> ReuseReport:

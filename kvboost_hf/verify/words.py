@@ -41,7 +41,7 @@ def verdict(report: "CorrectnessReport") -> str:
         right += f" but for near-ties in {report.exact.diverged} of {len(report.exact.prompts)} prompts"
     exact_share, chosen = f"{report.exact.forwarded_share:.0%}", report.recommended_arm
     if chosen is not report.exact:
-        repair = "naive reuse" if chosen.arm.kind == "naive" else chosen.name
+        repair = chosen.name.replace("naive", "naive reuse").replace(", warmed", " with warmed documents")
         return (
             f"{right} and computes {exact_share} of the tokens; recommended is {repair}, which computes "
             f"{chosen.forwarded_share:.0%}, with a mean KL of {chosen.mean_kl:.2g} and an agreement of "

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, ReusePolicy, attach, detach, verify_correctness
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.demo.workloads import encode, shuffled_documents
 from kvboost_hf.verify import CorrectnessReport
 from tests.conftest import counted, make_model, random_ids
@@ -98,6 +99,26 @@ def test_a_model_that_nothing_is_reused_for() -> None:
     assert report.recommended == ReusePolicy()
     assert [arm.name for arm in report.arms] == ["full", "exact", "naive"]  # nothing can be moved: no repairs
     assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
+
+
+def test_documents_are_warmed() -> None:
+    model, tokenizer = load_embedded()
+    asked = shuffled_documents(tokenizer, 500, 2, seed=3)
+    ids = [encode(tokenizer, [{"role": "user", "content": question.text}]) for question in asked]
+    documents = asked[0].text.split("\n\n")[:-1]
+    policy = ReusePolicy(mode="blend", repair="first_k")
+    report = verify_correctness(
+        model,
+        ids,
+        tokenizer=tokenizer,
+        documents=documents,
+        policies=[policy],
+        max_new_tokens=8,
+        make_store=lambda model: ChunkStore(model, chunker=ContentChunker.for_tokenizer(tokenizer)),
+    )
+    assert report
+    names = ["full", "exact", "naive", "naive, warmed", "first_k 15%", "first_k 15%, warmed"]
+    assert [arm.name for arm in report.arms] == names
 
 
 def test_progress_counts_every_call(llama: PreTrainedModel) -> None:
