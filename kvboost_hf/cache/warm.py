@@ -32,7 +32,7 @@ def warm(
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
     ids = _as_ids(text_or_ids, tokenizer)
-    cache = ChunkReuseCache(model, store, policy)
+    cache = ChunkReuseCache(model, store, _exact(policy))
     # A text that is longer than what its rotary frequencies were trained for has others from its first token on.
     _run(model, ids, cache, ids.shape[1] if rope_regime(model, ids.shape[1]) else _TOKENS_PER_FORWARD)
     pinned_before = store.pinned_keys()
@@ -61,7 +61,7 @@ def warm_documents(
     policy: ReusePolicy | None,
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
-    policy = replace(policy if policy is not None else ReusePolicy(), mode="exact", audit_rate=0.0)
+    policy = _exact(policy)
     if reason := known_reason(model) or probe_reason(model) or moving_reason(model, None):
         raise ValueError(
             f"`documents` need a model whose K/V can be moved, but {reason}. Warm what prompts start with: "
@@ -100,6 +100,11 @@ def warm_documents(
         _require_room(store, results, pin, pinned_before, f"Document {n} of {row.shape[1]} tokens")
         _count(tally, cache.report)
     return tally.report()
+
+
+def _exact(policy: ReusePolicy | None) -> ReusePolicy:
+    """A policy whose K/V is found by what `policy` is for, and computed in full."""
+    return replace(policy, mode="exact") if policy is not None else ReusePolicy()
 
 
 def _run(model: PreTrainedModel, ids: torch.Tensor, cache: ChunkReuseCache, tokens_per_forward: int) -> None:

@@ -5,12 +5,10 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat.models import require_reusable_model
+from kvboost_hf.compat.models import decoder_layers, require_reusable_model
 from kvboost_hf.compat.probes import known_reason, probe_reason, steps_reason
 from kvboost_hf.compat.rotary import key_rotation
 
@@ -117,10 +115,7 @@ def moving_reason(model: PreTrainedModel, exact_reason: str | None) -> str | Non
 
 def streaming_reason(model: PreTrainedModel) -> str | None:
     """Why the decoder layers of the model cannot be loaded one after the other, or None."""
-    config: Any = model.config.get_text_config(decoder=True)
-    count = getattr(config, "num_hidden_layers", None)
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not lists:
+    if not decoder_layers(model):
         return "it has no list of decoder layers"
     if getattr(model, "is_quantized", False) and str(getattr(model, "quantization_method", "")).lower() != "awq":
         return "its weights are quantized in a way that keeps its own loading"
