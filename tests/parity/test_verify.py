@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkStore, ReusePolicy, attach, detach, verify_correctness
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.cutting import ContentChunker
-from kvboost_hf.demo.workloads import encode, shuffled_documents
+from kvboost_hf.config import Repair
+from kvboost_hf.demo.workloads import encode, linked_documents, shuffled_documents
 from kvboost_hf.verify import CorrectnessReport
 from tests.conftest import counted, make_model, random_ids
 
@@ -101,31 +102,63 @@ def test_a_model_that_nothing_is_reused_for() -> None:
     assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
 
 
+def blend(repair: Repair, ratio: float = 0.15) -> ReusePolicy:
+    return ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio)
+
+
+def test_moved_documents_that_need_others() -> None:
+    """Naive reuse must get them wrong, a repair right, and computing all again must give the plain logits."""
+    model, tokenizer = load_embedded()
+    chunker = ContentChunker.for_tokenizer(tokenizer)
+    asked = linked_documents(tokenizer, 600, 10, seed=1)
+    ids = [encode(tokenizer, [{"role": "user", "content": question.text}]) for question in asked]
+    report = verify_correctness(
+        model,
+        ids,
+        policies=[blend("query"), blend("first_k"), blend("cacheblend"), blend("query", 1.0)],
+        max_new_tokens=10,
+        make_store=lambda model: ChunkStore(model, chunker=chunker),
+    )
+    _, exact, naive, *repaired, whole = report.arms
+    assert report
+    assert not naive.meets(report.max_kl, report.min_agreement)
+    assert naive.diverged >= 1
+    for arm in repaired:
+        assert arm.mean_kl < naive.mean_kl / 20
+        assert arm.meets(report.max_kl, report.min_agreement)
+        assert arm.moved_tokens == naive.moved_tokens
+        assert naive.forwarded_tokens < arm.forwarded_tokens < 0.8 * exact.forwarded_tokens
+    assert whole.max_kl < 1e-6
+    assert report.recommended_arm in repaired
+    assert report.recommended.mode == "blend"
+
+
 def test_documents_are_warmed() -> None:
     model, tokenizer = load_embedded()
     asked = shuffled_documents(tokenizer, 500, 2, seed=3)
     ids = [encode(tokenizer, [{"role": "user", "content": question.text}]) for question in asked]
     documents = asked[0].text.split("\n\n")[:-1]
-    policy = ReusePolicy(mode="blend", repair="first_k")
     report = verify_correctness(
         model,
         ids,
         tokenizer=tokenizer,
         documents=documents,
-        policies=[policy],
+        policies=[blend("first_k")],
         max_new_tokens=8,
         make_store=lambda model: ChunkStore(model, chunker=ContentChunker.for_tokenizer(tokenizer)),
     )
     assert report
+    *_, in_context, alone = report.arms
+    assert in_context.prompts[0].moved_tokens == 0  # never seen before
+    assert alone.prompts[0].moved_tokens > 0.7 * len(ids[0])  # but warmed
     names = ["full", "exact", "naive", "naive, warmed", "first_k 15%", "first_k 15%, warmed"]
     assert [arm.name for arm in report.arms] == names
 
 
 def test_progress_counts_every_call(llama: PreTrainedModel) -> None:
     seen: list[tuple[int, int]] = []
-    policy = ReusePolicy(mode="blend", repair="first_k")
     ids = [random_ids(20, seed=seed)[0].tolist() for seed in range(2)]
-    verify_correctness(llama, ids, policies=[policy], max_new_tokens=2, progress=lambda *at: seen.append(at))
+    verify_correctness(llama, ids, policies=[blend("first_k")], max_new_tokens=2, progress=lambda *at: seen.append(at))
     assert seen == [(at, 8) for at in range(1, 9)]
 
 

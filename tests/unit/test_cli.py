@@ -34,7 +34,12 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in shuffled:  # each prompt starts with another document: exact reuse finds next to nothing
         assert row["exact_reused_tokens"] <= 0.1 * row["prompt_tokens"]
         assert row["blend_reused_tokens"] >= row["exact_reused_tokens"]
-        assert abs(row["blend_reused_tokens"] + row["blend_forwarded_tokens"] - row["prompt_tokens"]) <= 1
+        assert row["blend_forwarded_tokens"] >= row["prompt_tokens"] - row["blend_reused_tokens"]
+        assert row["blend_right"]
+    assert shuffled[0]["blend_moved_tokens"] == 0  # nothing was seen before
+    for row in shuffled[1:]:
+        assert row["blend_moved_tokens"] >= 0.8 * row["prompt_tokens"]
+        assert row["blend_forwarded_tokens"] <= 0.4 * row["prompt_tokens"]
 
 
 def test_demo_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +64,11 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts.write_text(json.dumps(asked), encoding="utf-8")
     assert main([*command, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == result
+    (tmp_path / "document.txt").write_text(document, encoding="utf-8")
+    assert main([*command, "--documents", str(tmp_path / "document.txt"), "--json", "-"]) == 0
+    names = [arm["name"] for arm in json.loads(capsys.readouterr().out)["arms"]]
+    assert names[:4] == ["full", "exact", "naive", "naive, warmed"]
+    assert "query 15%, warmed" in names
 
 
 def test_verify_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
