@@ -110,7 +110,7 @@ class Ledger:
         tail = self.log.row(row)[border.at :]
         if len(tail) < HEAD_TOKENS:
             return Put.PRESENT
-        return self._put(row, border, tail, layers, store, pinned)
+        return self._put(row, border, tail, layers, store, pinned, unfinished=True)
 
     def _put(
         self,
@@ -120,12 +120,16 @@ class Ledger:
         layers: Sequence[ReuseLayer],
         store: ChunkStore,
         pinned: bool,
+        *,
+        unfinished: bool = False,
     ) -> Put:
         first = int(self.log.pads[row]) + border.at
         nbytes, copy_kv = copier(row, first, first + len(tokens), layers)
         # Outside inference mode: tensors made inside could not be used freely later.
         with torch.inference_mode(False), torch.no_grad():
-            return store.put(self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned)
+            return store.put(
+                self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned, unfinished=unfinished
+            )
 
     def store_content(
         self, start: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False
