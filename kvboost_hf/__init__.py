@@ -14,6 +14,7 @@ from kvboost_hf.errors import (
     StoreClosedError,
     StoreFullError,
 )
+from kvboost_hf.verify import CorrectnessReport, verify_correctness
 
 __all__ = [
     "CacheModelMismatchError",
@@ -21,6 +22,7 @@ __all__ = [
     "ChunkStore",
     "CompatibilityReport",
     "ContentChunker",
+    "CorrectnessReport",
     "InterruptedForwardError",
     "KVBoostError",
     "ReusePolicy",
@@ -31,6 +33,7 @@ __all__ = [
     "check_model_compatibility",
     "detach",
     "last_cache",
+    "verify_correctness",
 ]
 
 __version__ = "0.1.0"
