@@ -1,6 +1,7 @@
 """kvboost_hf: plain `model.generate()` that does not compute again what it has computed before."""
 
 from kvboost_hf.cache.attach import attach, detach, last_cache
+from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
@@ -20,6 +21,7 @@ __all__ = [
     "ChunkReuseCache",
     "ChunkStore",
     "CompatibilityReport",
+    "ContentChunker",
     "CorrectnessReport",
     "InterruptedForwardError",
     "KVBoostError",

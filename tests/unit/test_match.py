@@ -1,8 +1,8 @@
 """Chunks are found wherever their tokens stand; what is found is what it says it is, and nothing overlaps."""
 
-import itertools
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def check(segments: tuple[MovedSegment, ...], tokens: Tokens, start: int, stop: 
         assert n >= MIN_MOVED_TOKENS
         assert np.array_equal(segment.chunk.tokens[:n], tokens[segment.start : segment.stop])
         assert segment.shift == segment.start - segment.chunk.start
-    for before, segment in itertools.pairwise(segments):
+    for before, segment in pairwise(segments):
         if segment.continues:
             assert before.stop == segment.start
             assert before.shift == segment.shift
