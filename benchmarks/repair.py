@@ -179,8 +179,9 @@ def peer_row(facts: list[Fact], times: list[float], forwarded: list[int], said: 
 
 def peer_markdown(result: Result) -> list[str]:
     lines = [
-        f"{result['prompts']} prompts of {result['documents']} documents on the embedded model, seen in another order, "
-        "every other question about a pronoun at the start of one; speed-up over plain generate() of the same process.",
+        f"{result['prompts']} prompts of {result['documents']} documents on the embedded model, seen in another "
+        "order; every other question is about a pronoun at the start of a document. Speed-ups are over plain "
+        "generate() of the same process.",
         "",
         "| | right | forwarded to the first token | TTFT | speed-up |",
         "| --- | ---: | ---: | ---: | ---: |",

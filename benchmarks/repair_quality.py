@@ -306,8 +306,9 @@ def summary(outcomes: dict[bool, list[Outcome]], start_share: float) -> Result:
 
 def quality_markdown(result: Result) -> list[str]:
     lines = [
-        f"{result['questions']} questions in either setting, each about one of {result['documents']} documents, half of "
-        f"them about pronouns at the starts of documents; *overall* counts these as often as documents have them ({result['start_share']:.0%}).",
+        f"{result['questions']} questions in either setting, each about one of {result['documents']} documents, half "
+        "of them about pronouns at the starts of documents; *overall* counts these as often as documents have them "
+        f"({result['start_share']:.0%}).",
     ]
     for setting, title in SETTINGS.items():
         lines += [
