@@ -61,6 +61,7 @@ _ABSOLUTE = {
 
 _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_COMMON)),
+    "deep_llama": lambda: LlamaForCausalLM(LlamaConfig(**{**_COMMON, "num_hidden_layers": 8})),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_COMMON)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=16, **_COMMON)),
     "phi": lambda: PhiForCausalLM(PhiConfig(**{**_COMMON, "num_key_value_heads": 4})),

@@ -229,8 +229,8 @@ def _aya_vision() -> PreTrainedModel:
 
 def _llama4() -> PreTrainedModel:
     text = {
-        **_TEXT, "intermediate_size_mlp": 96, "num_local_experts": 2, "no_rope_layers": [0, 0],
-        "layer_types": ["full_attention"] * 2, "moe_layers": [],
+        **_TEXT, "intermediate_size_mlp": 96, "num_local_experts": 2, "no_rope_layers": [1, 0],
+        "layer_types": ["chunked_attention", "full_attention"], "moe_layers": [],
     }  # fmt: skip
     vision = {**_CLIP, "vision_output_dim": 64, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64,
               "projector_output_dim": 64, "intermediate_size": 128}  # fmt: skip

@@ -1,11 +1,12 @@
 """Cutting token sequences into chunks, and the keys that chunks are found under.
 
-A chunk is a half-open interval [start, stop) of at most `chunk_size` tokens. It is known by two keys:
+A chunk is a half-open interval [start, stop) of at most `chunk_size` tokens. It is found in two ways:
 
-- the *prefix key*, chained over every chunk before it: equal keys mean equal tokens, positions and history;
-- the *content key*, of the chunk's own tokens alone: equal keys mean equal tokens, wherever they stand.
+- by its *prefix key*, chained over every chunk before it: equal keys mean equal tokens, positions and history;
+- by its *content*, its own tokens alone, wherever they stand. A chunk whose K/V was computed alone, or behind K/V that
+  was moved, is found in this way only.
 
-Both start from a root that carries the model's fingerprint and the caller's salt, so that another model, another
+All is kept apart by roots that carry the model's fingerprint and the caller's salt, so that another model, another
 adapter or another tenant can never match. Keys are BLAKE2b digests; whoever finds a chunk by key compares its tokens
 before using it, so that a collision cannot match.
 """
@@ -44,9 +45,15 @@ def states_key(parent: bytes, tokens: Tokens) -> bytes:
     return _digest(b"states", parent, tokens.tobytes())
 
 
-def content_key(root: bytes, tokens: Tokens) -> bytes:
-    """The key of a chunk with these tokens, whatever its history and position."""
-    return _digest(b"content", root, tokens.tobytes())
+def content_only_key(parent: bytes, start: int, tokens: Tokens) -> bytes:
+    """The key of a chunk that is found by its content only.
+
+    Args:
+        parent: Key of the chunk that it was computed directly behind, of either kind, or bytes that name its history.
+        start: How many tokens were before it.
+        tokens: Its tokens.
+    """
+    return _digest(b"content only", parent, start.to_bytes(8, "little"), tokens.tobytes())
 
 
 def common_length(a: Tokens, b: Tokens) -> int:

@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.arming import in_generate, in_prefill
+from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
 from kvboost_hf.cache.hook import HookedCache, Kwargs
 from kvboost_hf.cache.kinds import make_layers
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.ledger import Ledger
-from kvboost_hf.cache.plan import HEAD_TOKENS
-from kvboost_hf.cache.report import Tally
+from kvboost_hf.cache.plan import HEAD_TOKENS, RowPlan
+from kvboost_hf.cache.report import Tally, miss_report
+from kvboost_hf.cache.scatter import ScatterPass
 from kvboost_hf.cache.static import StaticReuseLayer
 from kvboost_hf.cache.store import ChunkStore, Put
 from kvboost_hf.compat import cache_layers, known_reason
@@ -37,6 +39,7 @@ class Running:
     commit: Callable[[], None] | None = None
     confirmed: bool = True  # no crop() will follow
     root_checked: bool = False  # the fingerprint was read just before
+    scatter: ScatterPass | None = None  # puts the K/V of columns in any order in place
     audited: Kwargs | None = None  # the caller's arguments, if the prompt is to be computed a second time
 
 
@@ -140,6 +143,16 @@ class HoldingCache(HookedCache):
                 results.append(ledger.store_states(row, self._layers, self.store, pinned=pinned))
         return results
 
+    def store_content(self, store: ChunkStore, start: int, *, pinned: bool = False) -> list[Put]:
+        """Offer what the cache holds from column `start` on, of one row without padding, to be found by content only.
+
+        It is cut as if it were all there is, so that it is cut in the same way behind any other text.
+        """
+        ledger = self._in_step()
+        if ledger is None or not self._may_store(ledger):
+            return []
+        return ledger.store_content(start, self._layers, store, pinned=pinned)
+
     def store_tails(self) -> None:
         """Offer the tokens that fill no chunk to the store, before the cache lets go of them."""
         ledger = self._in_step()
@@ -174,6 +187,13 @@ class HoldingCache(HookedCache):
     def _root(self, regime: bytes) -> bytes | None:
         """What all chains of the model, as it is now, start from."""
         return self.store.root(self.salt, regime, read_all=self.policy.weights_check == "full")
+
+    def _note_miss(self, ledger: Ledger, row: int, tokens: Tokens, plan: RowPlan) -> None:
+        """Report where and why the store could give no more of a row that holds `tokens`."""
+        if plan.miss is not None:
+            evicted = self.store.was_evicted(plan.miss.wanted_key)
+            other = self.store.known_under_other_root(ledger.root, tokens)
+            self._tally.misses.append(miss_report(row, tokens, plan.miss, evicted=evicted, other_fingerprint=other))
 
     def _release(self, before: int) -> None:
         """Columns before `before` are of no more use to the store."""
@@ -251,6 +271,8 @@ class HoldingCache(HookedCache):
         running, self._running = self._running, None
         if running is None:
             return
+        if running.scatter is not None:
+            running.scatter.close()
         if not all(layer.can_rewind(running.length) for layer in self._layers):
             self._drop()
             self._lost = running.length > 0

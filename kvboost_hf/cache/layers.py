@@ -149,6 +149,20 @@ class GrowingTensor:
         assert self.buffer is not None
         self.buffer[:, :, held - self.first : self.stop - self.first].copy_(new)
 
+    def open(self, stop: int, like: torch.Tensor) -> torch.Tensor:
+        """Make room for columns up to `stop` of [batch, heads, _, dim]; returns the new ones, to be written to."""
+        held, self.stop = self.stop, stop
+        self.make_writable(like, held, self.first)
+        assert self.buffer is not None
+        return self.buffer[:, :, held - self.first : stop - self.first]
+
+    def scatter(self, columns: torch.Tensor, new: torch.Tensor) -> None:
+        """Write [batch, heads, m, dim] over `columns` [batch, m], which are held."""
+        self.make_writable(new, self.stop, self.first)
+        assert self.buffer is not None
+        at = (columns - self.first)[:, None, :, None].expand(new.shape)
+        self.buffer.scatter_(2, at, new.detach())
+
     def append_with_graph(self, new: torch.Tensor) -> None:
         """Append out of place, as stock layers do: autograd must keep every earlier version."""
         if self.buffer is not None and self.stop > self.first:
@@ -343,6 +357,35 @@ class GrowingLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  
         for i, tensor in enumerate(self._tensors[: len(like)]):
             tensor.fill(start, stop, [[piece[i] for piece in pieces] for pieces in rows])
         self._view()
+
+    def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
+        """Make room for columns up to `stop`, of the shapes and types of `like`; returns the new ones of each tensor.
+
+        They are to be written to: [batch, heads, new columns, dim], not zeroed.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(like[0], like[1])
+        self.version += 1
+        pairs = zip(self._tensors, like, strict=False)
+        opened = tuple(tensor.open(stop, piece.expand(batch, -1, -1, -1)) for tensor, piece in pairs)
+        self._view()
+        return opened
+
+    def scatter(
+        self, columns: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [batch, num_kv_heads, m, head_dim] over `columns` [batch, m]; returns views of all that are held."""
+        self.version += 1
+        with torch.no_grad():
+            self._tensors[0].scatter(columns, key_states)
+            self._tensors[1].scatter(columns, value_states)
+        return self._tensors[0].view(), self._tensors[1].view()
+
+    def gather_values(self, columns: torch.Tensor) -> torch.Tensor:
+        """The values [batch, num_kv_heads, m, head_dim] of `columns` [batch, m]."""
+        held = self._tensors[1].view()
+        at = (columns - self._tensors[1].first)[:, None, :, None]
+        return held.gather(2, at.expand(-1, held.shape[1], -1, held.shape[3]))
 
     @property
     def bytes_per_column(self) -> int:

@@ -1,13 +1,14 @@
 """What a cache knows of the K/V in its layers, and how it hands chunks of it to the store."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvboost_hf.cache.chunks import Tokens, prefix_key
+from kvboost_hf.cache.blended import Blended
+from kvboost_hf.cache.chunks import Tokens, content_only_key, prefix_key
 from kvboost_hf.cache.kv import LayerKV, LayerStates, copy_columns, copy_states
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row
@@ -26,6 +27,7 @@ class Ledger:
         version: `ReuseLayer.version` when the ledger was last brought up to date; another one means that the layers
             were changed behind its back.
         unconfirmed: The last columns are candidates that `crop()` has yet to judge.
+        blended: What of the K/V is not that of a plain forward, or None.
     """
 
     log: TokenLog
@@ -33,6 +35,7 @@ class Ledger:
     root: bytes
     version: int = 0
     unconfirmed: bool = False
+    blended: Blended | None = None
 
     @classmethod
     def empty(cls, pads: NDArray[np.int64], root: bytes) -> "Ledger":
@@ -41,11 +44,13 @@ class Ledger:
 
     def copy(self) -> "Ledger":
         """A ledger of the same, that can be kept on its own."""
-        return Ledger(self.log.copy(), [list(row) for row in self.borders], self.root, self.version, self.unconfirmed)
+        borders = [list(row) for row in self.borders]
+        return Ledger(self.log.copy(), borders, self.root, self.version, self.unconfirmed, self.blended)
 
     def rewind(self, length: int) -> None:
         """Forget columns from `length` on."""
         self.log.crop(length)
+        self.blended = self.blended.crop(length) if self.blended is not None else None
         for pad, borders in zip(self.log.pads, self.borders, strict=True):
             while borders[-1].at > max(0, self.log.length - pad):
                 borders.pop()
@@ -53,6 +58,7 @@ class Ledger:
     def select(self, rows: NDArray[np.int64]) -> None:
         """Make row i what row `rows[i]` was."""
         self.log.select(rows)
+        self.blended = self.blended.select(rows) if self.blended is not None else None
         self.borders = [list(self.borders[row]) for row in rows]
 
     def plan(
@@ -82,6 +88,11 @@ class Ledger:
 
     def has_new_chunk(self, chunk_size: int) -> bool:
         """Whether some row may have a new complete chunk; reads no ids."""
+        if self.blended is not None and any(
+            self.blended.ends_piece(row, int(pad) + borders[-1].at)
+            for row, (pad, borders) in enumerate(zip(self.log.pads, self.borders, strict=True))
+        ):
+            return True
         return any(
             self.log.length - pad - borders[-1].at >= chunk_size
             for pad, borders in zip(self.log.pads, self.borders, strict=True)
@@ -94,6 +105,8 @@ class Ledger:
         tokens, borders = self.log.row(row), self.borders[row]
         if again:
             del borders[1:]
+        if self.blended is not None and self.blended.is_tainted(row):
+            return self._store_blended_row(self.blended, row, layers, store, pinned)
         results: list[Put] = []
         while (cut := store.chunker.next_cut(tokens, borders[-1].at)) is not None:
             border = borders[-1]
@@ -110,7 +123,56 @@ class Ledger:
         tail = self.log.row(row)[border.at :]
         if len(tail) < HEAD_TOKENS:
             return Put.PRESENT
+        if self.blended is not None and self.blended.is_tainted(row):
+            return self._put_piece(self.blended, row, border, border.key, tail, layers, store, pinned)
         return self._put(row, border, tail, layers, store, pinned)
+
+    def _store_blended_row(
+        self, blended: Blended, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, pinned: bool
+    ) -> list[Put]:
+        """Offer what was computed of a row with moved chunks: the pieces between them, each cut from its beginning."""
+        tokens, borders, pad = self.log.row(row), self.borders[row], int(self.log.pads[row])
+        results: list[Put] = []
+        behind: bytes | None = None  # key of the piece that ends where the next one begins
+        while borders[-1].at < len(tokens):
+            border = borders[-1]
+            moved, stop = blended.piece(row, border.at + pad)
+            end = min(stop - pad, len(tokens)) if stop is not None else None
+            cut = end
+            if not moved:
+                cut = store.chunker.next_cut(tokens[:end], border.at) or end
+                if cut is None:
+                    break
+                parent = behind if behind is not None else border.key
+                piece = tokens[border.at : cut]
+                results.append(self._put_piece(blended, row, border, parent, piece, layers, store, pinned))
+                behind = content_only_key(parent, border.at, piece)
+            else:
+                behind = None
+            assert cut is not None
+            borders.append(Border(cut, prefix_key(border.key, tokens[border.at : cut])))
+        return results
+
+    def _put_piece(
+        self,
+        blended: Blended,
+        row: int,
+        border: Border,
+        parent: bytes,
+        tokens: Tokens,
+        layers: Sequence[ReuseLayer],
+        store: ChunkStore,
+        pinned: bool,
+    ) -> Put:
+        """Offer tokens under their prefix key only if nothing before them was moved, else by their content alone."""
+        first = int(self.log.pads[row]) + border.at
+        if first + len(tokens) <= blended.tainted_from(row):
+            if len(tokens) < HEAD_TOKENS:
+                return Put.TOO_SHORT
+            return self._put(row, border, tokens, layers, store, pinned)
+        nbytes, copy_kv = copier(row, first, first + len(tokens), layers)
+        with torch.inference_mode(False), torch.no_grad():
+            return store.put_content(self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned)
 
     def _put(
         self,
@@ -122,15 +184,21 @@ class Ledger:
         pinned: bool,
     ) -> Put:
         first = int(self.log.pads[row]) + border.at
-        nbytes = sum(layer.bytes_per_column for layer in layers) * len(tokens)
-
-        def copy_kv() -> LayerKV:
-            return copy_columns(layers, row, first, first + len(tokens))
-
+        nbytes, copy_kv = copier(row, first, first + len(tokens), layers)
         # Outside inference mode: tensors made inside could not be used freely later.
         with torch.inference_mode(False), torch.no_grad():
-            copy = copy_kv if first >= max(layer.first for layer in layers) else None  # some have left a window
-            return store.put(self.root, border.key, border.at, tokens, nbytes, copy, pinned=pinned)
+            return store.put(self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned)
+
+    def store_content(
+        self, start: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False
+    ) -> list[Put]:
+        """Offer the only row's tokens from `start` on, cut from there, to be found by content only."""
+
+        def copies(at: int, stop: int) -> tuple[int, Callable[[], LayerKV] | None]:
+            return copier(0, at, stop, layers)
+
+        with torch.inference_mode(False), torch.no_grad():
+            return offer_content(store, self.root, self.log.row(0), start, copies, pinned=pinned)
 
     # Handing states to the store
 
@@ -168,3 +236,43 @@ class Ledger:
         nbytes = sum(layer.state_bytes() for layer in layers)
         with torch.inference_mode(False), torch.no_grad():
             return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
+
+
+def copier(row: int, start: int, stop: int, layers: Sequence[ReuseLayer]) -> tuple[int, Callable[[], LayerKV] | None]:
+    """The bytes of a row's columns [start, stop), and what copies them; None where some have left a window."""
+
+    def copy_kv() -> LayerKV:
+        return copy_columns(layers, row, start, stop)
+
+    nbytes = sum(layer.bytes_per_column for layer in layers) * (stop - start)
+    return nbytes, copy_kv if start >= max(layer.first for layer in layers) else None
+
+
+def offer_content(
+    store: ChunkStore,
+    root: bytes,
+    tokens: Tokens,
+    start: int,
+    copies: Callable[[int, int], tuple[int, Callable[[], LayerKV] | None]],
+    *,
+    pinned: bool = False,
+) -> list[Put]:
+    """Offer row tokens from `start` on as chunks that are found by content only.
+
+    Args:
+        store: Cuts and takes them.
+        root: Whose they are.
+        tokens: All tokens of the row: those before `start` name the history.
+        start: Where the first chunk begins.
+        copies: Given the interval of a chunk, its bytes and what copies it, see `copier`.
+        pinned: Never evict them.
+    """
+    results: list[Put] = []
+    parent, at = prefix_key(root, tokens[:start]), start
+    while at < len(tokens):
+        cut = store.chunker.next_cut(tokens, at) or len(tokens)
+        chunk = tokens[at:cut]
+        nbytes, copy_kv = copies(at, cut)
+        results.append(store.put_content(root, chunk, at, nbytes, copy_kv, parent=parent, pinned=pinned))
+        parent, at = content_only_key(parent, at, chunk), cut
+    return results

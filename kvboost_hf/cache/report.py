@@ -80,6 +80,8 @@ class ReuseReport:
             f"prompt {self.prompt_tokens} tokens, {self.reused_tokens} reused ({self.reuse_ratio:.0%}), "
             f"{self.forwarded_tokens} computed"
         )
+        if self.moved_tokens:
+            text += f", {self.moved_tokens} moved ({self.recomputed_tokens} computed again)"
         tiers = ", ".join(f"{count} {tier}" for tier, count in self.tier_tokens.items() if count)
         if tiers:
             text += f" [{tiers}]"
@@ -98,8 +100,15 @@ class ReuseReport:
         lines = [str(self)]
         if self.bypass_reason:
             lines.append(f"Nothing was reused: {self.bypass_reason}.")
-        elif not self.misses:
+        elif not self.misses and not self.moved_tokens:
             lines.append("Everything that can be reused was." if self.prompt_tokens else "No prompt was seen yet.")
+        if self.moved_reason:
+            lines.append(f"Nothing was moved: {self.moved_reason}.")
+        elif self.moved_tokens:
+            lines.append(
+                f"{self.moved_tokens} tokens were computed elsewhere, or behind moved ones; {self.recomputed_tokens} "
+                "of them were computed again."
+            )
         lines += [_explain(miss, tokenizer) for miss in self.misses]
         return "\n".join(lines)
 

@@ -122,6 +122,8 @@ class ChunkReuseCache(ServingCache):
                 f"This ChunkReuseCache was made for one {name} object, and K/V reached it from elsewhere. Make a "
                 "cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
             )
+        if self._running is not None and self._running.scatter is not None:
+            return self._running.scatter.update(layer_idx, key_states, value_states)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 

@@ -22,10 +22,11 @@ from transformers.utils.generic import ModelOutput
 
 from kvboost_hf.cache.arming import GenerateCall, encoded_from, in_generate
 from kvboost_hf.cache.audit import audit
+from kvboost_hf.cache.blending import BlendingCache
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
 from kvboost_hf.cache.fill import fill_layers, run_ahead
-from kvboost_hf.cache.held import HoldingCache, Running
+from kvboost_hf.cache.held import Running
 from kvboost_hf.cache.hook import Kwargs
 from kvboost_hf.cache.inputs import (
     ForwardInputs,
@@ -39,7 +40,7 @@ from kvboost_hf.cache.inputs import (
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.media import ENCODED, Prompt, has_types_of_media, narrow_media, payload, read_prompt
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
-from kvboost_hf.cache.report import Tally, miss_report
+from kvboost_hf.cache.report import Tally
 from kvboost_hf.cache.store import StoredChunk, StoredStates
 from kvboost_hf.cache.tokens import MaskShape
 from kvboost_hf.compat import (
@@ -57,7 +58,7 @@ _CHANGED = "position_ids or the attention mask changed on the way"
 _LENGTH = "its rotary frequencies depend on the length, and this is longer than what they were trained for"
 
 
-class ServingCache(HoldingCache):
+class ServingCache(BlendingCache):
     """A cache that leaves out of each forward what it or its store holds already."""
 
     _call: GenerateCall | None = None  # the generate() call that has armed the cache
@@ -158,6 +159,7 @@ class ServingCache(HoldingCache):
         candidates = inputs.logits - 1 if armed and not inputs.computes_all else 0
         self._tally.prompt = int((columns - candidates - pads).sum())
         self._tally.live = int(np.maximum(held - pads, 0).sum())
+        self._tally.moved = ledger.blended.tainted_columns(held) if ledger.blended is not None else 0
         self._tally.forwarded = -candidates * batch
         self._tally.bypass = inputs.computes_all
         return self._serve(model, kwargs, inputs, ledger, ids, held, prompt)
@@ -241,7 +243,10 @@ class ServingCache(HoldingCache):
         plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful)
         cuts = self._cuts(plan, ledger, ids, limit, prompt)
         first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
-        if prompt.media.any():
+        media = prompt.media.any()
+        if (blended := self._blend(model, kwargs, inputs, ledger, ids, held, plan, media=bool(media))) is not None:
+            return blended
+        if media:
             plan, cuts = _whole_media(plan, cuts, prompt, limit)
         if (plan.filled > first or cuts) and (reason := probe_reason(model)):
             if first:  # earlier pieces of the prompt are in the layers, and must stay
@@ -318,17 +323,7 @@ class ServingCache(HoldingCache):
                 missed=row_plan.miss is not None,
                 states=states if isinstance(states, StoredStates) else None,
             )
-            if row_plan.miss is not None:
-                tokens = ids[row, pad:]
-                self._tally.misses.append(
-                    miss_report(
-                        row,
-                        tokens,
-                        row_plan.miss,
-                        evicted=self.store.was_evicted(row_plan.miss.wanted_key),
-                        other_fingerprint=self.store.known_under_other_root(ledger.root, tokens),
-                    )
-                )
+            self._note_miss(ledger, row, ids[row, pad:], row_plan)
 
     def _bypass(self, kwargs: Kwargs, reason: str) -> Kwargs:
         """Run a prompt as it stands, on empty layers that nothing is known of."""
@@ -395,6 +390,8 @@ class ServingCache(HoldingCache):
             return None
         if self._static is not None:
             self._static.close(self._static_layers)
+        if running.scatter is not None:
+            running.scatter.close()
         self._columns = running.stop
         changed = None
         if running.commit is not None and ledger is not None:

@@ -1,15 +1,19 @@
-"""Computing the K/V of a text ahead of the first request."""
+"""Computing K/V ahead of the first request: of the start of prompts, and of documents that may stand anywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.chunks import Tokens
+from kvboost_hf.cache.ledger import offer_content
+from kvboost_hf.cache.report import ReuseReport, Tally
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore, Put
-from kvboost_hf.compat import cache_argument, input_device, rope_regime
+from kvboost_hf.compat import cache_argument, input_device, known_reason, moving_reason, probe_reason, rope_regime
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError
 
@@ -27,30 +31,113 @@ def warm(
     policy: ReusePolicy | None,
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
-    ids = _as_ids(text_or_ids, tokenizer).to(input_device(model))
-    cache = ChunkReuseCache(model, store, policy)
+    ids = _as_ids(text_or_ids, tokenizer)
+    cache = ChunkReuseCache(model, store, _exact(policy))
     # A text that is longer than what its rotary frequencies were trained for has others from its first token on.
-    at_once = ids.shape[1] if rope_regime(model, ids.shape[1]) else _TOKENS_PER_FORWARD
-    for part in torch.split(ids, at_once, dim=1):
-        model(input_ids=part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+    _run(model, ids, cache, ids.shape[1] if rope_regime(model, ids.shape[1]) else _TOKENS_PER_FORWARD)
     pinned_before = store.pinned_keys()
-    results = cache.store_all(pinned=pin)
-    if pin and any(result in (Put.NO_ROOM, Put.NO_PARENT, Put.GONE) for result in results):
-        store.unpin(store.pinned_keys() - pinned_before)
-        raise StoreFullError(
-            f"A text of {ids.shape[1]} tokens does not fit into `max_bytes`={store.max_bytes} beside the "
-            f"{len(pinned_before)} chunks pinned already. Raise `max_bytes`, warm a shorter text, or pass `pin=False`."
-        )
+    _require_room(store, cache.store_all(pinned=pin), pin, pinned_before, f"A text of {ids.shape[1]} tokens")
     return cache.report
 
 
-def _as_ids(text_or_ids: str | Sequence[int] | torch.Tensor, tokenizer: Any) -> torch.Tensor:
+class _Uncut:
+    """Cuts nothing: a store with it is offered no chunks, and the cache keeps all columns."""
+
+    chunk_size = 2**31
+
+    def next_cut(self, tokens: Tokens, start: int) -> int | None:
+        return None
+
+
+@torch.no_grad()
+def warm_documents(
+    model: PreTrainedModel,
+    store: ChunkStore,
+    documents: Sequence[str | Sequence[int] | torch.Tensor],
+    prefix: str | Sequence[int] | torch.Tensor | None,
+    *,
+    tokenizer: Any,
+    pin: bool,
+    policy: ReusePolicy | None,
+) -> ReuseReport:
+    """See `ChunkStore.warm`."""
+    policy = _exact(policy)
+    if reason := known_reason(model) or probe_reason(model) or moving_reason(model, None):
+        raise ValueError(
+            f"`documents` need a model whose K/V can be moved, but {reason}. Warm what prompts start with: "
+            "store.warm(text_or_ids)."
+        )
+    root = store.root(store.salt, read_all=policy.weights_check == "full")
+    if root is None:
+        raise ValueError("`documents` need a model in eval mode, but a part of it is in training. Call model.eval().")
+    if isinstance(documents, str):
+        raise ValueError("`documents` must be a sequence of texts or ids, got one text. Pass [text].")
+    rows = [_as_ids(document, tokenizer, add_special_tokens=False) for document in documents]
+    pinned_before = store.pinned_keys()
+    before = ChunkReuseCache(model, store, policy)
+    start, tally = 0, Tally()
+    if prefix is not None:
+        ids = _as_ids(prefix, tokenizer)
+        start = ids.shape[1]
+        _run(model, ids, before, _TOKENS_PER_FORWARD)
+        _require_room(store, before.store_all(pinned=pin), pin, pinned_before, f"A prefix of {start} tokens")
+        _count(tally, before.report)
+        history = ids.cpu().numpy().astype(np.int64)[0]
+    else:
+        history = np.empty(0, dtype=np.int64)
+    unstored = ChunkStore(model, chunker=_Uncut(), max_bytes=2**62, salt=store.salt)
+    for n, row in enumerate(rows):
+        tokens = np.concatenate([history, row.cpu().numpy()[0]])
+        results = offer_content(store, root, tokens, start, lambda at, stop: (0, None), pinned=pin)
+        if set(results) <= {Put.PRESENT, Put.TOO_SHORT}:
+            tally.prompt += row.shape[1]
+            tally.ram += row.shape[1]
+            continue
+        cache = before.fork()
+        cache.store = unstored
+        _run(model, row, cache, _TOKENS_PER_FORWARD)
+        results = cache.store_content(store, start, pinned=pin)
+        _require_room(store, results, pin, pinned_before, f"Document {n} of {row.shape[1]} tokens")
+        _count(tally, cache.report)
+    return tally.report()
+
+
+def _exact(policy: ReusePolicy | None) -> ReusePolicy:
+    """A policy whose K/V is found by what `policy` is for, and computed in full."""
+    return replace(policy, mode="exact") if policy is not None else ReusePolicy()
+
+
+def _run(model: PreTrainedModel, ids: torch.Tensor, cache: ChunkReuseCache, tokens_per_forward: int) -> None:
+    for part in torch.split(ids.to(input_device(model)), tokens_per_forward, dim=1):
+        model(input_ids=part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+
+
+def _count(tally: Tally, report: ReuseReport) -> None:
+    tally.prompt += report.prompt_tokens
+    tally.live += report.tier_tokens["live"]
+    tally.ram += report.tier_tokens["ram"]
+    tally.forwarded += report.forwarded_tokens
+    tally.bypass = tally.bypass or report.bypass_reason
+
+
+def _require_room(store: ChunkStore, results: Iterable[Put], pin: bool, pinned_before: set[bytes], what: str) -> None:
+    if pin and any(result in (Put.NO_ROOM, Put.NO_PARENT, Put.GONE) for result in results):
+        store.unpin(store.pinned_keys() - pinned_before)
+        raise StoreFullError(
+            f"{what} does not fit into `max_bytes`={store.max_bytes} beside the {len(pinned_before)} chunks pinned "
+            "already. Raise `max_bytes`, warm less, or pass `pin=False`."
+        )
+
+
+def _as_ids(
+    text_or_ids: str | Sequence[int] | torch.Tensor, tokenizer: Any, *, add_special_tokens: bool = True
+) -> torch.Tensor:
     if isinstance(text_or_ids, str):
         if tokenizer is None:
             raise ValueError(
                 "Warming a text needs `tokenizer`: store.warm(text, tokenizer=tokenizer), or pass its ids."
             )
-        text_or_ids = tokenizer(text_or_ids)["input_ids"]
+        text_or_ids = tokenizer(text_or_ids, add_special_tokens=add_special_tokens)["input_ids"]
     ids = torch.as_tensor(text_or_ids, dtype=torch.long)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:

@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf.compat.kept import KeptOnModel
@@ -108,6 +109,17 @@ def cache_argument(model: PreTrainedModel) -> str:
         arguments = inspect.signature(model.forward).parameters
         found.name = next((name for name in ("past_key_values", "cache_params") if name in arguments), "")
     return found.name
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, in order; empty where they cannot be told."""
+    config: Any = model.config.get_text_config(decoder=True)
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if len(lists) > 1:  # one of them may be that of an encoder of images
+        owner: Any = model
+        lists = [module for module in owner.get_decoder().modules() if any(module is found for found in lists)]
+    return list(lists[0]) if lists else []
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -115,10 +115,10 @@ def _static_reason(model: PreTrainedModel) -> str | None:
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> str | None:
     """Two forwards, of two rows and of half a row; three where the cache cannot be cut."""
-    ids, cut = _probe_ids(model), _PROBE_TOKENS // 2
+    ids, cut = probe_ids(model), _PROBE_TOKENS // 2
     other = torch.cat([ids[:, :cut], ids[:, cut:].flip(1)], dim=1)
     cache = ProbeCache(config=model.config)
-    both = _logits(model, torch.cat([ids, other]), cache)
+    both = probe_logits(model, torch.cat([ids, other]), cache)
     whole = both[:1]
     off = difference(both[1:, :cut], whole[:, :cut])
     if not off <= _SAME_SHAPE_TOLERANCE.get(model.dtype, 2e-2):
@@ -128,8 +128,8 @@ def _probe(model: PreTrainedModel) -> str | None:
         cache.crop(cut - _PROBE_TOKENS)
     else:
         cache = ProbeCache(config=model.config)
-        _logits(model, ids[:, :cut], cache)
-    off = difference(_logits(model, ids[:, cut:], cache), whole[:, cut:])
+        probe_logits(model, ids[:, :cut], cache)
+    off = difference(probe_logits(model, ids[:, cut:], cache), whole[:, cut:])
     if not off <= tolerance(model.dtype):
         return f"a prompt in two parts gives other logits than in one (by {off:.2g} standard deviations)"
     return None
@@ -139,10 +139,10 @@ def _probe(model: PreTrainedModel) -> str | None:
 def _probe_steps(model: PreTrainedModel) -> str | None:
     if not {type(layer).__name__ for layer in cache_layers(model)} & STATEFUL_LAYERS:
         return None
-    ids, cut = _probe_ids(model), _PROBE_TOKENS - 2
-    whole, cache = _logits(model, ids), ProbeCache(config=model.config)
-    _logits(model, ids[:, :cut], cache)
-    steps = torch.cat([_logits(model, ids[:, [at]], cache) for at in range(cut, _PROBE_TOKENS)], dim=1)
+    ids, cut = probe_ids(model), _PROBE_TOKENS - 2
+    whole, cache = probe_logits(model, ids), ProbeCache(config=model.config)
+    probe_logits(model, ids[:, :cut], cache)
+    steps = torch.cat([probe_logits(model, ids[:, [at]], cache) for at in range(cut, _PROBE_TOKENS)], dim=1)
     off = difference(steps, whole[:, cut:])
     if not off <= tolerance(model.dtype):
         return f"tokens one by one give other logits than at once (by {off:.2g} standard deviations)"
@@ -152,7 +152,7 @@ def _probe_steps(model: PreTrainedModel) -> str | None:
 @torch.no_grad()
 def _probe_padding(model: PreTrainedModel) -> str | None:
     """Padding on the left must change nothing, in one part and in two."""
-    ids, pad, cut = _probe_ids(model), 3, 7
+    ids, pad, cut = probe_ids(model), 3, 7
     padded = torch.cat([ids[:, :pad], ids], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :pad] = 0
@@ -163,10 +163,10 @@ def _probe_padding(model: PreTrainedModel) -> str | None:
 
     def run(start: int, stop: int, cache: ProbeCache) -> torch.Tensor:
         given = {"position_ids": positions[:, start:stop]} if takes_positions else {}
-        return _logits(model, padded[:, start:stop], cache, attention_mask=mask[:, :stop], **given)
+        return probe_logits(model, padded[:, start:stop], cache, attention_mask=mask[:, :stop], **given)
 
     alone = ProbeCache(config=model.config)
-    plain = _logits(model, ids, alone)
+    plain = probe_logits(model, ids, alone)
     whole, parts = ProbeCache(config=model.config), ProbeCache(config=model.config)
     for padded_cache, found in (
         (whole, run(0, padded.shape[1], whole)),
@@ -199,7 +199,8 @@ def _keys(cache: ProbeCache) -> list[torch.Tensor | None]:
     return [layer.keys if type(layer) is DynamicLayer and layer.is_initialized else None for layer in layers]
 
 
-def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
+def probe_ids(model: PreTrainedModel) -> torch.Tensor:
+    """The tokens of a probe, [1, 8], where the model takes them."""
     vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
     return (torch.arange(_PROBE_TOKENS, device=input_device(model))[None] * 7919 + 13) % vocab_size
 
@@ -214,7 +215,10 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max()) / (float(expected.std()) or 1.0)
 
 
-def _logits(model: PreTrainedModel, ids: torch.Tensor, cache: ProbeCache | None = None, **given: Any) -> torch.Tensor:
+def probe_logits(
+    model: PreTrainedModel, ids: torch.Tensor, cache: ProbeCache | None = None, **given: Any
+) -> torch.Tensor:
+    """Run the model on text as its own generate() would, with more arguments if any are given."""
     name = cache_argument(model)
     cache = ProbeCache(config=model.config) if cache is None else cache
     if model.config.get_text_config(decoder=True) is not model.config:

@@ -5,14 +5,12 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat.models import cache_layers, require_reusable_model
+from kvboost_hf.compat.models import decoder_layers, require_reusable_model
 from kvboost_hf.compat.probes import known_reason, probe_reason, steps_reason
-from kvboost_hf.compat.rope import frequencies_vary
+from kvboost_hf.compat.rotary import key_rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,28 +109,13 @@ def moving_reason(model: PreTrainedModel, exact_reason: str | None) -> str | Non
     """Why K/V of the model cannot be rotated to other positions, or None."""
     if exact_reason is not None:
         return "nothing of it can be reused"
-    kinds = {type(layer).__name__ for layer in cache_layers(model)} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
-    if kinds - {"DummyLayer"}:
-        return f"only keys and values can be moved, and it keeps something else ({', '.join(sorted(kinds))})"
-    rotary = [module for module in model.modules() if "inv_freq" in "".join(module._buffers)]
-    config: Any = model.config.get_text_config(decoder=True)
-    if not rotary or getattr(config, "alibi", False):
-        return "its positions are not rotary"
-    if any(map(frequencies_vary, rotary)):
-        return "its rotary frequencies depend on the length"
-    if "mrope_section" in str(getattr(config, "rope_parameters", None)):
-        return "its positions have several dimensions"
-    if hasattr(config, "kv_lora_rank"):
-        return "its keys are in part latent, and only in part rotated"
-    return None
+    found = key_rotation(model)
+    return found if isinstance(found, str) else None
 
 
 def streaming_reason(model: PreTrainedModel) -> str | None:
     """Why the decoder layers of the model cannot be loaded one after the other, or None."""
-    config: Any = model.config.get_text_config(decoder=True)
-    count = getattr(config, "num_hidden_layers", None)
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not lists:
+    if not decoder_layers(model):
         return "it has no list of decoder layers"
     if getattr(model, "is_quantized", False) and str(getattr(model, "quantization_method", "")).lower() != "awq":
         return "its weights are quantized in a way that keeps its own loading"

@@ -25,16 +25,18 @@ def rope_regime(model: PreTrainedModel, length: int) -> bytes | None:
         A name for the regime, empty for the original one and for models whose frequencies are fixed; None for one that
         no other length shares.
     """
-    limits = _Limits.of(model)
-    if limits.found is None:
-        limits.found = _rope_limits(model)
     regime = b""
-    for kind, limit in limits.found:
+    for kind, limit in _limits(model):
         if kind == "longrope" and length > limit:
             regime = b"long"
         elif kind == "dynamic" and length >= limit:
             return None
     return regime
+
+
+def original_length(model: PreTrainedModel) -> int | None:
+    """The length below which `rope_regime` is empty, or None if it always is."""
+    return min((limit for _, limit in _limits(model)), default=None)
 
 
 def frequencies_vary(module: nn.Module) -> bool:
@@ -48,6 +50,13 @@ def _rope_types(module: nn.Module) -> dict[str | None, str]:
     kinds: Any = module.rope_type
     by_layer_type = kinds if isinstance(kinds, dict) else {None: kinds}
     return {layer_type: kind for layer_type, kind in by_layer_type.items() if isinstance(kind, str)}
+
+
+def _limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:
+    limits = _Limits.of(model)
+    if limits.found is None:
+        limits.found = _rope_limits(model)
+    return limits.found
 
 
 def _rope_limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:

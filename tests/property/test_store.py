@@ -8,11 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvboost_hf.cache.chunks import Tokens, common_length, prefix_key
+from kvboost_hf.cache.chunks import Tokens, common_length, content_only_key, prefix_key
 from kvboost_hf.cache.eviction import EvictionOrder
 from kvboost_hf.cache.kv import LayerKV
+from kvboost_hf.cache.match import MIN_MOVED_TOKENS, find_moved
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, plan_row
-from kvboost_hf.cache.store import ChunkStore, Put
+from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk
 from tests.conftest import make_model
 
 MODEL = make_model("llama")
@@ -37,7 +38,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = ChunkStore(MODEL, chunk_size=CHUNK, max_bytes=2**20)
         self.store.max_bytes = 10 * CHUNK * (BYTES_PER_TOKEN + 8)
         self.root = self.store.root(b"")
+        self.other_root = self.store.root(b"somebody else")
         self.pinned: set[bytes] = set()
+        self.pinned_content: set[tuple[bytes, bytes]] = set()  # roots and tokens
         self.puts = 0
 
     prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
@@ -80,11 +83,65 @@ class StoreMachine(RuleBasedStateMachine):
     def put_pinned(self, words: list[int]) -> None:
         self.put_all(self.tokens(words), pinned=True, tail=False)
 
+    @precondition(lambda self: len(self.pinned) + len(self.pinned_content) < 4)
+    @rule(words=prompts, start=st.integers(0, 40), other=st.booleans(), pinned=st.booleans(), linked=st.booleans())
+    def put_content(self, words: list[int], start: int, other: bool, pinned: bool, linked: bool) -> None:
+        root = self.other_root if other else self.root
+        tokens = self.tokens(words)
+        parent = b"history" if linked else None
+        for at in range(0, len(tokens), CHUNK):
+            part = tokens[at : at + CHUNK]
+            result = self.store.put_content(
+                root,
+                part,
+                start + at,
+                BYTES_PER_TOKEN * len(part),
+                partial(kv_of, part, start + at),
+                parent=parent,
+                pinned=pinned,
+            )
+            self.puts += 1
+            if len(part) < MIN_MOVED_TOKENS:
+                assert result is Put.TOO_SHORT
+                return
+            assert result in (Put.STORED, Put.PRESENT, Put.NO_ROOM)
+            found = self.store.moved_index(root).variants(part)
+            if result is not Put.NO_ROOM:
+                assert found[0].start <= start + at
+                if pinned:
+                    self.pinned_content.add((root, part.tobytes()))
+            parent = content_only_key(parent, start + at, part) if parent is not None else None
+
+    @rule(words=prompts, other=st.booleans())
+    def look_up_moved(self, words: list[int], other: bool) -> None:
+        root = self.other_root if other else self.root
+        tokens = np.concatenate([[99], self.tokens(words)])
+        for segment in find_moved(tokens, 0, len(tokens), self.store.moved_index(root)):
+            assert isinstance(segment.chunk, StoredChunk)
+            assert segment.chunk.root == root
+            keys, values = segment.chunk.kv.reader().layer(0)  # type: ignore[misc]
+            part = slice(0, segment.stop - segment.start)
+            assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
+            positions = range(segment.start - segment.shift, segment.stop - segment.shift)
+            assert values[0, part, 0].tolist() == list(positions)
+
+    @rule(pick=st.integers(0, 1000))
+    def quarantine(self, pick: int) -> None:
+        loose = sorted(
+            chunk.prefix_key
+            for chunk in self.store._chunks.values()
+            if chunk.content_only and not self.store._order.is_pinned(chunk.prefix_key)
+        )
+        if loose:
+            self.store.quarantine([loose[pick % len(loose)]])
+            assert loose[pick % len(loose)] not in self.store._chunks
+
     @rule(words=prompts)
     def look_up(self, words: list[int]) -> None:
         tokens = self.tokens(words)
         plan = plan_row(tokens, 0, Border(0, self.root), len(tokens) - 1, self.store.chunker, self.store)
         for segment in plan.segments:
+            assert not segment.chunk.content_only  # type: ignore[attr-defined]
             part = slice(segment.start - segment.origin, segment.stop - segment.origin)
             keys, values = segment.chunk.kv.reader().layer(0)  # type: ignore[attr-defined]
             assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
@@ -111,6 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.puts > 60:
             self.store.clear()
             self.pinned.clear()
+            self.pinned_content.clear()
             self.puts = 0
 
     @invariant()
@@ -129,13 +187,34 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_chunk_can_be_reached(self) -> None:
+        indexes = self.store._contents
         for chunk in self.store._chunks.values():
-            assert chunk.parent == self.root or chunk.parent in self.store._chunks
-            assert chunk.prefix_key in {c.prefix_key for c in self.store.find_content(chunk.content_key, chunk.tokens)}
+            if chunk.content_only:
+                assert self.store.find(chunk.prefix_key, chunk.tokens) is None
+            else:
+                assert chunk.parent == chunk.root or chunk.parent in self.store._chunks
+            if len(chunk.tokens) >= MIN_MOVED_TOKENS:
+                assert chunk in indexes[chunk.root].variants(chunk.tokens)
+        indexed = sum(len(variants) for index in indexes.values() for variants in index._variants.values())
+        assert indexed == sum(len(chunk.tokens) >= MIN_MOVED_TOKENS for chunk in self.store._chunks.values())
+
+    @invariant()
+    def one_content_only_chunk_at_most_and_none_beside_a_better_one(self) -> None:
+        for chunk in self.store._chunks.values():
+            if chunk.content_only:
+                others = self.store._contents[chunk.root].variants(chunk.tokens)
+                assert [c for c in others if c.content_only] == [chunk]
+                assert others[0] is chunk
+
+    @invariant()
+    def pinned_contents_are_there(self) -> None:
+        for root, text in self.pinned_content:
+            variants = self.store._contents[root].variants(np.frombuffer(text, dtype=np.int64))
+            assert any(self.store._order.is_pinned(c.prefix_key) or self._covered(c.prefix_key) for c in variants)
 
     @invariant()
     def no_chunk_holds_what_a_longer_one_holds(self) -> None:
-        chunks = list(self.store._chunks.values())
+        chunks = [chunk for chunk in self.store._chunks.values() if not chunk.content_only]
         for a in chunks:
             for b in chunks:
                 if a is not b and a.parent == b.parent and self.store._order.is_leaf(a.prefix_key):

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost_hf.cache.chunks import FixedChunker, Tokens, common_length, content_key, prefix_key, root_key
+from kvboost_hf.cache.chunks import (
+    FixedChunker,
+    Tokens,
+    common_length,
+    content_only_key,
+    prefix_key,
+    root_key,
+    states_key,
+)
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, RowPlan, Segment, plan_batch, plan_row
 
 ROOT = root_key(b"model", b"")
@@ -63,10 +71,12 @@ def test_keys_tell_apart_all_that_kv_depends_on() -> None:
         prefix_key(root_key(b"other model", b""), a),
         prefix_key(root_key(b"model", b"salt"), a),
         prefix_key(root_key(b"models", b"alt"), a),  # no ambiguity where one part ends
-        content_key(ROOT, a),
+        content_only_key(ROOT, 0, a),
+        content_only_key(ROOT, 1, a),
+        states_key(ROOT, a),
     }
-    assert len(keys) == 7
-    assert content_key(ROOT, a) == content_key(ROOT, a.copy())
+    assert len(keys) == 9
+    assert content_only_key(ROOT, 0, a) == content_only_key(ROOT, 0, a.copy())
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12))

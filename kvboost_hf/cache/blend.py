@@ -1,0 +1,184 @@
+"""Prompts with moved chunks: which columns they serve, which are computed, and getting them into the layers.
+
+    row     [ held | exact | moved | computed | moved | … | computed ]
+              0    held    hit                                      n
+
+Planning is pure. A moved chunk has the right tokens and the wrong history, and its keys were rotated to other
+positions: `place` rotates them, and what is computed again of them is chosen in `repair/`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvboost_hf.cache.chunks import Tokens
+from kvboost_hf.cache.kv import LayerKVReader
+from kvboost_hf.cache.layers import GrowingLayer, ReuseLayer
+from kvboost_hf.cache.match import MovedIndex, MovedSegment, find_moved
+from kvboost_hf.cache.plan import RowPlan, Segment
+from kvboost_hf.cache.repair import BlendedRow, Mask
+from kvboost_hf.cache.scatter import Columns
+from kvboost_hf.cache.store import StoredChunk
+from kvboost_hf.compat import KeyRotation
+
+_LAST_TOKENS = 16  # the end of a prompt is computed even where it is stored
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Columns [start, stop) of a row, served by a chunk from its token `offset` on."""
+
+    start: int
+    stop: int
+    chunk: StoredChunk
+    offset: int
+    shift: int  # how far its keys are to be rotated: new position less old position
+
+
+@dataclass(frozen=True, slots=True)
+class BlendPlan:
+    """Where the columns [held, columns) of a batch come from."""
+
+    held: int
+    columns: int
+    pads: tuple[int, ...]
+    placed: tuple[tuple[Placed, ...], ...]  # per row, in order
+    rows: tuple[BlendedRow, ...]
+
+    @property
+    def first_computed(self) -> int:
+        """The first column that is not exact in every row."""
+        return min(
+            int(np.flatnonzero(row.computed | row.moved)[0]) if (row.computed | row.moved).any() else self.columns
+            for row in self.rows
+        )
+
+    @property
+    def moved(self) -> Mask:
+        """[batch, columns], those that moved chunks serve."""
+        return np.stack([row.moved for row in self.rows])
+
+    @property
+    def present(self) -> Mask:
+        """[batch, columns], those that are in the layers before anything is computed."""
+        return ~np.stack([row.computed for row in self.rows])
+
+
+def plan_blend(
+    ids: Tokens,
+    pads: Sequence[int],
+    held: int,
+    logits: int,
+    exact: Sequence[RowPlan],
+    index: MovedIndex,
+    sink_tokens: int,
+) -> BlendPlan | None:
+    """Find moved chunks for what the store has no exact K/V of.
+
+    Args:
+        ids: [batch, columns], all of them.
+        pads: Columns of left padding of each row.
+        held: Columns in the live cache.
+        logits: How many of the last columns are wanted for their logits.
+        exact: What the store can serve of each row as it stands.
+        index: Stored chunks by content.
+        sink_tokens: Tokens at the beginning of a row that are not moved.
+
+    Returns:
+        The plan, or None where nothing can be moved.
+    """
+    columns = ids.shape[1]
+    found: dict[bytes, tuple[MovedSegment, ...]] = {}  # beams and num_return_sequences repeat rows
+    placed: list[tuple[Placed, ...]] = []
+    rows: list[BlendedRow] = []
+    for tokens, pad, plan in zip(ids, pads, exact, strict=True):
+        own = tokens[pad:]
+        key = own.tobytes()
+        if key not in found:
+            stop = len(own) - max(logits, _LAST_TOKENS)
+            found[key] = find_moved(own, max(plan.hit, sink_tokens), stop, index)
+        segments = found[key]
+        moved, computed = np.zeros(columns, dtype=bool), np.zeros(columns, dtype=bool)
+        computed[max(held, pad, plan.hit + pad) :] = True
+        for segment in segments:
+            moved[segment.start + pad : segment.stop + pad] = True
+        seams = tuple(segment.start + pad for segment in segments if not segment.continues)
+        rows.append(BlendedRow(computed & ~moved, moved, seams))
+        placed.append((*_exact(plan.segments, pad), *_moved(segments, pad)))
+    if not any(found.values()):
+        return None
+    return BlendPlan(held, columns, tuple(pads), tuple(placed), tuple(rows))
+
+
+def _exact(segments: Sequence[Segment], pad: int) -> Iterator[Placed]:
+    for segment in segments:
+        assert isinstance(segment.chunk, StoredChunk)
+        yield Placed(segment.start + pad, segment.stop + pad, segment.chunk, segment.start - segment.origin, 0)
+
+
+def _moved(segments: Sequence[MovedSegment], pad: int) -> Iterator[Placed]:
+    for segment in segments:
+        assert isinstance(segment.chunk, StoredChunk)
+        yield Placed(segment.start + pad, segment.stop + pad, segment.chunk, 0, segment.shift)
+
+
+def choose_columns(wanted: Sequence[Mask], spare: Sequence[Mask]) -> Columns:
+    """The columns to compute, [batch, m]: those `wanted` in each row, and as many as others need from `spare`.
+
+    A forward computes the same number of columns of every row. Rows that need fewer compute some of their moved ones
+    besides, which can only make them better, and then whatever there is.
+
+    Args:
+        wanted: Per row, [columns].
+        spare: Per row, [columns], those that may be computed at all.
+    """
+    width = max(int(row.sum()) for row in wanted)
+    chosen: list[Columns] = []
+    for row, rest in zip(wanted, spare, strict=True):
+        more = np.flatnonzero(rest & ~row)
+        chosen.append(np.sort(np.concatenate([np.flatnonzero(row), more[::-1][: width - int(row.sum())]])))
+    return np.stack(chosen)
+
+
+def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) -> None:
+    """Fill the columns [held, columns) of every layer: stored K/V where there is some, zeros elsewhere."""
+    readers: dict[bytes, LayerKVReader] = {}
+    for row in plan.placed:
+        for piece in row:
+            readers.setdefault(piece.chunk.prefix_key, piece.chunk.kv.reader())
+    for idx, layer in enumerate(layers):
+        like = next(reader.layer(idx) for reader in readers.values())
+        if like is None:
+            continue
+        assert isinstance(layer, GrowingLayer)
+        with torch.inference_mode(False), torch.no_grad():
+            opened = layer.open(plan.columns, like, len(plan.rows))
+            for at, row in enumerate(plan.placed):
+                new = [tensor[at] for tensor in opened]
+                done = 0
+                for piece in row:
+                    start, stop = piece.start - plan.held, piece.stop - plan.held
+                    _put_piece([part[:, done:stop] for part in new], start - done, piece, readers, idx, rotation)
+                    done = stop
+                for part in new:
+                    part[:, done:].zero_()
+
+
+def _put_piece(
+    new: Sequence[torch.Tensor],
+    gap: int,
+    piece: Placed,
+    readers: dict[bytes, LayerKVReader],
+    idx: int,
+    rotation: KeyRotation,
+) -> None:
+    """Write zeros into `gap` columns and a piece into those that follow; `new` are [heads, columns, dim]."""
+    stored = readers[piece.chunk.prefix_key].layer(idx)
+    assert stored is not None
+    keys, values = (part.narrow(1, piece.offset, piece.stop - piece.start) for part in stored)
+    for part in new:
+        part[:, :gap].zero_()
+    rotation.rotate(idx, keys, piece.shift, out=new[0][:, gap:])
+    new[1][:, gap:].copy_(values)

@@ -1,0 +1,120 @@
+"""Whether a model computes some of its tokens rightly over keys and values put in place: tried, not believed."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.blend import BlendPlan, Placed, place
+from kvboost_hf.cache.kinds import make_layers
+from kvboost_hf.cache.kv import copy_columns
+from kvboost_hf.cache.repair import BlendedRow, Measure
+from kvboost_hf.cache.scatter import Narrowing, ScatterCache, ScatterPass, attention_kind
+from kvboost_hf.cache.scout import attention_of_the_end
+from kvboost_hf.cache.store import StoredChunk
+from kvboost_hf.compat import (
+    KeptOnModel,
+    KeyRotation,
+    cache_argument,
+    decoder_layers,
+    difference,
+    input_device,
+    key_rotation,
+    tolerance,
+)
+
+_TOKENS = 40
+_MOVED = slice(5, 27)
+_SHIFT = 3
+_ATTENTION_KINDS = ("sdpa", "eager")
+
+
+class _BlendFindings(KeptOnModel):
+    """What was found of a model, by type of its weights, attention, and what was measured."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.reasons: dict[tuple[torch.dtype, str, Measure], str | None] = {}
+
+
+def blend_reason(model: PreTrainedModel, measure: Measure) -> str | None:
+    """Why moved chunks cannot be used, or not be repaired by what `measure` says; None if they can.
+
+    Once per model: a few forwards of a few tokens.
+    """
+    found, key = _BlendFindings.of(model), (model.dtype, attention_kind(model), measure)
+    with found.lock:
+        if key not in found.reasons:
+            found.reasons[key] = _reason(model, measure)
+        return found.reasons[key]
+
+
+def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
+    rotation = key_rotation(model)
+    if isinstance(rotation, str):
+        return rotation
+    if attention_kind(model) not in _ATTENTION_KINDS:
+        return f"its attention ({attention_kind(model)}) takes no mask of its own for each token; use sdpa or eager"
+    if len(decoder_layers(model)) != len(make_layers(model)):
+        return "its decoder layers cannot be told apart"
+    try:
+        return _probe(model, rotation, measure)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # models fail in ways of their own on what they were not written for
+        return f"it fails on a part of its tokens ({type(error).__name__}: {error})"
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> str | None:
+    """Move K/V that was computed a few positions further on: the logits must be those of a plain forward."""
+    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    device = input_device(model)
+    ids = (torch.arange(_TOKENS, device=device)[None] * 7919 + 13) % vocab_size
+    positions = torch.arange(_TOKENS, device=device)[None]
+    layers = make_layers(model)
+    plain = _last_logits(model, Cache(layers=[layer.native for layer in make_layers(model)]), ids, positions)
+    _last_logits(model, Cache(layers=[layer.native for layer in layers]), ids, positions + _SHIFT)
+    kv = copy_columns(layers, 0, _MOVED.start, _MOVED.stop)
+    chunk = StoredChunk(b"", b"", b"", _MOVED.start + _SHIFT, ids[0, _MOVED].cpu().numpy(), kv, 0)
+    moved = np.zeros(_TOKENS, dtype=bool)
+    moved[_MOVED] = True
+    row = BlendedRow(~moved, moved, (_MOVED.start,))
+    piece = Placed(_MOVED.start, _MOVED.stop, chunk, 0, -_SHIFT)
+    plan = BlendPlan(0, _TOKENS, (0,), ((piece,),), (row,))
+
+    layers = make_layers(model)
+    place(layers, plan, rotation)
+    if measure is Measure.ATTENTION:
+        attention_of_the_end(model, layers, plan, ids, 0)
+    chosen = np.flatnonzero(~moved)[None]
+    narrowing = Narrowing(1, 1, lambda scores, step: chosen) if measure is Measure.DEVIATION else None
+    columns = np.arange(_TOKENS)[None] if narrowing is not None else chosen
+    cache = ScatterCache(layers=[layer.native for layer in layers])
+    cache.running = ScatterPass(model, cache, layers, columns, (0,), narrowing=narrowing)
+    try:
+        found = _last_logits(model, cache, **cache.running.arguments(ids, 0))
+    finally:
+        cache.running.close()
+    if set(cache.running.layer_tokens[2:]) - {len(chosen[0])}:
+        return "its layers do not take a part of their tokens"
+    off = difference(found, plain)
+    if not off <= tolerance(model.dtype):
+        return f"a part of its tokens over moved K/V gives other logits (by {off:.2g} standard deviations)"
+    return None
+
+
+def _last_logits(
+    model: PreTrainedModel,
+    cache: Cache,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+    given[cache_argument(model)] = cache
+    logits: torch.Tensor = model(**given, use_cache=True, return_dict=True, logits_to_keep=1).logits
+    return logits[:, -1].float()

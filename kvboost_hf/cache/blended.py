@@ -1,0 +1,68 @@
+"""What of a batch's K/V is not what a plain forward would have computed."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Columns = NDArray[np.bool_]  # [batch, columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Blended:
+    """Moved chunks of a batch: which columns they served, and which of these were not computed again.
+
+    K/V of a token is that of a plain forward as long as that of every token before it is: from the first stale column
+    on, nothing of a row may be found by its history.
+
+    Args:
+        moved: Columns that moved chunks served, computed again or not. Later ones were computed.
+        stale: Those that were not computed again in every layer.
+    """
+
+    moved: Columns
+    stale: Columns
+
+    def is_tainted(self, row: int) -> bool:
+        """Whether a row has stale columns."""
+        return bool(self.stale[row].any())
+
+    def tainted_from(self, row: int) -> int:
+        """The first stale column of a row that has some."""
+        return int(self.stale[row].argmax())
+
+    def tainted_columns(self, held: int) -> int:
+        """Over all rows, how many of the first `held` columns are not those of a plain forward."""
+        return sum(max(0, held - self.tainted_from(row)) for row in range(len(self.stale)) if self.is_tainted(row))
+
+    def piece(self, row: int, column: int) -> "tuple[bool, int | None]":
+        """Whether a column was served by a moved chunk, and where that changes next; None if it does not."""
+        moved = self.moved[row, column:]
+        if not len(moved):
+            return False, None
+        changes = np.flatnonzero(moved != moved[0])
+        if len(changes):
+            return bool(moved[0]), column + int(changes[0])
+        return bool(moved[0]), self.moved.shape[1] if moved[0] else None
+
+    def ends_piece(self, row: int, column: int) -> bool:
+        """Whether a piece that begins at a column of a tainted row ends somewhere."""
+        return self.is_tainted(row) and bool(self.moved[row, column:].any())
+
+    def crop(self, length: int) -> "Blended | None":
+        """The same of the first `length` columns; None where nothing of it is left."""
+        stale = self.stale[:, :length]
+        return Blended(self.moved[:, :length], stale) if stale.any() else None
+
+    def select(self, rows: NDArray[np.int64]) -> "Blended | None":
+        """Row i becomes what row `rows[i]` was."""
+        stale = self.stale[rows]
+        return Blended(self.moved[rows], stale) if stale.any() else None
+
+    def extend(self, moved: Columns, stale: Columns) -> "Blended":
+        """With more columns: `moved` and `stale` cover all columns, of which those from here on are new."""
+        known = self.moved.shape[1]
+        moved, stale = moved.copy(), stale.copy()
+        moved[:, :known] |= self.moved
+        stale[:, :known] |= self.stale
+        return Blended(moved, stale)

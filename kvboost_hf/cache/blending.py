@@ -1,0 +1,171 @@
+"""One forward over what no stored chunk serves, and over what moved chunks need computed again.
+
+plan      what moved chunks can serve                       blend.py, pure
+place     stored K/V into the layers, keys rotated          blend.py
+look      where the end of the prompt attends to            scout.py, for repairs that ask
+choose    what to compute again                             repair/, pure
+scatter   the caller's forward over the chosen columns      scatter.py
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.blend import BlendPlan, choose_columns, place, plan_blend
+from kvboost_hf.cache.blend_probe import blend_reason
+from kvboost_hf.cache.blended import Blended
+from kvboost_hf.cache.chunks import Tokens
+from kvboost_hf.cache.held import HoldingCache, Running
+from kvboost_hf.cache.hook import Kwargs
+from kvboost_hf.cache.inputs import ForwardInputs
+from kvboost_hf.cache.ledger import Ledger
+from kvboost_hf.cache.plan import ReusePlan
+from kvboost_hf.cache.repair import REPAIRS, Mask, Measure, Repair, Scores
+from kvboost_hf.cache.scatter import Columns, Narrowing, ScatterPass
+from kvboost_hf.cache.scout import attention_of_the_end
+from kvboost_hf.compat import key_rotation
+
+_MEASURED_LAYER = 1  # values of layer 0 depend on nothing but the token
+_SLACK = (1.3, 1.15, 1.0)  # more columns than wanted go through the first layers after it, and are measured again
+
+
+class BlendingCache(HoldingCache):
+    """A cache that can serve moved chunks."""
+
+    def _blend(
+        self,
+        model: PreTrainedModel,
+        kwargs: Kwargs,
+        inputs: ForwardInputs,
+        ledger: Ledger,
+        ids: Tokens,
+        held: int,
+        exact: ReusePlan,
+        *,
+        media: bool,
+    ) -> Kwargs | None:
+        """The arguments of a forward with moved chunks, which is then under way; None where there is to be none."""
+        if self.policy.mode != "blend" or inputs.computes_all:
+            return None
+        self._tally.moved_reason = self._not_blended(model, media=media)
+        if self._tally.moved_reason is not None:
+            return None
+        pads = ledger.log.pads.tolist()
+        index = self.store.moved_index(ledger.root)
+        plan = plan_blend(ids, pads, held, inputs.logits, exact.rows, index, self.policy.sink_tokens)
+        if plan is None:
+            self._tally.moved_reason = "no stored chunk has the same tokens as a part of it"
+            return None
+        repair = REPAIRS[self.policy.repair]
+        if self._saving(plan, exact, repair, len(self._layers)) < self.policy.min_prefill_saving:
+            self._tally.moved_reason = "moving would save fewer tokens than `min_prefill_saving`"
+            return None
+        for row, (row_plan, pad) in enumerate(zip(exact.rows, pads, strict=True)):
+            self._note_miss(ledger, row, ids[row, pad:], row_plan)
+        return self._run_blended(model, kwargs, inputs, ledger, ids, plan, repair)
+
+    def _not_blended(self, model: PreTrainedModel, *, media: bool) -> str | None:
+        """Why nothing of this prompt can be moved, or None."""
+        if media:
+            return "it has images, sound or video"
+        if self._static is not None:
+            return "the cache has a fixed size (max_cache_len)"
+        if self._regime:
+            return "its rotary frequencies depend on the length, and this is longer than what they were trained for"
+        return blend_reason(model, REPAIRS[self.policy.repair].measure)
+
+    def _saving(self, plan: BlendPlan, exact: ReusePlan, repair: Repair, layers: int) -> float:
+        """Tokens that are not computed, compared to what exact reuse would leave."""
+        columns, batch = plan.columns, len(plan.rows)
+        ahead = sum((exact.filled - column) * len(rows) for column, rows in exact.cold_groups.items())
+        without = ahead + batch * (columns - exact.filled)
+        chosen = [int((row.computed | repair.choose(row, self.policy)).sum()) for row in plan.rows]
+        if repair.measure is not Measure.NOTHING:
+            moved = [math.ceil(self.policy.recompute_ratio * int(row.moved.sum())) for row in plan.rows]
+            at_least = [int(row.computed.sum()) + more for row, more in zip(plan.rows, moved, strict=True)]
+            chosen = [max(pair) for pair in zip(chosen, at_least, strict=True)]
+        computed = float(max(chosen))
+        if repair.measure is Measure.DEVIATION:
+            whole = min(_MEASURED_LAYER + 1, layers)
+            computed += (columns - plan.first_computed - computed) * whole / layers
+        return without - batch * computed
+
+    def _run_blended(
+        self,
+        model: PreTrainedModel,
+        kwargs: Kwargs,
+        inputs: ForwardInputs,
+        ledger: Ledger,
+        ids: Tokens,
+        plan: BlendPlan,
+        repair: Repair,
+    ) -> Kwargs:
+        rotation = key_rotation(model)
+        assert not isinstance(rotation, str)
+        first = plan.columns - inputs.input_ids.shape[1]
+        self._running = Running(plan.held)
+        place(self._layers, plan, rotation)
+        looked = [0] * len(self._layers)
+        scores: Scores | None = None
+        if repair.measure is Measure.ATTENTION:
+            scores, looked = attention_of_the_end(model, self._layers, plan, inputs.input_ids, first)
+        may_compute = np.zeros((len(plan.rows), plan.columns), dtype=bool)
+        may_compute[:, first:] = True
+        narrowing: Narrowing | None = None
+        if repair.measure is Measure.DEVIATION:
+            columns = np.arange(plan.first_computed, plan.columns)[None].repeat(len(plan.rows), axis=0)
+
+            def narrow(measured: Scores, step: int) -> Columns:
+                return self._choose(plan, repair, measured, measured >= 0, _SLACK[step])
+
+            narrowing = Narrowing(_MEASURED_LAYER, len(_SLACK), narrow)
+        else:
+            columns = self._choose(plan, repair, scores, may_compute, 1.0)
+        cache = self
+        scatter = ScatterPass(model, cache, self._layers, columns, plan.pads, narrowing=narrowing)
+        self._running = Running(
+            plan.held,
+            plan.columns,
+            commit=lambda: self._record_blended(ledger, ids, plan, scatter, looked),
+            confirmed=not inputs.verifies,
+            root_checked=True,
+            scatter=scatter,
+        )
+        given = {name: value for name, value in kwargs.items() if name != "cache_position"}
+        return {**given, **scatter.arguments(inputs.input_ids, first)}
+
+    def _choose(
+        self, plan: BlendPlan, repair: Repair, scores: Scores | None, may_compute: Mask, slack: float
+    ) -> Columns:
+        wanted = [
+            row.computed | repair.choose(row, self.policy, scores[at] if scores is not None else None, slack)
+            for at, row in enumerate(plan.rows)
+        ]
+        return choose_columns(wanted, list(may_compute))
+
+    def _record_blended(
+        self, ledger: Ledger, ids: Tokens, plan: BlendPlan, scatter: ScatterPass, looked: Sequence[int]
+    ) -> None:
+        """After the forward: what the layers hold now, and what it took."""
+        moved = plan.moved
+        stale = moved.copy()
+        np.put_along_axis(stale, scatter.columns, False, axis=1)
+        known = ledger.blended
+        if known is not None:
+            ledger.blended = known.extend(moved, stale)
+        elif stale.any():
+            ledger.blended = Blended(moved, stale)
+        ledger.log.extend(ids[:, plan.held :])
+        self._columns = plan.columns
+        layers = [a + b for a, b in zip(scatter.layer_tokens, looked, strict=True)]
+        tally = self._tally
+        before = tally.layers or (0,) * len(layers)
+        tally.layers = tuple(a + b for a, b in zip(before, layers, strict=True))
+        tally.forwarded += math.ceil(sum(layers) / len(layers))
+        pieces = [piece for row in plan.placed for piece in row]
+        tally.ram += sum(piece.stop - piece.start for piece in pieces)
+        tally.moved += int(moved.sum())
+        tally.recomputed += int(moved.sum() - stale.sum())
+        self.store.record_use([piece.chunk for piece in pieces], missed=any(row.computed.any() for row in plan.rows))

@@ -1,0 +1,18 @@
+"""Ways to choose which tokens of moved chunks are computed again: one small file each."""
+
+from kvboost_hf.cache.repair.base import BlendedRow, Mask, Measure, Repair, Scores
+from kvboost_hf.cache.repair.cacheblend import CacheBlend
+from kvboost_hf.cache.repair.first_k import FirstK
+from kvboost_hf.cache.repair.query import Query
+from kvboost_hf.cache.repair.selective import Selective, SelectiveBefore
+
+REPAIRS: dict[str, Repair] = {
+    "none": Repair(),
+    "first_k": FirstK(),
+    "selective": Selective(),
+    "selective_before": SelectiveBefore(),
+    "cacheblend": CacheBlend(),
+    "query": Query(),
+}
+
+__all__ = ["REPAIRS", "BlendedRow", "Mask", "Measure", "Repair", "Scores"]

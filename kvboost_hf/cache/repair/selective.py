@@ -1,0 +1,20 @@
+"""A fixed number of tokens at each seam."""
+
+from kvboost_hf.cache.repair.base import BlendedRow, Mask, Repair
+from kvboost_hf.config import ReusePolicy
+
+
+class Selective(Repair):
+    """`seam_tokens` after each seam: those whose history has changed most."""
+
+    def by_place(self, row: BlendedRow, policy: ReusePolicy) -> Mask:
+        """See `Repair.by_place`."""
+        return row.around_seams(after=policy.seam_tokens)
+
+
+class SelectiveBefore(Repair):
+    """`seam_tokens` before each seam, as KVBoost's selective recompute refreshes them. Measured as no help."""
+
+    def by_place(self, row: BlendedRow, policy: ReusePolicy) -> Mask:
+        """See `Repair.by_place`."""
+        return row.around_seams(before=policy.seam_tokens)

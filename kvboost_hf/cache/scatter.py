@@ -1,0 +1,260 @@
+"""A forward over some columns of a prompt whose other columns are in the layers already, in any order.
+
+    layers    [ held | moved | computed | moved | … | computed ]     all columns, before the forward
+    model       only the chosen columns, at their true positions
+    update()    their keys and values are put in place, and everything is handed to the attention
+
+transformers gives one mask to all layers of a kind, cut for a prompt without holes. Hooks on the decoder layers put
+the right one in its place: a token attends to every column at or before its own, and in a layer with a window to
+those inside it. Where tokens are chosen by what an early layer shows, the same hooks narrow what goes on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.layers import GrowingLayer, ReuseLayer
+from kvboost_hf.cache.windows import SlidingLayer
+from kvboost_hf.compat import decoder_layers
+
+Columns = NDArray[np.int64]  # [batch, m], ascending in each row
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowing:
+    """Choosing columns by what layers show: see `Measure.DEVIATION`.
+
+    Args:
+        first: The layer that is the first to be measured, for all columns, and to be narrowed.
+        steps: How many layers are measured.
+        choose: Called with the deviations [batch, columns], below zero where none was measured, and the number of the
+            step; returns the columns to go on with, a part of those so far.
+    """
+
+    first: int
+    steps: int
+    choose: Callable[[NDArray[np.float64], int], Columns]
+
+
+class _Measured(Exception):
+    """Ends a layer's forward when its keys and values are known."""
+
+
+class ScatterPass:
+    """One such forward.
+
+    Args:
+        model: The model.
+        cache: What the forward is given as its cache; tells its layers' calls from those of other threads.
+        layers: They hold all columns.
+        columns: Those to compute.
+        pads: Columns of left padding of each row.
+        present: [batch, columns], columns that are there to attend to; None for all.
+        narrowing: Or None where `columns` go through all layers.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        layers: Sequence[ReuseLayer],
+        columns: Columns,
+        pads: Sequence[int],
+        *,
+        present: NDArray[np.bool_] | None = None,
+        narrowing: Narrowing | None = None,
+    ) -> None:
+        self.columns = self._all = columns
+        self.layer_tokens = [0] * len(layers)  # that went through each layer, padding left out
+        self.current = 0  # the layer that has asked for its keys and values last
+        self._cache, self._layers, self._narrowing = cache, layers, narrowing
+        self._pads = np.asarray(pads)
+        self._length = max(layer.length or 0 for layer in layers)
+        self._present = present
+        self._mask_dtype = None if attention_kind(model) == "sdpa" else model.dtype
+        self._masks: dict[tuple[int | None, int, torch.device], torch.Tensor] = {}
+        self._at: dict[torch.device, torch.Tensor] = {}
+        self._scores: NDArray[np.float64] | None = None
+        self._steps = 0  # how often it was narrowed
+        self._measuring = False
+        self._handles = [
+            module.register_forward_pre_hook(_LayerHook(self, idx).before, with_kwargs=True)
+            for idx, module in enumerate(decoder_layers(model))
+        ]
+
+    @property
+    def first_column(self) -> int:
+        """The first column that the current layer holds."""
+        return self._layers[self.current].first
+
+    def close(self) -> None:
+        """Take the hooks off the layers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def arguments(self, ids: torch.Tensor, first: int) -> dict[str, Any]:
+        """What to give to the model.
+
+        Args:
+            ids: [batch, m], those that the caller passed.
+            first: The column of the first of them.
+        """
+        at = torch.from_numpy(self.columns).to(ids.device)
+        positions = (at - torch.from_numpy(self._pads).to(ids.device)[:, None]).clamp(min=0)
+        return {
+            "input_ids": ids.gather(1, at - first),
+            "position_ids": positions,
+            "attention_mask": self.mask(None, 0, ids.device),
+        }
+
+    def update(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put keys and values [batch, heads, m, dim] in place; returns those of all columns."""
+        layer = self._layers[idx]
+        assert isinstance(layer, GrowingLayer)
+        self.current = idx
+        at = self._columns_on(values.device)
+        if self._measuring or self._measures(idx):
+            self._scores = self._deviation(layer, at, values)
+        found = layer.scatter(at, keys, values)
+        if self._measuring:
+            raise _Measured
+        if self._narrowing is None or idx != self._narrowing.first:  # that one was counted when it was measured
+            self._count(idx)
+        return found
+
+    def mask(self, window: int | None, first: int, device: torch.device) -> torch.Tensor:
+        """[batch, 1, m, columns from `first`]: which columns each row's tokens attend to."""
+        key = (window, first, device)
+        if key not in self._masks:
+            queries = self._columns_on(device)[:, :, None]
+            columns = torch.arange(first, self._length, device=device)[None, None]
+            seen = (columns <= queries) & (columns >= torch.from_numpy(self._pads).to(device)[:, None, None])
+            if window is not None:
+                seen &= queries - columns < window
+            if self._present is not None:
+                seen &= torch.from_numpy(self._present[:, first:]).to(device)[:, None]
+            seen |= columns == queries  # padding, too: a row that sees nothing is not a number
+            if self._mask_dtype is not None:
+                lowest = torch.finfo(self._mask_dtype).min
+                self._masks[key] = torch.where(seen, 0.0, lowest).to(self._mask_dtype)[:, None]
+            else:
+                self._masks[key] = seen[:, None]
+        return self._masks[key]
+
+    def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook of a decoder layer."""
+        if not any(value is self._cache for value in (*args, *kwargs.values())):
+            return None  # another thread's
+        if "attention_mask" not in kwargs:
+            raise ValueError("its decoder layers are not given an attention_mask by name")
+        kwargs = dict(kwargs)
+        if self._narrowing is not None and idx == self._narrowing.first:
+            self._measuring = True
+            try:
+                module.forward(*args, **kwargs)
+            except _Measured:
+                self._count(idx)
+            finally:
+                self._measuring = False
+        hidden: torch.Tensor = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        rest = args[1:]
+        if self._scores is not None and self._narrowing is not None:
+            hidden = self._narrow(self._narrowing, self._scores, hidden)
+        if self.columns.shape != self._all.shape:  # the model goes on giving each layer what belongs to all columns
+            rows = _places(self._all, self.columns)
+            del kwargs["attention_mask"]
+            rest, kwargs = (_take(given, rows, self._all.shape[1]) for given in (rest, kwargs))
+        layer = self._layers[idx]
+        window = layer.sliding_window if isinstance(layer, SlidingLayer) else None
+        kwargs["attention_mask"] = self.mask(window, layer.first, hidden.device)
+        return (hidden, *rest), kwargs
+
+    def _count(self, idx: int) -> None:
+        self.layer_tokens[idx] += int((self.columns >= self._pads[:, None]).sum())
+
+    def _measures(self, idx: int) -> bool:
+        """Whether a layer's own forward is measured; the first one is before that, for all columns."""
+        found = self._narrowing
+        return found is not None and idx > found.first and self._steps < found.steps
+
+    def _narrow(self, narrowing: Narrowing, scores: NDArray[np.float64], hidden: torch.Tensor) -> torch.Tensor:
+        """Choose columns, and take their hidden states [batch, m, dim]."""
+        chosen = narrowing.choose(scores, self._steps)
+        rows = _places(self.columns, chosen)
+        self._scores, self._steps = None, self._steps + 1
+        taken: torch.Tensor = _take(hidden, rows, self.columns.shape[1])
+        self.columns, self._masks, self._at = chosen, {}, {}
+        return taken
+
+    def _deviation(self, layer: GrowingLayer, at: torch.Tensor, values: torch.Tensor) -> NDArray[np.float64]:
+        """How far values are from those in the layer, as [batch, columns]."""
+        stored = layer.gather_values(at)
+        off = (values.float() - stored.float()).square().sum(dim=(1, 3)).double().cpu().numpy()
+        scores = np.full((len(off), self._length), -1.0)
+        np.put_along_axis(scores, self.columns, off, axis=1)
+        return scores
+
+    def _columns_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._at:
+            self._at[device] = torch.from_numpy(self.columns).to(device)
+        return self._at[device]
+
+
+class _LayerHook:
+    """What a layer calls: holds the pass, and is told apart from hooks that change what is computed."""
+
+    leaves_kv_alone = True
+
+    def __init__(self, running: ScatterPass, idx: int) -> None:
+        self._pass, self._idx = running, idx
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return self._pass.before_layer(self._idx, module, args, kwargs)
+
+
+class ScatterCache(Cache):
+    """The cache of a forward of our own over some columns: a type that no hook takes for a user's."""
+
+    running: ScatterPass | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Cache.update`."""
+        assert self.running is not None
+        return self.running.update(layer_idx, key_states, value_states)
+
+
+def attention_kind(model: PreTrainedModel) -> str:
+    """The attention implementation of the decoder, as transformers names it."""
+    config: Any = model.config.get_text_config(decoder=True)
+    return str(config._attn_implementation)
+
+
+def _places(columns: Columns, chosen: Columns) -> torch.Tensor:
+    """Where `chosen` ones are among `columns`, both [batch, …]."""
+    return torch.from_numpy(
+        np.stack([np.searchsorted(have, want) for have, want in zip(columns, chosen, strict=True)])
+    )
+
+
+def _take(value: Any, rows: torch.Tensor, width: int) -> Any:
+    """Those `rows` [batch, m] of everything that has `width` of them, [batch or 1, width, …]."""
+    if isinstance(value, torch.Tensor):
+        if value.ndim < 2 or value.shape[1] != width or value.shape[0] not in (1, len(rows)):
+            return value
+        at = rows.to(value.device).reshape(*rows.shape, *[1] * (value.ndim - 2))
+        return value.expand(len(rows), *value.shape[1:]).gather(1, at.expand(-1, -1, *value.shape[2:]))
+    if isinstance(value, tuple | list):
+        return type(value)(_take(inner, rows, width) for inner in value)
+    if type(value) is dict:
+        return {name: _take(inner, rows, width) for name, inner in value.items()}
+    return value

@@ -1,0 +1,105 @@
+"""What the end of a prompt attends to: a look ahead, over the keys that are there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.blend import BlendPlan
+from kvboost_hf.cache.layers import ReuseLayer
+from kvboost_hf.cache.scatter import ScatterCache, ScatterPass
+from kvboost_hf.compat import cache_argument
+
+_MAX_QUERIES = 32
+
+
+def attention_of_the_end(
+    model: PreTrainedModel, layers: Sequence[ReuseLayer], plan: BlendPlan, ids: torch.Tensor, first: int
+) -> tuple[NDArray[np.float64], list[int]]:
+    """Run the last tokens over the stored keys, and see where they look.
+
+    Their own K/V is put into the layers on the way; whoever asks must compute them again.
+
+    Args:
+        model: The model.
+        layers: They hold all columns.
+        plan: What they hold.
+        ids: [batch, m], those that the caller passed.
+        first: The column of the first of them.
+
+    Returns:
+        Per row, how much attention each column gets from them [batch, columns], the mean over layers and heads; and
+        the tokens that went through each layer.
+    """
+    ends = [plan.columns - 1 - int(np.flatnonzero(~row.computed)[-1]) for row in plan.rows]
+    queries = min(_MAX_QUERIES, *ends)
+    columns = np.arange(plan.columns - queries, plan.columns)[None].repeat(len(plan.rows), axis=0)
+    present = plan.present
+    present[:, -queries:] = True
+    cache = ScatterCache(layers=[layer.native for layer in layers])
+    cache.running = ScatterPass(model, cache, layers, columns, plan.pads, present=present)
+    try:
+        given = cache.running.arguments(ids, first)
+        with AttentionProbe(cache.running, plan.columns) as probe:
+            model(**given, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+    finally:
+        cache.running.close()
+    return probe.scores, cache.running.layer_tokens
+
+
+class AttentionProbe(TorchFunctionMode):
+    """Sums up the attention weights of a forward in this thread, whatever computes them: SDPA, or a softmax."""
+
+    def __init__(self, running: ScatterPass, columns: int) -> None:
+        super().__init__()
+        self._pass, self._columns = running, columns
+        self._sum: torch.Tensor | None = None
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """[batch, columns], the sum over layers and queries, the mean over heads."""
+        assert self._sum is not None, "no attention was seen"
+        return self._sum.double().cpu().numpy()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            self._add(_weights(*args, **kwargs))
+        elif func is F.softmax and found.ndim == 4:
+            self._add(found)
+        return found
+
+    def _add(self, weights: torch.Tensor) -> None:
+        """Add [batch, heads, queries, keys]; keys may be followed by an attention sink."""
+        first = self._pass.first_column
+        got = weights[..., : self._columns - first].float().mean(dim=1).sum(dim=1)
+        if self._sum is None:
+            self._sum = torch.zeros(len(got), self._columns, device=got.device)
+        self._sum[:, first:] += got.to(self._sum.device)
+
+
+def _weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The weights of `F.scaled_dot_product_attention`, [batch, heads, queries, keys] in float32."""
+    if key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query.float() @ key.float().transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(dim=-1)

@@ -1,0 +1,462 @@
+"""What a store holds, within a byte budget: taking in, finding, giving up.
+
+Chunks form a forest by their history. States (of linear attention) hang beneath the chunk border before them. Chunks
+that are found by their content only stand alone.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvboost_hf.cache.chunks import KEY_BYTES, Tokens, common_length, content_only_key, prefix_key, states_key
+from kvboost_hf.cache.content_index import ContentIndex
+from kvboost_hf.cache.eviction import EvictionOrder
+from kvboost_hf.cache.kv import LayerKV, LayerStates
+from kvboost_hf.cache.match import MIN_MOVED_TOKENS
+from kvboost_hf.cache.plan import HEAD_TOKENS
+from kvboost_hf.errors import StoreClosedError
+
+_REMEMBERED_KEYS = 65_536  # evicted keys that explain() can still tell from never seen ones
+_MAX_SIBLINGS = 256  # chunks with the same head that are compared token by token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunk:
+    """A chunk in the store. Immutable: whoever holds one may go on reading it after it was evicted."""
+
+    prefix_key: bytes  # its own key, where it is found by content only
+    root: bytes
+    parent: bytes  # key of the chunk that it was computed directly behind, or the root
+    start: int  # row token of the first token, when it was stored
+    tokens: Tokens
+    kv: LayerKV
+    nbytes: int
+    content_only: bool = False  # its K/V is not that of a prompt computed whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredStates:
+    """The states of all layers after some token. Immutable, as chunks are."""
+
+    key: bytes
+    parent: bytes  # prefix key of the last chunk border before that token, or the root
+    tokens: Tokens  # from that border to that token
+    states: LayerStates
+    nbytes: int
+
+
+Copied = TypeVar("Copied", LayerKV, LayerStates)
+
+
+class Put(Enum):
+    """What became of what was offered to the store."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    GONE = "gone"  # the cache itself no longer holds it
+    NO_PARENT = "no parent"  # the chunk before it is not stored: nothing could ever find it
+    NO_ROOM = "no room"
+    TOO_SHORT = "too short"  # to be found by content
+
+
+class Shelf:
+    """Chunks and states within a byte budget.
+
+    Args:
+        max_bytes: Of all that is taken in, never exceeded.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._closed = False
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._salts: OrderedDict[bytes, bytes] = OrderedDict()  # root -> its salt
+        self._first_heads: OrderedDict[bytes, bytes] = OrderedDict()  # salt and first tokens -> root last stored under
+        self._counts = dict.fromkeys(("hits", "misses", "evictions", "rejected"), 0)
+        self._counts |= dict.fromkeys(("audits", "divergences", "quarantined"), 0)
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._chunks: dict[bytes, StoredChunk] = {}
+        self._contents: dict[bytes, ContentIndex[StoredChunk]] = {}  # by root
+        self._by_head: dict[bytes, dict[bytes, None]] = {}  # parent and first tokens -> prefix keys, oldest first
+        self._states: dict[bytes, StoredStates] = {}
+        self._states_by_head: dict[bytes, dict[bytes, None]] = {}  # as `_by_head`
+        self._order = EvictionOrder()
+        self._offences: dict[bytes, int] = {}  # keys that were quarantined, and how often
+        self._used = 0  # bytes stored, and bytes promised to chunks that are being copied
+        self._generation = getattr(self, "_generation", 0) + 1
+
+    # Looking up
+
+    def find(self, key: bytes, tokens: Tokens) -> StoredChunk | None:
+        """The chunk under prefix key `key`, if its tokens are `tokens`."""
+        with self._lock:
+            chunk = self._chunks.get(key)
+        if chunk is None or chunk.content_only or not np.array_equal(chunk.tokens, tokens):
+            return None
+        return chunk
+
+    def siblings(self, parent: bytes, head: Tokens) -> Iterable[StoredChunk]:
+        """Chunks that continue `parent` and start with the tokens `head`, newest first."""
+        with self._lock:
+            keys = list(self._by_head.get(_head_key(parent, head), ()))[-_MAX_SIBLINGS:]
+            chunks = [self._chunks[key] for key in reversed(keys)]
+        return [c for c in chunks if np.array_equal(c.tokens[: len(head)], head)]
+
+    def states_after(self, parent: bytes, head: Tokens) -> Iterable[StoredStates]:
+        """States saved in the chunk after `parent`, or at its end, that starts with `head`; newest first."""
+        with self._lock:
+            keys = list(self._states_by_head.get(_head_key(parent, head), ()))[-_MAX_SIBLINGS:]
+            return [self._states[key] for key in reversed(keys)]
+
+    def moved_index(self, root: bytes) -> ContentIndex[StoredChunk]:
+        """The chunks under `root` by their content, for `match.find_moved`; follows what is stored from then on."""
+        with self._lock:
+            return self._contents.setdefault(root, ContentIndex(self._lock))
+
+    def record_use(self, chunks: Sequence[StoredChunk], *, missed: bool, states: StoredStates | None = None) -> None:
+        """Count chunks and states that served a prompt, and whether a look-up failed after them."""
+        with self._lock:
+            self._counts["hits"] += len(chunks)
+            self._counts["misses"] += missed
+            for key in [chunk.prefix_key for chunk in chunks] + ([states.key] if states is not None else []):
+                if key in self._order:
+                    self._order.touch(key)
+
+    def was_evicted(self, key: bytes | None) -> bool:
+        """Whether a chunk under this prefix key was stored and then evicted, not too long ago."""
+        with self._lock:
+            return key in self._evicted and key not in self._chunks
+
+    def known_under_other_root(self, root: bytes, tokens: Tokens) -> bool:
+        """Whether a prompt with this beginning was stored, under the same salt, for the model as it was before."""
+        with self._lock:
+            known = self._first_heads.get(_head_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS]))
+        return known is not None and known != root
+
+    # Taking in
+
+    def put(
+        self,
+        root: bytes,
+        parent: bytes,
+        start: int,
+        tokens: Tokens,
+        nbytes: int,
+        copy_kv: Callable[[], LayerKV] | None,
+        *,
+        pinned: bool = False,
+    ) -> Put:
+        """Offer a chunk. K/V is copied only if the chunk is new and room for it can be made.
+
+        Args:
+            root: The root that `parent` descends from.
+            parent: Prefix key of the chunk before it, or `root`.
+            start: Row token of its first token.
+            tokens: Its tokens, at least `HEAD_TOKENS` of them.
+            nbytes: Bytes that `copy_kv` will take.
+            copy_kv: Makes the copy; None if it can no longer be made.
+            pinned: Never evict it.
+        """
+        key = prefix_key(parent, tokens)
+        nbytes += tokens.nbytes
+
+        def holder() -> bytes | None:
+            return key if key in self._chunks else self._covering(parent, tokens)
+
+        def insert(kv: LayerKV) -> None:
+            chunk = StoredChunk(key, root, parent, start, tokens.copy(), kv, nbytes)
+            self._insert(chunk, above=None if parent == root else parent, pinned=pinned)
+            self._by_head.setdefault(_head_key(parent, tokens[:HEAD_TOKENS]), {})[key] = None
+            if parent == root:
+                remember(self._first_heads, _head_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS]), root)
+            self._drop_shorter(chunk)
+
+        return self._take(root, parent, key, tokens, nbytes, copy_kv, holder, insert, pinned)
+
+    def put_content(
+        self,
+        root: bytes,
+        tokens: Tokens,
+        start: int,
+        nbytes: int,
+        copy_kv: Callable[[], LayerKV] | None,
+        *,
+        parent: bytes | None = None,
+        pinned: bool = False,
+    ) -> Put:
+        """Offer a chunk that is to be found by its content only: one computed alone, or behind K/V that was moved.
+
+        Of those with the same tokens, one is kept: the one that had the fewest tokens before it. None is, where a
+        chunk with a prefix key had no more.
+
+        Args:
+            root: Whose it is.
+            tokens: Its tokens; fewer than `MIN_MOVED_TOKENS` are not stored.
+            start: How many tokens were before it.
+            nbytes: Bytes that `copy_kv` will take.
+            copy_kv: Makes the copy; None if it can no longer be made.
+            parent: Key of the chunk that it was computed directly behind, of either kind (`content_only_key` tells
+                it), or bytes that name its history, such as a digest of it. None if nothing that is stored will ever
+                continue it.
+            pinned: Never evict it.
+        """
+        if len(tokens) < MIN_MOVED_TOKENS:
+            return Put.TOO_SHORT
+        history = parent if parent is not None else os.urandom(KEY_BYTES)
+        key = content_only_key(history, start, tokens)
+        nbytes += tokens.nbytes
+
+        def holder() -> bytes | None:
+            nearest = self.moved_index(root).variants(tokens)[:1]
+            return nearest[0].prefix_key if nearest and nearest[0].start <= start else None
+
+        def insert(kv: LayerKV) -> None:
+            chunk = StoredChunk(key, root, history, start, tokens.copy(), kv, nbytes, content_only=True)
+            self._insert(chunk, above=None, pinned=pinned)
+
+        return self._take(root, root, key, tokens, nbytes, copy_kv, holder, insert, pinned)
+
+    def put_states(
+        self,
+        root: bytes,
+        parent: bytes,
+        tokens: Tokens,
+        nbytes: int,
+        copy_states: Callable[[], LayerStates],
+        *,
+        pinned: bool = False,
+    ) -> Put:
+        """Offer the states after some token. They are copied only if they are new and room for them can be made.
+
+        Args:
+            root: The root that `parent` descends from.
+            parent: Prefix key of the last chunk border before that token, or `root`.
+            tokens: Tokens from that border to that token, at least `HEAD_TOKENS` of them.
+            nbytes: Bytes that `copy_states` will take.
+            copy_states: Makes the copy.
+            pinned: Never evict them.
+        """
+        key = states_key(parent, tokens)
+        nbytes += tokens.nbytes
+
+        def insert(states: LayerStates) -> None:
+            self._states[key] = StoredStates(key, parent, tokens.copy(), states, nbytes)
+            self._states_by_head.setdefault(_head_key(parent, tokens[:HEAD_TOKENS]), {})[key] = None
+            self._order.add(key, None if parent == root else parent, pinned=pinned)
+
+        def holder() -> bytes | None:
+            return key if key in self._states else None
+
+        return self._take(root, parent, key, tokens, nbytes, copy_states, holder, insert, pinned)
+
+    # Letting go
+
+    def quarantine(self, keys: Iterable[bytes]) -> None:
+        """Take chunks and states out of service, and all that continues them.
+
+        What comes again is taken again, for memory may have failed; what is quarantined a second time is refused from
+        then on, until `clear()`.
+        """
+        with self._lock:
+            for key in keys:
+                if key in self._order:
+                    self._offences[key] = self._offences.get(key, 0) + 1
+                    self._counts["quarantined"] += 1
+                    for inner in self._order.remove_tree(key):
+                        self._unlink(inner)
+
+    def pinned_keys(self) -> set[bytes]:
+        """Keys of all pinned chunks and states."""
+        with self._lock:
+            return {key for key in (*self._chunks, *self._states) if self._order.is_pinned(key)}
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Let what is stored under these keys be evicted again."""
+        with self._lock:
+            for key in keys:
+                if key in self._order:
+                    self._order.unpin(key)
+
+    def clear(self) -> None:
+        """Drop every stored chunk, pinned ones too."""
+        with self._lock:
+            self._forget_all()
+            self._evicted.clear()
+            self._first_heads.clear()
+
+    # Bookkeeping; the lock is held
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("This ChunkStore was closed. Make a new one: ChunkStore(model).")
+
+    def _take(
+        self,
+        root: bytes,
+        parent: bytes,
+        key: bytes,
+        tokens: Tokens,
+        nbytes: int,
+        copy: Callable[[], Copied] | None,
+        holder: Callable[[], bytes | None],
+        insert: Callable[[Copied], None],
+        pinned: bool,
+    ) -> Put:
+        """Take something in, unless it is there, the cache has lost it, or there is no room; takes the lock itself.
+
+        Args:
+            root: Whose it is.
+            parent: Key of the chunk that must be stored before it, or `root`.
+            key: Its own.
+            tokens: Its tokens.
+            nbytes: Its bytes, tokens included.
+            copy: Makes the copy of its tensors.
+            holder: Finds the key of what serves as well.
+            insert: Enters the copy.
+            pinned: Never evict it.
+        """
+        self._require_open()
+        assert len(tokens) >= HEAD_TOKENS
+        with self._lock:
+            if (present := self._present(holder, pinned)) is not None:
+                return present
+            if copy is None:
+                return Put.GONE
+            if (refusal := self._reserve(root, parent, key, nbytes)) is not None:
+                return refusal
+            generation = self._generation
+        copied = self._copied(copy, nbytes, tokens, generation)
+        with self._lock:
+            if (refusal := self._overtaken(root, parent, nbytes, generation, holder, pinned)) is not None:
+                return refusal
+            insert(copied)
+        return Put.STORED
+
+    def _present(self, holder: Callable[[], bytes | None], pinned: bool) -> Put | None:
+        key = holder()
+        if key is None:
+            return None
+        if pinned:
+            self._order.pin(key)
+        return Put.PRESENT
+
+    def _reserve(self, root: bytes, parent: bytes, key: bytes, nbytes: int) -> Put | None:
+        """Promise room to something new under `key`, or say why it cannot be had."""
+        if self._offences.get(key, 0) > 1:
+            return Put.NO_ROOM
+        if parent != root and parent not in self._chunks:
+            return Put.NO_PARENT
+        if not self._make_room(nbytes, keep=parent):
+            self._counts["rejected"] += 1
+            return Put.NO_ROOM
+        self._used += nbytes
+        return None
+
+    def _copied(self, copy: Callable[[], Copied], nbytes: int, tokens: Tokens, generation: int) -> Copied:
+        """Make a copy that room was promised to. The lock is not held: copies take their time."""
+        try:
+            copied = copy()
+        except BaseException:
+            with self._lock:
+                self._release(nbytes, generation)
+            raise
+        assert copied.nbytes + tokens.nbytes == nbytes, "the promised size must be the real one"
+        return copied
+
+    def _overtaken(
+        self,
+        root: bytes,
+        parent: bytes,
+        nbytes: int,
+        generation: int,
+        holder: Callable[[], bytes | None],
+        pinned: bool,
+    ) -> Put | None:
+        """Take a promise back if, while the copy was made, somebody else put the same or took the parent away."""
+        present = self._present(holder, pinned)
+        orphaned = parent != root and parent not in self._chunks
+        if generation == self._generation and present is None and not orphaned:
+            return None
+        self._release(nbytes, generation)
+        return Put.NO_PARENT if orphaned else Put.PRESENT
+
+    def _make_room(self, nbytes: int, keep: bytes) -> bool:
+        if nbytes > self.max_bytes:
+            return False
+        while self._used + nbytes > self.max_bytes:
+            victim = self._order.victim(keep=keep)
+            if victim is None:
+                return False
+            self._counts["evictions"] += 1
+            remember(self._evicted, victim, None)
+            self._unlink(victim)
+        return True
+
+    def _release(self, nbytes: int, generation: int) -> None:
+        if generation == self._generation:  # clear() has reset the count already
+            self._used -= nbytes
+
+    def _insert(self, chunk: StoredChunk, *, above: bytes | None, pinned: bool) -> None:
+        self._chunks[chunk.prefix_key] = chunk
+        self._order.add(chunk.prefix_key, above, pinned=pinned)
+        index = self.moved_index(chunk.root)
+        index.add(chunk)
+        for other in index.variants(chunk.tokens):
+            if other is not chunk and other.content_only and other.start >= chunk.start:
+                self._replace(other, chunk)
+
+    def _unlink(self, key: bytes) -> None:
+        if key in self._states:
+            gone: StoredChunk | StoredStates = self._states.pop(key)
+            by_head = self._states_by_head
+        else:
+            gone, by_head = self._chunks.pop(key), self._by_head
+            self.moved_index(gone.root).remove(gone)
+        self._used -= gone.nbytes
+        head = _head_key(gone.parent, gone.tokens[:HEAD_TOKENS])
+        if key in by_head.get(head, ()):  # what is found by content only is not
+            del by_head[head][key]
+            if not by_head[head]:
+                del by_head[head]
+
+    def _replace(self, old: StoredChunk, new: StoredChunk) -> None:
+        """Drop a leaf for what serves better; its pin goes over."""
+        if self._order.is_pinned(old.prefix_key):
+            self._order.pin(new.prefix_key)
+        self._order.remove(old.prefix_key)
+        self._unlink(old.prefix_key)
+
+    def _covering(self, parent: bytes, tokens: Tokens) -> bytes | None:
+        """The key of a stored chunk that starts with all of these tokens, after the same history."""
+        for sibling in self.siblings(parent, tokens[:HEAD_TOKENS]):
+            if common_length(sibling.tokens, tokens) == len(tokens):
+                return sibling.prefix_key
+        return None
+
+    def _drop_shorter(self, chunk: StoredChunk) -> None:
+        """Drop the unfinished chunks that `chunk` continues: it holds all that they hold."""
+        for sibling in self.siblings(chunk.parent, chunk.tokens[:HEAD_TOKENS]):
+            n = len(sibling.tokens)
+            if n < len(chunk.tokens) and common_length(sibling.tokens, chunk.tokens) == n:
+                if self._order.is_leaf(sibling.prefix_key):
+                    self._replace(sibling, chunk)
+
+
+def _head_key(parent: bytes, head: Tokens) -> bytes:
+    return prefix_key(parent, head)
+
+
+def remember(memory: "OrderedDict[bytes, Any]", key: bytes, value: Any) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > _REMEMBERED_KEYS:
+        memory.popitem(last=False)

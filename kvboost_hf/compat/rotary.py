@@ -1,0 +1,220 @@
+"""Finding out how a model's keys rotate: by running it on the same tokens at several positions.
+
+How a model arranges pairs of dimensions, and which frequencies a layer uses, is in its code only. But all that it can
+be shows in its keys: as attention is relative, the same tokens further on give the same keys, rotated.
+"""
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.compat.kept import KeptOnModel
+from kvboost_hf.compat.models import cache_layers
+from kvboost_hf.compat.probes import ProbeCache, probe_ids, probe_logits, tolerance
+from kvboost_hf.compat.rope import frequencies_vary, original_length
+from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Style
+
+_TOKENS = 4
+_POSITIONS = (0, 1, 7, 61, 509)
+_STYLES: tuple[Style, ...] = ("half", "interleaved")
+# What a rotation that is not the right one must be off by, in errors of the right one.
+_CLEARLY = 4.0
+_MIN_ROWS = 3  # the first one included
+
+
+class _Rotations(KeptOnModel):
+    """What was found of a model, or why it cannot be moved, by dtype."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.found: dict[torch.dtype, KeyRotation | str] = {}
+
+
+def key_rotation(model: PreTrainedModel) -> KeyRotation | str:
+    """How the keys of a model rotate with their positions, or why they cannot be moved. One forward of 20 tokens.
+
+    Run once per model and dtype. For models whose frequencies depend on the length it holds where `rope_regime` is
+    empty.
+    """
+    rotations = _Rotations.of(model)
+    with rotations.lock:
+        if model.dtype not in rotations.found:
+            rotations.found[model.dtype] = _static_reason(model) or _probed(model)
+        return rotations.found[model.dtype]
+
+
+def _static_reason(model: PreTrainedModel) -> str | None:
+    config: Any = model.config.get_text_config(decoder=True)
+    kinds = {type(layer).__name__ for layer in cache_layers(model)}
+    if other := kinds - {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}:
+        return f"only keys and values can be moved, and it keeps something else ({', '.join(sorted(other))})"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "its forward takes no position_ids"
+    if getattr(config, "alibi", False) or not _frequencies(model):
+        return "its positions are not rotary"
+    if "mrope_section" in str(getattr(config, "rope_parameters", None)) or hasattr(model.base_model, "rope_deltas"):
+        return "its positions have several dimensions"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "some of its layers attend within fixed stretches of positions"
+    return None
+
+
+def _probed(model: PreTrainedModel) -> KeyRotation | str:
+    try:
+        with _frequencies_restored(model):
+            return _probe(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # models fail in ways of their own on what they were not written for
+        return f"it fails on a few tokens at later positions ({type(error).__name__}: {error})"
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> KeyRotation | str:
+    positions = _positions_within(model)
+    if len(positions) < _MIN_ROWS:
+        return "it has too few positions to find out how its keys rotate"
+    ids = probe_ids(model)[:, :_TOKENS].expand(len(positions), -1)
+    starts = torch.tensor(positions, device=ids.device)[:, None]
+    cache = ProbeCache(config=model.config)
+    probe_logits(model, ids, cache, position_ids=starts + torch.arange(_TOKENS, device=ids.device))
+    frequencies = _frequencies(model)  # as the forward has left them: those that it has used
+    candidates: dict[int, list[LayerRotation]] = {}  # by head_dim; layers that rotate alike share one
+    rotations: list[LayerRotation | None] = []
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.keys is None:
+            rotations.append(None)
+            continue
+        keys, values, head_dim = layer.keys.float().cpu(), layer.values.float().cpu(), layer.keys.shape[-1]
+        if head_dim not in candidates:
+            candidates[head_dim] = _rotations_of(frequencies, head_dim)
+        rotation = _rotation(keys, values, positions, candidates[head_dim], layer.keys.dtype, not any(rotations))
+        if isinstance(rotation, str):
+            return rotation
+        rotations.append(rotation)
+    return KeyRotation(tuple(rotations)) if any(rotations) else "its positions are not rotary"
+
+
+def _rotation(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: list[int],
+    candidates: list[LayerRotation],
+    dtype: torch.dtype,
+    first_layer: bool,
+) -> LayerRotation | str | None:
+    """The candidate that turns the first row's keys into the others', None if they are the same; or why there is none.
+
+    The first token attends to itself only: nothing but the rotation can change it, but for rounding, which sinks, and
+    experts that are chosen by a hair, let grow with the layers. Where its values changed, its keys may have, too.
+
+    Args:
+        keys: [positions, heads, tokens, head_dim], float32.
+        values: Like the keys.
+        positions: Of the first token of each row; the first row's is 0.
+        candidates: What the model's frequencies allow.
+        dtype: What they were computed in.
+        first_layer: Whether there was no attention before.
+    """
+    # Models round cosines, sines, products and sums: less than 4 units of rounding of a pair's size, and twice that
+    # for kernels that differ by the row. In float32 their angles count more.
+    bound = 4 * torch.finfo(dtype).eps + 2e-4
+    changed = _off(values, positions, None)
+    noise = changed[:, :, 0].amax((1, 2))
+    usable = noise <= (bound if first_layer else tolerance(dtype))
+    if usable.sum() < _MIN_ROWS:
+        if float(_off(keys, positions, None).max()) <= bound:
+            return "its keys are kept compressed, and what is rotated of them is kept as values"
+        return f"its values depend on positions, too (by {float(noise.max()):.2g} of their size)"
+
+    def misfit(rotation: LayerRotation | None) -> float:
+        off = _off(keys, positions, rotation)[usable]
+        first = off[:, :, 0].amax((1, 2)) / (bound + 2 * noise[usable])
+        later = off[:, :, 1:].mean((1, 3)).median() / tolerance(dtype)
+        return float(torch.maximum(first.max(), later))
+
+    fits = sorted((misfit(rotation), at) for at, rotation in enumerate([None, *candidates]))
+    best, at = fits[0]
+    if not best <= 1:
+        return f"its keys change with positions by more than a rotation (by {best:.2g} times what rounding explains)"
+    if len(fits) > 1 and fits[1][0] < min(1, _CLEARLY * best):
+        return "its keys do not tell which of several rotations is theirs"
+    return candidates[at - 1] if at > 0 else None
+
+
+def _positions_within(model: PreTrainedModel) -> list[int]:
+    """First positions of the probe's rows: learned tables may be short, and frequencies may change with the length."""
+    config: Any = model.config.get_text_config(decoder=True)
+    limits = (getattr(config, "max_position_embeddings", None), original_length(model))
+    limit = min((limit for limit in limits if isinstance(limit, int)), default=None)
+    return [p for p in _POSITIONS if limit is None or p + _TOKENS < limit]
+
+
+def _off(kept: torch.Tensor, positions: list[int], rotation: LayerRotation | None) -> torch.Tensor:
+    """How far each row is from the first one, rotated to its positions, relative to the size of what is rotated."""
+    first = expected = kept[0]
+    size = first.abs()
+    if rotation is not None:
+        quarter = LayerRotation(torch.full_like(rotation.inv_freq, torch.pi / 2), rotation.style, rotation.offset)
+        size = first.hypot(quarter.rotate(first, 1, torch.empty_like(first)))  # of each pair
+        expected = torch.stack([rotation.rotate(first, p, torch.empty_like(first)) for p in positions])
+    return (kept - expected).abs() / (size + first.square().mean(-1, keepdim=True).sqrt())
+
+
+def _rotations_of(frequencies: list[torch.Tensor], head_dim: int) -> list[LayerRotation]:
+    """All that could be made of some frequencies in a head: partial rotations are at its front, or at its end."""
+    found = []
+    for inv_freq in frequencies:
+        offsets = sorted({0, head_dim - 2 * inv_freq.numel()})
+        if offsets[0] == 0 and head_dim % 2 == 0:
+            found += [
+                LayerRotation(sign * inv_freq, style, offset)
+                for sign, style, offset in product((1, -1), _STYLES[: inv_freq.numel()], offsets)
+            ]
+    return found
+
+
+def _frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
+    """All different rotary frequencies in a model, float32 and in host memory."""
+    found: list[torch.Tensor] = []
+    for name, buffer in model.named_buffers():
+        own = name.rpartition(".")[2]
+        if "inv_freq" in own and "original" not in own and buffer.ndim == 1 and not buffer.is_meta:
+            inv_freq = buffer.detach().float().cpu()
+            if not any(_alike(inv_freq, other) for other in found):
+                found.append(inv_freq.clone())
+    dim = getattr(model.config, "rotary_dim", None)
+    if not found and isinstance(dim, int):  # GPT-J and CodeGen keep tables of sines
+        found.append(1.0 / (10_000 ** (torch.arange(0, dim, 2, dtype=torch.int64) / dim)))
+    return found
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-6, atol=0)
+
+
+@contextmanager
+def _frequencies_restored(model: PreTrainedModel) -> Iterator[None]:
+    """A short forward may take rotary embeddings back to their original frequencies: undo that."""
+    varying = [module for module in model.modules() if frequencies_vary(module)]
+    before = [
+        (dict(module.__dict__), {n: (b, b.clone()) for n, b in module._buffers.items() if b is not None})
+        for module in varying
+    ]
+    try:
+        yield
+    finally:
+        for module, (attributes, buffers) in zip(varying, before, strict=True):
+            module.__dict__.update(attributes)
+            for name, (buffer, value) in buffers.items():
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, value):
+                    with torch.inference_mode(buffer.is_inference()):
+                        buffer.copy_(value)

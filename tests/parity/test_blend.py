@@ -1,0 +1,315 @@
+"""Moved chunks: everything repaired is plain generate(); a part repaired costs a part; nothing moved is told why."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf.cache.blend_probe import blend_reason
+from kvboost_hf.cache.layers import ReuseLayer
+from kvboost_hf.cache.repair import REPAIRS
+from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
+
+MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2"]
+DOCUMENTS = [random_ids(64, seed=100 + i) for i in range(4)]
+
+
+def blend(repair: str = "first_k", ratio: float = 0.15, **settings: Any) -> ReusePolicy:
+    settings = {"min_prefill_saving": 0, "sink_tokens": 0, **settings}
+    return ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio, **settings)  # type: ignore[arg-type]
+
+
+def prompt(order: Sequence[int], *, head: int = 21, tail: int = 20, seed: int = 0) -> torch.Tensor:
+    """Documents in some order between a beginning and an end of their own."""
+    parts = [random_ids(head, seed=seed), *(DOCUMENTS[i] for i in order), random_ids(tail, seed=seed + 50)]
+    return torch.cat(parts, dim=1)
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, Any], cache: Any = None, **kwargs: Any) -> Any:
+    kwargs = {"max_new_tokens": 8, "do_sample": False, **kwargs}
+    call: Any = model.generate
+    return call(**inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **kwargs)
+
+
+def store_with_documents(model: PreTrainedModel) -> ChunkStore:
+    """Each document is stored at a position, and after a history, that no later prompt has."""
+    store = ChunkStore(model, chunk_size=32)
+    cache = ChunkReuseCache(model, store)
+    for i, document in enumerate(DOCUMENTS):
+        other = random_ids(32 * (i + 1), seed=900 + i)
+        generate(model, as_inputs(torch.cat([other, document], dim=1)), cache, max_new_tokens=1)
+    cache.reset()
+    return store
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for step, (one, other) in enumerate(zip(found.logits, expected.logits, strict=True)):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, msg=lambda m, step=step: f"step {step}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        (name, attention)
+        for name in MOVABLE
+        for attention in ("sdpa", "eager")
+        if (name, attention) != ("gemma2", "sdpa")
+    ],
+)
+@pytest.mark.parametrize("repair", ["first_k", "cacheblend", "query"])
+def test_with_everything_repaired_it_is_plain_generate(name: str, repair: str, attention: str) -> None:
+    model = make_model(name)
+    model.set_attn_implementation(attention)
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, 1.0))
+    found = generate(model, inputs, cache)
+    assert cache.report.moved_tokens == cache.report.recomputed_tokens == 256, cache.report.moved_reason
+    assert_same(found, generate(model, inputs))
+
+
+@pytest.mark.parametrize("name", MOVABLE)
+@pytest.mark.parametrize("repair", [name for name in REPAIRS if name != "cacheblend"])
+def test_forwarded_tokens_are_those_counted(name: str, repair: str) -> None:
+    model = make_model(name)
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    assert blend_reason(model, REPAIRS[repair].measure) is None  # found out once, and not counted
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair))
+    with counted(model) as work:
+        generate(model, inputs, cache, max_new_tokens=1)
+    report = cache.report
+    looked = 20 if repair == "query" else 0  # the end of the prompt goes through twice
+    assert report.moved_tokens == 256
+    assert report.forwarded_tokens == work.tokens == 41 + report.recomputed_tokens + looked
+    assert set(report.layer_tokens) == {work.tokens}
+    assert report.prompt_tokens == 297
+    most = {"none": 0, "first_k": 39, "query": 39, "selective": 64, "selective_before": 48}[repair]
+    assert most - 4 <= report.recomputed_tokens <= most
+
+
+def test_deviation_costs_two_layers_and_then_a_part() -> None:
+    model = make_model("deep_llama")
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("cacheblend"))
+    generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=1)
+    report = cache.report
+    # Then a little more than wanted, 1.3 and 1.15 times 15% of 256, and then as many.
+    assert report.layer_tokens == (297, 297, 41 + 51, 41 + 45, *(41 + 39,) * 4)
+    assert report.forwarded_tokens == 137 < 0.5 * report.prompt_tokens
+    assert report.moved_tokens == 256
+
+
+@pytest.mark.parametrize("repair", ["none", "selective", "cacheblend", "query"])
+def test_padded_rows_of_unequal_length(repair: str) -> None:
+    model = make_model("mistral")
+    rows = [prompt([2, 0, 3, 1]), prompt([1, 3], seed=7), prompt([], head=40, seed=8)[:, :50]]
+    for ratio in (1.0, 0.2):
+        cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, ratio))
+        found = generate(model, left_pad(*rows), cache)
+        assert cache.report.moved_tokens == 256 + 128 if repair != "cacheblend" else True
+        if ratio == 1.0 and repair in ("cacheblend", "query"):
+            assert_same(found, generate(model, left_pad(*rows)))
+
+
+def test_rows_of_a_batch_get_what_they_would_get_alone() -> None:
+    model = make_model("llama")
+    first, second = prompt([2, 0, 3, 1]), prompt([1, 3, 2, 0], seed=7)
+    both = generate(
+        model, left_pad(first, second), ChunkReuseCache(model, store_with_documents(model), blend("selective"))
+    )
+    for row, alone in enumerate((first, second)):
+        cache = ChunkReuseCache(model, store_with_documents(model), blend("selective"))
+        expected = generate(model, as_inputs(alone), cache)
+        torch.testing.assert_close(both.logits[0][row], expected.logits[0][0], rtol=1e-3, atol=1e-3)
+
+
+def test_keys_that_are_not_rotated_give_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control for all others: with a wrong rotation, logits of moved K/V are far off."""
+    from kvboost_hf.compat import KeyRotation
+
+    model = make_model("llama")
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    plain = generate(model, inputs).logits[0]
+    right = generate(model, inputs, ChunkReuseCache(model, store_with_documents(model), blend("none"))).logits[0]
+    monkeypatch.setattr(KeyRotation, "rotate", lambda self, idx, keys, shift, out: out.copy_(keys))
+    wrong = generate(model, inputs, ChunkReuseCache(model, store_with_documents(model), blend("none"))).logits[0]
+    assert (wrong - right).abs().max() > 0.1
+    assert (right - plain).abs().max() > 0.01  # it is a repair that is missing there
+
+
+def test_the_same_history_elsewhere_needs_no_repair() -> None:
+    """All of a text, further on: rotated keys alone must give what the text gives there, without what is before it."""
+    model = make_model("llama")
+    store = ChunkStore(model, chunk_size=32)
+    text = torch.cat(DOCUMENTS, dim=1)
+    generate(model, as_inputs(text), ChunkReuseCache(model, store), max_new_tokens=1)
+    shifted = torch.cat([random_ids(37, seed=1), text, random_ids(17, seed=2)], dim=1)
+    cache = ChunkReuseCache(model, store, blend("none"))
+    generate(model, as_inputs(shifted), cache, max_new_tokens=1)
+    assert cache.report.moved_tokens >= 224
+    fresh = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
+    generate(model, as_inputs(text), fresh, max_new_tokens=1)
+    for layer, other in zip(cache.layers, fresh.layers, strict=True):
+        assert isinstance(layer, ReuseLayer)
+        torch.testing.assert_close(layer.values[:, :, 37 : 37 + 224], other.values[:, :, :224])  # type: ignore[attr-defined]
+
+
+def test_nothing_of_a_blended_pass_is_found_by_its_history() -> None:
+    model = make_model("llama")
+    store = store_with_documents(model)
+    asked = prompt([2, 0, 3, 1])
+    cache = ChunkReuseCache(model, store, blend("none"))
+    blended = generate(model, as_inputs(asked), cache, max_new_tokens=40)
+    cache.reset()
+    longer = torch.cat([blended.sequences, random_ids(5, seed=3)], dim=1)
+    exact = ChunkReuseCache(model, store)
+    assert_same(generate(model, as_inputs(longer), exact), generate(model, as_inputs(longer)))
+    assert exact.report.exact_tokens <= 21  # what is before the first moved chunk
+
+
+def test_a_blended_cache_stays_so_in_later_turns() -> None:
+    model = make_model("llama")
+    store = store_with_documents(model)
+    cache = ChunkReuseCache(model, store, blend("none"))
+    first = generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=4)
+    second = torch.cat([first.sequences, random_ids(60, seed=4)], dim=1)
+    generate(model, as_inputs(second), cache, max_new_tokens=4)
+    report = cache.report
+    assert report.moved_tokens > 256  # all that was computed behind moved chunks
+    assert report.exact_tokens <= 21
+    assert report.forwarded_tokens <= 62
+    cache.reset()
+    exact = ChunkReuseCache(model, store)
+    assert_same(generate(model, as_inputs(second), exact), generate(model, as_inputs(second)))
+    assert exact.report.exact_tokens <= 21
+
+
+def test_new_documents_of_a_blended_pass_are_found_later() -> None:
+    model = make_model("llama")
+    store = store_with_documents(model)
+    fresh = random_ids(64, seed=500)
+    asked = torch.cat([random_ids(21), DOCUMENTS[1], fresh, DOCUMENTS[2], random_ids(20, seed=50)], dim=1)
+    cache = ChunkReuseCache(model, store, blend("selective"))
+    generate(model, as_inputs(asked), cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 128
+    later = torch.cat([random_ids(33, seed=6), fresh, random_ids(20, seed=51)], dim=1)
+    cache = ChunkReuseCache(model, store, blend("selective"))
+    generate(model, as_inputs(later), cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 64
+
+
+def test_after_a_blended_prompt_candidates_are_verified() -> None:
+    model = make_model("llama")
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    plain = generate(model, inputs, ChunkReuseCache(model, store_with_documents(model), blend("selective")))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("selective"))
+    assisted = generate(model, inputs, cache, prompt_lookup_num_tokens=3)
+    assert cache.report.moved_tokens == 256
+    assert assisted.sequences.tolist() == plain.sequences.tolist()
+    draft = make_model("llama", seed=1)
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("selective"))
+    assisted = generate(model, inputs, cache, assistant_model=draft)
+    assert assisted.sequences.tolist() == plain.sequences.tolist()
+
+
+def test_beams_after_a_blended_prompt() -> None:
+    model = make_model("llama")
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("query", 1.0))
+    found = generate(model, inputs, cache, num_beams=3)
+    assert cache.report.moved_tokens == 3 * 256
+    assert found.sequences.tolist() == generate(model, inputs, num_beams=3).sequences.tolist()
+
+
+def test_a_prompt_in_pieces_finds_moved_chunks() -> None:
+    model = make_model("llama")
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("query", 1.0))
+    found = generate(model, inputs, cache, prefill_chunk_size=100)
+    assert cache.report.moved_tokens > 100
+    assert found.sequences.tolist() == generate(model, inputs).sequences.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = make_model("llama").to(dtype)
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("cacheblend", 1.0))
+    found = generate(model, inputs, cache, max_new_tokens=1).logits[0].float()
+    plain = generate(model, inputs, max_new_tokens=1).logits[0].float()
+    assert cache.report.moved_tokens == 256
+    assert (found - plain).abs().max() < 0.1 * plain.std()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "qwen3_next", "falcon_h1"])
+def test_what_cannot_be_moved_is_computed(name: str) -> None:
+    model = make_model(name)
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend())
+    assert_same(generate(model, inputs, cache), generate(model, inputs))
+    assert cache.report.moved_tokens == 0
+    assert cache.report.moved_reason is not None
+    assert "Nothing was moved" in cache.report.explain()
+
+
+def test_little_is_not_moved() -> None:
+    model = make_model("llama")
+    inputs = as_inputs(prompt([2]))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("none", min_prefill_saving=65))
+    assert_same(generate(model, inputs, cache), generate(model, inputs))
+    assert "min_prefill_saving" in str(cache.report.moved_reason)
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("none", min_prefill_saving=64))
+    generate(model, inputs, cache)
+    assert cache.report.moved_tokens == 64
+
+
+def test_sinks_are_not_moved() -> None:
+    model = make_model("llama")
+    asked = torch.cat([DOCUMENTS[3], DOCUMENTS[1], random_ids(20)], dim=1)
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("none", sink_tokens=16))
+    generate(model, as_inputs(asked), cache)
+    assert 64 <= cache.report.moved_tokens < 128
+
+
+def test_other_salts_and_other_weights_are_never_moved() -> None:
+    model = make_model("llama")
+    store = store_with_documents(model)
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    other = ChunkReuseCache(model, store, blend("none"), salt="somebody else")
+    generate(model, inputs, other)
+    assert other.report.moved_tokens == 0
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1  # type: ignore[union-attr, operator, index]
+    changed = ChunkReuseCache(model, store, blend("none"))
+    generate(model, inputs, changed)
+    assert changed.report.moved_tokens == 0
+
+
+class OutOfLuck(TorchFunctionMode):
+    """Fails in the MLP of a second layer."""
+
+    seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func is torch.nn.functional.silu
+        if self.seen == 2:
+            raise RuntimeError("out of luck")
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_error_in_the_middle_leaves_the_cache_usable() -> None:
+    model = make_model("llama")
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    store = store_with_documents(model)
+    generate(model, inputs, ChunkReuseCache(model, store, blend("selective")))
+    cache = ChunkReuseCache(model, store, blend("selective"))
+    with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
+        generate(model, inputs, cache)
+    expected = generate(model, inputs, ChunkReuseCache(model, store_with_documents(model), blend("selective")))
+    found = generate(model, inputs, cache)
+    assert cache.report.moved_tokens == 256
+    assert_same(found, expected)
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)  # type: ignore[union-attr, operator]

@@ -1,0 +1,252 @@
+"""Chunks are found wherever their tokens stand; what is found is what it says it is, and nothing overlaps."""
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens
+from kvboost_hf.cache.content_index import ContentIndex
+from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.match import MIN_MOVED_TOKENS, MovedIndex, MovedSegment, find_moved, head_hash
+
+
+@dataclass(frozen=True, eq=False)
+class FakeChunk:
+    tokens: Tokens
+    start: int = 0
+    parent: bytes = b"root"
+    prefix_key: bytes = b"key"
+
+
+Index = ContentIndex[FakeChunk]
+
+
+def index_of(*chunks: FakeChunk) -> Index:
+    index: Index = ContentIndex(threading.RLock())
+    for chunk in chunks:
+        index.add(chunk)
+    return index
+
+
+def stored(tokens: Tokens, chunker: Chunker, name: str = "prompt", start: int = 0) -> list[FakeChunk]:
+    """The chunks of a prompt, tail included, each directly behind the one before."""
+    chunks: list[FakeChunk] = []
+    parent, at = b"root", 0
+    while at < len(tokens):
+        cut = chunker.next_cut(tokens, at) or len(tokens)
+        key = f"{name}:{at}".encode()
+        chunks.append(FakeChunk(tokens[at:cut], start + at, parent, key))
+        parent, at = key, cut
+    return chunks
+
+
+def text(n: int, seed: int = 0, words: int = 50) -> Tokens:
+    return np.random.default_rng(seed).integers(0, words, n)
+
+
+def check(segments: tuple[MovedSegment, ...], tokens: Tokens, start: int, stop: int) -> int:
+    """What any answer must fulfil; returns how many tokens are served."""
+    at = start
+    for segment in segments:
+        assert at <= segment.start < segment.stop <= stop
+        at = segment.stop
+        n = segment.stop - segment.start
+        assert n >= MIN_MOVED_TOKENS
+        assert np.array_equal(segment.chunk.tokens[:n], tokens[segment.start : segment.stop])
+        assert segment.shift == segment.start - segment.chunk.start
+    for before, segment in zip(segments, segments[1:], strict=False):
+        if segment.continues:
+            assert before.stop == segment.start
+            assert before.shift == segment.shift
+            assert before.chunk.prefix_key == segment.chunk.parent
+            assert before.stop - before.start == len(before.chunk.tokens)
+    return sum(segment.stop - segment.start for segment in segments)
+
+
+def moved(tokens: Tokens, index: MovedIndex, start: int = 0, stop: int | None = None) -> tuple[MovedSegment, ...]:
+    stop = len(tokens) if stop is None else stop
+    segments = find_moved(tokens, start, stop, index)
+    check(segments, tokens, start, stop)
+    return segments
+
+
+few_words = st.lists(st.integers(0, 1), max_size=120).map(lambda ids: np.array(ids, dtype=np.int64))
+
+
+@given(
+    prompts=st.lists(few_words, max_size=4),
+    row=few_words,
+    taken=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 100), st.integers(0, 60)), max_size=4),
+    start=st.integers(0, 40),
+    short=st.integers(0, 40),
+)
+def test_segments_are_what_they_say(
+    prompts: list[Tokens], row: Tokens, taken: list[tuple[int, int, int]], start: int, short: int
+) -> None:
+    index = index_of(*(c for i, p in enumerate(prompts) for c in stored(p, FixedChunker(32), f"{i}")))
+    pieces = [prompts[i % len(prompts)][at : at + n] for i, at, n in taken] if prompts else []
+    tokens = np.concatenate([row, *pieces])
+    segments = moved(tokens, index, min(start, len(tokens)), max(len(tokens) - short, 0))
+    whole = [c.tokens for p in prompts for c in stored(p, FixedChunker(32)) if len(c.tokens) >= MIN_MOVED_TOKENS]
+    for at in range(start, len(tokens) - short - MIN_MOVED_TOKENS + 1):  # nothing that could serve is left out
+        head = tokens[at : at + MIN_MOVED_TOKENS]
+        if any(np.array_equal(chunk[:MIN_MOVED_TOKENS], head) for chunk in whole):
+            assert any(s.start < at + MIN_MOVED_TOKENS and s.stop > at for s in segments)
+
+
+@given(seed=st.integers(0, 1000), before=st.integers(0, 90))
+def test_a_document_is_found_wherever_it_stands(seed: int, before: int) -> None:
+    document = text(600, seed)
+    chunks = stored(document, FixedChunker(64))
+    tokens = np.concatenate([100 + text(before, seed), document, 100 + text(20, seed)])
+    segments = moved(tokens, index_of(*chunks))
+    assert [(s.start, s.stop) for s in segments] == [
+        (before + c.start, before + c.start + len(c.tokens)) for c in chunks
+    ]
+    assert [s.continues for s in segments] == [False] + [True] * (len(chunks) - 1)
+    assert {s.shift for s in segments} == {before}
+
+
+@pytest.mark.parametrize("chunker", [FixedChunker(128), ContentChunker(128)], ids=["fixed", "by content"])
+@settings(max_examples=30)
+@given(seed=st.integers(0, 1000), at=st.integers(100, 900))
+def test_one_token_more_costs_what_follows_it_in_its_chunk(chunker: Chunker, seed: int, at: int) -> None:
+    document = text(1000, seed)
+    changed = np.concatenate([document[:at], [77], document[at:]])
+    segments = moved(changed, index_of(*stored(document, chunker)))
+    served = check(segments, changed, 0, len(changed))
+    assert served >= 1000 - 128 - MIN_MOVED_TOKENS
+    assert all(s.shift in (0, 1) for s in segments)
+
+
+@given(seed=st.integers(0, 1000))
+def test_another_prefix_costs_nothing_but_itself(seed: int) -> None:
+    document = text(500, seed)
+    chunker = ContentChunker(64)
+    first, second = (np.concatenate([100 * i + text(n, seed), document]) for i, n in ((1, 40), (2, 77)))
+    # The chunk across the border between prefix and document is lost, and up to where cuts fell in the document.
+    served = check(moved(second, index_of(*stored(first, chunker))), second, 0, len(second))
+    assert served >= len(document) - 64
+
+
+def test_the_right_one_of_a_thousand_that_start_alike() -> None:
+    head = text(24)
+    chunks = [FakeChunk(np.concatenate([head, text(20 + i % 80, i + 1)]), 1000 * i) for i in range(1000)]
+    index = index_of(*chunks)
+    for i in (0, 1, 499, 500, 998, 999):
+        tokens = np.concatenate([100 + text(30), chunks[i].tokens, 100 + text(30)])
+        (segment,) = moved(tokens, index)
+        assert segment.chunk is chunks[i]
+        assert (segment.start, segment.stop) == (30, 30 + len(chunks[i].tokens))
+
+
+@given(seed=st.integers(0, 100), agreed=st.integers(0, 60))
+def test_the_leading_part_of_the_chunk_that_agrees_longest(seed: int, agreed: int) -> None:
+    document = text(64, seed)
+    others = [FakeChunk(np.concatenate([document[:n], 100 + text(64 - n, n)])) for n in range(0, agreed, 7)]
+    tokens = np.concatenate([document[:agreed], 200 + text(40)])
+    served = check(moved(tokens, index_of(FakeChunk(document), *others)), tokens, 0, len(tokens))
+    assert served == (agreed if agreed >= MIN_MOVED_TOKENS else 0)
+
+
+def test_a_short_chunk_in_the_way_does_not_cost_a_long_one() -> None:
+    document = text(200)
+    end = FakeChunk(np.concatenate([300 + text(20), document[:20]]))  # a chunk that ends where the document begins
+    tokens = np.concatenate([300 + text(20), document])
+    segments = moved(tokens, index_of(end, FakeChunk(document)))
+    assert [(s.start, s.stop) for s in segments] == [(0, 20), (20, 220)]
+
+
+class TestVariants:
+    document = text(64, 5)
+
+    def test_the_fewest_foreign_tokens_before_it(self) -> None:
+        chunks = [FakeChunk(self.document, start) for start in (300, 20, 100)]
+        (segment,) = moved(np.concatenate([100 + text(30), self.document]), index_of(*chunks))
+        assert segment.chunk is chunks[1]
+        assert segment.shift == 10
+
+    @pytest.mark.parametrize("cut", [64, 40])
+    def test_the_one_that_continues_the_run_comes_first(self, cut: int) -> None:
+        first = FakeChunk(text(32, 1), 500, prefix_key=b"first")
+        alone = FakeChunk(self.document, 0)
+        behind = FakeChunk(self.document, 532, parent=b"first")
+        tokens = np.concatenate([text(32, 1), self.document[:cut], 100 + text(20)])
+        segments = moved(tokens, index_of(first, alone, behind))
+        assert [s.chunk for s in segments] == [first, behind]
+        assert [s.continues for s in segments] == [False, True]
+
+    def test_a_parent_of_another_length_is_another_history(self) -> None:
+        first = FakeChunk(text(32, 1), 500, prefix_key=b"first")
+        behind = FakeChunk(self.document, 900, parent=b"first")
+        segments = moved(np.concatenate([text(32, 1), self.document]), index_of(first, behind))
+        assert [s.continues for s in segments] == [False, False]
+
+    def test_nothing_continues_a_part(self) -> None:
+        first = FakeChunk(text(32, 1), 500, prefix_key=b"first")
+        behind = FakeChunk(self.document, 520, parent=b"first")
+        segments = moved(np.concatenate([text(20, 1), self.document]), index_of(first, behind))
+        assert len(segments) == 2
+        assert not segments[1].continues
+
+    def test_what_is_directly_behind_the_exact_part(self) -> None:
+        index = index_of(FakeChunk(self.document, 30, parent=b"exact"))
+        tokens = np.concatenate([text(30), self.document])
+        assert find_moved(tokens, 30, len(tokens), index, behind=b"exact")[0].continues
+        assert not find_moved(tokens, 30, len(tokens), index, behind=b"other")[0].continues
+        shifted = np.concatenate([text(31), self.document])
+        assert not find_moved(shifted, 31, len(shifted), index, behind=b"exact")[0].continues
+
+
+def test_a_collision_cannot_match() -> None:
+    """An index that finds a chunk for whatever it is asked serves nothing that is not there."""
+    wrong = FakeChunk(text(64, 1))
+
+    class Colliding:
+        max_tokens = 64
+
+        def known_heads(self, heads: list[int]) -> list[int]:
+            return list(range(len(heads)))
+
+        def whole(self, tokens: Tokens) -> FakeChunk:
+            return wrong
+
+        leading = whole
+
+        def following(self, parent: bytes, tokens: Tokens) -> FakeChunk:
+            return wrong
+
+    tokens = 100 + text(300, 2)
+    assert find_moved(tokens, 0, 300, Colliding(), behind=b"root") == ()  # type: ignore[arg-type]
+
+
+def test_hashes_of_codes() -> None:
+    """Codes of images are large and negative: the same hash wherever they stand, another one for other tokens."""
+    codes = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 400)
+    index = index_of(FakeChunk(codes[100:200]))
+    assert [(s.start, s.stop) for s in moved(codes, index)] == [(100, 200)]
+    assert head_hash(codes) != head_hash(codes[::-1])
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
+def test_the_index_forgets_what_is_removed(steps: list[tuple[bool, int]]) -> None:
+    pool = [FakeChunk(text(10 + i, i % 3, words=2), i, b"%d" % (i % 2)) for i in range(31)]
+    index, held = index_of(), set()
+    for add, i in steps:
+        if add and i not in held:
+            index.add(pool[i])
+            held.add(i)
+        elif not add and i in held:
+            index.remove(pool[i])
+            held.remove(i)
+    for i, chunk in enumerate(pool):
+        assert (chunk in index.variants(chunk.tokens)) == (i in held and len(chunk.tokens) >= MIN_MOVED_TOKENS)
+    for i in held:
+        index.remove(pool[i])
+    assert len(index) == 0
+    assert not index._heads
+    assert not index._following
