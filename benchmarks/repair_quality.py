@@ -21,19 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvboost_hf.compat.rotation import LayerRotation
 from reuse import Result
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Fact, Turn, chat_messages, make_documents
+from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.store import Put
+from kvboost_hf.compat.rotation import LayerRotation
 from kvboost_hf.demo.workloads import encode
 
 NUM_WORDS = (48, 64, 96)  # of each document; a case has one of them
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 SEAMS = (2, 4, 8, 16, 24)  # tokens
+DEFAULT_RATIO, DEFAULT_SEAM = 0.15, 16
 SETTINGS = {"other order": "stored in another order", "alone": "each document stored alone"}
 
 
@@ -116,7 +118,9 @@ def blend(**settings: Any) -> ReusePolicy:
     return ReusePolicy(mode="blend", sink_tokens=0, min_prefill_saving=0, **settings)
 
 
-def make_arms() -> list[Arm]:
+def make_arms(setting: str) -> list[Arm]:
+    """All of them; for documents that are stored alone, the repairs at their defaults."""
+    swept = setting == "other order"
     none = blend(repair="none")
     arms = [
         Arm(name="exact", strategy="exact", policy=ReusePolicy(min_prefill_saving=0)),
@@ -125,17 +129,19 @@ def make_arms() -> list[Arm]:
         Arm(name="naive, keys not rotated", strategy="naive, keys not rotated", policy=none, rotated=False),
     ]
     for repair in ("selective_before", "selective"):
-        for seam in SEAMS:
+        for seam in SEAMS if swept else (DEFAULT_SEAM,):
             policy = blend(repair=repair, seam_tokens=seam)
             arms.append(Arm(name=f"{repair}, {seam} tokens", strategy=repair, policy=policy))
     for repair in ("first_k", "cacheblend", "query"):
-        for ratio in RATIOS:
+        for ratio in RATIOS if swept else (DEFAULT_RATIO,):
             policy = blend(repair=repair, recompute_ratio=ratio)
             arms.append(Arm(name=f"{repair}, {ratio:.0%}", strategy=repair, policy=policy))
-    for damage in ("zeroed", "shuffled"):
+    for damage in ("zeroed", "shuffled") if swept else ():
         arms.append(Arm(name=f"naive, {damage} K/V", strategy="control", policy=none, damage=damage))
-        policy = blend(repair="query", recompute_ratio=0.15)
-        arms.append(Arm(name=f"query, 15%, {damage} K/V", strategy="control", policy=policy, damage=damage))
+        policy = blend(repair="query", recompute_ratio=DEFAULT_RATIO)
+        arms.append(
+            Arm(name=f"query, {DEFAULT_RATIO:.0%}, {damage} K/V", strategy="control", policy=policy, damage=damage)
+        )
     return arms
 
 
@@ -154,15 +160,19 @@ def primed_store(
 
 
 def damage(store: ChunkStore, kind: str, seed: int = 0) -> None:
-    """Set all K/V of a store to zero, or give each token that of another one of its chunk."""
+    """Set all K/V of a store to zero, or give each key and each value of a chunk that of another of its tokens.
+
+    Keys and values are shuffled apart from each other: attention does not mind the order of pairs.
+    """
     generator = torch.Generator().manual_seed(seed)
     for chunk in store._chunks.values():
         for block_XHTD in chunk.kv.blocks:  # X: keys and values of the layers
             if kind == "zeroed":
                 block_XHTD.zero_()
-            else:
-                others = torch.randperm(block_XHTD.shape[2], generator=generator)
-                block_XHTD.copy_(block_XHTD[:, :, others])
+                continue
+            for tensor_HTD in block_XHTD:
+                others = torch.randperm(tensor_HTD.shape[1], generator=generator)
+                tensor_HTD.copy_(tensor_HTD[:, others])
 
 
 class LayerCount:
@@ -273,7 +283,7 @@ def measure_quality(device: str, num_cases: int, num_documents: int, questions: 
     """Every setting: rows of figures, one for each arm."""
     model, tokenizer = load_embedded()
     model.to(device)
-    count, arms = LayerCount(model), make_arms()
+    count = LayerCount(model)
     cases = [draw_case(f"repair/{n}", num_documents, questions) for n in range(num_cases)]
     starts, others = (sum(case.num_facts[kind] for case in cases) for kind in (0, 1))
     result: Result = {
@@ -282,6 +292,7 @@ def measure_quality(device: str, num_cases: int, num_documents: int, questions: 
         "start_share": starts / (starts + others),
     }
     for setting in SETTINGS:
+        arms = make_arms(setting)
         outcomes: dict[str, dict[bool, list[Outcome]]] = {}
         for n, case in enumerate(cases):
             for name, is_start, outcome in ask(model, tokenizer, case, setting, arms, count):
@@ -340,31 +351,30 @@ _COLOURS = {
 
 
 def quality_figure(result: Result, path: Path) -> None:
-    """Write a PNG: a row of panels for each setting, overall and pronouns at the starts of documents."""
+    """Write a PNG for the first setting: all facts, and pronouns at the starts of documents."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn, axes = pyplot.subplots(len(SETTINGS), 2, figsize=(11, 8), sharex=True, sharey=True, layout="constrained")
-    for row_of_axes, (setting, title) in zip(axes, SETTINGS.items(), strict=True):
-        rows = {row["arm"]: row for row in result[setting]}
-        panels = (("overall", "all facts"), ("starts", "pronouns at the starts of documents"))
-        for axis, (field, what) in zip(row_of_axes, panels, strict=True):
-            full, naive, unrotated = (rows[name] for name in ("full prefill", "naive", "naive, keys not rotated"))
-            axis.axhline(100 * full[field], color="#555555", linestyle="--", linewidth=1, label="full prefill")
-            for strategy, colour in _COLOURS.items():
-                line = [naive, *(row for row in rows.values() if row["strategy"] == strategy)]
-                at, right = ([100 * row[name] for row in line] for name in ("computed", field))
-                axis.plot(at, right, "o-", color=colour, markersize=4, label=strategy)
-            for row, marker, name in ((naive, "s", "naive"), (unrotated, "x", "naive, keys not rotated")):
-                axis.plot(100 * row["computed"], 100 * row[field], marker, color="#222222", label=name)
-            axis.set_title(f"{title}: {what}", fontsize=10)
-            axis.grid(alpha=0.3)
-            axis.spines[["top", "right"]].set_visible(False)
-        row_of_axes[0].set_ylabel("answers right (%)")
-    for axis in axes[-1]:
+    rows = {row["arm"]: row for row in result["other order"]}
+    drawn, axes = pyplot.subplots(1, 2, figsize=(11, 4.4), sharex=True, layout="constrained")
+    panels = (("overall", "All facts"), ("starts", "Pronouns at the starts of documents"))
+    for axis, (field, what) in zip(axes, panels, strict=True):
+        full = rows["full prefill"][field]
+        axis.axhline(100 * full, color="#555555", linestyle="--", linewidth=1, label="full prefill")
+        for strategy, colour in _COLOURS.items():
+            line = [rows["naive"], *(row for row in rows.values() if row["strategy"] == strategy)]
+            at, right = ([100 * row[name] for row in line] for name in ("computed", field))
+            axis.plot(at, right, "o-", color=colour, markersize=4, label=strategy)
+        for name, marker in (("naive", "s"), ("naive, keys not rotated", "x")):
+            row = rows[name]
+            axis.plot(100 * row["computed"], 100 * row[field], marker, color="#222222", label=name)
+        axis.set_title(what, fontsize=11)
         axis.set_xlabel("computed (% of prompt tokens, mean over layers)")
-    axes[0][1].legend(frameon=False, fontsize=8, loc="lower right")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("answers right (%)")
+    axes[1].legend(frameon=False, fontsize=9, loc="lower right")
     drawn.savefig(path, dpi=130)
     pyplot.close(drawn)

@@ -18,9 +18,10 @@ from repair_quality import blend
 from reuse import Result, make_model, rounded, ttft
 from transformers import PreTrainedTokenizerBase
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.world import Turn, chat_messages, make_documents
+from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.compat import bytes_per_token
 from kvboost_hf.demo.workloads import encode
 
