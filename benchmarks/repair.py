@@ -89,13 +89,13 @@ def measure_ttft(device: str, rounds: int) -> Result:
         "ms": found,
         "last_round": {
             name: {
-                "forwarded": report.forwarded_tokens,
-                "exact": report.exact_tokens,
-                "moved": report.moved_tokens,
-                "recomputed": report.recomputed_tokens,
-                "layers": report.layer_tokens,
+                "forwarded": reports[name].forwarded_tokens,
+                "exact": reports[name].exact_tokens,
+                "moved": reports[name].moved_tokens,
+                "recomputed": reports[name].recomputed_tokens,
+                "layers": reports[name].layer_tokens,
             }
-            for name, report in reports.items()
+            for name in POLICIES
         },
     }
 
