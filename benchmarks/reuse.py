@@ -33,7 +33,7 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.chunks import prefix_key
 from kvboost_hf.cache.kv import LayerKV
 from kvboost_hf.cache.ledger import Ledger
-from kvboost_hf.demo.run import timed_generate
+from kvboost_hf.demo.timing import timed_generate
 from kvboost_hf.demo.workloads import CHAT_SHAPE, chat_turn, encode
 
 PROMPT, SHARED = 2000, 1800

@@ -1,6 +1,7 @@
 """kvboost_hf: plain `model.generate()` that does not compute again what it has computed before."""
 
 from kvboost_hf.cache.attach import attach, detach, last_cache
+from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
@@ -13,12 +14,15 @@ from kvboost_hf.errors import (
     StoreClosedError,
     StoreFullError,
 )
+from kvboost_hf.verify import CorrectnessReport, verify_correctness
 
 __all__ = [
     "CacheModelMismatchError",
     "ChunkReuseCache",
     "ChunkStore",
     "CompatibilityReport",
+    "ContentChunker",
+    "CorrectnessReport",
     "InterruptedForwardError",
     "KVBoostError",
     "ReusePolicy",
@@ -29,6 +33,7 @@ __all__ = [
     "check_model_compatibility",
     "detach",
     "last_cache",
+    "verify_correctness",
 ]
 
 __version__ = "0.1.0"

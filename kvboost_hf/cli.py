@@ -1,6 +1,7 @@
 """The `kvboost-hf` command."""
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -11,8 +12,14 @@ import torch
 
 from kvboost_hf import __version__
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compat import check_model_compatibility
 from kvboost_hf.errors import KVBoostError
+from kvboost_hf.verify import figure as draw_report
+from kvboost_hf.verify import verify_correctness
+
+_VERIFIED_PROMPTS = 16  # where the user brings none
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +49,30 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="say whether a model can reuse K/V, and why not")
     _add_model_options(check)
     check.set_defaults(run=_check)
+
+    verify = commands.add_parser("verify", help="measure what reuse does to the answers, on your own prompts")
+    _add_model_options(verify)
+    verify.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a prompt on each line, or a JSON list of texts; taken as they are, without a chat template, and served "
+        "in this order (default: made-up documents in ever other orders, with questions that need one or two of them)",
+    )
+    verify.add_argument(
+        "--documents",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="texts that the prompts hold, one in each file: measure a second time with these stored first, each "
+        "computed alone",
+    )
+    verify.add_argument("--max-new-tokens", type=_positive, default=32, help="length of an answer (default: 32)")
+    verify.add_argument("--max-kl", type=float, default=0.01, help="threshold: mean KL in nats (default: 0.01)")
+    verify.add_argument("--min-agreement", type=float, default=0.99, help="threshold: share of steps (default: 0.99)")
+    verify.add_argument("--figure", type=Path, metavar="PNG", help="draw quality against computed tokens")
+    verify.add_argument("--json", type=Path, metavar="FILE", help="write all figures ('-' for standard output)")
+    verify.set_defaults(run=_verify)
     return parser
 
 
@@ -83,7 +114,7 @@ def _demo(options: argparse.Namespace) -> int:
         from rich.progress import Progress
 
         from kvboost_hf.demo.run import Demo
-        from kvboost_hf.demo.show import as_json, figure, hardware, table
+        from kvboost_hf.demo.show import as_json, figure, hardware, shuffled_table, table
     except ModuleNotFoundError as error:
         raise ValueError(f"the demo needs {error.name}: pip install 'kvboost_hf[demo]'") from error
 
@@ -102,29 +133,91 @@ def _demo(options: argparse.Namespace) -> int:
         )
         task = progress.add_task("generating", total=demo.num_calls)
         demo.warm_up()
-        chat, questions = demo.chat(), demo.questions()
+        chat, questions, shuffled = demo.chat(), demo.questions(), demo.shuffled()
     console.print(table("A chat that grows; the model's own answers go back in as text", "turn", chat))
     console.print(table("Questions about one long document", "no.", questions))
-    rows = [*chat, *questions]
+    console.print(shuffled_table("The same documents in another order for each question; TTFT in ms", shuffled))
     console.print(
         "TTFT: from the call of generate() to the first token on the host, storing included; medians of "
-        f"{options.repeats}\ninterleaved runs, each from an empty cache, after one short untimed call."
+        f"{options.repeats}\ninterleaved runs, each from an empty cache, after one short untimed call. "
+        "exact, as above: same\nhistory only. blend: documents move, are repaired in part, and answers may differ.",
+        soft_wrap=True,
     )
+    rows, asked = [*chat, *questions], len(chat) + len(questions) + len(shuffled)
+    right = sum(row.right for row in rows) + sum(row.plain_right for row in shuffled)
     console.print(
-        f"Answers that the documents bear out: {sum(row.right for row in rows)} of {len(rows)}. The last one: "
-        f"{rows[-1].question} [bold]{rows[-1].answer}[/bold]"
+        f"Answers that the documents bear out: plain {right} of {asked}, blend "
+        f"{sum(row.blend_right for row in shuffled)} of {len(shuffled)}. The last one: {shuffled[-1].question} "
+        f"[bold]{shuffled[-1].blend_answer}[/bold]"
     )
     if options.figure is not None:
-        figure(options.figure, name, chat, questions)
+        figure(options.figure, name, chat, questions, shuffled)
         console.print(f"Figure: {options.figure}")
     if options.json is not None:
-        text = as_json(name, chat, questions)
-        if options.json == Path("-"):
-            sys.stdout.write(text + "\n")
-        else:
-            options.json.write_text(text, encoding="utf-8")
-    # In float32 the tokens must be the same; in half precision they may part where two logits all but tie.
-    return 0 if all(row.same_tokens for row in rows) or model.dtype != torch.float32 else 1
+        _write(options.json, as_json(name, chat, questions, shuffled))
+    # In float32 the tokens must be the same; in half precision they may part where two logits all but tie. Blended
+    # answers may differ: they are shown, not judged.
+    same = all(row.same_tokens for row in rows) and all(row.exact_same_tokens for row in shuffled)
+    return 0 if same or model.dtype != torch.float32 else 1
+
+
+def _verify(options: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, encode, linked_documents
+    except ModuleNotFoundError as error:
+        raise ValueError(f"`kvboost-hf verify` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
+
+    console = Console(stderr=options.json == Path("-"))
+    model, tokenizer, name = _load(options)
+    if options.prompts is not None:
+        prompts = _read_prompts(options.prompts)
+    else:
+        asked = linked_documents(tokenizer, LONG_DOCUMENT_TOKENS, _VERIFIED_PROMPTS, seed=1)
+        prompts = [encode(tokenizer, [{"role": "user", "content": question.text}]) for question in asked]
+    chunker = ContentChunker.for_tokenizer(tokenizer)  # so that documents are cut alike wherever they stand
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("generating", total=None)
+        report = verify_correctness(
+            model,
+            prompts,
+            tokenizer=tokenizer,
+            documents=[path.read_text(encoding="utf-8").strip() for path in options.documents or ()],
+            max_new_tokens=options.max_new_tokens,
+            make_store=lambda model: ChunkStore(model, chunker=chunker),
+            max_kl=options.max_kl,
+            min_agreement=options.min_agreement,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    console.print(
+        f"{name}, {report.dtype}, {len(prompts)} prompts\n\n{report}", highlight=False, markup=False, soft_wrap=True
+    )
+    if options.figure is not None:
+        draw_report(options.figure, report)
+        console.print(f"Figure: {options.figure}")
+    if options.json is not None:
+        _write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
+    return 0 if report else 1
+
+
+def _read_prompts(path: Path) -> list[Any]:
+    text = path.read_text(encoding="utf-8")
+    if not text.lstrip().startswith("["):
+        return [line for line in text.splitlines() if line.strip()]
+    try:
+        found: list[Any] = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`--prompts` must be a prompt on each line or a JSON list, got {path}: {error}.") from error
+    return found
+
+
+def _write(path: Path, text: str) -> None:
+    if path == Path("-"):
+        sys.stdout.write(text + "\n")
+    else:
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

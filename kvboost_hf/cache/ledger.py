@@ -124,8 +124,8 @@ class Ledger:
         if len(tail) < HEAD_TOKENS:
             return Put.PRESENT
         if self.blended is not None and self.blended.is_tainted(row):
-            return self._put_piece(self.blended, row, border, border.key, tail, layers, store, pinned)
-        return self._put(row, border, tail, layers, store, pinned)
+            return self._put_piece(self.blended, row, border, border.key, tail, layers, store, pinned, unfinished=True)
+        return self._put(row, border, tail, layers, store, pinned, unfinished=True)
 
     def _store_blended_row(
         self, blended: Blended, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, pinned: bool
@@ -145,7 +145,10 @@ class Ledger:
                     break
                 parent = behind if behind is not None else border.key
                 piece = tokens[border.at : cut]
-                results.append(self._put_piece(blended, row, border, parent, piece, layers, store, pinned))
+                put = self._put_piece(
+                    blended, row, border, parent, piece, layers, store, pinned, unfinished=cut == end
+                )
+                results.append(put)
                 behind = content_only_key(parent, border.at, piece)
             else:
                 behind = None
@@ -163,13 +166,15 @@ class Ledger:
         layers: Sequence[ReuseLayer],
         store: ChunkStore,
         pinned: bool,
+        *,
+        unfinished: bool,
     ) -> Put:
         """Offer tokens under their prefix key only if nothing before them was moved, else by their content alone."""
         first = int(self.log.pads[row]) + border.at
         if first + len(tokens) <= blended.tainted_from(row):
             if len(tokens) < HEAD_TOKENS:
                 return Put.TOO_SHORT
-            return self._put(row, border, tokens, layers, store, pinned)
+            return self._put(row, border, tokens, layers, store, pinned, unfinished=unfinished)
         nbytes, copy_kv = copier(row, first, first + len(tokens), layers)
         with torch.inference_mode(False), torch.no_grad():
             return store.put_content(self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned)
@@ -182,12 +187,16 @@ class Ledger:
         layers: Sequence[ReuseLayer],
         store: ChunkStore,
         pinned: bool,
+        *,
+        unfinished: bool = False,
     ) -> Put:
         first = int(self.log.pads[row]) + border.at
         nbytes, copy_kv = copier(row, first, first + len(tokens), layers)
         # Outside inference mode: tensors made inside could not be used freely later.
         with torch.inference_mode(False), torch.no_grad():
-            return store.put(self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned)
+            return store.put(
+                self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned, unfinished=unfinished
+            )
 
     def store_content(
         self, start: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False

@@ -154,6 +154,7 @@ class Shelf:
         copy_kv: Callable[[], LayerKV] | None,
         *,
         pinned: bool = False,
+        unfinished: bool = False,
     ) -> Put:
         """Offer a chunk. K/V is copied only if the chunk is new and room for it can be made.
 
@@ -165,12 +166,15 @@ class Shelf:
             nbytes: Bytes that `copy_kv` will take.
             copy_kv: Makes the copy; None if it can no longer be made.
             pinned: Never evict it.
+            unfinished: It ends where no cut is, so that nothing will continue it, and a longer one serves as well.
         """
         key = prefix_key(parent, tokens)
         nbytes += tokens.nbytes
 
         def holder() -> bytes | None:
-            return key if key in self._chunks else self._covering(parent, tokens)
+            if key in self._chunks:
+                return key
+            return self._covering(parent, tokens) if unfinished else None
 
         def insert(kv: LayerKV) -> None:
             chunk = StoredChunk(key, root, parent, start, tokens.copy(), kv, nbytes)

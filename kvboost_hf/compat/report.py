@@ -22,7 +22,8 @@ class CompatibilityReport:
         tested: Whether the tests of this library run an architecture of this class.
         exact: Whether stored K/V can be reused for the same tokens after the same history.
         reason: Why not, or None.
-        moved: Whether K/V could be moved: rotated to other positions, and repaired.
+        moved: Whether K/V could be moved: rotated to other positions, and repaired. Where rotary frequencies depend on
+            the length, within the original length only.
         moved_reason: Why not, or None.
         streaming: Whether its decoder layers can be told apart, to be loaded one after the other.
         streaming_reason: Why not, or None.

@@ -32,7 +32,7 @@ class _Rotations(KeptOnModel):
     """What was found of a model, or why it cannot be moved, by dtype."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.found: dict[torch.dtype, KeyRotation | str] = {}
 
 
@@ -165,7 +165,8 @@ def _off(kept: torch.Tensor, positions: list[int], rotation: LayerRotation | Non
         quarter = LayerRotation(torch.full_like(rotation.inv_freq, torch.pi / 2), rotation.style, rotation.offset)
         size = first.hypot(quarter.rotate(first, 1, torch.empty_like(first)))  # of each pair
         expected = torch.stack([rotation.rotate(first, p, torch.empty_like(first)) for p in positions])
-    return (kept - expected).abs() / (size + first.square().mean(-1, keepdim=True).sqrt())
+    size = size + first.square().mean(-1, keepdim=True).sqrt()
+    return (kept - expected).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
 def _rotations_of(frequencies: list[torch.Tensor], head_dim: int) -> list[LayerRotation]:

@@ -37,9 +37,9 @@ class LayerRotation:
 
     def rotate(self, keys: torch.Tensor, shift: int, out: torch.Tensor) -> torch.Tensor:
         """Write keys [..., tokens, head_dim], moved by `shift`, to `out`, and return it."""
-        # In float64 up to here: a float32 angle of 16,384 radians is off by up to 0.001.
-        angles = (self.inv_freq.double() * shift).to(keys.device)
-        cos, sin = angles.cos().float(), angles.sin().float()
+        # In float64, and on the CPU, for not all devices have it: a float32 angle of 16,384 radians is off by 0.001.
+        angles = self.inv_freq.double() * shift
+        cos, sin = torch.stack([angles.cos(), angles.sin()]).float().to(keys.device)
         turn = _turn_half if self.style == "half" else _turn_interleaved
         for part, part_out in _blocks(keys, out):
             part_out[..., : self.offset].copy_(part[..., : self.offset])

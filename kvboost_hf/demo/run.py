@@ -1,44 +1,35 @@
-"""Running the demo's workloads and timing them.
+"""Running the demo's workloads.
 
-The time to the first token is that from the call of generate() to the token's arrival on the host (a streamer takes it
-there), planning, copying and storing included. Both arms run the same prompts in turn, turn by turn; medians are taken
-over repetitions of a whole workload, each starting with an empty cache and store.
+All arms run the same prompts in turn, prompt by prompt; medians are taken over repetitions of a whole workload, each
+starting with empty caches and stores.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf.assets.world import Document
+from kvboost_hf.cache.chunks import Chunker
+from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.compat import input_device
+from kvboost_hf.config import ReusePolicy
+from kvboost_hf.demo.timing import Call, medians, timed_generate
 from kvboost_hf.demo.workloads import (
     CHAT_SHAPE,
     LONG_DOCUMENT_TOKENS,
     NUM_QUESTIONS,
     Message,
+    Question,
     chat_turn,
     encode,
     long_document,
+    shuffled_documents,
 )
 
 Progress = Callable[[], None]  # called after each generate()
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One generate() call."""
-
-    ids: list[int]  # of the answer
-    ttft_ms: float
-    total_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,44 +59,40 @@ class Row:
         return {**asdict(self), "speed_up": self.speed_up}
 
 
-class _FirstToken(BaseStreamer):
-    """Notes when the first new token is on the host."""
+@dataclass(frozen=True, slots=True)
+class ShuffledRow:
+    """One prompt of documents in a new order, by three arms; times are medians in milliseconds."""
 
-    def __init__(self) -> None:
-        self.seen_prompt = False
-        self.at: float | None = None
+    label: str
+    prompt_tokens: int
+    plain_ttft_ms: float
+    exact_ttft_ms: float
+    blend_ttft_ms: float
+    exact_reused_tokens: int
+    blend_reused_tokens: int
+    blend_moved_tokens: int
+    blend_recomputed_tokens: int
+    blend_forwarded_tokens: int
+    exact_same_tokens: bool  # as plain generate()
+    blend_same_tokens: bool  # they may differ: moved K/V is repaired only in part
+    question: str
+    plain_answer: str
+    blend_answer: str
+    plain_right: bool  # whether plain generate() answers as the document says
+    blend_right: bool
 
-    def put(self, value: torch.Tensor) -> None:
-        if self.seen_prompt and self.at is None:
-            self.at = time.perf_counter()
-        self.seen_prompt = True
+    @property
+    def speed_up(self) -> float:
+        """Plain time to first token over that with moved chunks."""
+        return self.plain_ttft_ms / self.blend_ttft_ms
 
-    def end(self) -> None:
-        pass
-
-
-def timed_generate(model: PreTrainedModel, ids: Sequence[int], max_new_tokens: int, **kwargs: Any) -> Call:
-    """Greedy generate() under a clock that starts at the call."""
-    prompt = torch.tensor([list(ids)], device=input_device(model))
-    streamer = _FirstToken()
-    generate: Any = model.generate
-    start = time.perf_counter()
-    out = generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        streamer=streamer,
-        **kwargs,
-    )
-    answer = out[0, len(ids) :].tolist()
-    end = time.perf_counter()
-    first = streamer.at if streamer.at is not None else end
-    return Call(answer, 1000 * (first - start), 1000 * (end - start))
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {**asdict(self), "speed_up": self.speed_up}
 
 
 class Demo:
-    """Both workloads on one model.
+    """The workloads on one model.
 
     Args:
         model: In eval mode, on its device.
@@ -129,11 +116,12 @@ class Demo:
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.repeats, self.seed = max_new_tokens, repeats, seed
         self._progress = progress
+        self._chunker = ContentChunker.for_tokenizer(tokenizer)  # cuts documents alike wherever they stand
 
     @property
     def num_calls(self) -> int:
         """How often `progress` will be called."""
-        return 2 * self.repeats * (len(CHAT_SHAPE) + NUM_QUESTIONS)
+        return self.repeats * (2 * len(CHAT_SHAPE) + 2 * NUM_QUESTIONS + 3 * NUM_QUESTIONS)
 
     def warm_up(self) -> None:
         """One short untimed call, so that the first timed one does not pay for the start of the process."""
@@ -141,11 +129,15 @@ class Demo:
 
     def chat(self) -> list[Row]:
         """An 8-turn chat whose prompts grow as in `CHAT_SHAPE`; the model's answers go back in as text."""
-        return self._median([self._chat_once() for _ in range(self.repeats)])
+        return medians([self._chat_once() for _ in range(self.repeats)])
 
     def questions(self) -> list[Row]:
         """Several questions about one long document, each in a prompt of its own."""
-        return self._median([self._questions_once() for _ in range(self.repeats)])
+        return medians([self._questions_once() for _ in range(self.repeats)])
+
+    def shuffled(self) -> list[ShuffledRow]:
+        """Questions about the same documents, which each prompt holds in another order."""
+        return medians([self._shuffled_once() for _ in range(self.repeats)])
 
     def _chat_once(self) -> list[Row]:
         cache = self._fresh_cache()
@@ -169,16 +161,44 @@ class Demo:
             for n, q in enumerate(questions)
         ]
 
+    def _shuffled_once(self) -> list[ShuffledRow]:
+        exact, blend = self._fresh_cache(), self._fresh_cache(ReusePolicy(mode="blend"), self._chunker)
+        questions = shuffled_documents(self.tokenizer, LONG_DOCUMENT_TOKENS, NUM_QUESTIONS, self.seed)
+        return [self._all_three(str(n + 1), question, exact, blend) for n, question in enumerate(questions)]
+
+    def _all_three(
+        self, label: str, question: Question, exact: ChunkReuseCache, blend: ChunkReuseCache
+    ) -> ShuffledRow:
+        ids = encode(self.tokenizer, [{"role": "user", "content": question.text}])
+        plain, same, moved = self._timed(ids), self._timed(ids, exact), self._timed(ids, blend)
+        plain_answer, blend_answer = self._text(plain), self._text(moved)
+        report = blend.report
+        return ShuffledRow(
+            label=label,
+            prompt_tokens=report.prompt_tokens,
+            plain_ttft_ms=plain.ttft_ms,
+            exact_ttft_ms=same.ttft_ms,
+            blend_ttft_ms=moved.ttft_ms,
+            exact_reused_tokens=exact.report.reused_tokens,
+            blend_reused_tokens=report.reused_tokens,
+            blend_moved_tokens=report.moved_tokens,
+            blend_recomputed_tokens=report.recomputed_tokens,
+            blend_forwarded_tokens=report.forwarded_tokens,
+            exact_same_tokens=plain.ids == same.ids,
+            blend_same_tokens=plain.ids == moved.ids,
+            question=question.fact.question,
+            plain_answer=plain_answer,
+            blend_answer=blend_answer,
+            plain_right=plain_answer == question.fact.answer,
+            blend_right=blend_answer == question.fact.answer,
+        )
+
     def _both(
         self, label: str, messages: Sequence[Message], question: str, expected: str, cache: ChunkReuseCache
     ) -> Row:
         ids = encode(self.tokenizer, messages)
-        plain = timed_generate(self.model, ids, self.max_new_tokens)
-        self._progress()
-        reuse = timed_generate(self.model, ids, self.max_new_tokens, past_key_values=cache)
-        self._progress()
-        report = cache.report
-        answer = str(self.tokenizer.decode(plain.ids, skip_special_tokens=True)).strip()
+        plain, reuse = self._timed(ids), self._timed(ids, cache)
+        report, answer = cache.report, self._text(plain)
         return Row(
             label=label,
             prompt_tokens=report.prompt_tokens,
@@ -194,32 +214,14 @@ class Demo:
             right=answer == expected,
         )
 
-    def _fresh_cache(self) -> ChunkReuseCache:
-        return ChunkReuseCache(self.model, ChunkStore(self.model, max_bytes=2**30))
+    def _timed(self, ids: Sequence[int], cache: ChunkReuseCache | None = None) -> Call:
+        kwargs = {} if cache is None else {"past_key_values": cache}
+        call = timed_generate(self.model, ids, self.max_new_tokens, **kwargs)
+        self._progress()
+        return call
 
-    @staticmethod
-    def _median(runs: Sequence[Sequence[Row]]) -> list[Row]:
-        rows: list[Row] = []
-        for same_prompt in zip(*runs, strict=True):
-            first = same_prompt[0]
+    def _text(self, call: Call) -> str:
+        return str(self.tokenizer.decode(call.ids, skip_special_tokens=True)).strip()
 
-            def median(field: str, rows: Sequence[Row] = same_prompt) -> float:
-                return float(statistics.median(getattr(row, field) for row in rows))
-
-            rows.append(
-                Row(
-                    label=first.label,
-                    prompt_tokens=first.prompt_tokens,
-                    plain_ttft_ms=median("plain_ttft_ms"),
-                    reuse_ttft_ms=median("reuse_ttft_ms"),
-                    plain_total_ms=median("plain_total_ms"),
-                    reuse_total_ms=median("reuse_total_ms"),
-                    reused_tokens=first.reused_tokens,
-                    forwarded_tokens=first.forwarded_tokens,
-                    same_tokens=all(row.same_tokens for row in same_prompt),
-                    question=first.question,
-                    answer=first.answer,
-                    right=all(row.right for row in same_prompt),
-                )
-            )
-        return rows
+    def _fresh_cache(self, policy: ReusePolicy | None = None, chunker: Chunker | None = None) -> ChunkReuseCache:
+        return ChunkReuseCache(self.model, ChunkStore(self.model, chunker=chunker, max_bytes=2**30), policy)

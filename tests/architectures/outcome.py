@@ -8,12 +8,14 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
-from kvboost_hf.compat import cache_argument
+from kvboost_hf.compat import cache_argument, key_rotation
 from tests.conftest import as_inputs, counted, left_pad, random_ids
 
 NEW = 6
 # In standard deviations of the logits: what rounding explains in float32.
 TOLERANCE = 2e-4
+# Of keys: angles are rounded in float32, by up to half a unit of 390 radians, and text differs a little by that.
+MOVED_TOLERANCE = 1e-3
 
 
 def text_ids(n: int, seed: int) -> torch.Tensor:
@@ -59,24 +61,28 @@ class Outcome:
         outcome: "exact" if K/V was reused, "bypassed" if all was computed, "refused" if there can be no cache.
         layers: Class names of the layers in the cache that plain `generate()` makes, sorted.
         reason: Why nothing was reused, or None.
+        moved: Whether its K/V can be moved to other positions.
+        moved_reason: Why not, or None.
     """
 
     outcome: Literal["exact", "bypassed", "refused"]
     layers: tuple[str, ...]
     reason: str | None
+    moved: bool = False
+    moved_reason: str | None = "nothing of it can be reused"
 
 
 def outcome_of(model: PreTrainedModel) -> Outcome:
     """Run all steps with and without reuse.
 
     Raises:
-        AssertionError: if an answer is not that of plain `generate()`, or if work is neither saved nor is it said
-            why not.
+        AssertionError: if an answer is not that of plain `generate()`, if work is neither saved nor is it said why
+            not, or if K/V that is said to be movable is not.
     """
     first = check_context_matters(model)
     layers = layers_in(first.get("past_key_values"))
     try:
-        check_model_compatibility(model, strict=False)  # runs its probes now, so that no step pays for them
+        report = check_model_compatibility(model, strict=False)  # its probes run now, so that no step pays for them
         store = ChunkStore(model, chunk_size=32)
         cache = ChunkReuseCache(model, store)
     except ValueError as error:
@@ -95,7 +101,9 @@ def outcome_of(model: PreTrainedModel) -> Outcome:
             told.append(reason)
     assert len(set(told)) == 1, f"repeated prompts are treated differently: {told}"
     if told[0] is None:
-        return Outcome(outcome="exact", layers=layers, reason=None)
+        check_moving(model)
+        why = None if report.moved_reason is None else without_figures(report.moved_reason)
+        return Outcome(outcome="exact", layers=layers, reason=None, moved=report.moved, moved_reason=why)
     return Outcome(outcome="bypassed", layers=layers, reason=without_figures(told[0]))
 
 
@@ -124,6 +132,24 @@ def check_step(model: PreTrainedModel, name: str, step: Step, cache: ChunkReuseC
     if step.repeats:
         assert saved >= length // 2, f"{name}: {saved} of {length} tokens saved, and no reason given"
     return None
+
+
+@torch.no_grad()
+def check_moving(model: PreTrainedModel) -> None:
+    """K/V that can be moved must be, moved, what plain transformers computes further on."""
+    rotation, shift = key_rotation(model), 300
+    if isinstance(rotation, str):
+        return
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    positions = torch.arange(OTHER.shape[1]) + torch.tensor([[0], [shift]])
+    model(input_ids=OTHER.expand(2, -1), position_ids=positions, past_key_values=cache, use_cache=True)
+    for idx, layer in enumerate(cache.layers):
+        if layer.keys is None:
+            assert rotation.layers[idx] is None, f"layer {idx} has no keys, yet they rotate"
+            continue
+        for found, expected in ((rotation.rotate(idx, layer.keys[0], shift), layer.keys[1]), layer.values):
+            scale = expected.std()
+            torch.testing.assert_close(found / scale, expected / scale, atol=MOVED_TOLERANCE, rtol=MOVED_TOLERANCE)
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Any:

@@ -57,6 +57,12 @@ padded batch.
 
 {counts}.
 
+The column *moved* tells whether keys and values can also be used at other positions than those they were computed for:
+keys are rotated to their new positions then, as rotary embeddings would have done. How, is found out by running the
+model on a few tokens at several positions. Here it was compared with what the model computes for a text 300 positions
+further on, layer by layer. {moved} classes allow it. Where reuse is possible and moving is not, the last column says
+why.
+
 What a model of yours gets is always found out from the model itself, not looked up here: `kvboost-hf check --model
 NAME` tells you.
 
@@ -72,8 +78,8 @@ The column *keeps* is what the cache that transformers makes for the architectur
 
 ## The table
 
-| architecture | keeps | reuse | why not |
-| --- | --- | --- | --- |
+| architecture | keeps | reuse | moved | why not |
+| --- | --- | --- | --- | --- |
 """
 _LEFT_OUT = """
 ## Not tried
@@ -90,6 +96,8 @@ def row(model: PreTrainedModel, outcome: Outcome) -> Row:
         "outcome": outcome.outcome,
         "layers": list(outcome.layers),
         "reason": outcome.reason,
+        "moved": outcome.moved,
+        "moved_reason": outcome.moved_reason,
     }
 
 
@@ -114,10 +122,12 @@ def page(rows: dict[str, Row]) -> str:
         multimodal=len(MULTIMODAL),
         classes=len(rows),
         counts=_counts(rows),
+        moved=sum(found["moved"] for found in rows.values()),
     )
     for name, found in sorted(rows.items()):
         words = "; ".join(_in_words(found["layers"])) or "nothing that a caller sees"
-        text += f"| {name} | {words} | {_ANSWERS[found['outcome']]} | {found['reason'] or ''} |\n"
+        answers = f"{_ANSWERS[found['outcome']]} | {'yes' if found['moved'] else 'no'}"
+        text += f"| {name} | {words} | {answers} | {found['reason'] or found['moved_reason'] or ''} |\n"
     return text + _LEFT_OUT + "".join(f"| {name} | {why} |\n" for name, why in sorted(NOT_BUILT.items()))
 
 

@@ -71,6 +71,7 @@ def adapted(model: PreTrainedModel, config: Any) -> PeftModel:
 def test_switching(llama: PreTrainedModel, store: ChunkStore, kind: str) -> None:
     """In one cache and across caches: another adapter starts from nothing, an earlier one finds its K/V."""
     wrapper = adapted(llama, CONFIGS[kind]())
+    assert check_model_compatibility(llama).moved
     live = ChunkReuseCache(llama, store)
     seen: set[str] = set()
 

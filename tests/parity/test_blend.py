@@ -294,9 +294,10 @@ class OutOfLuck(TorchFunctionMode):
     seen = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += func is torch.nn.functional.silu
-        if self.seen == 2:
-            raise RuntimeError("out of luck")
+        if func is torch.nn.functional.silu:
+            self.seen += 1
+            if self.seen == 2:
+                raise RuntimeError("out of luck")
         return func(*args, **(kwargs or {}))
 
 

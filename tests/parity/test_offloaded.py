@@ -57,7 +57,7 @@ def offloaded(request: Any, llama: PreTrainedModel, tmp_path: Path) -> PreTraine
 
 def test_reuse(offloaded: PreTrainedModel) -> None:
     plain = make_model("llama").generate(**as_inputs(BASE), max_new_tokens=4)
-    check_model_compatibility(offloaded)
+    assert check_model_compatibility(offloaded).moved
     store = ChunkStore(offloaded, chunk_size=32)
     cache = ChunkReuseCache(offloaded, store)
     assert same_as_plain(offloaded, cache, BASE) == 0

@@ -33,7 +33,7 @@ def model() -> PreTrainedModel:
 
 
 def reuses(model: PreTrainedModel) -> None:
-    check_model_compatibility(model)
+    assert check_model_compatibility(model).moved
     store = ChunkStore(model, chunk_size=32)
     cache = ChunkReuseCache(model, store)
     assert same_as_plain(model, cache, BASE) == 0

@@ -64,6 +64,7 @@ class StoreMachine(RuleBasedStateMachine):
                 BYTES_PER_TOKEN * len(part),
                 partial(kv_of, part, start),
                 pinned=pinned,
+                unfinished=len(part) < CHUNK,
             )
             self.puts += 1
             key = prefix_key(border.key, part)

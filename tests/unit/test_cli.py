@@ -29,12 +29,55 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["reused_tokens"] + row["forwarded_tokens"] == row["prompt_tokens"]
     for row in questions[1:]:
         assert row["forwarded_tokens"] <= 24
+    shuffled = result["shuffled"]
+    assert all(row["exact_same_tokens"] and row["plain_right"] for row in shuffled)
+    for row in shuffled:  # each prompt starts with another document: exact reuse finds next to nothing
+        assert row["exact_reused_tokens"] <= 0.1 * row["prompt_tokens"]
+        assert row["blend_reused_tokens"] >= row["exact_reused_tokens"]
+        assert row["blend_forwarded_tokens"] >= row["prompt_tokens"] - row["blend_reused_tokens"]
+        assert row["blend_right"]
+    assert shuffled[0]["blend_moved_tokens"] == 0  # nothing was seen before
+    for row in shuffled[1:]:
+        assert row["blend_moved_tokens"] >= 0.8 * row["prompt_tokens"]
+        assert row["blend_forwarded_tokens"] <= 0.4 * row["prompt_tokens"]
 
 
 def test_demo_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["demo", "--model", str(EMBEDDED_MODEL_DIR), "--repeats", "1", "--max-new-tokens", "2", "--json", "-"]
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["model"] == EMBEDDED_MODEL_DIR.name
+
+
+def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, figure, figures = tmp_path / "prompts.txt", tmp_path / "verify.png", tmp_path / "verify.json"
+    document = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8
+    asked = [f"{document}Where does Anna live?", f"{document}What colour is the lamp?"]
+    prompts.write_text("\n\n".join(asked), encoding="utf-8")
+    command = ["verify", "--prompts", str(prompts), "--max-new-tokens", "4"]
+    assert main([*command, "--figure", str(figure), "--json", str(figures)]) == 0
+    assert "Exact reuse gives the answers of plain generate()" in " ".join(capsys.readouterr().out.split())
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    result = json.loads(figures.read_text())
+    assert result["ok"] is True
+    assert [arm["name"] for arm in result["arms"]][:3] == ["full", "exact", "naive"]
+    assert result["arms"][1]["reused_tokens"] > 100
+    prompts.write_text(json.dumps(asked), encoding="utf-8")
+    assert main([*command, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == result
+    (tmp_path / "document.txt").write_text(document, encoding="utf-8")
+    assert main([*command, "--documents", str(tmp_path / "document.txt"), "--json", "-"]) == 0
+    names = [arm["name"] for arm in json.loads(capsys.readouterr().out)["arms"]]
+    assert names[:4] == ["full", "exact", "naive", "naive, warmed"]
+    assert "query 15%, warmed" in names
+
+
+def test_verify_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.json"
+    for text, message in (("", "at least one prompt"), ("[1, ", "JSON list"), ("[1.5]", "text or token ids")):
+        prompts.write_text(text, encoding="utf-8")
+        assert main(["verify", "--prompts", str(prompts)]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["verify", "--prompts", str(tmp_path / "missing")]) == 2
 
 
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,8 +58,8 @@ def test_one_that_is_not_tested_is_warned_of() -> None:
         ("phi", None),  # partial rotation
         ("gemma2", None),
         ("gpt2", "its positions are not rotary"),
-        ("bloom", "its positions are not rotary"),
-        ("deepseek_v3", "its keys are in part latent, and only in part rotated"),
+        ("bloom", "its forward takes no position_ids"),
+        ("deepseek_v3", "its keys are kept compressed, and what is rotated of them is kept as values"),
         ("qwen3_next", "only keys and values can be moved, and it keeps something else (LinearAttentionLayer)"),
     ],
 )

@@ -1,5 +1,6 @@
-"""Cuts depend on the content after the last cut, are never taken back, and soon fall where they fell before a change."""
+"""Cuts depend on the content after the last cut, are never taken back, and soon fall again where they fell."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,7 @@ class TestForTokenizer:
 
     def pieces(self, tokens: Tokens) -> list[str]:
         borders = [0, *cuts(self.chunker, tokens), len(tokens)]
-        return [self.tokenizer.decode(tokens[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+        return [self.tokenizer.decode(tokens[a:b]) for a, b in pairwise(borders)]
 
     def ids(self, shown: str) -> Tokens:
         return np.array(self.tokenizer(shown, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,174 @@
+"""`verify_correctness`: the same prompts by every arm."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import UnionType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.state import ModelState
+from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.compat import require_cache, tolerance
+from kvboost_hf.config import ReusePolicy
+from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm, checked_policies, default_policies
+from kvboost_hf.verify.measure import Answer, answer, compare
+from kvboost_hf.verify.prompts import Prompt, as_ids
+from kvboost_hf.verify.report import ArmResult, CorrectnessReport, PromptResult
+
+MakeStore = Callable[[PreTrainedModel], ChunkStore]
+Progress = Callable[[int, int], None]  # generate() calls done, and to do
+
+
+def verify_correctness(
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt] | torch.Tensor,
+    *,
+    tokenizer: Any = None,
+    documents: Sequence[Prompt] | None = None,
+    policies: Sequence[ReusePolicy] | None = None,
+    max_new_tokens: int = 32,
+    max_kl: float = 0.01,
+    min_agreement: float = 0.99,
+    make_store: MakeStore = ChunkStore,
+    progress: Progress | None = None,
+) -> CorrectnessReport:
+    """Measure what reuse does to a model's answers, on prompts of your own.
+
+    The prompts are served in their order, as a service would see them: later ones reuse what earlier ones have stored.
+    Each arm serves all of them, greedily, with a store of its own, and is compared with plain `generate()` in tokens
+    and logits:
+
+    - `full`: plain `generate()`;
+    - `exact`: `ReusePolicy()`, whose answers must be the same;
+    - `naive`: chunks are moved and nothing is repaired;
+    - each of `policies`. If these are the default ones, they are left out where `naive` has moved nothing.
+
+    The logits of the plain answers are kept in host memory: prompts x new tokens x vocabulary x 4 bytes.
+
+    Args:
+        model: A causal language model in eval mode, not attached.
+        prompts: Texts, which need `tokenizer`, or token ids (lists, or tensors [n] or [1, n]).
+        tokenizer: Tokenizes texts with its special tokens, as it would a prompt; it adds no chat template.
+        documents: Texts or ids that prompts are made of. Policies that move chunks are measured a second time with
+            these stored first, each computed alone (`store.warm(documents=…)`); other K/V is computed in the context
+            of an earlier prompt. Computing them counts as no prompt's tokens.
+        policies: Policies with mode `"blend"` to measure; None takes the repairs `"query"`, `"cacheblend"` and
+            `"first_k"` at ratios from 0.05 to 0.5.
+        max_new_tokens: New tokens for each prompt.
+        max_kl: The highest mean KL divergence from plain `generate()`, in nats, of a policy to recommend.
+        min_agreement: The lowest share of steps with the same most likely token, of a policy to recommend.
+        make_store: Makes each arm's store: `lambda model: ChunkStore(model, chunk_size=64)`.
+        progress: Called after each `generate()` call with how many are done and how many there will be.
+
+    Returns:
+        The report: true if exact reuse is right; printed, a table and a verdict. `report.recommended` is the policy
+        that computes the fewest tokens within the thresholds, and `ReusePolicy()` where exact reuse is best.
+
+    Raises:
+        ValueError: for no prompts, what is no prompt, a text without a tokenizer, policies without mode `"blend"`,
+            thresholds or counts out of range, a model that cannot be served, is in training mode or is attached.
+
+    Example:
+        >>> from kvboost_hf.assets import load_embedded
+        >>> model, tokenizer = load_embedded()
+        >>> document = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8
+        >>> report = verify_correctness(
+        ...     model, [document + "Where does Anna live?", document + "What colour is the lamp?"], tokenizer=tokenizer
+        ... )
+        >>> bool(report), report.exact.diverged
+        (True, 0)
+    """
+    _require_plain(model)
+    _require_between("max_new_tokens", max_new_tokens, 1, None, integer=True)
+    _require_between("max_kl", max_kl, 0, None)
+    _require_between("min_agreement", min_agreement, 0, 1)
+    chosen = default_policies() if policies is None else checked_policies(policies)
+    service = _Service(model, as_ids(prompts, tokenizer), max_new_tokens, make_store, documents, tokenizer, progress)
+    naive = [replace(NAIVE, warmed=warmed) for warmed in ((False, True) if documents else (False,))]
+    service.expect(2 + len(naive) * (1 + len(chosen)))
+    results = [service.serve(arm) for arm in (FULL, EXACT, *naive)]
+    if policies is not None or any(result.moved_tokens for result in results):
+        results += [service.serve(Arm(policy, arm.warmed)) for arm in naive for policy in chosen]
+    return CorrectnessReport(
+        model=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        tolerance=tolerance(model.dtype),
+        max_kl=max_kl,
+        min_agreement=min_agreement,
+        arms=tuple(results),
+    )
+
+
+class _Service:
+    """Serves all prompts by one arm after the other; the first one must be plain generate()."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: list[torch.Tensor],
+        max_new_tokens: int,
+        make_store: MakeStore,
+        documents: Sequence[Prompt] | None,
+        tokenizer: Any,
+        progress: Progress | None,
+    ) -> None:
+        self._model, self._prompts, self._max_new_tokens = model, prompts, max_new_tokens
+        self._make_store, self._documents, self._tokenizer = make_store, documents, tokenizer
+        self._progress = progress
+        self._plain: list[Answer] = []
+        self._done = self._total = 0
+
+    def expect(self, num_arms: int) -> None:
+        """Say how many arms there will be."""
+        self._total = num_arms * len(self._prompts)
+
+    def serve(self, arm: Arm) -> ArmResult:
+        """All prompts by one arm."""
+        cache = self._cache(arm)
+        results: list[PromptResult] = []
+        for index, ids in enumerate(self._prompts):
+            found = answer(self._model, ids, self._max_new_tokens, cache)
+            if cache is None:
+                self._plain.append(found)
+            report = cache.report if cache is not None else _computed_plainly(ids.shape[1])
+            results.append(compare(index, self._plain[index], found, report))
+            self._done += 1
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+        return ArmResult(arm, tuple(results))
+
+    def _cache(self, arm: Arm) -> ChunkReuseCache | None:
+        if arm.policy is None:
+            return None
+        store = self._make_store(self._model)
+        if arm.warmed:
+            store.warm(documents=self._documents, tokenizer=self._tokenizer, policy=arm.policy)
+        return ChunkReuseCache(self._model, store, arm.policy)
+
+
+def _computed_plainly(tokens: int) -> ReuseReport:
+    return ReuseReport(prompt_tokens=tokens, forwarded_tokens=tokens)
+
+
+def _require_plain(model: PreTrainedModel) -> None:
+    require_cache(model)
+    if model.training:
+        raise ValueError("`model` must be in eval mode, got one in training mode. Call model.eval() first.")
+    if ModelState.of(model).attached is not None:
+        raise ValueError(
+            f"`model` must not be attached, got an attached {type(model).__name__}: its plain generate() reuses, too. "
+            "Call detach(model) first."
+        )
+
+
+def _require_between(name: str, value: object, low: float, high: float | None, *, integer: bool = False) -> None:
+    kind: type | UnionType = int if integer else int | float
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(value, kind):
+        raise ValueError(f"`{name}` must be {'an int' if integer else 'a number'}, got {value!r}.")
+    if not low <= value or (high is not None and value > high):
+        allowed = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+        raise ValueError(f"`{name}` must be {allowed}, got {value}.")

@@ -1,0 +1,150 @@
+"""What follows from figures: verdict, recommendation, table, figure, JSON."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvboost_hf import CorrectnessReport, ReusePolicy, ReuseReport
+from kvboost_hf.config import Repair
+from kvboost_hf.verify import ArmResult, PromptResult, figure
+from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm
+from kvboost_hf.verify.measure import Answer, compare
+
+PLAIN = PromptResult(
+    prompt=0,
+    kl=(0.0, 0.0),
+    agreeing_steps=2,
+    first_divergence=None,
+    divergence_gap=None,
+    max_difference=0.0,
+    prompt_tokens=100,
+    reused_tokens=0,
+    forwarded_tokens=100,
+    moved_tokens=0,
+    recomputed_tokens=0,
+    bypass_reason=None,
+    moved_reason=None,
+)
+
+
+def blended(ratio: float, kl: float, agreeing: int = 2, repair: Repair = "query") -> ArmResult:
+    """A cold prompt, and one of 100 tokens of which 80 were moved."""
+    again = round(80 * ratio)
+    moved = replace(
+        PLAIN,
+        prompt=1,
+        kl=(kl, kl),
+        agreeing_steps=agreeing,
+        reused_tokens=80 - again,
+        forwarded_tokens=20 + again,
+        moved_tokens=80,
+        recomputed_tokens=again,
+    )
+    policy = ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio)
+    return ArmResult(Arm(policy), (PLAIN, moved))
+
+
+def report_of(*arms: ArmResult, exact: PromptResult = PLAIN, dtype: str = "float32") -> CorrectnessReport:
+    plain = (PLAIN, replace(PLAIN, prompt=1))
+    return CorrectnessReport(
+        model="Model",
+        dtype=dtype,
+        tolerance=0.05,
+        max_kl=0.01,
+        min_agreement=0.99,
+        arms=(ArmResult(FULL, plain), ArmResult(EXACT, (PLAIN, replace(exact, prompt=1))), *arms),
+    )
+
+
+def test_the_cheapest_that_is_good_enough_is_recommended() -> None:
+    naive = ArmResult(NAIVE, blended(0.0, 0.2, 1).prompts)
+    report = report_of(naive, blended(0.15, 0.011), blended(0.3, 0.009), blended(0.5, 0.001))
+    assert report
+    assert report.recommended == ReusePolicy(mode="blend", repair="query", recompute_ratio=0.3)
+    assert "recommended is query 30%" in report.verdict
+    assert [arm.name for arm in report.arms] == ["full", "exact", "naive", "query 15%", "query 30%", "query 50%"]
+
+
+def test_quality_is_that_of_prompts_with_moved_tokens() -> None:
+    arm = blended(0.15, 0.04, agreeing=1)
+    assert arm.mean_kl == pytest.approx(0.04)  # not 0.02: the cold prompt does not count
+    assert arm.agreement == 0.5
+    assert arm.forwarded_share == (100 + 32) / 200
+
+
+@pytest.mark.parametrize(
+    ("arms", "why"),
+    [
+        ((), "nothing could be moved"),
+        ((blended(0.15, 0.02),), "keeps the mean KL within 0.01"),
+        ((blended(0.15, 0.001, agreeing=1),), "agreement at 99.0% or above"),
+        ((blended(0.15, float("nan")),), "keeps the mean KL"),
+        ((blended(1.0, 0.0),), "computes less"),
+    ],
+)
+def test_exact_is_recommended_where_nothing_is_better(arms: tuple[ArmResult, ...], why: str) -> None:
+    report = report_of(*arms)
+    assert report
+    assert report.recommended == ReusePolicy()
+    assert why in report.verdict
+    assert "exact reuse is recommended" in str(report)
+
+
+def test_why_nothing_was_moved() -> None:
+    told = replace(PLAIN, moved_reason="its positions are not rotary")
+    assert "moved (its positions are not rotary)" in report_of(ArmResult(NAIVE, (told,))).verdict
+
+
+@pytest.mark.parametrize(
+    ("exact", "dtype", "right"),
+    [
+        (replace(PLAIN, max_difference=0.04), "float32", True),
+        (replace(PLAIN, max_difference=0.06), "float32", False),
+        (replace(PLAIN, max_difference=float("nan")), "float32", False),
+        (replace(PLAIN, max_difference=0.04, first_divergence=1, divergence_gap=0.01), "float32", False),
+        (replace(PLAIN, max_difference=0.04, first_divergence=1, divergence_gap=0.09), "bfloat16", True),
+        (replace(PLAIN, max_difference=0.04, first_divergence=1, divergence_gap=0.11), "bfloat16", False),
+    ],
+)
+def test_exact_reuse_may_differ_by_rounding_only(exact: PromptResult, dtype: str, right: bool) -> None:
+    report = report_of(blended(0.3, 0.001), exact=exact, dtype=dtype)
+    assert bool(report) == right
+    assert ("WRONG" in report.verdict) != right
+    assert (report.recommended.mode == "blend") == right  # nothing is recommended on ground that does not hold
+
+
+def test_json_comes_back() -> None:
+    report = report_of(blended(0.15, float("nan")), blended(0.3, 0.001))
+    content = report.as_dict()
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    assert content["arms"][2]["mean_kl"] is None
+    assert content["recommended"]["recompute_ratio"] == 0.3
+    assert content["ok"] is True
+
+
+def test_figure(tmp_path: Path) -> None:
+    arms = [blended(ratio, 0.1 * (1 - ratio) ** 4, repair=repair) for ratio in (0.1, 0.5) for repair in REPAIRS]
+    figure(tmp_path / "verify.png", report_of(ArmResult(NAIVE, blended(0, 0.3, 1).prompts), *arms))
+    assert (tmp_path / "verify.png").read_bytes().startswith(b"\x89PNG")
+    figure(tmp_path / "nothing.png", report_of())
+    assert (tmp_path / "nothing.png").exists()
+
+
+REPAIRS: tuple[Repair, ...] = ("query", "cacheblend", "first_k", "selective")
+
+
+def test_compare_stops_at_the_first_token_that_differs() -> None:
+    logits = torch.tensor([[4.0, 1.0, 0.0], [0.0, 2.0, 1.5], [1.0, 0.0, 0.0]])
+    other = logits.clone()
+    other[1] = torch.tensor([0.0, 1.0, 1.5])
+    other[2] = 100 * torch.rand(3)
+    found = compare(0, Answer([0, 1, 0], logits), Answer([0, 2, 2], other), ReuseReport())
+    assert (found.first_divergence, len(found.kl), found.agreeing_steps) == (1, 2, 1)
+    assert found.kl[0] == 0
+    p, q = logits[1].softmax(0), other[1].softmax(0)
+    assert found.kl[1] == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
+    assert found.divergence_gap == pytest.approx(0.5 / float(logits[1].std()))
+    assert found.max_difference == pytest.approx(1 / float(logits[1].std()))
