@@ -35,10 +35,9 @@ from repair_quality import (
 from repair_steady import measure_steady, steady_figure, steady_markdown
 from reuse import Result, in_turn, make_model, measured_on, medians, provenance, rounded, run_peer, ttft
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
-from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.demo.run import timed_generate
 from kvboost_hf.demo.workloads import encode

@@ -24,10 +24,9 @@ import torch
 from reuse import Result
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Fact, Turn, chat_messages, make_documents
-from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.store import Put
 from kvboost_hf.compat.rotation import LayerRotation
 from kvboost_hf.demo.workloads import encode

@@ -20,10 +20,9 @@ from repair_quality import blend
 from reuse import Result, make_model, rounded, ttft
 from transformers import PreTrainedTokenizerBase
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.world import Turn, chat_messages, make_documents
-from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.compat import bytes_per_token
 from kvboost_hf.demo.workloads import encode
 
@@ -191,14 +190,15 @@ def steady_figure(result: Result, path: Path) -> None:
         ("blend", "#1f6fb2", "blend"),
         ("exact", "#d9822b", "exact reuse alone"),
     )
+    at = range(1, 1 + len(result["batches"]))
     for name, colour, label in lines:
-        at = range(1, 1 + len(result["batches"]))
         axis.plot(at, [100 * row[name] for row in result["batches"]], "o-", color=colour, label=label)
     axis.set_ylim(0, 100)
+    axis.set_xticks(at)
     axis.set_xlabel(f"batch of {result['prompts'] // len(result['batches'])} prompts")
     axis.set_ylabel("tokens of documents reused (%)")
     axis.grid(axis="y", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
+    axis.legend(frameon=False, loc="center right")
     drawn.savefig(path, dpi=130)
     pyplot.close(drawn)
