@@ -292,6 +292,8 @@ def measure_quality(device: str, num_cases: int, num_documents: int, questions: 
     }
     for setting in SETTINGS:
         arms = make_arms(setting)
+        # Not counted: in the first round of all, the model is probed, and that takes tokens, too.
+        list(ask(model, tokenizer, draw_case("repair/first", num_documents, 1), setting, arms, count))
         outcomes: dict[str, dict[bool, list[Outcome]]] = {}
         for n, case in enumerate(cases):
             for name, is_start, outcome in ask(model, tokenizer, case, setting, arms, count):
