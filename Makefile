@@ -37,6 +37,7 @@ architectures: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/reuse.py --out benchmarks/results
 	$(BIN)/python benchmarks/kinds.py --out benchmarks/results
+	$(BIN)/python benchmarks/repair.py --out benchmarks/results
 
 # Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network.
 gpu:

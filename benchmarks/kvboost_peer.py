@@ -55,6 +55,7 @@ Output, one object on stdout (what the peer and its dependencies print goes to s
          "prompts": 8,
          "equal": 6,                        # prompts whose token ids are all those of plain
          "different": [2, 5],               # the indices of the others
+         "said": [TEXT, ...],               # the answers, without special tokens
          "forwarded_tokens": 4242,          # over all prompts, storing included
          "evictions": 0},                   # chunks that the engine dropped or refused for want of room
         ...]}
@@ -83,8 +84,7 @@ from kvboost import GenerationMode, KVBoost
 
 ENGINE = {"chunk_size": 128, "max_cache_bytes": 2_000_000_000}
 STRATEGIES = ("none", "selective", "cacheblend")
-CASE_METHODS = ("plain", "baseline", *STRATEGIES)
-ANSWER_METHODS = ("plain", "baseline", "none", "selective")
+METHODS = ("plain", "baseline", *STRATEGIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,7 @@ class Bench:
         """Times the case's prompt with every method; one output entry for each."""
         calls: dict[str, list[Call]] = defaultdict(list)
         for round_index in range(1 + case.repeats):
-            for method in CASE_METHODS:
+            for method in METHODS:
                 engine = self.fresh(method)
                 engine.prime(case.prime, max_new_tokens)
                 gc.collect()
@@ -242,13 +242,13 @@ class Bench:
                 if round_index > 0:  # round 0 warms the process up
                     calls[method].append(call)
         plain_ids = calls["plain"][0].token_ids
-        return [case_entry(case.name, method, calls[method], plain_ids) for method in CASE_METHODS]
+        return [case_entry(case.name, method, calls[method], plain_ids) for method in METHODS]
 
     def run_answers(self, prompts: list[str], max_new_tokens: int) -> list[dict[str, Any]]:
         """Answers all prompts in order with one engine for each method, and compares the ids with plain's."""
         entries = []
         plain_ids: list[list[int]] = []
-        for method in ANSWER_METHODS:
+        for method in METHODS:
             engine = self.fresh(method)
             calls = [engine.call(prompt, max_new_tokens) for prompt in prompts]
             token_ids = [call.token_ids for call in calls]
@@ -261,6 +261,7 @@ class Bench:
                     "prompts": len(prompts),
                     "equal": len(prompts) - len(different),
                     "different": different,
+                    "said": [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids],
                     "forwarded_tokens": sum(call.forwarded_tokens for call in calls),
                     "evictions": engine.evictions,
                 }

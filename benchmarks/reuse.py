@@ -40,21 +40,22 @@ PROMPT, SHARED = 2000, 1800
 Result = dict[str, Any]
 
 
-def make_model(device: str) -> PreTrainedModel:
+def make_model(device: str, **sizes: int) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=16_384,
-        eos_token_id=None,
-        bos_token_id=0,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval().to(device)
+    config = {
+        "vocab_size": 1024,
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 16_384,
+        "eos_token_id": None,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+        **sizes,
+    }
+    return LlamaForCausalLM(LlamaConfig(**config)).eval().to(device)
 
 
 class Ids:
