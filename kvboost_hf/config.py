@@ -17,18 +17,18 @@ class ReusePolicy:
             that of plain `generate()`. `"blend"` also uses K/V of the same tokens elsewhere: keys are rotated to their
             new positions, and a part of the tokens is computed again. The output may differ; `verify_correctness`
             measures how much.
-        repair: With `"blend"`, how the tokens to compute again are chosen. `"query"`: those after each seam, and those
-            that the end of the prompt attends to most. `"cacheblend"`: those whose values differ most from the stored
-            ones in an early layer (Yao et al., EuroSys 2025, https://arxiv.org/abs/2405.16444). `"first_k"`: those
-            after each seam, as many as `recompute_ratio` allows (Hu et al., https://arxiv.org/abs/2410.15332).
-            `"selective"`: `seam_tokens` after each seam. `"selective_before"`: `seam_tokens` before each seam, as
-            KVBoost does. `"none"`: none.
+        repair: With `"blend"`, how the tokens to compute again are chosen. `"query"`: up to `seam_tokens` after each
+            seam, and then those that the end of the prompt attends to most. `"cacheblend"`: those whose values differ
+            most from the stored ones in an early layer (Yao et al., EuroSys 2025, https://arxiv.org/abs/2405.16444).
+            `"first_k"`: those after each seam, as many as `recompute_ratio` allows (Hu et al.,
+            https://arxiv.org/abs/2410.15332). `"selective"`: `seam_tokens` after each seam. `"selective_before"`:
+            `seam_tokens` before each seam, as KVBoost does. `"none"`: none.
         recompute_ratio: Share of the moved tokens to compute again, from 0 to 1. At 1 everything is, and the output is
-            that of plain `generate()`. Not used by the selective repairs, and no more than the seams by `"none"`.
+            that of plain `generate()`. Not used by the selective repairs and `"none"`.
         max_recompute_ratio: The ratio may be raised up to this one, until the tokens chosen make up `min_coverage` of
             what the repair measures (attention, or deviation). None never raises it.
         min_coverage: See `max_recompute_ratio`; from 0 to 1.
-        seam_tokens: For the selective repairs.
+        seam_tokens: For the selective repairs and `"query"`.
         sink_tokens: The first tokens of a prompt are never moved but computed: attention sinks.
         overlap_k: Whatever the repair, the last tokens before each seam are computed again, too.
         min_prefill_saving: Reuse that takes an extra forward (over the rows of a batch that have a shorter stored

@@ -109,7 +109,7 @@ class BlendingCache(HoldingCache):
         place(self._layers, plan, rotation)
         looked = [0] * len(self._layers)
         scores: Scores | None = None
-        if repair.measure is Measure.ATTENTION:
+        if repair.measure is Measure.ATTENTION and any(repair.needs_scores(row, self.policy) for row in plan.rows):
             scores, looked = attention_of_the_end(model, self._layers, plan, inputs.input_ids, first)
         may_compute = np.zeros((len(plan.rows), plan.columns), dtype=bool)
         may_compute[:, first:] = True

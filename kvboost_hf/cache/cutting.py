@@ -4,7 +4,7 @@
 and no chunk of the two prompts is the same. Here a cut depends only on the tokens around it and on the cut before it,
 and after a change the cuts soon fall where they fell without it:
 
-1. *Explicit boundaries* first: after a separator, before a token that starts a message.
+1. *Explicit boundaries* first: after a separator, or after what stands in front of a message.
 2. Where the next `chunk_size` tokens hold none, the place whose four tokens before it have the largest hash, of all
    that leave the chunk between a quarter of `chunk_size` and `chunk_size`. Two prompts that reach the same text by
    different ways agree as soon as their ranges share a maximum.
@@ -30,7 +30,7 @@ _SHORTEST_BY_CONTENT = 16
 _HASHED = 4  # tokens before a place that tell how good it is
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(32)
-_SENTENCE_END, _SEPARATOR, _MESSAGE_START = np.uint8(1), np.uint8(2), np.uint8(4)
+_SENTENCE_END, _SEPARATOR = np.uint8(1), np.uint8(2)
 _SENTENCE_MARKS = (".", "!", "?", "…", "。", "！", "？", "．", "｡", "।", "؟")  # noqa: RUF001
 _CLOSING = " \t\"'”’»)]}*_」』）】》"  # noqa: RUF001
 
@@ -43,7 +43,6 @@ class ContentChunker:
         boundary_window: A cut found by hash moves up to so many tokens to the nearest of `sentence_ends`.
         sentence_ends: Ids of tokens that end a sentence.
         separators: Sequences of ids after which a cut is always made, if at least 8 tokens follow the last cut.
-        message_starts: Ids before which a cut is always made, likewise.
 
     Raises:
         ValueError: for a bad `chunk_size` or `boundary_window`, an id that is none, or an empty separator.
@@ -61,7 +60,6 @@ class ContentChunker:
         boundary_window: int = 0,
         sentence_ends: Iterable[int] = (),
         separators: Iterable[Sequence[int]] = (),
-        message_starts: Iterable[int] = (),
     ) -> None:
         if not _is_int(chunk_size) or chunk_size < 32 or chunk_size % 16:
             raise ValueError(f"`chunk_size` must be a multiple of 16 tokens, at least 32, got {chunk_size!r}.")
@@ -81,7 +79,6 @@ class ContentChunker:
             {
                 _SENTENCE_END: _checked_ids("sentence_ends", sentence_ends),
                 _SEPARATOR: _checked_ids("separators", [part[0] for part in parts if len(part) == 1]),
-                _MESSAGE_START: _checked_ids("message_starts", message_starts),
             }
         )
 
@@ -93,10 +90,11 @@ class ContentChunker:
         boundary_window: int = 16,
         separators: Iterable[str] = ("\n\n",),
     ) -> "ContentChunker":
-        """A chunker that knows the sentence ends, separators and message starts of a tokenizer.
+        """A chunker that knows the sentence ends and separators of a tokenizer, and what its messages begin with.
 
-        The vocabulary is read once, which takes about a second for 150,000 tokens. Message starts are learned from
-        the chat template, if there is one: the special token that opens each turn.
+        The vocabulary is read once, which takes about a second for 150,000 tokens. The headers of messages are learned
+        from the chat template, if there is one: the text of a message is cut off from them, so that it is found behind
+        other ones, too.
 
         Args:
             tokenizer: Of transformers.
@@ -114,7 +112,7 @@ class ContentChunker:
             >>> turn = [{"role": "user", "content": "Where does Anna live? Who knows?"}]
             >>> tokens = np.array(tokenizer.apply_chat_template(2 * turn)["input_ids"])
             >>> tokenizer.decode(tokens[: chunker.next_cut(tokens, 0)])
-            '<|im_start|>user\\nWhere does Anna live? Who knows?<|im_end|>\\n'
+            '<|im_start|>user\\nWhere does Anna live? Who knows?<|im_end|>\\n<|im_start|>user\\n'
         """
         texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], clean_up_tokenization_spaces=False)
         parts: set[tuple[int, ...]] = set()
@@ -127,8 +125,7 @@ class ContentChunker:
             chunk_size,
             boundary_window=boundary_window,
             sentence_ends=[i for i, text in enumerate(texts) if _ends_sentence(text)],
-            separators=sorted(parts),
-            message_starts=_message_starts(tokenizer),
+            separators=sorted(parts | _message_headers(tokenizer)),
         )
 
     def next_cut(self, tokens: Tokens, start: int) -> int | None:
@@ -151,8 +148,6 @@ class ContentChunker:
         if marks is not None:
             if (after := np.flatnonzero(marks[_SHORTEST - 1 :] & _SEPARATOR)).size:
                 found.append(_SHORTEST + int(after[0]))
-            if (before := np.flatnonzero(marks[_SHORTEST:] & _MESSAGE_START)).size:
-                found.append(_SHORTEST + int(before[0]))
         for sequence in self._sequences:
             first = max(_SHORTEST - len(sequence), 0)
             places = len(ids) - len(sequence) + 1 - first
@@ -224,23 +219,19 @@ def _ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(ids[len(lead) :])
 
 
-def _message_starts(tokenizer: Any) -> list[int]:
-    """The special tokens that open a turn: the first between two messages that does not close the one before."""
+def _message_headers(tokenizer: Any) -> set[tuple[int, ...]]:
+    """What stands in front of a message's text, from its last special token on."""
     if tokenizer.chat_template is None:
-        return []
+        return set()
     special = set(tokenizer.get_added_vocab().values())
     said = ("4711", "8153", "6029")
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), said, strict=True)]
-
-    def special_after(messages: list[dict[str, str]], text: str) -> list[int]:
-        """The special tokens after `text`, up to the next message or the end."""
-        shown = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(text)[2]
-        for other in said:
-            shown = shown.partition(other)[0]
-        return [i for i in tokenizer(shown, add_special_tokens=False)["input_ids"] if i in special]
-
-    starts: list[int] = []
-    for n in (1, 2):
-        closing = special_after(turns[:n], said[n - 1])
-        starts += [i for i in special_after(turns[: n + 1], said[n - 1]) if i not in closing][:1]
-    return sorted(set(starts))
+    rest = tokenizer.apply_chat_template(turns, tokenize=False)
+    headers: set[tuple[int, ...]] = set()
+    for text in said:
+        before, _, rest = rest.partition(text)
+        ids = tokenizer(before, add_special_tokens=False)["input_ids"]
+        last = max((at for at, i in enumerate(ids) if i in special), default=None)
+        if last is not None:
+            headers.add(tuple(ids[last:]))
+    return headers

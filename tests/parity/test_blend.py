@@ -78,7 +78,8 @@ def test_forwarded_tokens_are_those_counted(name: str, repair: str) -> None:
     model = make_model(name)
     inputs = as_inputs(prompt([2, 0, 3, 1]))
     assert blend_reason(model, REPAIRS[repair].measure) is None  # found out once, and not counted
-    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair))
+    settings = {"seam_tokens": 4} if repair == "query" else {}  # fewer than the ratio, so that it has to look
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, **settings))
     with counted(model) as work:
         generate(model, inputs, cache, max_new_tokens=1)
     report = cache.report
@@ -89,6 +90,17 @@ def test_forwarded_tokens_are_those_counted(name: str, repair: str) -> None:
     assert report.prompt_tokens == 297
     most = {"none": 0, "first_k": 39, "query": 39, "selective": 64, "selective_before": 48}[repair]
     assert most - 4 <= report.recomputed_tokens <= most
+
+
+def test_the_end_is_not_asked_where_seams_take_it_all() -> None:
+    model = make_model("llama")
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    for repair in ("first_k", "query"):
+        assert blend_reason(model, REPAIRS[repair].measure) is None
+        cache = ChunkReuseCache(model, store_with_documents(model), blend(repair))
+        with counted(model) as work:
+            generate(model, inputs, cache, max_new_tokens=1)
+        assert (work.calls, work.tokens) == (1, 41 + 36)
 
 
 def test_deviation_costs_two_layers_and_then_a_part() -> None:

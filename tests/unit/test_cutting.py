@@ -31,8 +31,8 @@ def cuts(chunker: ContentChunker, tokens: Tokens, start: int = 0) -> list[int]:
 CHUNKERS = {
     "content": ContentChunker(64),
     "sentences": ContentChunker(64, boundary_window=16, sentence_ends=[END]),
-    "messages": ContentChunker(
-        64, boundary_window=8, sentence_ends=[END], separators=[(NEWLINE, NEWLINE), (6,)], message_starts=[START]
+    "separators": ContentChunker(
+        64, boundary_window=8, sentence_ends=[END], separators=[(NEWLINE, NEWLINE), (6,), (START, 7, NEWLINE)]
     ),
 }
 short_vocabulary = st.lists(st.integers(2, 8), max_size=250).map(lambda ids: np.array(ids, dtype=np.int64))
@@ -98,13 +98,6 @@ class TestBoundaries:
         tokens[[19, 30, 31]] = NEWLINE
         assert ContentChunker(64, separators=[(NEWLINE, NEWLINE)]).next_cut(tokens, 0) == 32
 
-    def test_a_message_is_cut_before(self) -> None:
-        tokens = text(200)
-        tokens[[0, 20]] = START
-        chunker = ContentChunker(64, message_starts=[START])
-        assert chunker.next_cut(tokens, 0) == 20
-        assert chunker.next_cut(tokens[:20], 0) is None
-
     @pytest.mark.parametrize(("at", "cut"), [(6, None), (7, 8)])
     def test_not_before_eight_tokens(self, at: int, cut: int | None) -> None:
         tokens = text(60)
@@ -129,7 +122,7 @@ class TestBoundaries:
         assert ContentChunker(64, boundary_window=10, sentence_ends=[END]).next_cut(tokens, 0) == expected
 
     def test_ids_behind_codes_are_looked_at_and_media_is_none(self) -> None:
-        chunker = ContentChunker(64, separators=[(0,), (NEWLINE, NEWLINE)], message_starts=[1])
+        chunker = ContentChunker(64, separators=[(0,), (NEWLINE, NEWLINE)])
         media = media_codes(b"an image", 30)
         assert chunker.next_cut(media, 0) is None
         rest = text(20)
@@ -161,8 +154,12 @@ class TestForTokenizer:
         ]
         tokens = np.array(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"])
         pieces = self.pieces(tokens)
-        assert len(pieces) == 4
-        assert all(piece.startswith("<|im_start|>") and piece.count("<|im_start|>") == 1 for piece in pieces)
+        assert [piece.split("<|im_end|>")[0] for piece in pieces[1:]] == [
+            "Anna lives in Oslo.",
+            "What does Tom have?",
+            "",
+        ]
+        assert all(piece.endswith(("<|im_start|>user\n", "<|im_start|>assistant\n")) for piece in pieces[:-1])
 
     def test_sentences(self) -> None:
         """A paragraph that is too long is cut at the ends of its sentences."""
@@ -190,7 +187,7 @@ class TestForTokenizer:
         ({"boundary_window": 128}, r"`boundary_window` must be from 0 to 127 tokens, .*, got 128\. Pass 0 "),
         ({"boundary_window": -1}, r"`boundary_window` must be from 0 to 127 tokens, .*, got -1\."),
         ({"sentence_ends": [-1]}, r"`sentence_ends` must hold token ids, ints from 0 on, got -1\."),
-        ({"message_starts": ["<s>"]}, r"`message_starts` must hold token ids, ints from 0 on, got '<s>'\."),
+        ({"separators": [("<s>",)]}, r"`separators` must hold token ids, ints from 0 on, got '<s>'\."),
         ({"separators": [()]}, r"`separators` must hold sequences of one id or more, got an empty one\."),
         ({"separators": [(1, None)]}, r"`separators` must hold token ids, ints from 0 on, got None\."),
     ],

@@ -75,6 +75,12 @@ class Repair:
         chosen[ranked[: max(0, math.ceil(slack * count) - int(chosen.sum()))]] = True
         return chosen
 
+    def needs_scores(self, row: BlendedRow, policy: ReusePolicy) -> bool:
+        """Whether more is to be computed again than is told by place, but for what rounding leaves at each seam."""
+        ratio = max(policy.recompute_ratio, policy.max_recompute_ratio or 0.0)
+        left = budget(row, ratio) - int(self.choose(row, policy).sum())
+        return self.measure is not Measure.NOTHING and left > len(row.seams)
+
 
 def budget(row: BlendedRow, ratio: float) -> int:
     """How many moved tokens a ratio stands for."""

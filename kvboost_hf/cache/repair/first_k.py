@@ -12,10 +12,10 @@ class FirstK(Repair):
         return first_after_seams(row, budget(row, policy.recompute_ratio))
 
 
-def first_after_seams(row: BlendedRow, count: int) -> Mask:
-    """`count` moved tokens or a few less, the same number after each seam as far as there are so many."""
+def first_after_seams(row: BlendedRow, count: int, most: int | None = None) -> Mask:
+    """`count` moved tokens or a few less, the same number after each seam, but not more than `most`."""
     best = row.around_seams(after=0)
-    low, high = 0, len(row.moved)
+    low, high = 0, len(row.moved) if most is None else most
     while low < high:  # the largest number after each seam that stays within the count
         middle = (low + high + 1) // 2
         found = row.around_seams(after=middle)
