@@ -44,6 +44,7 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:xdist tests/gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/reuse.py --device cuda --out $${OUT:-benchmarks/results}
 	PYTHONPATH=. $(PYTHON) benchmarks/kinds.py --device cuda --out $${OUT:-benchmarks/results}
+	PYTHONPATH=. $(PYTHON) benchmarks/repair.py ttft --device cuda --out $${OUT:-benchmarks/results}
 
 clean:
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .hypothesis demo.png

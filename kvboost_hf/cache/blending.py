@@ -168,4 +168,5 @@ class BlendingCache(HoldingCache):
         tally.ram += sum(piece.stop - piece.start for piece in pieces)
         tally.moved += int(moved.sum())
         tally.recomputed += int(moved.sum() - stale.sum())
-        self.store.record_use([piece.chunk for piece in pieces], missed=any(row.computed.any() for row in plan.rows))
+        missed = any(row.computed.any() for row in plan.rows)
+        self.store.record_use([piece.chunk for piece in pieces], missed=missed, moved=True)

@@ -122,9 +122,13 @@ class Shelf:
         with self._lock:
             return self._contents.setdefault(root, ContentIndex(self._lock))
 
-    def record_use(self, chunks: Sequence[StoredChunk], *, missed: bool, states: StoredStates | None = None) -> None:
-        """Count chunks and states that served a prompt, and whether a look-up failed after them."""
+    def record_use(
+        self, chunks: Sequence[StoredChunk], *, missed: bool, states: StoredStates | None = None, moved: bool = False
+    ) -> None:
+        """Count what served a prompt, whether any of it was moved, and whether a look-up failed after it."""
         with self._lock:
+            self._order.next_prompt()
+            self._order.by_content |= moved
             self._counts["hits"] += len(chunks)
             self._counts["misses"] += missed
             for key in [chunk.prefix_key for chunk in chunks] + ([states.key] if states is not None else []):
@@ -411,7 +415,9 @@ class Shelf:
 
     def _insert(self, chunk: StoredChunk, *, above: bytes | None, pinned: bool) -> None:
         self._chunks[chunk.prefix_key] = chunk
-        self._order.add(chunk.prefix_key, above, pinned=pinned)
+        # Computed again behind something else it has another key, and is as popular as before.
+        name = content_only_key(chunk.root, 0, chunk.tokens)
+        self._order.add(chunk.prefix_key, above, name=name, pinned=pinned)
         index = self.moved_index(chunk.root)
         index.add(chunk)
         for other in index.variants(chunk.tokens):

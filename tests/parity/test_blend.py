@@ -41,7 +41,8 @@ def store_with_documents(model: PreTrainedModel) -> ChunkStore:
     cache = ChunkReuseCache(model, store)
     for i, document in enumerate(DOCUMENTS):
         other = random_ids(32 * (i + 1), seed=900 + i)
-        generate(model, as_inputs(torch.cat([other, document], dim=1)), cache, max_new_tokens=1)
+        ids = torch.cat([other, document], dim=1).to(model.device)
+        generate(model, as_inputs(ids), cache, max_new_tokens=1)
     cache.reset()
     return store
 

@@ -285,6 +285,58 @@ def test_order_of_eviction() -> None:
     assert [order.victim() for _ in range(5)] == [b"once", b"new", b"leaf of often", b"often", None]
 
 
+def test_uses_are_remembered_of_what_was_given_up() -> None:
+    order = EvictionOrder()
+    order.add(b"key", None, name=b"text")
+    for _ in range(5):
+        order.touch(b"key")
+    order.remove(b"key")
+    for i in range(40):
+        order.add(b"%d" % i, None)
+    order.add(b"another key", None, name=b"text")
+    order.add(b"last", None)
+    victims = [order.victim() for _ in range(30)]
+    assert b"another key" not in victims
+
+
+def test_the_popular_stay_and_new_ones_get_their_time() -> None:
+    """Documents by Zipf's law: better than the least recently used ones by far, near the most popular ones."""
+    rng = np.random.default_rng(0)
+    weights = 1 / np.arange(1, 101)
+    order, recent = EvictionOrder(), list[int]()
+    hits = {"ours": 0, "recent": 0, "popular": 0}
+    for step, drawn in enumerate(rng.choice(100, 6000, p=weights / weights.sum()).tolist()):
+        key = b"%d" % drawn
+        if step >= 2000:
+            hits["ours"] += key in order
+            hits["recent"] += drawn in recent
+            hits["popular"] += drawn < 30
+        order.next_prompt()
+        if key in order:
+            order.touch(key)
+        else:
+            order.add(key, None)
+            if len(order) > 30:
+                order.victim(keep=key)
+        recent = [drawn, *(other for other in recent if other != drawn)][:30]
+    assert hits["ours"] > 0.96 * hits["popular"] > 1.1 * hits["recent"], hits
+
+
+def test_ancestors_go_first_only_where_chunks_are_found_by_content() -> None:
+    for by_content in (False, True):
+        order = EvictionOrder()
+        order.by_content = by_content
+        order.add(b"unpopular", None)
+        order.add(b"popular", b"unpopular")
+        for _ in range(9):
+            order.next_prompt()
+            order.touch(b"popular")
+        order.add(b"pinned", None, pinned=True)
+        assert order.victim(keep=b"popular") is None  # its ancestor stays as long as it is kept
+        assert order.victim() == (b"unpopular" if by_content else b"popular")
+        assert order.is_leaf(b"popular" if by_content else b"unpopular")
+
+
 def test_what_was_popular_ages() -> None:
     order = EvictionOrder()
     order.add(b"popular", None)
@@ -292,6 +344,7 @@ def test_what_was_popular_ages() -> None:
         order.touch(b"popular")
     victims = []
     for i in range(20):
+        order.next_prompt()
         order.add(b"%d" % i, None)
         if len(order) > 3:
             victims.append(order.victim())
