@@ -23,6 +23,7 @@ from kvboost_hf.compat import (
     difference,
     input_device,
     key_rotation,
+    probe_reason,
     tolerance,
 )
 
@@ -53,6 +54,8 @@ def blend_reason(model: PreTrainedModel, measure: Measure) -> str | None:
 
 
 def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
+    if reason := probe_reason(model):
+        return reason
     rotation = key_rotation(model)
     if isinstance(rotation, str):
         return rotation

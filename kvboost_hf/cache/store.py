@@ -32,8 +32,8 @@ class ChunkStore(Shelf):
         model: The model whose K/V is stored. Held weakly.
         chunk_size: Tokens per chunk, a positive multiple of 16. With a `chunker`, that one's, or left out.
         chunker: Cuts prompts into chunks, such as a `ContentChunker`; None cuts at multiples of `chunk_size`.
-        max_bytes: Budget for all stored tensors, never exceeded. The least recently and least frequently used chunks
-            that nothing continues go first.
+        max_bytes: Budget for all stored tensors, never exceeded. The chunks that are asked for least often, of those
+            that nothing continues, go first.
         salt: Separates those who must not see each other's prompts, not even by timing.
 
     Raises:
