@@ -1,8 +1,8 @@
 """Which chunk to drop next: the one that is asked for least often, and leaves before what they continue.
 
 Pure bookkeeping, no tensors. Chunks form a forest: by its history a chunk is found only while all of its ancestors are
-stored, so that leaves go first. By its content it is found without them: where an ancestor is asked for far less often
-than any leaf, it goes, and those who continue it stay.
+stored, so that leaves go first. By its content it is found without them: an ancestor goes where all that continue it
+have been used without it since, and it is asked for less often than the leaves.
 
 How often a chunk is asked for is estimated as its uses by the time that it has been known for, as in hyperbolic
 caching (Blankstein, Sen and Freedman, USENIX ATC 2017, whose sampling this is, too): what has just come is given time
@@ -16,11 +16,11 @@ In simulation (200 documents by Zipf's law, room for a third; chats that take tu
 
 import random
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _HALF_LIFE = 16  # uses of each stored chunk, on average, after which a use counts half
 _SAMPLED = 64  # leaves among which the one to give up is chosen, and as many others
-_FAR_LESS = 0.5  # share of a leaf's uses that an ancestor must stay below to go before it
 _REMEMBERED = 65_536  # chunks given up whose uses are remembered
 
 
@@ -153,19 +153,25 @@ class EvictionOrder:
 
     def victim(self, *, keep: bytes | None = None) -> bytes | None:
         """Remove and return what to give up, or None where all is pinned, or `keep` or an ancestor of it."""
-        found = self._least(self._leaves, {keep})
+        found = self._least(self._leaves.sample(self._random, _SAMPLED), {keep})
         if found is None:  # what a pinned chunk continues is as good as pinned
             return None
         if self.by_content:
-            other = self._least(self._others, self._with_ancestors(keep))
-            if other is not None and self._standing(other)[0] < _FAR_LESS * self._standing(found)[0]:
+            others = filter(self._is_outlived, self._others.sample(self._random, _SAMPLED))
+            other = self._least(others, self._with_ancestors(keep))
+            if other is not None and self._standing(other) < self._standing(found):
                 found = other
         self.remove(found)
         return found
 
-    def _least(self, bag: _Bag, keep: set[bytes | None]) -> bytes | None:
-        sampled = bag.sample(self._random, _SAMPLED)
-        return min((key for key in sampled if key not in keep), key=self._standing, default=None)
+    def _least(self, keys: Iterable[bytes], keep: set[bytes | None]) -> bytes | None:
+        """The one that is asked for least often, but for those to keep."""
+        return min((key for key in keys if key not in keep), key=self._standing, default=None)
+
+    def _is_outlived(self, key: bytes) -> bool:
+        """Whether all that continue a chunk were used, by their content, since it was used itself."""
+        node = self._nodes[key]
+        return all(self._nodes[child].uses.last > node.uses.last for child in node.children)
 
     def _with_ancestors(self, key: bytes | None) -> set[bytes | None]:
         found: set[bytes | None] = set()
