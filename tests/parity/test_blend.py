@@ -114,6 +114,27 @@ def test_padded_rows_of_unequal_length(repair: str) -> None:
             assert_same(found, generate(model, left_pad(*rows)))
 
 
+@pytest.mark.parametrize("repair", ["first_k", "cacheblend", "query"])
+def test_a_row_of_which_nothing_is_stored(repair: str) -> None:
+    """Without padding, it has no column that is there before it is computed."""
+    model = make_model("llama")
+    inputs = as_inputs(torch.cat([prompt([2, 0, 3, 1]), random_ids(297, seed=8)]))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, 1.0))
+    found = generate(model, inputs, cache)
+    assert cache.report.moved_tokens == 256
+    assert_same(found, generate(model, inputs))
+
+
+@pytest.mark.parametrize("repair", ["first_k", "cacheblend", "query"])
+def test_a_row_that_begins_in_a_later_piece(repair: str) -> None:
+    model = make_model("llama")
+    inputs = left_pad(prompt([2, 0, 3, 1]), random_ids(40, seed=8))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, 1.0))
+    found = generate(model, inputs, cache, prefill_chunk_size=100)
+    assert cache.report.moved_tokens > 100
+    assert_same(found, generate(model, inputs))
+
+
 def test_rows_of_a_batch_get_what_they_would_get_alone() -> None:
     model = make_model("llama")
     first, second = prompt([2, 0, 3, 1]), prompt([1, 3, 2, 0], seed=7)
