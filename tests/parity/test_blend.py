@@ -287,6 +287,21 @@ def test_little_is_not_moved() -> None:
     assert cache.report.moved_tokens == 64
 
 
+@pytest.mark.parametrize(("repair", "saves"), [("none", 128), ("query", 128 - 2 * 20 - 2 * 10)])
+def test_what_is_saved_is_what_is_not_forwarded(repair: str, saves: int) -> None:
+    """The end of the prompt goes through twice for some repairs, in each row."""
+    model = make_model("llama")
+    inputs = as_inputs(torch.cat([prompt([2]), prompt([1], seed=7)]))
+    store = store_with_documents(model)
+    cache = ChunkReuseCache(model, store, blend(repair, min_prefill_saving=saves + 1))
+    generate(model, inputs, cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 0
+    assert "min_prefill_saving" in str(cache.report.moved_reason)
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, min_prefill_saving=saves))
+    generate(model, inputs, cache, max_new_tokens=1)
+    assert cache.report.forwarded_tokens == cache.report.prompt_tokens - saves
+
+
 def test_sinks_are_not_moved() -> None:
     model = make_model("llama")
     asked = torch.cat([DOCUMENTS[3], DOCUMENTS[1], random_ids(20)], dim=1)
