@@ -120,7 +120,7 @@ class BlendingCache(HoldingCache):
             columns = np.arange(plan.first_computed, plan.columns)[None].repeat(len(plan.rows), axis=0)
 
             def narrow(measured: Scores, step: int) -> Columns:
-                return self._choose(plan, repair, measured, measured >= 0, _SLACK[step])
+                return self._choose(plan, repair, measured, ~(measured < 0), _SLACK[step])
 
             narrowing = Narrowing(_MEASURED_LAYER, len(_SLACK), narrow)
         else:

@@ -1,8 +1,13 @@
 """Moved chunks: everything repaired is plain generate(); a part repaired costs a part; nothing moved is told why."""
 
+import gc
+import math
+import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -11,7 +16,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.cache.blend_probe import blend_reason
 from kvboost_hf.cache.layers import ReuseLayer
-from kvboost_hf.cache.repair import REPAIRS
+from kvboost_hf.cache.repair import REPAIRS, BlendedRow
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
 MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2"]
@@ -100,6 +105,17 @@ def test_deviation_costs_two_layers_and_then_a_part() -> None:
     assert report.layer_tokens == (297, 297, 41 + 51, 41 + 45, *(41 + 39,) * 4)
     assert report.forwarded_tokens == 137 < 0.5 * report.prompt_tokens
     assert report.moved_tokens == 256
+
+
+@pytest.mark.parametrize("slack", [1.0, 1.15, 1.3])
+def test_only_what_was_measured_goes_on(slack: float) -> None:
+    """However even the deviations of those are that an earlier layer has kept."""
+    moved = np.ones(100, dtype=bool)
+    scores = np.where(np.arange(100) < 40, 1.0, -1.0)
+    policy = blend("cacheblend", 0.1, max_recompute_ratio=1.0, min_coverage=0.95)
+    chosen = REPAIRS["cacheblend"].choose(BlendedRow(~moved, moved, (0,)), policy, scores, slack)
+    assert not chosen[40:].any()
+    assert chosen.sum() == min(40, math.ceil(slack * 38))
 
 
 @pytest.mark.parametrize("repair", ["none", "selective", "cacheblend", "query"])
