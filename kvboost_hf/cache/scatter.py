@@ -115,6 +115,8 @@ class ScatterPass:
             "attention_mask": self.mask(None, 0, ids.device),
         }
 
+    # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put keys and values [batch, heads, m, dim] in place; returns those of all columns."""
         layer = self._layers[idx]
@@ -230,7 +232,8 @@ class ScatterCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Cache.update`."""
         assert self.running is not None
-        return self.running.update(layer_idx, key_states, value_states)
+        keys, values = self.running.update(layer_idx, key_states, value_states)
+        return keys, values
 
 
 def attention_kind(model: PreTrainedModel) -> str:

@@ -80,6 +80,7 @@ class AttentionProbe(TorchFunctionMode):
             self._add(found)
         return found
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as `ScatterPass.update`
     def _add(self, weights: torch.Tensor) -> None:
         """Add [batch, heads, queries, keys]; keys may be followed by an attention sink."""
         first = self._pass.first_column
