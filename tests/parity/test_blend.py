@@ -366,3 +366,33 @@ def test_an_error_in_the_middle_leaves_the_cache_usable() -> None:
     assert cache.report.moved_tokens == 256
     assert_same(found, expected)
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)  # type: ignore[union-attr, operator]
+
+
+def test_a_failed_forward_leaves_nothing_on_the_model() -> None:
+    model = make_model("llama")
+    assert blend_reason(model, REPAIRS["selective"].measure) is None
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("selective"))
+    with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
+        generate(model, as_inputs(prompt([2, 0, 3, 1])), cache)
+    pickle.dumps(model)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)  # type: ignore[union-attr, operator]
+
+
+def test_another_cache_may_end_its_forward_at_any_time() -> None:
+    """torch reads which hooks a layer has, and before it calls each, with what."""
+    model = make_model("llama")
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    plain = generate(model, inputs)
+    other = ChunkReuseCache(model, store_with_documents(model), blend("selective"))
+    assert blend_reason(model, REPAIRS["selective"].measure) is None
+    with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
+        generate(model, inputs, other)
+    layer: Any = model.model.layers[1]  # type: ignore[union-attr, operator, index]
+    assert len(layer._forward_pre_hooks) == 1
+    layer.register_forward_pre_hook(lambda module, args: other.reset(), prepend=True)
+    assert_same(generate(model, inputs), plain)
+    assert len(layer._forward_pre_hooks) == 1
