@@ -165,7 +165,6 @@ class BlendingCache(HoldingCache):
         tally = self._tally
         before = tally.layers or (0,) * len(layers)
         tally.layers = tuple(a + b for a, b in zip(before, layers, strict=True))
-        tally.forwarded += math.ceil(sum(layers) / len(layers))
         pieces = [piece for row in plan.placed for piece in row]
         tally.ram += sum(piece.stop - piece.start for piece in pieces)
         tally.moved += int(moved.sum())

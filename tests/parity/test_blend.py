@@ -270,6 +270,21 @@ def test_a_prompt_in_pieces_finds_moved_chunks() -> None:
     assert found.sequences.tolist() == generate(model, inputs).sequences.tolist()
 
 
+def test_pieces_without_moved_chunks_count_too() -> None:
+    model = make_model("llama")
+    assert blend_reason(model, REPAIRS["first_k"].measure) is None
+    inputs = as_inputs(prompt([2, 0, 3, 1], tail=150))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend())
+    with counted(model) as work:
+        generate(model, inputs, cache, prefill_chunk_size=100, max_new_tokens=1)
+    report = cache.report
+    assert report.moved_tokens > 100
+    assert report.forwarded_tokens == work.tokens
+    assert report.layer_tokens == (work.tokens,) * 2
+    assert report.moved_reason is None
+    assert "Nothing was moved" not in report.explain()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     model = make_model("llama").to(dtype)
