@@ -224,6 +224,26 @@ def test_a_blended_cache_stays_so_in_later_turns() -> None:
     assert exact.report.exact_tokens <= 21
 
 
+def test_what_is_before_the_moved_chunks_can_be_gone_on_from() -> None:
+    """Where a blended prompt was cut says nothing of the one that takes its place."""
+    model = make_model("llama")
+    store = store_with_documents(model)
+    start = random_ids(21)
+    other = torch.cat([start, random_ids(100, seed=7)], dim=1)
+    generate(model, as_inputs(other), ChunkReuseCache(model, store), max_new_tokens=1)
+    cache = ChunkReuseCache(model, store, blend("none"))
+    generate(model, as_inputs(torch.cat([start, DOCUMENTS[1], random_ids(20)], dim=1)), cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 64
+    found = generate(model, as_inputs(other), cache)
+    assert cache.report.exact_tokens == 96
+    assert_same(found, generate(model, as_inputs(other)))
+    third = torch.cat([start, random_ids(100, seed=8)], dim=1)
+    generate(model, as_inputs(third), cache, max_new_tokens=1)
+    exact = ChunkReuseCache(model, store)
+    generate(model, as_inputs(third), exact, max_new_tokens=1)
+    assert exact.report.exact_tokens == 96
+
+
 def test_new_documents_of_a_blended_pass_are_found_later() -> None:
     model = make_model("llama")
     store = store_with_documents(model)
