@@ -207,6 +207,25 @@ def test_nothing_of_a_blended_pass_is_found_by_its_history() -> None:
     assert exact.report.exact_tokens <= 21  # what is before the first moved chunk
 
 
+def test_what_is_behind_moved_chunks_never_continues_exact_ones() -> None:
+    """Not even where somebody else has stored the same tokens, cut at the same places."""
+    model = make_model("llama")
+    store = ChunkStore(model, chunk_size=16)
+    moved = random_ids(16, seed=1)
+    generate(model, as_inputs(torch.cat([random_ids(32, seed=2), moved], dim=1)), ChunkReuseCache(model, store))
+    cache = ChunkReuseCache(model, store, blend("none"))
+    asked = torch.cat([random_ids(16, seed=3), moved, random_ids(20, seed=4)], dim=1)
+    generate(model, as_inputs(asked), cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 16
+    exact = ChunkReuseCache(model, store)
+    generate(model, as_inputs(asked), exact, max_new_tokens=1)
+    longer = torch.cat([asked, random_ids(40, seed=5)], dim=1)
+    generate(model, as_inputs(longer), cache, max_new_tokens=1)
+    exact.reset()
+    assert_same(generate(model, as_inputs(longer), exact), generate(model, as_inputs(longer)))
+    assert exact.report.exact_tokens == 48
+
+
 def test_a_blended_cache_stays_so_in_later_turns() -> None:
     model = make_model("llama")
     store = store_with_documents(model)
