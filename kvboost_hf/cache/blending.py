@@ -24,7 +24,7 @@ from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.plan import ReusePlan
 from kvboost_hf.cache.repair import REPAIRS, Mask, Measure, Repair, Scores
 from kvboost_hf.cache.scatter import Columns, Narrowing, ScatterPass
-from kvboost_hf.cache.scout import attention_of_the_end
+from kvboost_hf.cache.scout import attention_of_the_end, num_queries
 from kvboost_hf.compat import key_rotation
 
 _MEASURED_LAYER = 1  # values of layer 0 depend on nothing but the token
@@ -59,7 +59,7 @@ class BlendingCache(HoldingCache):
             self._tally.moved_reason = "no stored chunk has the same tokens as a part of it"
             return None
         repair = REPAIRS[self.policy.repair]
-        if self._saving(plan, exact, repair, len(self._layers)) < self.policy.min_prefill_saving:
+        if max(0.0, self._saving(plan, exact, repair, len(self._layers))) < self.policy.min_prefill_saving:
             self._tally.moved_reason = "moving would save fewer tokens than `min_prefill_saving`"
             return None
         for row, (row_plan, pad) in enumerate(zip(exact.rows, pads, strict=True)):
@@ -90,6 +90,8 @@ class BlendingCache(HoldingCache):
         if repair.measure is Measure.DEVIATION:
             whole = min(_MEASURED_LAYER + 1, layers)
             computed += (columns - plan.first_computed - computed) * whole / layers
+        elif repair.measure is Measure.ATTENTION:
+            computed += num_queries(plan)
         return without - batch * computed
 
     def _run_blended(
@@ -118,7 +120,7 @@ class BlendingCache(HoldingCache):
             columns = np.arange(plan.first_computed, plan.columns)[None].repeat(len(plan.rows), axis=0)
 
             def narrow(measured: Scores, step: int) -> Columns:
-                return self._choose(plan, repair, measured, measured >= 0, _SLACK[step])
+                return self._choose(plan, repair, measured, ~(measured < 0), _SLACK[step])
 
             narrowing = Narrowing(_MEASURED_LAYER, len(_SLACK), narrow)
         else:
@@ -163,7 +165,6 @@ class BlendingCache(HoldingCache):
         tally = self._tally
         before = tally.layers or (0,) * len(layers)
         tally.layers = tuple(a + b for a, b in zip(before, layers, strict=True))
-        tally.forwarded += math.ceil(sum(layers) / len(layers))
         pieces = [piece for row in plan.placed for piece in row]
         tally.ram += sum(piece.stop - piece.start for piece in pieces)
         tally.moved += int(moved.sum())

@@ -50,8 +50,10 @@ class Ledger:
     def rewind(self, length: int) -> None:
         """Forget columns from `length` on."""
         self.log.crop(length)
-        self.blended = self.blended.crop(length) if self.blended is not None else None
-        for pad, borders in zip(self.log.pads, self.borders, strict=True):
+        before, self.blended = self.blended, self.blended.crop(length) if self.blended is not None else None
+        for row, (pad, borders) in enumerate(zip(self.log.pads, self.borders, strict=True)):
+            if _is_tainted(before, row) and not _is_tainted(self.blended, row):
+                del borders[1:]  # its pieces do not end where chunks do
             while borders[-1].at > max(0, self.log.length - pad):
                 borders.pop()
 
@@ -245,6 +247,10 @@ class Ledger:
         nbytes = sum(layer.state_bytes() for layer in layers)
         with torch.inference_mode(False), torch.no_grad():
             return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
+
+
+def _is_tainted(blended: Blended | None, row: int) -> bool:
+    return blended is not None and blended.is_tainted(row)
 
 
 def copier(row: int, start: int, stop: int, layers: Sequence[ReuseLayer]) -> tuple[int, Callable[[], LayerKV] | None]:

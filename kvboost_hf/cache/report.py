@@ -1,5 +1,6 @@
 """What was reused for a prompt, what was not, and why."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -122,8 +123,8 @@ class Tally:
     ram: int = 0  # from the store, moved ones included
     moved: int = 0
     recomputed: int = 0
-    forwarded: int = 0
-    layers: tuple[int, ...] = ()
+    forwarded: int = 0  # in forwards without moved tokens
+    layers: tuple[int, ...] = ()  # through each layer, in those with moved tokens
     bypass: str | None = None
     moved_reason: str | None = None
     misses: list[MissReport] = field(default_factory=list)
@@ -137,11 +138,11 @@ class Tally:
             exact_tokens=self.live + self.ram - self.moved,
             moved_tokens=self.moved,
             recomputed_tokens=self.recomputed,
-            forwarded_tokens=self.forwarded,
-            layer_tokens=self.layers,
+            forwarded_tokens=self.forwarded + math.ceil(sum(self.layers) / max(1, len(self.layers))),
+            layer_tokens=tuple(self.forwarded + tokens for tokens in self.layers),
             tier_tokens={"live": self.live, "ram": self.ram},
             bypass_reason=self.bypass,
-            moved_reason=self.moved_reason,
+            moved_reason=self.moved_reason if not self.moved else None,  # it may be that of a part of the prompt
             misses=tuple(self.misses),
             audit_tokens=self.audit_tokens,
             audit_divergence=self.audit_divergence,

@@ -123,8 +123,9 @@ class ChunkReuseCache(ServingCache):
                 "cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
             )
         if self._running is not None and self._running.scatter is not None:
-            return self._running.scatter.update(layer_idx, key_states, value_states)
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            keys, values = self._running.scatter.update(layer_idx, key_states, value_states)
+        else:
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
     def reset(self) -> None:

@@ -9,6 +9,7 @@ the right one in its place: a token attends to every column at or before its own
 those inside it. Where tokens are chosen by what an early layer shows, the same hooks narrow what goes on.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -84,21 +86,17 @@ class ScatterPass:
         self._scores: NDArray[np.float64] | None = None
         self._steps = 0  # how often it was narrowed
         self._measuring = False
-        self._handles = [
+        handles = [
             module.register_forward_pre_hook(_LayerHook(self, idx).before, with_kwargs=True)
             for idx, module in enumerate(decoder_layers(model))
         ]
+        # By hand, or with the cache of a forward that failed: the layers must not keep it alive.
+        self.close = weakref.finalize(self, _remove, handles)
 
     @property
     def first_column(self) -> int:
         """The first column that the current layer holds."""
         return self._layers[self.current].first
-
-    def close(self) -> None:
-        """Take the hooks off the layers."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def arguments(self, ids: torch.Tensor, first: int) -> dict[str, Any]:
         """What to give to the model.
@@ -115,6 +113,8 @@ class ScatterPass:
             "attention_mask": self.mask(None, 0, ids.device),
         }
 
+    # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put keys and values [batch, heads, m, dim] in place; returns those of all columns."""
         layer = self._layers[idx]
@@ -209,15 +209,28 @@ class ScatterPass:
 
 
 class _LayerHook:
-    """What a layer calls: holds the pass, and is told apart from hooks that change what is computed."""
+    """What a layer calls: leads to the pass, and is told apart from hooks that change what is computed."""
 
     leaves_kv_alone = True
 
-    def __init__(self, running: ScatterPass, idx: int) -> None:
-        self._pass, self._idx = running, idx
+    def __init__(self, running: ScatterPass | None, idx: int) -> None:
+        self._pass = weakref.ref(running) if running is not None else lambda: None
+        self._idx = idx
 
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return self._pass.before_layer(self._idx, module, args, kwargs)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as `ScatterPass.update`
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        running = self._pass()
+        if running is None or kwargs is None:  # torch leaves them out when another thread has just removed the hook
+            return None
+        return running.before_layer(self._idx, module, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _LayerHook, (None, self._idx)  # the layers of a copied model are not those of the pass
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class ScatterCache(Cache):
@@ -230,7 +243,8 @@ class ScatterCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Cache.update`."""
         assert self.running is not None
-        return self.running.update(layer_idx, key_states, value_states)
+        keys, values = self.running.update(layer_idx, key_states, value_states)
+        return keys, values
 
 
 def attention_kind(model: PreTrainedModel) -> str:

@@ -36,8 +36,7 @@ def attention_of_the_end(
         Per row, how much attention each column gets from them [batch, columns], the mean over layers and heads; and
         the tokens that went through each layer.
     """
-    ends = [plan.columns - 1 - int(np.flatnonzero(~row.computed)[-1]) for row in plan.rows]
-    queries = min(_MAX_QUERIES, *ends)
+    queries = num_queries(plan)
     columns = np.arange(plan.columns - queries, plan.columns)[None].repeat(len(plan.rows), axis=0)
     present = plan.present
     present[:, -queries:] = True
@@ -50,6 +49,12 @@ def attention_of_the_end(
     finally:
         cache.running.close()
     return probe.scores, cache.running.layer_tokens
+
+
+def num_queries(plan: BlendPlan) -> int:
+    """How many tokens look: the last ones, which are computed in every row that has begun."""
+    ends = [int(row.computed[::-1].cumprod().sum()) for row in plan.rows]
+    return min(_MAX_QUERIES, *(end for end in ends if end > 0))  # a row without an end is all padding so far
 
 
 class AttentionProbe(TorchFunctionMode):
@@ -75,6 +80,7 @@ class AttentionProbe(TorchFunctionMode):
             self._add(found)
         return found
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as `ScatterPass.update`
     def _add(self, weights: torch.Tensor) -> None:
         """Add [batch, heads, queries, keys]; keys may be followed by an attention sink."""
         first = self._pass.first_column

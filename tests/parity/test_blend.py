@@ -1,8 +1,13 @@
 """Moved chunks: everything repaired is plain generate(); a part repaired costs a part; nothing moved is told why."""
 
+import gc
+import math
+import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -11,7 +16,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.cache.blend_probe import blend_reason
 from kvboost_hf.cache.layers import ReuseLayer
-from kvboost_hf.cache.repair import REPAIRS
+from kvboost_hf.cache.repair import REPAIRS, BlendedRow
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
 MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2"]
@@ -115,6 +120,17 @@ def test_deviation_costs_two_layers_and_then_a_part() -> None:
     assert report.moved_tokens == 256
 
 
+@pytest.mark.parametrize("slack", [1.0, 1.15, 1.3])
+def test_only_what_was_measured_goes_on(slack: float) -> None:
+    """However even the deviations of those are that an earlier layer has kept."""
+    moved = np.ones(100, dtype=bool)
+    scores = np.where(np.arange(100) < 40, 1.0, -1.0)
+    policy = blend("cacheblend", 0.1, max_recompute_ratio=1.0, min_coverage=0.95)
+    chosen = REPAIRS["cacheblend"].choose(BlendedRow(~moved, moved, (0,)), policy, scores, slack)
+    assert not chosen[40:].any()
+    assert chosen.sum() == min(40, math.ceil(slack * 38))
+
+
 @pytest.mark.parametrize("repair", ["none", "selective", "cacheblend", "query"])
 def test_padded_rows_of_unequal_length(repair: str) -> None:
     model = make_model("mistral")
@@ -125,6 +141,27 @@ def test_padded_rows_of_unequal_length(repair: str) -> None:
         assert cache.report.moved_tokens == 256 + 128 if repair != "cacheblend" else True
         if ratio == 1.0 and repair in ("cacheblend", "query"):
             assert_same(found, generate(model, left_pad(*rows)))
+
+
+@pytest.mark.parametrize("repair", ["first_k", "cacheblend", "query"])
+def test_a_row_of_which_nothing_is_stored(repair: str) -> None:
+    """Without padding, it has no column that is there before it is computed."""
+    model = make_model("llama")
+    inputs = as_inputs(torch.cat([prompt([2, 0, 3, 1]), random_ids(297, seed=8)]))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, 1.0))
+    found = generate(model, inputs, cache)
+    assert cache.report.moved_tokens == 256
+    assert_same(found, generate(model, inputs))
+
+
+@pytest.mark.parametrize("repair", ["first_k", "cacheblend", "query"])
+def test_a_row_that_begins_in_a_later_piece(repair: str) -> None:
+    model = make_model("llama")
+    inputs = left_pad(prompt([2, 0, 3, 1]), random_ids(40, seed=8))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, 1.0))
+    found = generate(model, inputs, cache, prefill_chunk_size=100)
+    assert cache.report.moved_tokens > 100
+    assert_same(found, generate(model, inputs))
 
 
 def test_rows_of_a_batch_get_what_they_would_get_alone() -> None:
@@ -183,6 +220,25 @@ def test_nothing_of_a_blended_pass_is_found_by_its_history() -> None:
     assert exact.report.exact_tokens <= 21  # what is before the first moved chunk
 
 
+def test_what_is_behind_moved_chunks_never_continues_exact_ones() -> None:
+    """Not even where somebody else has stored the same tokens, cut at the same places."""
+    model = make_model("llama")
+    store = ChunkStore(model, chunk_size=16)
+    moved = random_ids(16, seed=1)
+    generate(model, as_inputs(torch.cat([random_ids(32, seed=2), moved], dim=1)), ChunkReuseCache(model, store))
+    cache = ChunkReuseCache(model, store, blend("none"))
+    asked = torch.cat([random_ids(16, seed=3), moved, random_ids(20, seed=4)], dim=1)
+    generate(model, as_inputs(asked), cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 16
+    exact = ChunkReuseCache(model, store)
+    generate(model, as_inputs(asked), exact, max_new_tokens=1)
+    longer = torch.cat([asked, random_ids(40, seed=5)], dim=1)
+    generate(model, as_inputs(longer), cache, max_new_tokens=1)
+    exact.reset()
+    assert_same(generate(model, as_inputs(longer), exact), generate(model, as_inputs(longer)))
+    assert exact.report.exact_tokens == 48
+
+
 def test_a_blended_cache_stays_so_in_later_turns() -> None:
     model = make_model("llama")
     store = store_with_documents(model)
@@ -198,6 +254,26 @@ def test_a_blended_cache_stays_so_in_later_turns() -> None:
     exact = ChunkReuseCache(model, store)
     assert_same(generate(model, as_inputs(second), exact), generate(model, as_inputs(second)))
     assert exact.report.exact_tokens <= 21
+
+
+def test_what_is_before_the_moved_chunks_can_be_gone_on_from() -> None:
+    """Where a blended prompt was cut says nothing of the one that takes its place."""
+    model = make_model("llama")
+    store = store_with_documents(model)
+    start = random_ids(21)
+    other = torch.cat([start, random_ids(100, seed=7)], dim=1)
+    generate(model, as_inputs(other), ChunkReuseCache(model, store), max_new_tokens=1)
+    cache = ChunkReuseCache(model, store, blend("none"))
+    generate(model, as_inputs(torch.cat([start, DOCUMENTS[1], random_ids(20)], dim=1)), cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 64
+    found = generate(model, as_inputs(other), cache)
+    assert cache.report.exact_tokens == 96
+    assert_same(found, generate(model, as_inputs(other)))
+    third = torch.cat([start, random_ids(100, seed=8)], dim=1)
+    generate(model, as_inputs(third), cache, max_new_tokens=1)
+    exact = ChunkReuseCache(model, store)
+    generate(model, as_inputs(third), exact, max_new_tokens=1)
+    assert exact.report.exact_tokens == 96
 
 
 def test_new_documents_of_a_blended_pass_are_found_later() -> None:
@@ -246,6 +322,21 @@ def test_a_prompt_in_pieces_finds_moved_chunks() -> None:
     assert found.sequences.tolist() == generate(model, inputs).sequences.tolist()
 
 
+def test_pieces_without_moved_chunks_count_too() -> None:
+    model = make_model("llama")
+    assert blend_reason(model, REPAIRS["first_k"].measure) is None
+    inputs = as_inputs(prompt([2, 0, 3, 1], tail=150))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend())
+    with counted(model) as work:
+        generate(model, inputs, cache, prefill_chunk_size=100, max_new_tokens=1)
+    report = cache.report
+    assert report.moved_tokens > 100
+    assert report.forwarded_tokens == work.tokens
+    assert report.layer_tokens == (work.tokens,) * 2
+    assert report.moved_reason is None
+    assert "Nothing was moved" not in report.explain()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     model = make_model("llama").to(dtype)
@@ -277,6 +368,21 @@ def test_little_is_not_moved() -> None:
     cache = ChunkReuseCache(model, store_with_documents(model), blend("none", min_prefill_saving=64))
     generate(model, inputs, cache)
     assert cache.report.moved_tokens == 64
+
+
+@pytest.mark.parametrize(("repair", "saves"), [("none", 128), ("query", 128 - 2 * 20 - 2 * 10)])
+def test_what_is_saved_is_what_is_not_forwarded(repair: str, saves: int) -> None:
+    """The end of the prompt goes through twice for some repairs, in each row."""
+    model = make_model("llama")
+    inputs = as_inputs(torch.cat([prompt([2]), prompt([1], seed=7)]))
+    store = store_with_documents(model)
+    cache = ChunkReuseCache(model, store, blend(repair, min_prefill_saving=saves + 1))
+    generate(model, inputs, cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 0
+    assert "min_prefill_saving" in str(cache.report.moved_reason)
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, min_prefill_saving=saves))
+    generate(model, inputs, cache, max_new_tokens=1)
+    assert cache.report.forwarded_tokens == cache.report.prompt_tokens - saves
 
 
 def test_sinks_are_not_moved() -> None:
@@ -327,3 +433,33 @@ def test_an_error_in_the_middle_leaves_the_cache_usable() -> None:
     assert cache.report.moved_tokens == 256
     assert_same(found, expected)
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)  # type: ignore[union-attr, operator]
+
+
+def test_a_failed_forward_leaves_nothing_on_the_model() -> None:
+    model = make_model("llama")
+    assert blend_reason(model, REPAIRS["selective"].measure) is None
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("selective"))
+    with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
+        generate(model, as_inputs(prompt([2, 0, 3, 1])), cache)
+    pickle.dumps(model)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)  # type: ignore[union-attr, operator]
+
+
+def test_another_cache_may_end_its_forward_at_any_time() -> None:
+    """torch reads which hooks a layer has, and before it calls each, with what."""
+    model = make_model("llama")
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    plain = generate(model, inputs)
+    other = ChunkReuseCache(model, store_with_documents(model), blend("selective"))
+    assert blend_reason(model, REPAIRS["selective"].measure) is None
+    with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
+        generate(model, inputs, other)
+    layer: Any = model.model.layers[1]  # type: ignore[union-attr, operator, index]
+    assert len(layer._forward_pre_hooks) == 1
+    layer.register_forward_pre_hook(lambda module, args: other.reset(), prepend=True)
+    assert_same(generate(model, inputs), plain)
+    assert len(layer._forward_pre_hooks) == 1

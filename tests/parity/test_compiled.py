@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests.conftest import as_inputs, make_model, random_ids
 
 BASE = random_ids(100, seed=1)
@@ -64,6 +64,25 @@ def test_reuse(llama: PreTrainedModel, way: str) -> None:
         assert torch.equal(found, plain)
         assert cache.report.bypass_reason is None
         assert cache.report.reused_tokens == reused
+
+
+def test_moved_chunks(llama: PreTrainedModel) -> None:
+    """Compiled after the model was found to do well with them."""
+    document = random_ids(64, seed=2)
+    inputs = as_inputs(torch.cat([random_ids(21, seed=3), document, random_ids(20, seed=4)], dim=1))
+    policy = ReusePolicy(mode="blend", recompute_ratio=0.5, min_prefill_saving=0, sink_tokens=0)
+    generate: Any = llama.generate
+    found = []
+    for compiled in (False, True):
+        if compiled:
+            assign_forward(llama)
+        store = ChunkStore(llama, chunk_size=32)
+        store.warm(document)
+        cache = ChunkReuseCache(llama, store, policy)
+        kwargs = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+        found.append(generate(**inputs, past_key_values=cache, **kwargs).logits[0])
+        assert (cache.report.moved_tokens, cache.report.recomputed_tokens) == (64, 32), cache.report.moved_reason
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -58,7 +58,8 @@ class Repair:
         Args:
             row: The row.
             policy: Sets how many.
-            scores: [columns], of what `measure` says; tokens of high scores first. None before it is measured.
+            scores: [columns], of what `measure` says; tokens of high scores first, those below zero never. None before
+                it is measured.
             slack: Factor of the number: more are kept while they can still be measured again.
 
         Returns:
@@ -67,7 +68,7 @@ class Repair:
         chosen = self.by_place(row, policy) | row.around_seams(before=policy.overlap_k)
         if scores is None:
             return chosen
-        ranked = np.flatnonzero(row.moved & ~chosen)
+        ranked = np.flatnonzero(row.moved & ~chosen & ~(scores < 0))
         ranked = ranked[np.argsort(-scores[ranked], kind="stable")]
         scores = np.maximum(scores, 0.0)
         total = scores[row.moved].sum()
