@@ -82,17 +82,23 @@ class BlendingCache(HoldingCache):
         ahead = sum((exact.filled - column) * len(rows) for column, rows in exact.cold_groups.items())
         without = ahead + batch * (columns - exact.filled)
         chosen = [int((row.computed | repair.choose(row, self.policy)).sum()) for row in plan.rows]
-        if repair.measure is not Measure.NOTHING:
+        measures = self._measures(plan, repair)
+        if measures is not Measure.NOTHING:
             moved = [math.ceil(self.policy.recompute_ratio * int(row.moved.sum())) for row in plan.rows]
             at_least = [int(row.computed.sum()) + more for row, more in zip(plan.rows, moved, strict=True)]
             chosen = [max(pair) for pair in zip(chosen, at_least, strict=True)]
         computed = float(max(chosen))
-        if repair.measure is Measure.DEVIATION:
+        if measures is Measure.DEVIATION:
             whole = min(_MEASURED_LAYER + 1, layers)
             computed += (columns - plan.first_computed - computed) * whole / layers
-        elif repair.measure is Measure.ATTENTION:
+        elif measures is Measure.ATTENTION:
             computed += num_queries(plan)
         return without - batch * computed
+
+    def _measures(self, plan: BlendPlan, repair: Repair) -> Measure:
+        """What has to be measured for a prompt: nothing, where places tell all."""
+        needed = any(repair.needs_scores(row, self.policy) for row in plan.rows)
+        return repair.measure if needed or repair.measure is Measure.DEVIATION else Measure.NOTHING
 
     def _run_blended(
         self,
@@ -111,7 +117,7 @@ class BlendingCache(HoldingCache):
         place(self._layers, plan, rotation)
         looked = [0] * len(self._layers)
         scores: Scores | None = None
-        if repair.measure is Measure.ATTENTION and any(repair.needs_scores(row, self.policy) for row in plan.rows):
+        if self._measures(plan, repair) is Measure.ATTENTION:
             scores, looked = attention_of_the_end(model, self._layers, plan, inputs.input_ids, first)
         may_compute = np.zeros((len(plan.rows), plan.columns), dtype=bool)
         may_compute[:, first:] = True

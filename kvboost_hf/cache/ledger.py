@@ -121,6 +121,8 @@ class Ledger:
 
     def store_tail(self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False) -> Put:
         """Offer the tokens after a row's last border as a short chunk."""
+        if self.blended is not None and self.blended.is_tainted(row):
+            self.store_row(row, layers, store, pinned=pinned)  # moved chunks are no part of the tail
         border = self.borders[row][-1]
         tail = self.log.row(row)[border.at :]
         if len(tail) < HEAD_TOKENS:

@@ -376,11 +376,11 @@ def test_what_is_saved_is_what_is_not_forwarded(repair: str, saves: int) -> None
     model = make_model("llama")
     inputs = as_inputs(torch.cat([prompt([2]), prompt([1], seed=7)]))
     store = store_with_documents(model)
-    cache = ChunkReuseCache(model, store, blend(repair, min_prefill_saving=saves + 1))
+    cache = ChunkReuseCache(model, store, blend(repair, min_prefill_saving=saves + 1, seam_tokens=4))
     generate(model, inputs, cache, max_new_tokens=1)
     assert cache.report.moved_tokens == 0
     assert "min_prefill_saving" in str(cache.report.moved_reason)
-    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, min_prefill_saving=saves))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, min_prefill_saving=saves, seam_tokens=4))
     generate(model, inputs, cache, max_new_tokens=1)
     assert cache.report.forwarded_tokens == cache.report.prompt_tokens - saves
 

@@ -82,16 +82,23 @@ def test_in_float64_it_is_what_the_formula_says(case: tuple[KeyRotation, torch.T
 @given(layouts(), SHIFTS)
 @settings(max_examples=20)
 def test_into_a_place_stacked_or_cut_it_is_the_same(case: tuple[KeyRotation, torch.Tensor], shift: int) -> None:
+    """But for how products and sums are joined, which differs with the layout: both are within the bound."""
     rotation, keys = case
+    layer = rotation.layers[0]
+    assert layer is not None
     expected = rotation.rotate(0, keys, shift)
+
+    def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+        return off(layer, found, wanted.double(), 2 * rotated_bound(keys.dtype)) <= 1
+
     buffer = torch.full((keys.shape[0], 9, keys.shape[2]), torch.nan, dtype=keys.dtype)
     found = rotation.rotate(0, keys, shift, out=buffer[:, 2:7])
     assert found.data_ptr() == buffer[:, 2:7].data_ptr()
-    assert torch.equal(buffer[:, 2:7], expected)
+    assert same(buffer[:, 2:7], expected)
     assert buffer[:, :2].isnan().all()
     block = torch.stack([keys, torch.zeros_like(keys), keys, torch.zeros_like(keys)])  # as a chunk keeps its layers
-    assert torch.equal(rotation.rotate(0, block[::2], shift), torch.stack([expected, expected]))
-    assert torch.equal(rotation.rotate(0, keys[:, 1:3], shift), expected[:, 1:3])
+    assert same(rotation.rotate(0, block[::2], shift), torch.stack([expected, expected]))
+    assert same(rotation.rotate(0, keys[:, 1:3], shift), expected[:, 1:3])
 
 
 def test_large_blocks_are_cut_and_are_the_same() -> None:
