@@ -77,6 +77,7 @@ class ScatterPass:
         self._cache, self._layers, self._narrowing = cache, layers, narrowing
         self._pads = np.asarray(pads)
         self._length = max(layer.length or 0 for layer in layers)
+        self._sources = _sources(model, layers)
         self._present = present
         self._mask_dtype = None if attention_kind(model) == "sdpa" else model.dtype
         self._masks: dict[tuple[int | None, int, torch.device], torch.Tensor] = {}
@@ -172,7 +173,11 @@ class ScatterPass:
             rows = _places(self._all, self.columns)
             del kwargs["attention_mask"]
             rest, kwargs = (_take(given, rows, self._all.shape[1]) for given in (rest, kwargs))
-        layer = self._layers[idx]
+        source = self._sources[idx]
+        if source != idx:  # update() will not be called
+            self.current = source
+            self._count(idx)
+        layer = self._layers[source]
         window = layer.sliding_window if isinstance(layer, SlidingLayer) else None
         kwargs["attention_mask"] = self.mask(window, layer.first, hidden.device)
         return (hidden, *rest), kwargs
@@ -244,6 +249,19 @@ def _places(columns: Columns, chosen: Columns) -> torch.Tensor:
     return torch.from_numpy(
         np.stack([np.searchsorted(have, want) for have, want in zip(columns, chosen, strict=True)])
     )
+def _sources(model: PreTrainedModel, layers: Sequence[ReuseLayer]) -> list[int]:
+    """For each layer, the one whose keys and values it attends to: one without any shares those of the last one before
+    it that has some, and is of its kind.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or [None] * len(layers)
+    found: list[int] = []
+    for idx, layer in enumerate(layers):
+        before = [j for j in range(idx) if isinstance(layers[j], GrowingLayer) and kinds[j] == kinds[idx]]
+        found.append(before[-1] if before and not isinstance(layer, GrowingLayer) else idx)
+    return found
+
+
 
 
 def _take(value: Any, rows: torch.Tensor, width: int) -> Any:
