@@ -60,6 +60,8 @@ def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
         return f"its attention ({attention_kind(model)}) takes no mask of its own for each token; use sdpa or eager"
     if len(decoder_layers(model)) != len(make_layers(model)):
         return "its decoder layers cannot be told apart"
+    if measure is Measure.DEVIATION and len(rotation.layers) < 2:
+        return "it has no second layer to be measured"
     try:
         return _probe(model, rotation, measure)
     except torch.OutOfMemoryError:
@@ -91,7 +93,9 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
     if measure is Measure.ATTENTION:
         attention_of_the_end(model, layers, plan, ids, 0)
     chosen = np.flatnonzero(~moved)[None]
-    narrowing = Narrowing(1, 1, lambda scores, step: chosen) if measure is Measure.DEVIATION else None
+    narrowing: Narrowing | None = None
+    if measure is Measure.DEVIATION:
+        narrowing = Narrowing(1, 1, lambda scores, step: chosen, 1 - rotation.rotated(1))
     columns = np.arange(_TOKENS)[None] if narrowing is not None else chosen
     cache = ScatterCache(layers=[layer.native for layer in layers])
     cache.running = ScatterPass(model, cache, layers, columns, (0,), narrowing=narrowing)

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.layers import GrowingLayer, ReuseLayer
+from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.windows import SlidingLayer
 from kvboost_hf.compat import decoder_layers
 
@@ -36,11 +36,13 @@ class Narrowing:
         steps: How many layers are measured.
         choose: Called with the deviations [batch, columns], below zero where none was measured, and the number of the
             step; returns the columns to go on with, a part of those so far.
+        tensor: What is compared with what is stored: values, or keys where those tell no positions.
     """
 
     first: int
     steps: int
     choose: Callable[[NDArray[np.float64], int], Columns]
+    tensor: int = 1
 
 
 class _Measured(Exception):
@@ -75,9 +77,9 @@ class ScatterPass:
         self.layer_tokens = [0] * len(layers)  # that went through each layer, padding left out
         self.current = 0  # the layer that has asked for its keys and values last
         self._cache, self._layers, self._narrowing = cache, layers, narrowing
+        self._sources = _sources(model, layers)
         self._pads = np.asarray(pads)
         self._length = max(layer.length or 0 for layer in layers)
-        self._sources = _sources(model, layers)
         self._present = present
         self._mask_dtype = None if attention_kind(model) == "sdpa" else model.dtype
         self._masks: dict[tuple[int | None, int, torch.device], torch.Tensor] = {}
@@ -123,7 +125,7 @@ class ScatterPass:
         self.current = idx
         at = self._columns_on(values.device)
         if self._measuring or self._measures(idx):
-            self._scores = self._deviation(layer, at, values)
+            self._scores = self._deviation(layer, at, (keys, values))
         found = layer.scatter(at, keys, values)
         if self._measuring:
             raise _Measured
@@ -179,7 +181,8 @@ class ScatterPass:
             self._count(idx)
         layer = self._layers[source]
         window = layer.sliding_window if isinstance(layer, SlidingLayer) else None
-        kwargs["attention_mask"] = self.mask(window, layer.first, hidden.device)
+        # Layers without K/V of their own may be shown only those of the last tokens whose logits are wanted.
+        kwargs["attention_mask"] = self.mask(window, layer.first, hidden.device)[:, :, -hidden.shape[-2] :]
         return (hidden, *rest), kwargs
 
     def _count(self, idx: int) -> None:
@@ -199,10 +202,12 @@ class ScatterPass:
         self.columns, self._masks, self._at = chosen, {}, {}
         return taken
 
-    def _deviation(self, layer: GrowingLayer, at: torch.Tensor, values: torch.Tensor) -> NDArray[np.float64]:
-        """How far values are from those in the layer, as [batch, columns]."""
-        stored = layer.gather_values(at)
-        off = (values.float() - stored.float()).square().sum(dim=(1, 3)).double().cpu().numpy()
+    def _deviation(self, layer: GrowingLayer, at: torch.Tensor, new: Piece) -> NDArray[np.float64]:
+        """How far keys or values are from those in the layer, as [batch, columns]."""
+        assert self._narrowing is not None
+        tensor = self._narrowing.tensor
+        stored = layer.gather(tensor, at)
+        off = (new[tensor].float() - stored.float()).square().sum(dim=(1, 3)).double().cpu().numpy()
         scores = np.full((len(off), self._length), -1.0)
         np.put_along_axis(scores, self.columns, off, axis=1)
         return scores
@@ -244,11 +249,6 @@ def attention_kind(model: PreTrainedModel) -> str:
     return str(config._attn_implementation)
 
 
-def _places(columns: Columns, chosen: Columns) -> torch.Tensor:
-    """Where `chosen` ones are among `columns`, both [batch, …]."""
-    return torch.from_numpy(
-        np.stack([np.searchsorted(have, want) for have, want in zip(columns, chosen, strict=True)])
-    )
 def _sources(model: PreTrainedModel, layers: Sequence[ReuseLayer]) -> list[int]:
     """For each layer, the one whose keys and values it attends to: one without any shares those of the last one before
     it that has some, and is of its kind.
@@ -262,6 +262,11 @@ def _sources(model: PreTrainedModel, layers: Sequence[ReuseLayer]) -> list[int]:
     return found
 
 
+def _places(columns: Columns, chosen: Columns) -> torch.Tensor:
+    """Where `chosen` ones are among `columns`, both [batch, …]."""
+    return torch.from_numpy(
+        np.stack([np.searchsorted(have, want) for have, want in zip(columns, chosen, strict=True)])
+    )
 
 
 def _take(value: Any, rows: torch.Tensor, width: int) -> Any:
