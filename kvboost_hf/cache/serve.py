@@ -293,11 +293,11 @@ class ServingCache(BlendingCache):
         tokens that costs more than reusing a tenth of them saves. In pieces, little is hidden. On a CPU only: what it
         would do elsewhere is not measured.
         """
-        if not plan.filled or self._regime or self._static is not None or inputs.input_ids.device.type != "cpu":
+        if not plan.filled or any(plan.pads) or self._regime or self._static is not None:
+            return []  # padding needs a mask in any case
+        if inputs.input_ids.device.type != "cpu" or attention_kind(model) != "sdpa":
             return []
-        return (
-            list(range(plan.filled + _PIECE, limit - _PIECE // 2, _PIECE)) if attention_kind(model) == "sdpa" else []
-        )
+        return list(range(plan.filled + _PIECE, limit - _PIECE // 2, _PIECE))
 
     def _run_to_cuts(
         self,
