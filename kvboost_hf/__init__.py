@@ -5,7 +5,7 @@ from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.compat import CompatibilityReport, check_model_compatibility
+from kvboost_hf.compatibility import CompatibilityReport, check_model_compatibility
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import (
     CacheModelMismatchError,

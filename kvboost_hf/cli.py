@@ -14,7 +14,7 @@ from kvboost_hf import __version__
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.compat import check_model_compatibility
+from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import verify_correctness

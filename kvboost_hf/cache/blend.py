@@ -177,8 +177,11 @@ def _put_piece(
     """Write zeros into `gap` columns and a piece into those that follow; `new` are [heads, columns, dim]."""
     stored = readers[piece.chunk.prefix_key].layer(idx)
     assert stored is not None
-    keys, values = (part.narrow(1, piece.offset, piece.stop - piece.start) for part in stored)
-    for part in new:
+    rotated = rotation.rotated(idx)
+    for tensor, (part, kept) in enumerate(zip(new, stored, strict=True)):
         part[:, :gap].zero_()
-    rotation.rotate(idx, keys, piece.shift, out=new[0][:, gap:])
-    new[1][:, gap:].copy_(values)
+        served, out = kept.narrow(1, piece.offset, piece.stop - piece.start), part[:, gap:]
+        if tensor == rotated:
+            rotation.rotate(idx, served, piece.shift, out=out)
+        else:
+            out.copy_(served)

@@ -63,6 +63,8 @@ def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
         return f"its attention ({attention_kind(model)}) takes no mask of its own for each token; use sdpa or eager"
     if len(decoder_layers(model)) != len(make_layers(model)):
         return "its decoder layers cannot be told apart"
+    if measure is Measure.DEVIATION and len(rotation.layers) < 2:
+        return "it has no second layer to be measured"
     try:
         return _probe(model, rotation, measure)
     except torch.OutOfMemoryError:
@@ -94,7 +96,9 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
     if measure is Measure.ATTENTION:
         attention_of_the_end(model, layers, plan, ids, 0)
     chosen = np.flatnonzero(~moved)[None]
-    narrowing = Narrowing(1, 1, lambda scores, step: chosen) if measure is Measure.DEVIATION else None
+    narrowing: Narrowing | None = None
+    if measure is Measure.DEVIATION:
+        narrowing = Narrowing(1, 1, lambda scores, step: chosen, 1 - rotation.rotated(1))
     columns = np.arange(_TOKENS)[None] if narrowing is not None else chosen
     cache = ScatterCache(layers=[layer.native for layer in layers])
     cache.running = ScatterPass(model, cache, layers, columns, (0,), narrowing=narrowing)
@@ -102,7 +106,7 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
         found = _last_logits(model, cache, **cache.running.arguments(ids, 0))
     finally:
         cache.running.close()
-    if set(cache.running.layer_tokens[2:]) - {len(chosen[0])}:
+    if any(tokens > len(chosen[0]) for tokens in cache.running.layer_tokens[2:]):
         return "its layers do not take a part of their tokens"
     off = difference(found, plain)
     if not off <= tolerance(model.dtype):

@@ -128,7 +128,7 @@ class BlendingCache(HoldingCache):
             def narrow(measured: Scores, step: int) -> Columns:
                 return self._choose(plan, repair, measured, ~(measured < 0), _SLACK[step])
 
-            narrowing = Narrowing(_MEASURED_LAYER, len(_SLACK), narrow)
+            narrowing = Narrowing(_MEASURED_LAYER, len(_SLACK), narrow, 1 - rotation.rotated(_MEASURED_LAYER))
         else:
             columns = self._choose(plan, repair, scores, may_compute, 1.0)
         cache = self

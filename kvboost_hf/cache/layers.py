@@ -381,10 +381,10 @@ class GrowingLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  
             self._tensors[1].scatter(columns, value_states)
         return self._tensors[0].view(), self._tensors[1].view()
 
-    def gather_values(self, columns: torch.Tensor) -> torch.Tensor:
-        """The values [batch, num_kv_heads, m, head_dim] of `columns` [batch, m]."""
-        held = self._tensors[1].view()
-        at = (columns - self._tensors[1].first)[:, None, :, None]
+    def gather(self, tensor: int, columns: torch.Tensor) -> torch.Tensor:
+        """The keys (0) or values (1), [batch, num_kv_heads, m, head_dim], of `columns` [batch, m]."""
+        held = self._tensors[tensor].view()
+        at = (columns - self._tensors[tensor].first)[:, None, :, None]
         return held.gather(2, at.expand(-1, held.shape[1], -1, held.shape[3]))
 
     @property

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.layers import GrowingLayer, ReuseLayer
+from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.windows import SlidingLayer
 from kvboost_hf.compat import decoder_layers
 
@@ -38,11 +38,13 @@ class Narrowing:
         steps: How many layers are measured.
         choose: Called with the deviations [batch, columns], below zero where none was measured, and the number of the
             step; returns the columns to go on with, a part of those so far.
+        tensor: What is compared with what is stored: values, or keys where those tell no positions.
     """
 
     first: int
     steps: int
     choose: Callable[[NDArray[np.float64], int], Columns]
+    tensor: int = 1
 
 
 class _Measured(Exception):
@@ -77,6 +79,7 @@ class ScatterPass:
         self.layer_tokens = [0] * len(layers)  # that went through each layer, padding left out
         self.current = 0  # the layer that has asked for its keys and values last
         self._cache, self._layers, self._narrowing = cache, layers, narrowing
+        self._sources = _sources(model, layers)
         self._pads = np.asarray(pads)
         self._length = max(layer.length or 0 for layer in layers)
         self._present = present
@@ -122,7 +125,7 @@ class ScatterPass:
         self.current = idx
         at = self._columns_on(values.device)
         if self._measuring or self._measures(idx):
-            self._scores = self._deviation(layer, at, values)
+            self._scores = self._deviation(layer, at, (keys, values))
         found = layer.scatter(at, keys, values)
         if self._measuring:
             raise _Measured
@@ -172,9 +175,14 @@ class ScatterPass:
             rows = _places(self._all, self.columns)
             del kwargs["attention_mask"]
             rest, kwargs = (_take(given, rows, self._all.shape[1]) for given in (rest, kwargs))
-        layer = self._layers[idx]
+        source = self._sources[idx]
+        if source != idx:  # update() will not be called
+            self.current = source
+            self._count(idx)
+        layer = self._layers[source]
         window = layer.sliding_window if isinstance(layer, SlidingLayer) else None
-        kwargs["attention_mask"] = self.mask(window, layer.first, hidden.device)
+        # Layers without K/V of their own may be shown only those of the last tokens whose logits are wanted.
+        kwargs["attention_mask"] = self.mask(window, layer.first, hidden.device)[:, :, -hidden.shape[-2] :]
         return (hidden, *rest), kwargs
 
     def _count(self, idx: int) -> None:
@@ -194,10 +202,12 @@ class ScatterPass:
         self.columns, self._masks, self._at = chosen, {}, {}
         return taken
 
-    def _deviation(self, layer: GrowingLayer, at: torch.Tensor, values: torch.Tensor) -> NDArray[np.float64]:
-        """How far values are from those in the layer, as [batch, columns]."""
-        stored = layer.gather_values(at)
-        off = (values.float() - stored.float()).square().sum(dim=(1, 3)).double().cpu().numpy()
+    def _deviation(self, layer: GrowingLayer, at: torch.Tensor, new: Piece) -> NDArray[np.float64]:
+        """How far keys or values are from those in the layer, as [batch, columns]."""
+        assert self._narrowing is not None
+        tensor = self._narrowing.tensor
+        stored = layer.gather(tensor, at)
+        off = (new[tensor].float() - stored.float()).square().sum(dim=(1, 3)).double().cpu().numpy()
         scores = np.full((len(off), self._length), -1.0)
         np.put_along_axis(scores, self.columns, off, axis=1)
         return scores
@@ -251,6 +261,19 @@ def attention_kind(model: PreTrainedModel) -> str:
     """The attention implementation of the decoder, as transformers names it."""
     config: Any = model.config.get_text_config(decoder=True)
     return str(config._attn_implementation)
+
+
+def _sources(model: PreTrainedModel, layers: Sequence[ReuseLayer]) -> list[int]:
+    """For each layer, the one whose keys and values it attends to: one without any shares those of the last one before
+    it that has some, and is of its kind.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or [None] * len(layers)
+    found: list[int] = []
+    for idx, layer in enumerate(layers):
+        before = [j for j in range(idx) if isinstance(layers[j], GrowingLayer) and kinds[j] == kinds[idx]]
+        found.append(before[-1] if before and not isinstance(layer, GrowingLayer) else idx)
+    return found
 
 
 def _places(columns: Columns, chosen: Columns) -> torch.Tensor:

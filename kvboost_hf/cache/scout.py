@@ -73,10 +73,12 @@ class AttentionProbe(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            self._add(_weights(*args, **kwargs))
-        elif func is F.softmax and found.ndim == 4:
+            weights, found = _attend(*args, **kwargs)
+            self._add(weights)
+            return found
+        found = func(*args, **kwargs)
+        if func is F.softmax and found.ndim == 4:
             self._add(found)
         return found
 
@@ -90,7 +92,7 @@ class AttentionProbe(TorchFunctionMode):
         self._sum[:, first:] += got.to(self._sum.device)
 
 
-def _weights(
+def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -99,13 +101,15 @@ def _weights(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
-    """The weights of `F.scaled_dot_product_attention`, [batch, heads, queries, keys] in float32."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of `F.scaled_dot_product_attention`, [batch, heads, queries, keys] in float32, and its result."""
     if key.shape[1] != query.shape[1]:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query.float() @ key.float().transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return scores.softmax(dim=-1)
+    weights = scores.softmax(dim=-1)
+    return weights, (weights @ value.float()).to(query.dtype)

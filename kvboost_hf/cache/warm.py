@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.blend_probe import blend_reason
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.ledger import offer_content
+from kvboost_hf.cache.repair import Measure
 from kvboost_hf.cache.report import ReuseReport, Tally
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore, Put
-from kvboost_hf.compat import cache_argument, input_device, known_reason, moving_reason, probe_reason, rope_regime
+from kvboost_hf.compat import cache_argument, input_device, known_reason, probe_reason, rope_regime
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError
 
@@ -62,7 +64,7 @@ def warm_documents(
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
     policy = _exact(policy)
-    if reason := known_reason(model) or probe_reason(model) or moving_reason(model, None):
+    if reason := known_reason(model) or probe_reason(model) or blend_reason(model, Measure.NOTHING):
         raise ValueError(
             f"`documents` need a model whose K/V can be moved, but {reason}. Warm what prompts start with: "
             "store.warm(text_or_ids)."

@@ -10,6 +10,7 @@ from kvboost_hf.compat.models import (
     has_own_cache,
     input_device,
     require_cache,
+    require_reusable_model,
 )
 from kvboost_hf.compat.probes import (
     difference,
@@ -19,33 +20,29 @@ from kvboost_hf.compat.probes import (
     steps_reason,
     tolerance,
 )
-from kvboost_hf.compat.report import CompatibilityReport, check_model_compatibility, known_architectures, moving_reason
 from kvboost_hf.compat.rope import frequencies_vary, rope_regime
 from kvboost_hf.compat.rotary import key_rotation
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation
 
 __all__ = [
     "SERVED_LAYERS",
-    "CompatibilityReport",
     "KeptOnModel",
     "KeyRotation",
     "LayerRotation",
     "bytes_per_token",
     "cache_argument",
     "cache_layers",
-    "check_model_compatibility",
     "decoder_layers",
     "difference",
     "frequencies_vary",
     "has_own_cache",
     "input_device",
     "key_rotation",
-    "known_architectures",
     "known_reason",
-    "moving_reason",
     "padding_reason",
     "probe_reason",
     "require_cache",
+    "require_reusable_model",
     "rope_regime",
     "steps_reason",
     "tolerance",

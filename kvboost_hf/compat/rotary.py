@@ -85,21 +85,47 @@ def _probe(model: PreTrainedModel) -> KeyRotation | str:
     cache = ProbeCache(config=model.config)
     probe_logits(model, ids, cache, position_ids=starts + torch.arange(_TOKENS, device=ids.device))
     frequencies = _frequencies(model)  # as the forward has left them: those that it has used
-    candidates: dict[int, list[LayerRotation]] = {}  # by head_dim; layers that rotate alike share one
+    candidates: dict[tuple[int, int], list[LayerRotation]] = {}  # by head_dim and tensor; shared by layers
     rotations: list[LayerRotation | None] = []
     layers: list[Any] = cache.layers
     for layer in layers:
         if layer.keys is None:
             rotations.append(None)
             continue
-        keys, values, head_dim = layer.keys.float().cpu(), layer.values.float().cpu(), layer.keys.shape[-1]
-        if head_dim not in candidates:
-            candidates[head_dim] = _rotations_of(frequencies, head_dim)
-        rotation = _rotation(keys, values, positions, candidates[head_dim], layer.keys.dtype, not any(rotations))
+        kept = layer.keys.float().cpu(), layer.values.float().cpu()
+        first_layer = not any(rotations)
+        tensor = _rotated_tensor(*kept, positions, layer.keys.dtype, first_layer)
+        key = kept[tensor].shape[-1], tensor
+        if key not in candidates:
+            candidates[key] = _rotations_of(frequencies, *key)
+        rotation = _rotation(kept[tensor], kept[1 - tensor], positions, candidates[key], layer.keys.dtype, first_layer)
         if isinstance(rotation, str):
             return rotation
         rotations.append(rotation)
     return KeyRotation(tuple(rotations)) if any(rotations) else "its positions are not rotary"
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """What a model's own rounding may change of a pair's size.
+
+    Models round cosines, sines, products and sums: less than 4 units, and twice that for kernels that differ by the
+    row. In float32 their angles count more.
+    """
+    return 4 * torch.finfo(dtype).eps + 2e-4
+
+
+def _noise(kept: torch.Tensor, positions: list[int]) -> torch.Tensor:
+    """How far the first token's are from those of the first row, for each row."""
+    return _off(kept, positions, None)[:, :, 0].amax((1, 2))
+
+
+def _rotated_tensor(
+    keys: torch.Tensor, values: torch.Tensor, positions: list[int], dtype: torch.dtype, first_layer: bool
+) -> int:
+    """1 if values change with positions, and keys do not: a part of the keys is kept as values then."""
+    limit = _rounding(dtype) if first_layer else tolerance(dtype)
+    changed = [int((_noise(kept, positions) > limit).sum()) for kept in (keys, values)]
+    return int(changed[1] > len(positions) - _MIN_ROWS >= changed[0])
 
 
 def _rotation(
@@ -116,22 +142,16 @@ def _rotation(
     experts that are chosen by a hair, let grow with the layers. Where its values changed, its keys may have, too.
 
     Args:
-        keys: [positions, heads, tokens, head_dim], float32.
-        values: Like the keys.
+        keys: [positions, heads, tokens, head_dim], float32, or what takes their place: see `_rotated_tensor`.
+        values: Likewise.
         positions: Of the first token of each row; the first row's is 0.
         candidates: What the model's frequencies allow.
         dtype: What they were computed in.
         first_layer: Whether there was no attention before.
     """
-    # Models round cosines, sines, products and sums: less than 4 units of rounding of a pair's size, and twice that
-    # for kernels that differ by the row. In float32 their angles count more.
-    bound = 4 * torch.finfo(dtype).eps + 2e-4
-    changed = _off(values, positions, None)
-    noise = changed[:, :, 0].amax((1, 2))
+    bound, noise = _rounding(dtype), _noise(values, positions)
     usable = noise <= (bound if first_layer else tolerance(dtype))
     if usable.sum() < _MIN_ROWS:
-        if float(_off(keys, positions, None).max()) <= bound:
-            return "its keys are kept compressed, and what is rotated of them is kept as values"
         return f"its values depend on positions, too (by {float(noise.max()):.2g} of their size)"
 
     def misfit(rotation: LayerRotation | None) -> float:
@@ -169,14 +189,14 @@ def _off(kept: torch.Tensor, positions: list[int], rotation: LayerRotation | Non
     return (kept - expected).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
-def _rotations_of(frequencies: list[torch.Tensor], head_dim: int) -> list[LayerRotation]:
+def _rotations_of(frequencies: list[torch.Tensor], head_dim: int, tensor: int) -> list[LayerRotation]:
     """All that could be made of some frequencies in a head: partial rotations are at its front, or at its end."""
     found = []
     for inv_freq in frequencies:
         offsets = sorted({0, head_dim - 2 * inv_freq.numel()})
         if offsets[0] == 0 and head_dim % 2 == 0:
             found += [
-                LayerRotation(sign * inv_freq, style, offset)
+                LayerRotation(sign * inv_freq, style, offset, tensor)
                 for sign, style, offset in product((1, -1), _STYLES[: inv_freq.numel()], offsets)
             ]
     return found

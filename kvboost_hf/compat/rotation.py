@@ -24,11 +24,14 @@ class LayerRotation:
         inv_freq: Radians per position, [pairs], float32, in host memory; negative where a model turns the other way.
         style: Which rotated dimensions are a pair: `"half"` for i and i + pairs, `"interleaved"` for 2i and 2i + 1.
         offset: The first rotated one of a head's dimensions; they are [offset, stop).
+        tensor: Which of the tensors that a cache keeps they are: 0 for its keys; 1 for its values, where models with
+            latent attention keep the rotated part of their keys, and keep the rest compressed as keys.
     """
 
     inv_freq: torch.Tensor
     style: Style
     offset: int
+    tensor: int = 0
 
     @property
     def stop(self) -> int:
@@ -64,14 +67,19 @@ class KeyRotation:
 
     layers: tuple[LayerRotation | None, ...]
 
+    def rotated(self, layer_idx: int) -> int:
+        """Which of a layer's tensors, keys and values, tells positions; the other one does not."""
+        layer = self.layers[layer_idx]
+        return layer.tensor if layer is not None else 0
+
     @torch.no_grad()
     def rotate(self, layer_idx: int, keys: torch.Tensor, shift: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Move keys by `shift` positions.
 
         Args:
             layer_idx: A layer of the cache.
-            keys: [..., tokens, head_dim] as the layer keeps them, on any device. Keys of layers that rotate alike may
-                be stacked: [layers, heads, tokens, head_dim].
+            keys: The layer's `rotated` tensor, [..., tokens, head_dim], on any device. Those of layers that rotate
+                alike may be stacked: [layers, heads, tokens, head_dim].
             shift: New positions minus old ones, the same for all tokens.
             out: Where to write: shaped like `keys`, and apart from them in memory.
 

@@ -4,10 +4,15 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from kvboost_hf.cache.blend_probe import blend_reason
+from kvboost_hf.cache.kinds import make_layers
+from kvboost_hf.cache.ledger import copier, offer_content
+from kvboost_hf.cache.repair import REPAIRS
 from kvboost_hf.compat import cache_argument, key_rotation
 from tests.conftest import as_inputs, counted, left_pad, random_ids
 
@@ -26,6 +31,8 @@ def text_ids(n: int, seed: int) -> torch.Tensor:
 
 PROMPT, NEXT, OTHER = text_ids(100, seed=1), text_ids(30, seed=2), text_ids(90, seed=3)
 LONGER = torch.cat([PROMPT, NEXT], dim=1)
+MOVED = text_ids(320, seed=6)  # more than a layer with a window keeps
+DOCUMENTS = [text_ids(48, seed=10 + i) for i in range(3)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +109,9 @@ def outcome_of(model: PreTrainedModel) -> Outcome:
     assert len(set(told)) == 1, f"repeated prompts are treated differently: {told}"
     if told[0] is None:
         check_moving(model)
+        if report.moved:
+            check_blending(model)
+            check_repairing(model)
         why = None if report.moved_reason is None else without_figures(report.moved_reason)
         return Outcome(outcome="exact", layers=layers, reason=None, moved=report.moved, moved_reason=why)
     return Outcome(outcome="bypassed", layers=layers, reason=without_figures(told[0]))
@@ -147,16 +157,75 @@ def check_moving(model: PreTrainedModel) -> None:
         if layer.keys is None:
             assert rotation.layers[idx] is None, f"layer {idx} has no keys, yet they rotate"
             continue
-        for found, expected in ((rotation.rotate(idx, layer.keys[0], shift), layer.keys[1]), layer.values):
+        kept = [layer.keys, layer.values]
+        rotated = kept.pop(rotation.rotated(idx))
+        for found, expected in ((rotation.rotate(idx, rotated[0], shift), rotated[1]), kept[0]):
             scale = expected.std()
             torch.testing.assert_close(found / scale, expected / scale, atol=MOVED_TOLERANCE, rtol=MOVED_TOLERANCE)
 
 
+def check_blending(model: PreTrainedModel) -> None:
+    """With K/V of the same tokens after the same history, 37 positions further on, nothing would need repair.
+
+    Two in three chunks are moved back. Whatever computes a part of the tokens must do that rightly then.
+    """
+    expected = generate(model, as_inputs(MOVED), max_new_tokens=2)
+    length, shift = MOVED.shape[1], 37
+    for name in ("none", "query", "cacheblend"):
+        store = ChunkStore(model, chunk_size=32)
+        layers = make_layers(model)
+        cache = Cache(layers=[layer.native for layer in layers])
+        positions = torch.arange(length)[None] + shift
+        with torch.no_grad():
+            model(input_ids=MOVED, position_ids=positions, **{cache_argument(model): cache}, use_cache=True)
+        tokens = np.concatenate([np.full(shift, 2), MOVED[0].numpy()])
+
+        def copies(start: int, stop: int, layers: Any = layers) -> Any:
+            return copier(0, start - shift, stop - shift, layers) if (start - shift) // 32 % 3 != 1 else (0, None)
+
+        offer_content(store, store.root(store.salt), tokens, shift, copies)
+        found, report, forwarded = blend(model, store, MOVED, name, recompute_ratio=0.2)
+        assert_same(f"moved as it was, repair={name}", expected, found)
+        if blend_reason(model, REPAIRS[name].measure) is not None:
+            assert report.moved_reason
+            continue
+        assert report.moved_tokens == 32 * 7 - 16, f"repair={name}: {report.moved_tokens} tokens moved"
+        if name == "none":
+            assert forwarded == length - report.moved_tokens, f"{forwarded} tokens forwarded"
+
+
+def check_repairing(model: PreTrainedModel) -> None:
+    """Documents stored behind other text, in another order: with everything computed again it is plain generate()."""
+    prompt = torch.cat([text_ids(21, seed=20), *(DOCUMENTS[i] for i in (2, 0, 1)), NEXT], dim=1)
+    store = ChunkStore(model, chunk_size=16)
+    cache = ChunkReuseCache(model, store)
+    for i, document in enumerate(DOCUMENTS):
+        text = torch.cat([text_ids(16 * i + 11, seed=30 + i), document], dim=1)
+        generate(model, as_inputs(text), max_new_tokens=1, **{cache_argument(model): cache})
+    cache.reset()
+    found, report, _ = blend(model, store, prompt, "first_k", recompute_ratio=1.0)
+    assert report.moved_tokens == report.recomputed_tokens > 64, f"{report.moved_tokens} tokens moved"
+    assert_same("all repaired", generate(model, as_inputs(prompt), max_new_tokens=2), found)
+
+
+def blend(
+    model: PreTrainedModel, store: ChunkStore, prompt: torch.Tensor, repair: Any, *, recompute_ratio: float
+) -> tuple[Any, Any, int]:
+    """What `generate()` gives with moved chunks, the report, and the tokens of the prompt that were computed."""
+    cache = ChunkReuseCache(
+        model,
+        store,
+        ReusePolicy(mode="blend", repair=repair, recompute_ratio=recompute_ratio, sink_tokens=0, min_prefill_saving=0),
+    )
+    with counted(model) as work:
+        found = generate(model, as_inputs(prompt), max_new_tokens=2, **{cache_argument(model): cache})
+    return found, cache.report, work.tokens - 1
+
+
 def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Any:
     """Greedy `generate()` with logits; plain, if no cache of ours is given."""
-    return model.generate(
-        **inputs, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True, **kwargs
-    )
+    kwargs = {"max_new_tokens": NEW, **kwargs}
+    return model.generate(**inputs, do_sample=False, output_logits=True, return_dict_in_generate=True, **kwargs)
 
 
 def takes_a_cache(model: PreTrainedModel, first: Any) -> bool:

@@ -60,8 +60,9 @@ padded batch.
 The column *moved* tells whether keys and values can also be used at other positions than those they were computed for:
 keys are rotated to their new positions then, as rotary embeddings would have done. How, is found out by running the
 model on a few tokens at several positions. Here it was compared with what the model computes for a text 300 positions
-further on, layer by layer. {moved} classes allow it. Where reuse is possible and moving is not, the last column says
-why.
+further on, layer by layer. Then prompts were answered over moved chunks: such as need no repair, with some of them
+computed again or none, and such as are computed again in full. The answers were those of plain `generate()`.
+{moved} classes allow it. Where reuse is possible and moving is not, the last column says why.
 
 What a model of yours gets is always found out from the model itself, not looked up here: `kvboost-hf check --model
 NAME` tells you.

@@ -19,7 +19,7 @@ from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.repair import REPAIRS, BlendedRow
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
-MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2"]
+MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2", "deepseek_v3"]
 DOCUMENTS = [random_ids(64, seed=100 + i) for i in range(4)]
 
 

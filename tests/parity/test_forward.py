@@ -29,6 +29,25 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @torch.no_grad()
+def test_the_rest_of_a_long_prompt_is_computed_in_pieces(llama: PreTrainedModel) -> None:
+    """Behind a few reused tokens, one forward over all others would be slower than one over the whole prompt."""
+    check_model_compatibility(llama)
+    known, other = random_ids(1600, seed=1), random_ids(1600, seed=2)
+    store = ChunkStore(llama, chunk_size=64)
+    with counted(llama) as work:
+        llama(known, past_key_values=ChunkReuseCache(llama, store), logits_to_keep=1)
+    assert (work.calls, work.tokens) == (1, 1600)
+    for reused, calls in ((64, 3), (640, 2), (1280, 1)):
+        prompt = torch.cat([known[:, :reused], other[:, reused:]], dim=1)
+        cache = ChunkReuseCache(llama, store)
+        with counted(llama) as work:
+            found = llama(prompt, past_key_values=cache, logits_to_keep=1).logits
+        assert (work.calls, work.tokens) == (calls, 1600 - reused)
+        assert cache.report.forwarded_tokens == work.tokens
+        torch.testing.assert_close(found, llama(prompt, logits_to_keep=1).logits, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
 def test_a_prompt_reuses_when_one_logit_is_enough(llama: PreTrainedModel, warm: ChunkStore) -> None:
     cache = ChunkReuseCache(llama, warm)
     with counted(llama) as work:

@@ -65,6 +65,13 @@ def test_layers_that_rotate_alike_share_one_object() -> None:
     assert not torch.allclose(first.inv_freq, second.inv_freq)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_latent_attention_keeps_rotated_keys_as_values(dtype: torch.dtype) -> None:
+    rotation = rotation_of(make_model("deepseek_v3").to(dtype))
+    assert [rotation.rotated(idx) for idx in range(2)] == [1, 1]
+    assert rotation_of(make_model("llama").to(dtype)).rotated(0) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -75,7 +82,7 @@ def test_layers_that_rotate_alike_share_one_object() -> None:
         ("mpt", "its forward takes no position_ids"),
         ("qwen2_vl-multimodal", "its positions have several dimensions"),
         ("llama4_text", "some of its layers attend within fixed stretches of positions"),
-        ("deepseek_v3", "its keys are kept compressed, and what is rotated of them is kept as values"),
+        ("hrm_text", "its decoder layers cannot be told apart"),
         ("hunyuan_v1_dense", "its keys change with positions by more than a rotation"),  # normalized after it
         ("mamba2", "only keys and values can be moved, and it keeps something else (LinearAttentionLayer)"),
         ("deepseek_v32", "only keys and values can be moved, and it keeps something else (DynamicIndexedLayer)"),

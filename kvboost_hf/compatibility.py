@@ -8,9 +8,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat.models import decoder_layers, require_reusable_model
-from kvboost_hf.compat.probes import known_reason, probe_reason, steps_reason
-from kvboost_hf.compat.rotary import key_rotation
+from kvboost_hf.cache.blend_probe import blend_reason
+from kvboost_hf.cache.repair import Measure
+from kvboost_hf.compat import decoder_layers, known_reason, probe_reason, require_reusable_model, steps_reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class CompatibilityReport:
         tested: Whether the tests of this library run an architecture of this class.
         exact: Whether stored K/V can be reused for the same tokens after the same history.
         reason: Why not, or None.
-        moved: Whether K/V could be moved: rotated to other positions, and repaired. Where rotary frequencies depend on
-            the length, within the original length only.
+        moved: Whether K/V can be moved: rotated to other positions, and repaired by what `ReusePolicy` repairs with if
+            it is not told to measure. Where rotary frequencies depend on the length, within the original length only.
         moved_reason: Why not, or None.
         streaming: Whether its decoder layers can be told apart, to be loaded one after the other.
         streaming_reason: Why not, or None.
@@ -103,15 +103,12 @@ def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> Co
 @cache
 def known_architectures() -> frozenset[str]:
     """Class names of the models that the tests run."""
-    return frozenset(json.loads((Path(__file__).parents[1] / "architectures.json").read_text(encoding="utf-8")))
+    return frozenset(json.loads((Path(__file__).parent / "architectures.json").read_text(encoding="utf-8")))
 
 
 def moving_reason(model: PreTrainedModel, exact_reason: str | None) -> str | None:
-    """Why K/V of the model cannot be rotated to other positions, or None."""
-    if exact_reason is not None:
-        return "nothing of it can be reused"
-    found = key_rotation(model)
-    return found if isinstance(found, str) else None
+    """Why K/V of the model cannot be used at other positions, or None."""
+    return "nothing of it can be reused" if exact_reason is not None else blend_reason(model, Measure.NOTHING)
 
 
 def streaming_reason(model: PreTrainedModel) -> str | None:
