@@ -1,10 +1,12 @@
 """One forward over what no stored chunk serves, and over what moved chunks need computed again.
 
-plan      what moved chunks can serve                       blend.py, pure
-place     stored K/V into the layers, keys rotated          blend.py
-look      where the end of the prompt attends to            scout.py, for repairs that ask
-choose    what to compute again                             repair/, pure
-scatter   the caller's forward over the chosen columns      scatter.py
+What happens before it, and in it:
+
+    plan      what moved chunks can serve                       blend.py, pure
+    place     stored K/V into the layers, keys rotated          blend.py
+    look      where the end of the prompt attends to            scout.py, for repairs that ask
+    choose    what to compute again                             repair/, pure
+    scatter   the caller's forward over the chosen columns      scatter.py
 """
 
 import math
@@ -47,7 +49,7 @@ class BlendingCache(HoldingCache):
         media: bool,
     ) -> Kwargs | None:
         """The arguments of a forward with moved chunks, which is then under way; None where there is to be none."""
-        if self.policy.mode != "blend" or inputs.computes_all:
+        if self.policy.mode != "blend" or inputs.computes_all or exact.filled >= ids.shape[1] - inputs.logits:
             return None
         self._tally.moved_reason = self._not_blended(model, media=media)
         if self._tally.moved_reason is not None:
@@ -131,8 +133,7 @@ class BlendingCache(HoldingCache):
             narrowing = Narrowing(_MEASURED_LAYER, len(_SLACK), narrow, 1 - rotation.rotated(_MEASURED_LAYER))
         else:
             columns = self._choose(plan, repair, scores, may_compute, 1.0)
-        cache = self
-        scatter = ScatterPass(model, cache, self._layers, columns, plan.pads, narrowing=narrowing)
+        scatter = ScatterPass(model, self, self._layers, columns, plan.pads, narrowing=narrowing)
         self._running = Running(
             plan.held,
             plan.columns,
