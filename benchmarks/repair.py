@@ -42,7 +42,7 @@ from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.demo.run import timed_generate
 from kvboost_hf.demo.workloads import encode
 
-NUM_DOCUMENTS, NUM_WORDS = 6, 512  # of ttft
+NUM_DOCUMENTS, NUM_WORDS, NUM_LAYERS = 6, 512, (8, 16)  # of ttft
 MAX_NEW_TOKENS = 12
 POLICIES: dict[str, ReusePolicy] = {
     "exact": ReusePolicy(),
@@ -56,9 +56,13 @@ POLICIES: dict[str, ReusePolicy] = {
 
 
 def measure_ttft(device: str, rounds: int) -> Result:
-    """Milliseconds and forwarded tokens, by way to use what is stored."""
+    """Milliseconds and forwarded tokens, by way to use what is stored, for models of some depths."""
+    return {"by_layers": {layers: _measure_ttft(device, rounds, layers) for layers in NUM_LAYERS}}
+
+
+def _measure_ttft(device: str, rounds: int, layers: int) -> Result:
     _, tokenizer = load_embedded()
-    model = make_model(device, vocab_size=len(tokenizer), num_key_value_heads=4)
+    model = make_model(device, vocab_size=len(tokenizer), num_key_value_heads=4, num_hidden_layers=layers)
     documents = make_documents(random.Random(0), NUM_DOCUMENTS, num_words=NUM_WORDS)
     facts = [fact for document in documents for fact in document.facts]
     chunker = ContentChunker.for_tokenizer(tokenizer)
@@ -82,7 +86,7 @@ def measure_ttft(device: str, rounds: int) -> Result:
     arms: dict[str, Callable[[int], float]] = {"plain": lambda n: ttft(model, prompts[n])}
     arms |= {name: lambda n, name=name: reused(name, n) for name in POLICIES}
     found = medians(in_turn(arms, rounds))
-    print(f"ttft: {rounded(found)}", flush=True)
+    print(f"ttft, {layers} layers: {rounded(found)}", flush=True)
     return {
         "prompt_tokens": len(prompts[0]),
         "ms": found,
@@ -100,10 +104,14 @@ def measure_ttft(device: str, rounds: int) -> Result:
 
 
 def ttft_markdown(result: Result) -> list[str]:
+    return [line for layers, found in result["by_layers"].items() for line in _ttft_table(layers, found)]
+
+
+def _ttft_table(layers: int, result: Result) -> list[str]:
     plain = result["ms"]["plain"]
     lines = [
-        f"Random Llama, 8 layers of 512, 4 key-value heads, float32; {NUM_DOCUMENTS} documents of {NUM_WORDS} tokens, "
-        f"{result['prompt_tokens']} tokens in all, documents seen in another order; repairs at their defaults.",
+        f"Random Llama, {layers} layers of 512, 4 key-value heads, float32; {NUM_DOCUMENTS} documents of {NUM_WORDS} "
+        f"tokens, {result['prompt_tokens']} tokens in all, documents seen in another order; repairs at their defaults.",
         "",
         "| | TTFT | speed-up | forwarded (mean over layers) | moved | recomputed |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -114,7 +122,7 @@ def ttft_markdown(result: Result) -> list[str]:
         f"| {plain / result['ms'][name]:.2f}x | {row['forwarded']} | {row['moved']} | {row['recomputed']} |"
         for name, row in result["last_round"].items()
     ]
-    return lines
+    return [*lines, ""]
 
 
 def measure_peer(device: str, num_cases: int, num_documents: int, python: str) -> Result:

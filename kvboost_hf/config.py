@@ -47,7 +47,7 @@ class ReusePolicy:
     """
 
     mode: ReuseMode = "exact"
-    repair: Repair = "query"
+    repair: Repair = "cacheblend"
     recompute_ratio: float = 0.15
     max_recompute_ratio: float | None = None
     min_coverage: float = 0.9

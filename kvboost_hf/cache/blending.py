@@ -125,7 +125,9 @@ class BlendingCache(HoldingCache):
         may_compute[:, first:] = True
         narrowing: Narrowing | None = None
         if repair.measure is Measure.DEVIATION:
-            columns = np.arange(plan.first_computed, plan.columns)[None].repeat(len(plan.rows), axis=0)
+            # A few exact columns more, if that makes it a whole prompt, save more than they cost: it needs no mask.
+            start = plan.first_computed if plan.first_computed > plan.columns // 16 or first else 0
+            columns = np.arange(start, plan.columns)[None].repeat(len(plan.rows), axis=0)
 
             def narrow(measured: Scores, step: int) -> Columns:
                 return self._choose(plan, repair, measured, ~(measured < 0), _SLACK[step])

@@ -113,7 +113,8 @@ class ScatterPass:
         return {
             "input_ids": ids.gather(1, at - first),
             "position_ids": positions,
-            "attention_mask": self.mask(None, 0, ids.device),
+            # Models pass a 4-D mask on as it is; the hooks give each layer its own.
+            "attention_mask": torch.zeros(len(ids), 1, 1, 1, device=ids.device, dtype=self._mask_dtype or torch.bool),
         }
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
@@ -132,6 +133,15 @@ class ScatterPass:
         if self._narrowing is None or idx != self._narrowing.first:  # that one was counted when it was measured
             self._count(idx)
         return found
+
+    def _layer_mask(self, layer: ReuseLayer, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The mask for a layer that is given these hidden states; None where SDPA's own causal one is as good."""
+        window = layer.sliding_window if isinstance(layer, SlidingLayer) else None
+        whole = self.columns.shape[1] == hidden.shape[-2] == self._length and self._present is None
+        if whole and not self._pads.any() and window is None and self._mask_dtype is None:
+            return None
+        # Layers without K/V of their own may be shown only those of the last tokens whose logits are wanted.
+        return self.mask(window, layer.first, hidden.device)[:, :, -hidden.shape[-2] :]
 
     def mask(self, window: int | None, first: int, device: torch.device) -> torch.Tensor:
         """[batch, 1, m, columns from `first`]: which columns each row's tokens attend to."""
@@ -179,10 +189,7 @@ class ScatterPass:
         if source != idx:  # update() will not be called
             self.current = source
             self._count(idx)
-        layer = self._layers[source]
-        window = layer.sliding_window if isinstance(layer, SlidingLayer) else None
-        # Layers without K/V of their own may be shown only those of the last tokens whose logits are wanted.
-        kwargs["attention_mask"] = self.mask(window, layer.first, hidden.device)[:, :, -hidden.shape[-2] :]
+        kwargs["attention_mask"] = self._layer_mask(self._layers[source], hidden)
         return (hidden, *rest), kwargs
 
     def _count(self, idx: int) -> None:

@@ -70,7 +70,7 @@ def test_moved_chunks(llama: PreTrainedModel) -> None:
     """Compiled after the model was found to do well with them."""
     document = random_ids(64, seed=2)
     inputs = as_inputs(torch.cat([random_ids(21, seed=3), document, random_ids(20, seed=4)], dim=1))
-    policy = ReusePolicy(mode="blend", recompute_ratio=0.5, min_prefill_saving=0, sink_tokens=0)
+    policy = ReusePolicy(mode="blend", repair="query", recompute_ratio=0.5, min_prefill_saving=0, sink_tokens=0)
     generate: Any = llama.generate
     found = []
     for compiled in (False, True):
