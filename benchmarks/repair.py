@@ -111,7 +111,7 @@ def _ttft_table(layers: int, result: Result) -> list[str]:
     plain = result["ms"]["plain"]
     lines = [
         f"Random Llama, {layers} layers of 512, 4 key-value heads, float32; {NUM_DOCUMENTS} documents of {NUM_WORDS} "
-        f"tokens, {result['prompt_tokens']} tokens in all, documents seen in another order; repairs at their defaults.",
+        f"tokens, {result['prompt_tokens']} in all, documents seen in another order; repairs at their defaults.",
         "",
         "| | TTFT | speed-up | forwarded (mean over layers) | moved | recomputed |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
