@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -39,6 +40,7 @@ class _BlendFindings(KeptOnModel):
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.reasons: dict[tuple[torch.dtype, str, Measure], str | None] = {}
+        self.unmasked: dict[tuple[torch.dtype, str], bool] = {}
 
 
 def blend_reason(model: PreTrainedModel, measure: Measure) -> str | None:
@@ -51,6 +53,11 @@ def blend_reason(model: PreTrainedModel, measure: Measure) -> str | None:
         if key not in found.reasons:
             found.reasons[key] = _reason(model, measure)
         return found.reasons[key]
+
+
+def needs_no_mask(model: PreTrainedModel) -> bool:
+    """Whether the model's own forward of a whole prompt gives its layers no mask: SDPA's causal one will do."""
+    return _BlendFindings.of(model).unmasked.get((model.dtype, attention_kind(model)), False)
 
 
 def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
@@ -81,7 +88,13 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
     ids = (torch.arange(_TOKENS, device=device)[None] * 7919 + 13) % vocab_size
     positions = torch.arange(_TOKENS, device=device)[None]
     layers = make_layers(model)
-    plain = _last_logits(model, Cache(layers=[layer.native for layer in make_layers(model)]), ids, positions)
+    masks: list[Any] = []
+    watch = decoder_layers(model)[0].register_forward_pre_hook(_Watch(masks).before, with_kwargs=True)
+    try:
+        plain = _last_logits(model, Cache(layers=[layer.native for layer in make_layers(model)]), ids, positions)
+    finally:
+        watch.remove()
+    _BlendFindings.of(model).unmasked[model.dtype, attention_kind(model)] = masks == [None]
     _last_logits(model, Cache(layers=[layer.native for layer in layers]), ids, positions + _SHIFT)
     kv = copy_columns(layers, 0, _MOVED.start, _MOVED.stop)
     chunk = StoredChunk(b"", b"", b"", _MOVED.start + _SHIFT, ids[0, _MOVED].cpu().numpy(), kv, 0)
@@ -101,7 +114,9 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
         narrowing = Narrowing(1, 1, lambda scores, step: chosen, 1 - rotation.rotated(1))
     columns = np.arange(_TOKENS)[None] if narrowing is not None else chosen
     cache = ScatterCache(layers=[layer.native for layer in layers])
-    cache.running = ScatterPass(model, cache, layers, columns, (0,), narrowing=narrowing)
+    cache.running = ScatterPass(
+        model, cache, layers, columns, (0,), narrowing=narrowing, unmasked=needs_no_mask(model)
+    )
     try:
         found = _last_logits(model, cache, **cache.running.arguments(ids, 0))
     finally:
@@ -112,6 +127,18 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
     if not off <= tolerance(model.dtype):
         return f"a part of its tokens over moved K/V gives other logits (by {off:.2g} standard deviations)"
     return None
+
+
+class _Watch:
+    """Notes the mask that a layer is given."""
+
+    leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
+
+    def __init__(self, masks: list[Any]) -> None:
+        self._masks = masks
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._masks.append(kwargs.get("attention_mask", ...))
 
 
 def _last_logits(

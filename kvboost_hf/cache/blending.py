@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.blend import BlendPlan, choose_columns, place, plan_blend
-from kvboost_hf.cache.blend_probe import blend_reason
+from kvboost_hf.cache.blend_probe import blend_reason, needs_no_mask
 from kvboost_hf.cache.blended import Blended
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.held import HoldingCache, Running
@@ -30,7 +30,7 @@ from kvboost_hf.cache.scout import attention_of_the_end, num_queries
 from kvboost_hf.compat import key_rotation
 
 _MEASURED_LAYER = 1  # values of layer 0 depend on nothing but the token
-_SLACK = (1.3, 1.15, 1.0)  # more columns than wanted go through the first layers after it, and are measured again
+_SLACK = (1.15, 1.0)  # a few more columns than wanted go on from it, and are measured again in the next layer
 
 
 class BlendingCache(HoldingCache):
@@ -126,7 +126,8 @@ class BlendingCache(HoldingCache):
         narrowing: Narrowing | None = None
         if repair.measure is Measure.DEVIATION:
             # A few exact columns more, if that makes it a whole prompt, save more than they cost: it needs no mask.
-            start = plan.first_computed if plan.first_computed > plan.columns // 16 or first else 0
+            few = needs_no_mask(model) and not first and plan.first_computed <= plan.columns // 16
+            start = 0 if few else plan.first_computed
             columns = np.arange(start, plan.columns)[None].repeat(len(plan.rows), axis=0)
 
             def narrow(measured: Scores, step: int) -> Columns:
@@ -135,7 +136,9 @@ class BlendingCache(HoldingCache):
             narrowing = Narrowing(_MEASURED_LAYER, len(_SLACK), narrow, 1 - rotation.rotated(_MEASURED_LAYER))
         else:
             columns = self._choose(plan, repair, scores, may_compute, 1.0)
-        scatter = ScatterPass(model, self, self._layers, columns, plan.pads, narrowing=narrowing)
+        scatter = ScatterPass(
+            model, self, self._layers, columns, plan.pads, narrowing=narrowing, unmasked=needs_no_mask(model)
+        )
         self._running = Running(
             plan.held,
             plan.columns,

@@ -62,6 +62,7 @@ class ScatterPass:
         pads: Columns of left padding of each row.
         present: [batch, columns], columns that are there to attend to; None for all.
         narrowing: Or None where `columns` go through all layers.
+        unmasked: Layers that are given a whole prompt need no mask.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ScatterPass:
         *,
         present: NDArray[np.bool_] | None = None,
         narrowing: Narrowing | None = None,
+        unmasked: bool = False,
     ) -> None:
         self.columns = self._all = columns
         self.layer_tokens = [0] * len(layers)  # that went through each layer, padding left out
@@ -82,7 +84,7 @@ class ScatterPass:
         self._sources = _sources(model, layers)
         self._pads = np.asarray(pads)
         self._length = max(layer.length or 0 for layer in layers)
-        self._present = present
+        self._present, self._unmasked = present, unmasked
         self._mask_dtype = None if attention_kind(model) == "sdpa" else model.dtype
         self._masks: dict[tuple[int | None, int, torch.device], torch.Tensor] = {}
         self._at: dict[torch.device, torch.Tensor] = {}
@@ -135,10 +137,10 @@ class ScatterPass:
         return found
 
     def _layer_mask(self, layer: ReuseLayer, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The mask for a layer that is given these hidden states; None where SDPA's own causal one is as good."""
+        """The mask for a layer that is given these hidden states; None where it has its own."""
         window = layer.sliding_window if isinstance(layer, SlidingLayer) else None
-        whole = self.columns.shape[1] == hidden.shape[-2] == self._length and self._present is None
-        if whole and not self._pads.any() and window is None and self._mask_dtype is None:
+        whole = self.columns.shape[1] == hidden.shape[-2] == self._length and not self._pads.any()
+        if self._unmasked and whole and window is None:
             return None
         # Layers without K/V of their own may be shown only those of the last tokens whose logits are wanted.
         return self.mask(window, layer.first, hidden.device)[:, :, -hidden.shape[-2] :]

@@ -114,9 +114,9 @@ def test_deviation_costs_two_layers_and_then_a_part() -> None:
     cache = ChunkReuseCache(model, store_with_documents(model), blend("cacheblend"))
     generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=1)
     report = cache.report
-    # Then a little more than wanted, 1.3 and 1.15 times 15% of 256, and then as many.
-    assert report.layer_tokens == (297, 297, 41 + 51, 41 + 45, *(41 + 39,) * 4)
-    assert report.forwarded_tokens == 137 < 0.5 * report.prompt_tokens
+    # Then a little more than wanted, 1.15 times 15% of 256, and then as many.
+    assert report.layer_tokens == (297, 297, 41 + 45, *(41 + 39,) * 5)
+    assert report.forwarded_tokens == 135 < 0.5 * report.prompt_tokens
     assert report.moved_tokens == 256
 
 
