@@ -45,15 +45,16 @@ def states_key(parent: bytes, tokens: Tokens) -> bytes:
     return _digest(b"states", parent, tokens.tobytes())
 
 
-def content_only_key(parent: bytes, start: int, tokens: Tokens) -> bytes:
+def content_only_key(root: bytes, parent: bytes, start: int, tokens: Tokens) -> bytes:
     """The key of a chunk that is found by its content only.
 
     Args:
+        root: Whose it is.
         parent: Key of the chunk that it was computed directly behind, of either kind, or bytes that name its history.
         start: How many tokens were before it.
         tokens: Its tokens.
     """
-    return _digest(b"content only", parent, start.to_bytes(8, "little"), tokens.tobytes())
+    return _digest(b"content only", root, parent, start.to_bytes(8, "little"), tokens.tobytes())
 
 
 def common_length(a: Tokens, b: Tokens) -> int:

@@ -153,7 +153,7 @@ class Ledger:
                     blended, row, border, parent, piece, layers, store, pinned, unfinished=cut == end
                 )
                 results.append(put)
-                behind = content_only_key(parent, border.at, piece)
+                behind = content_only_key(self.root, parent, border.at, piece)
             else:
                 behind = None
             assert cut is not None
@@ -291,5 +291,5 @@ def offer_content(
         chunk = tokens[at:cut]
         nbytes, copy_kv = copies(at, cut)
         results.append(store.put_content(root, chunk, at, nbytes, copy_kv, parent=parent, pinned=pinned))
-        parent, at = content_only_key(parent, at, chunk), cut
+        parent, at = content_only_key(root, parent, at, chunk), cut
     return results

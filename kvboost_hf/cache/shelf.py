@@ -220,7 +220,7 @@ class Shelf:
         if len(tokens) < MIN_MOVED_TOKENS:
             return Put.TOO_SHORT
         history = parent if parent is not None else os.urandom(KEY_BYTES)
-        key = content_only_key(history, start, tokens)
+        key = content_only_key(root, history, start, tokens)
         nbytes += tokens.nbytes
 
         def holder() -> bytes | None:
@@ -416,7 +416,7 @@ class Shelf:
     def _insert(self, chunk: StoredChunk, *, above: bytes | None, pinned: bool) -> None:
         self._chunks[chunk.prefix_key] = chunk
         # Computed again behind something else it has another key, and is as popular as before.
-        name = content_only_key(chunk.root, 0, chunk.tokens)
+        name = content_only_key(chunk.root, b"", 0, chunk.tokens)
         self._order.add(chunk.prefix_key, above, name=name, pinned=pinned)
         index = self.moved_index(chunk.root)
         index.add(chunk)

@@ -111,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert found[0].start <= start + at
                 if pinned:
                     self.pinned_content.add((root, part.tobytes()))
-            parent = content_only_key(parent, start + at, part) if parent is not None else None
+            parent = content_only_key(root, parent, start + at, part) if parent is not None else None
 
     @rule(words=prompts, other=st.booleans())
     def look_up_moved(self, words: list[int], other: bool) -> None:

@@ -71,12 +71,14 @@ def test_keys_tell_apart_all_that_kv_depends_on() -> None:
         prefix_key(root_key(b"other model", b""), a),
         prefix_key(root_key(b"model", b"salt"), a),
         prefix_key(root_key(b"models", b"alt"), a),  # no ambiguity where one part ends
-        content_only_key(ROOT, 0, a),
-        content_only_key(ROOT, 1, a),
+        content_only_key(ROOT, b"", 0, a),
+        content_only_key(ROOT, b"", 1, a),
+        content_only_key(ROOT, ROOT, 0, a),
+        content_only_key(root_key(b"other model", b""), b"", 0, a),
         states_key(ROOT, a),
     }
-    assert len(keys) == 9
-    assert content_only_key(ROOT, 0, a) == content_only_key(ROOT, 0, a.copy())
+    assert len(keys) == 11
+    assert content_only_key(ROOT, b"", 0, a) == content_only_key(ROOT, b"", 0, a.copy())
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12))
