@@ -9,7 +9,6 @@ What happens before it, and in it:
     scatter   the caller's forward over the chosen columns      scatter.py
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +23,7 @@ from kvboost_hf.cache.hook import Kwargs
 from kvboost_hf.cache.inputs import ForwardInputs
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.plan import ReusePlan
-from kvboost_hf.cache.repair import REPAIRS, Mask, Measure, Repair, Scores
+from kvboost_hf.cache.repair import REPAIRS, Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.scatter import Columns, Narrowing, ScatterPass
 from kvboost_hf.cache.scout import attention_of_the_end, num_queries
 from kvboost_hf.compat import key_rotation
@@ -61,12 +60,13 @@ class BlendingCache(HoldingCache):
             self._tally.moved_reason = "no stored chunk has the same tokens as a part of it"
             return None
         repair = REPAIRS[self.policy.repair]
-        if max(0.0, self._saving(plan, exact, repair, len(self._layers))) < self.policy.min_prefill_saving:
+        measures = self._measures(plan, repair)
+        if max(0.0, self._saving(plan, exact, repair, measures)) < self.policy.min_prefill_saving:
             self._tally.moved_reason = "moving would save fewer tokens than `min_prefill_saving`"
             return None
         for row, (row_plan, pad) in enumerate(zip(exact.rows, pads, strict=True)):
             self._note_miss(ledger, row, ids[row, pad:], row_plan)
-        return self._run_blended(model, kwargs, inputs, ledger, ids, plan, repair)
+        return self._run_blended(model, kwargs, inputs, ledger, ids, plan, repair, measures)
 
     def _not_blended(self, model: PreTrainedModel, *, media: bool) -> str | None:
         """Why nothing of this prompt can be moved, or None."""
@@ -78,19 +78,18 @@ class BlendingCache(HoldingCache):
             return "its rotary frequencies depend on the length, and this is longer than what they were trained for"
         return blend_reason(model, REPAIRS[self.policy.repair].measure)
 
-    def _saving(self, plan: BlendPlan, exact: ReusePlan, repair: Repair, layers: int) -> float:
+    def _saving(self, plan: BlendPlan, exact: ReusePlan, repair: Repair, measures: Measure) -> float:
         """Tokens that are not computed, compared to what exact reuse would leave."""
         columns, batch = plan.columns, len(plan.rows)
         ahead = sum((exact.filled - column) * len(rows) for column, rows in exact.cold_groups.items())
         without = ahead + batch * (columns - exact.filled)
         chosen = [int((row.computed | repair.choose(row, self.policy)).sum()) for row in plan.rows]
-        measures = self._measures(plan, repair)
         if measures is not Measure.NOTHING:
-            moved = [math.ceil(self.policy.recompute_ratio * int(row.moved.sum())) for row in plan.rows]
-            at_least = [int(row.computed.sum()) + more for row, more in zip(plan.rows, moved, strict=True)]
+            at_least = [int(row.computed.sum()) + budget(row, self.policy.recompute_ratio) for row in plan.rows]
             chosen = [max(pair) for pair in zip(chosen, at_least, strict=True)]
         computed = float(max(chosen))
         if measures is Measure.DEVIATION:
+            layers = len(self._layers)
             whole = min(_MEASURED_LAYER + 1, layers)
             computed += (columns - plan.first_computed - computed) * whole / layers
         elif measures is Measure.ATTENTION:
@@ -111,6 +110,7 @@ class BlendingCache(HoldingCache):
         ids: Tokens,
         plan: BlendPlan,
         repair: Repair,
+        measures: Measure,
     ) -> Kwargs:
         rotation = key_rotation(model)
         assert not isinstance(rotation, str)
@@ -119,12 +119,12 @@ class BlendingCache(HoldingCache):
         place(self._layers, plan, rotation)
         looked = [0] * len(self._layers)
         scores: Scores | None = None
-        if self._measures(plan, repair) is Measure.ATTENTION:
+        if measures is Measure.ATTENTION:
             scores, looked = attention_of_the_end(model, self._layers, plan, inputs.input_ids, first)
         may_compute = np.zeros((len(plan.rows), plan.columns), dtype=bool)
         may_compute[:, first:] = True
         narrowing: Narrowing | None = None
-        if repair.measure is Measure.DEVIATION:
+        if measures is Measure.DEVIATION:
             # A few exact columns more, if that makes it a whole prompt, save more than they cost: it needs no mask.
             few = needs_no_mask(model) and not first and plan.first_computed <= plan.columns // 16
             start = 0 if few else plan.first_computed

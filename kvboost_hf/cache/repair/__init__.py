@@ -1,6 +1,6 @@
 """Ways to choose which tokens of moved chunks are computed again: one small file each."""
 
-from kvboost_hf.cache.repair.base import BlendedRow, Mask, Measure, Repair, Scores
+from kvboost_hf.cache.repair.base import BlendedRow, Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.repair.cacheblend import CacheBlend
 from kvboost_hf.cache.repair.first_k import FirstK
 from kvboost_hf.cache.repair.query import Query
@@ -15,4 +15,4 @@ REPAIRS: dict[str, Repair] = {
     "query": Query(),
 }
 
-__all__ = ["REPAIRS", "BlendedRow", "Mask", "Measure", "Repair", "Scores"]
+__all__ = ["REPAIRS", "BlendedRow", "Mask", "Measure", "Repair", "Scores", "budget"]
