@@ -6,6 +6,8 @@ from typing import Literal, get_args
 ReuseMode = Literal["exact", "blend"]
 Repair = Literal["query", "cacheblend", "first_k", "selective", "selective_before", "none"]
 WeightsCheck = Literal["sample", "full"]
+QuantMethod = Literal["turboquant", "kivi"]
+Rotation = Literal["hadamard", "haar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,71 @@ class ReusePolicy:
                 f"`audit_rate` must be 0 with mode 'blend', whose answers may differ, got {self.audit_rate}. "
                 "Measure them with verify_correctness()."
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVQuantConfig:
+    """How K/V is kept in fewer bits.
+
+    Args:
+        method: `"turboquant"`: each vector is rotated at random and its coordinates are rounded to a Lloyd-Max codebook
+            (Zandieh et al., https://arxiv.org/abs/2504.19874). `"kivi"`: rounded to even steps between the least and
+            the largest of a group, keys per channel, values per token (Liu et al., ICML 2024,
+            https://arxiv.org/abs/2402.02750).
+        key_bits: Average bits of a key's coordinate, scales not counted; with `"turboquant"` from 1 to 4, with `"kivi"`
+            2, 4 or 8. A fraction, such as 3.5, gives some coordinates one bit more than others.
+        value_bits: The same for values.
+        group_size: With `"kivi"`, tokens that share a scale of a key's channel, and coordinates of a value that share
+            one. A multiple of 16.
+        rotation: With `"turboquant"`, a randomized Hadamard transform, or a rotation drawn from the Haar measure.
+        qjl: With `"turboquant"`, spend the last bit of keys on the signs of a random projection of what is left, for
+            unbiased inner products, as in the paper. Its variance is several times that of the bit spent otherwise.
+        remove_key_mean: With `"turboquant"`, keep the mean of the keys apart. Where keys are rotated by their position,
+            that is the mean of the keys before it.
+        norm_correction: With `"turboquant"`, scale what is decoded to the length that was encoded.
+        grouped_values: With `"turboquant"`, keep values as `"kivi"` does.
+        seed: Of the rotation.
+        sink_tokens: Of a live cache, the first tokens that stay exact.
+        window: Of a live cache, at least so many last tokens stay exact, and at most twice as many. A multiple of 16.
+        exact_layers: So many first and so many last layers stay exact, but no more than a quarter of all at either end.
+
+    Raises:
+        ValueError: for an unknown method or rotation, bits that the method does not have, or sizes that are none.
+    """
+
+    method: QuantMethod = "turboquant"
+    key_bits: float = 4
+    value_bits: float = 4
+    group_size: int = 64
+    rotation: Rotation = "hadamard"
+    qjl: bool = False
+    remove_key_mean: bool = True
+    norm_correction: bool = True
+    grouped_values: bool = False
+    seed: int = 0
+    sink_tokens: int = 4
+    window: int = 128
+    exact_layers: int = 2
+
+    def __post_init__(self) -> None:
+        _require_choice("method", self.method, get_args(QuantMethod))
+        _require_choice("rotation", self.rotation, get_args(Rotation))
+        for name in ("key_bits", "value_bits"):
+            self._require_bits(name, getattr(self, name))
+        for name in ("sink_tokens", "exact_layers", "seed"):
+            _require_count(name, getattr(self, name))
+        for name in ("group_size", "window"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size <= 0 or size % 16:
+                raise ValueError(f"`{name}` must be a positive multiple of 16, got {size!r}.")
+
+    def _require_bits(self, name: str, bits: object) -> None:
+        if isinstance(bits, bool) or not isinstance(bits, int | float):
+            raise ValueError(f"`{name}` must be a number, got {bits!r}.")
+        if self.method == "kivi" and bits not in (2, 4, 8):
+            raise ValueError(f"`{name}` must be 2, 4 or 8 with method 'kivi', got {bits!r}.")
+        if self.method == "turboquant" and not 1 <= bits <= 4:
+            raise ValueError(f"`{name}` must be from 1 to 4 with method 'turboquant', got {bits!r}.")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,67 @@
+"""What a codec does: keys and values into planes of codes and scales, and back.
+
+A codec has no state: whatever it needs besides planes follows from its `name`. Planes have as many leading entries as
+there were tensors, so that one layer can be read without the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from kvboost_hf.compat import LayerRotation
+
+Role = Literal["keys", "values"]
+Planes = dict[str, torch.Tensor]
+
+
+class Codec(Protocol):
+    """Lossy or lossless storage of K/V.
+
+    Attributes:
+        name: Tells the method and all of its parameters; chunks of one codec are never found under another.
+        lossless: Whether `decode` gives back what `encode` was given, bit for bit.
+    """
+
+    name: str
+    lossless: bool
+
+    def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
+        """Encode the keys or values of several layers.
+
+        Args:
+            x: [layers, heads, tokens, head_dim], float32, bfloat16 or float16, on any device.
+            role: What they are.
+            rotations: For each layer, how its keys turn with their positions (the tokens are at consecutive ones), or
+                None where that is not known, or they do not.
+
+        Returns:
+            Contiguous tensors [layers, …] on the same device.
+        """
+        ...
+
+    def decode(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        role: Role,
+        rotation: LayerRotation | None,
+    ) -> torch.Tensor:
+        """Decode one layer.
+
+        Args:
+            planes: What `encode` made, one entry of each.
+            shape: heads, tokens, head_dim.
+            dtype: Of the result.
+            role: What they are.
+            rotation: As it was for `encode`.
+
+        Returns:
+            [heads, tokens, head_dim] on the device of the planes.
+        """
+        ...
+
+    def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
+        """Bytes of the planes for `x` of this shape and dtype; exact."""
+        ...
