@@ -1,12 +1,169 @@
-"""A chunk or states as one blob, in the safetensors format, with checksums; and back."""
+"""A chunk or states as one blob, and back: the safetensors format, with a checksum for every part of it.
 
-from kvboost_hf.cache.tiers.base import Entry
+What the blob is found by, how its tensors belong together and all checksums are in the metadata of the safetensors
+header, which has a checksum of its own. Tensors are checked one leading entry at a time, so that one layer can be read
+without the others. Checksums are 64-bit XXH3: they find damage, not malice.
+"""
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from kvboost_hf.cache.tiers.base import Entry, Kind
+
+_FORMAT = "kvboost_hf 1"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ALIGNMENT = 64
+
+
+class DamagedBlobError(ValueError):
+    """A blob is not what was written."""
+
+
+def dump(entry: Entry, tensors: Mapping[str, torch.Tensor], layout: Any) -> tuple[Entry, list[bytes | memoryview]]:
+    """Make a blob.
+
+    Args:
+        entry: What it is to be found by; its `nbytes` is not read.
+        tensors: In host memory, contiguous, of at least one dimension; they are not copied.
+        layout: Says how they belong together; JSON.
+
+    Returns:
+        The entry with the bytes of the blob, and the parts of the blob.
+
+    Raises:
+        TypeError: if `layout` is no JSON, or a tensor has a dtype that the format does not know.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that all of them are aligned
+    header: dict[str, Any] = {}
+    sums: dict[str, list[int]] = {}
+    parts: list[memoryview] = []
+    at = 0
+    for name, tensor in ordered:
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"safetensors has no {tensor.dtype}.")
+        parts.append(_memory(tensor))
+        offsets = [at, at + tensor.nbytes]
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        sums[name] = [xxhash.xxh3_64_intdigest(_memory(part)) for part in tensor]
+        at += tensor.nbytes
+    told = {"entry": json.dumps(_entry_as_json(entry)), "layout": json.dumps(layout), "sums": json.dumps(sums)}
+    metadata = {"format": _FORMAT, **told, "check": _check(header, told)}
+    text = json.dumps({"__metadata__": metadata, **header}).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return replace(entry, nbytes=8 + len(text) + at), [len(text).to_bytes(8, "little") + text, *parts]
+
+
+class Blob:
+    """A blob, read where it is.
+
+    Args:
+        data: All of it. The tensors are views of it, and hold on to it.
+
+    Raises:
+        DamagedBlobError: if its header is damaged, or it is too short.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        try:
+            size = int.from_bytes(data[:8], "little")
+            header = json.loads(bytes(data[8 : 8 + size]))
+            metadata = header.pop("__metadata__")
+            told = {name: metadata[name] for name in ("entry", "layout", "sums")}
+            if metadata["format"] != _FORMAT or metadata["check"] != _check(header, told):
+                raise DamagedBlobError("The header of a blob does not have its checksum.")
+            self._header: dict[str, Any] = header
+            self._sums: dict[str, list[int]] = json.loads(told["sums"])
+            self._start = 8 + size
+            self.layout: Any = json.loads(told["layout"])
+            end = max((spec["data_offsets"][1] for spec in header.values()), default=0)
+            self.entry = _entry_from_json(json.loads(told["entry"]), self._start + end)
+        except DamagedBlobError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedBlobError(f"Not a blob, or a damaged one: {error!r}.") from error
+        if self.entry.nbytes != len(data):
+            raise DamagedBlobError(f"A blob of {self.entry.nbytes} bytes has {len(data)}.")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, unchecked."""
+        spec = self._header[name]
+        dtype, shape = _DTYPES[spec["dtype"]], spec["shape"]
+        start, stop = spec["data_offsets"]
+        if start == stop:
+            return torch.empty(shape, dtype=dtype)
+        part = self._data[self._start + start : self._start + stop]
+        return torch.frombuffer(part, dtype=dtype).view(shape)
+
+    def check(self, name: str, index: int) -> None:
+        """Compare a leading entry of a tensor with its checksum.
+
+        Raises:
+            DamagedBlobError: if it differs.
+        """
+        start, stop = self._header[name]["data_offsets"]
+        size = (stop - start) // max(1, len(self._sums[name]))
+        at = self._start + start + index * size
+        if xxhash.xxh3_64_intdigest(self._data[at : at + size]) != self._sums[name][index]:
+            raise DamagedBlobError(f"Entry {index} of tensor {name!r} of a blob does not have its checksum.")
+
+    def check_all(self) -> None:
+        """Compare all of it with its checksums.
+
+        Raises:
+            DamagedBlobError: if something differs.
+        """
+        for name, sums in self._sums.items():
+            for index in range(len(sums)):
+                self.check(name, index)
 
 
 def read_entry(blob: memoryview) -> Entry:
     """What a blob is found by.
 
     Raises:
-        ValueError: if that part of the blob is damaged, or it is none.
+        DamagedBlobError: a ValueError, if that part of the blob is damaged, or it is none.
     """
-    raise NotImplementedError
+    return Blob(blob).entry
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def _check(header: dict[str, Any], told: dict[str, str]) -> str:
+    text = json.dumps([header, told], sort_keys=True)
+    return str(xxhash.xxh3_128_hexdigest(text.encode()))
+
+
+def _entry_as_json(entry: Entry) -> dict[str, Any]:
+    digests = {name: getattr(entry, name).hex() for name in ("key", "model", "root", "parent", "head")}
+    tokens = b64encode(entry.tokens.astype("<i8").tobytes()).decode()
+    return {**digests, "kind": entry.kind.value, "start": entry.start, "tokens": tokens}
+
+
+def _entry_from_json(told: dict[str, Any], nbytes: int) -> Entry:
+    digests = {name: bytes.fromhex(told[name]) for name in ("key", "model", "root", "parent", "head")}
+    tokens = np.frombuffer(b64decode(told["tokens"]), dtype="<i8").astype(np.int64)
+    return Entry(kind=Kind(told["kind"]), start=int(told["start"]), tokens=tokens, nbytes=nbytes, **digests)
