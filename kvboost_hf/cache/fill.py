@@ -1,7 +1,7 @@
 """Carrying out a `ReusePlan`: stored K/V into the layers, and rows that lag behind through the model first."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.inputs import ForwardInputs
 from kvboost_hf.cache.kv import LayerKVReader
 from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
-from kvboost_hf.cache.plan import ReusePlan, RowPlan, Segment
+from kvboost_hf.cache.plan import ReusePlan, RowPlan, SavedState, Segment
 from kvboost_hf.cache.positions import take_positions
 from kvboost_hf.cache.store import StoredChunk, StoredStates
 from kvboost_hf.compat import cache_argument
@@ -34,7 +34,8 @@ def fill_layers(
     Returns:
         Tokens that had to be computed.
     """
-    readers = {s.chunk.prefix_key: _chunk(s).kv.reader() for row in plan.rows for s in row.segments}
+    chunks = [stored_chunk(segment) for row in plan.rows for segment in row.segments]
+    readers = {chunk.key: chunk.kv.reader() for chunk in chunks if chunk.loaded is not None}
     computed = 0
     ahead: dict[int, _Ahead] = {}
     for column, rows in plan.cold_groups.items():
@@ -60,6 +61,42 @@ def fill_layers(
         if layer.is_stateful:
             layer.load_states(states)
     return computed
+
+
+def needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
+    """What must be loaded to carry out a plan."""
+    found: list[StoredChunk | StoredStates] = []
+    for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+        reach = plan.starts(row) - pad
+        found += [stored_chunk(segment) for segment in row_plan.segments if segment.start < reach]
+        saved = (row_plan.states or {}).get(reach)
+        if saved is not None:
+            assert isinstance(saved, StoredStates)
+            found.append(saved)
+    return found
+
+
+def with_loaded(plan: ReusePlan, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> ReusePlan:
+    """The plan with what is loaded, by key, in place of what was not."""
+    rows: list[RowPlan] = []
+    for row in plan.rows:
+        segments = tuple(_with_chunk(segment, loaded) for segment in row.segments)
+        states = row.states
+        if states is not None:
+            states = {at: _loaded_states(saved, loaded) for at, saved in states.items()}
+        rows.append(replace(row, segments=segments, states=states))
+    return replace(plan, rows=tuple(rows))
+
+
+def _with_chunk(segment: Segment, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> Segment:
+    chunk = loaded.get(stored_chunk(segment).key)
+    return replace(segment, chunk=chunk) if isinstance(chunk, StoredChunk) else segment
+
+
+def _loaded_states(saved: SavedState, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> SavedState:
+    assert isinstance(saved, StoredStates)
+    found = loaded.get(saved.key)
+    return found if isinstance(found, StoredStates) else saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +210,7 @@ def _state(plan: RowPlan, layer_idx: int, at: int) -> LayerState | None:
     return saved.states.layers[layer_idx]
 
 
-def _chunk(segment: Segment) -> StoredChunk:
+def stored_chunk(segment: Segment) -> StoredChunk:
+    """The chunk that serves a segment of a plan made from a store."""
     assert isinstance(segment.chunk, StoredChunk)
     return segment.chunk

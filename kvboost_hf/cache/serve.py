@@ -25,7 +25,7 @@ from kvboost_hf.cache.audit import audit
 from kvboost_hf.cache.blending import BlendingCache
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
-from kvboost_hf.cache.fill import fill_layers, run_ahead
+from kvboost_hf.cache.fill import fill_layers, needed_for, run_ahead, stored_chunk, with_loaded
 from kvboost_hf.cache.held import Running
 from kvboost_hf.cache.hook import Kwargs
 from kvboost_hf.cache.inputs import (
@@ -42,7 +42,7 @@ from kvboost_hf.cache.media import ENCODED, Prompt, has_types_of_media, narrow_m
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
 from kvboost_hf.cache.report import Tally
 from kvboost_hf.cache.scatter import attention_kind
-from kvboost_hf.cache.store import StoredChunk, StoredStates
+from kvboost_hf.cache.store import StoredStates
 from kvboost_hf.cache.tokens import MaskShape
 from kvboost_hf.compat import (
     cache_argument,
@@ -242,7 +242,7 @@ class ServingCache(BlendingCache):
         limit = columns - inputs.logits
         # Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
         min_saving = self.policy.min_prefill_saving if not self._regime else columns * len(ids)
-        plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful)
+        plan = self._plan(ledger, ids, held, limit, min_saving)
         cuts = self._cuts(plan, ledger, ids, limit, prompt)
         first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
         media = prompt.media.any()
@@ -273,6 +273,19 @@ class ServingCache(BlendingCache):
             audited=kwargs if audited else None,
         )
         return _narrow(model, kwargs, inputs, prompt, start - first)
+
+    def _plan(self, ledger: Ledger, ids: Tokens, held: int, limit: int, min_saving: int) -> ReusePlan:
+        """What serves the columns [held, limit), all of it loaded."""
+        lost: frozenset[bytes] = frozenset()
+        while True:
+            plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful, without=lost)
+            wanted = needed_for(plan)
+            if all(each.loaded is not None for each in wanted):
+                return plan
+            fetched = self.store.fetch(wanted)
+            if fetched.keys() >= {each.key for each in wanted}:
+                return with_loaded(plan, fetched)
+            lost |= {each.key for each in wanted if each.key not in fetched}
 
     def _cuts(self, plan: ReusePlan, ledger: Ledger, ids: Tokens, limit: int, prompt: Prompt) -> list[int]:
         """Columns at which states are worth keeping: the last chunk border, where prompts part, the first image."""
@@ -332,11 +345,12 @@ class ServingCache(BlendingCache):
             ledger.borders[row] += [border for border in row_plan.borders if border.at <= stop]
             reach = plan.starts(row) - pad  # what follows up to `stop` was computed ahead
             served = [segment for segment in row_plan.segments if segment.start < reach]
-            self._tally.ram += sum(min(segment.stop, reach) - segment.start for segment in served)
-            chunks = [segment.chunk for segment in served]
+            for segment in served:
+                self._tally.count(stored_chunk(segment).tier, min(segment.stop, reach) - segment.start)
+            chunks = [stored_chunk(segment) for segment in served]
             states = (row_plan.states or {}).get(stop)
             self.store.record_use(
-                [c for c in chunks if isinstance(c, StoredChunk)],
+                chunks,
                 missed=row_plan.miss is not None,
                 states=states if isinstance(states, StoredStates) else None,
             )
@@ -366,7 +380,7 @@ class ServingCache(BlendingCache):
         self._ledger = None
         ids = kwargs.get("input_ids")
         more = isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] > 1
-        if more or not self._tally.live + self._tally.ram:  # else it is of no concern to the prompt
+        if more or not self._tally.live + self._tally.stored:  # else it is of no concern to the prompt
             self._tally.bypass = self._tally.bypass or reason
         if isinstance(ids, torch.Tensor) and more:
             self._tally.prompt += ids.numel()

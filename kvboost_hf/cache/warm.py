@@ -93,7 +93,7 @@ def warm_documents(
         results = offer_content(store, root, tokens, start, lambda at, stop: (0, None), pinned=pin)
         if set(results) <= {Put.PRESENT, Put.TOO_SHORT}:
             tally.prompt += row.shape[1]
-            tally.ram += row.shape[1]
+            tally.count("ram", row.shape[1])
             continue
         cache = before.fork()
         cache.store = unstored
@@ -117,7 +117,9 @@ def _run(model: PreTrainedModel, ids: torch.Tensor, cache: ChunkReuseCache, toke
 def _count(tally: Tally, report: ReuseReport) -> None:
     tally.prompt += report.prompt_tokens
     tally.live += report.tier_tokens["live"]
-    tally.ram += report.tier_tokens["ram"]
+    for tier, tokens in report.tier_tokens.items():
+        if tier != "live":
+            tally.count(tier, tokens)
     tally.forwarded += report.forwarded_tokens
     tally.bypass = tally.bypass or report.bypass_reason
 

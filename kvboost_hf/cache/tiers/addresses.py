@@ -1,0 +1,10 @@
+"""stub"""
+
+from collections.abc import Sequence
+
+from kvboost_hf.cache.tiers.base import Tier
+
+
+def read_tiers(tiers: Sequence[str | Tier], max_bytes: int | None) -> tuple[int, list[Tier]]:
+    """stub"""
+    return max_bytes or 4 * 2**30, list(tiers)  # type: ignore[arg-type]
