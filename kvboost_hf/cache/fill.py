@@ -34,8 +34,7 @@ def fill_layers(
     Returns:
         Tokens that had to be computed.
     """
-    chunks = [stored_chunk(segment) for row in plan.rows for segment in row.segments]
-    readers = {chunk.key: chunk.kv.reader() for chunk in chunks if chunk.loaded is not None}
+    readers = readers_of(plan)
     computed = 0
     ahead: dict[int, _Ahead] = {}
     for column, rows in plan.cold_groups.items():
@@ -54,13 +53,19 @@ def fill_layers(
                 pieces.append([found] if found is not None else [])
                 states.append(ahead[row].state(idx))
             else:
-                pieces.append(_pieces(row_plan.segments, readers, idx, start - pad, plan.filled - pad))
+                pieces.append(pieces_of(row_plan.segments, readers, idx, start - pad, plan.filled - pad))
                 states.append(_state(row_plan, idx, plan.filled - pad))
         if any(pieces):
             layer.fill(start, plan.filled, pieces)
         if layer.is_stateful:
             layer.load_states(states)
     return computed
+
+
+def readers_of(plan: ReusePlan) -> Readers:
+    """Readers of all chunks of a plan that are loaded."""
+    chunks = [stored_chunk(segment) for row in plan.rows for segment in row.segments]
+    return {chunk.key: chunk.kv.reader() for chunk in chunks if chunk.loaded is not None}
 
 
 def needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
@@ -148,6 +153,27 @@ def run_ahead(
     model(**part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
 
+def compute_columns(
+    model: PreTrainedModel, layers: Sequence[ReuseLayer], plan: ReusePlan, inputs: ForwardInputs, first: int
+) -> list[list[Piece]]:
+    """Compute columns [plan.held, plan.filled) of every row; returns them for each layer, for each row.
+
+    Args:
+        model: The model.
+        layers: They hold `plan.held` columns, and are not changed.
+        plan: Of what was to be served.
+        inputs: The caller's arguments.
+        first: The column of the first id in `inputs`.
+    """
+    rows = list(range(len(plan.rows)))
+    group, base = _prefill(model, layers, plan, {}, inputs, first, plan.held, rows)
+    found: list[list[Piece]] = []
+    for idx in range(len(layers)):
+        ahead = [_Ahead(group, at, base).columns(idx, plan.held, plan.filled) for at in rows]
+        found.append([piece for piece in ahead if piece is not None])
+    return found
+
+
 def _prefill(
     model: PreTrainedModel,
     layers: Sequence[ReuseLayer],
@@ -171,7 +197,7 @@ def _prefill(
             pieces: list[list[Piece]] = []
             for row in rows:
                 pad = plan.pads[row]
-                found = _pieces(plan.rows[row].segments, readers, idx, max(start, plan.held) - pad, column - pad)
+                found = pieces_of(plan.rows[row].segments, readers, idx, max(start, plan.held) - pad, column - pad)
                 held = own.columns(row, max(start, own.first), plan.held) if plan.held > start else None
                 pieces.append([held, *found] if held is not None else found)
             if any(pieces):
@@ -190,7 +216,7 @@ def _prefill(
     return group, base
 
 
-def _pieces(segments: Sequence[Segment], readers: Readers, layer_idx: int, start: int, stop: int) -> list[Piece]:
+def pieces_of(segments: Sequence[Segment], readers: Readers, layer_idx: int, start: int, stop: int) -> list[Piece]:
     """K/V of a row's tokens [start, stop), as far as it has them, as pieces of stored chunks."""
     pieces: list[Piece] = []
     for segment in segments:

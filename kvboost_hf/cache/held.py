@@ -21,6 +21,7 @@ from kvboost_hf.cache.hook import HookedCache, Kwargs
 from kvboost_hf.cache.kinds import make_layers
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.ledger import Ledger
+from kvboost_hf.cache.loading import Loading
 from kvboost_hf.cache.plan import HEAD_TOKENS, RowPlan
 from kvboost_hf.cache.report import Tally, miss_report
 from kvboost_hf.cache.scatter import ScatterPass
@@ -40,6 +41,7 @@ class Running:
     confirmed: bool = True  # no crop() will follow
     root_checked: bool = False  # the fingerprint was read just before
     scatter: ScatterPass | None = None  # puts the K/V of columns in any order in place
+    loading: Loading | None = None  # K/V from a lower tier is still on its way into the layers
     audited: Kwargs | None = None  # the caller's arguments, if the prompt is to be computed a second time
 
 
@@ -273,6 +275,8 @@ class HoldingCache(HookedCache):
             return
         if running.scatter is not None:
             running.scatter.close()
+        if running.loading is not None:
+            running.loading.stop()
         if not all(layer.can_rewind(running.length) for layer in self._layers):
             self._drop()
             self._lost = running.length > 0

@@ -173,12 +173,17 @@ class LayerKV:
             blocks.append(Block(planes, (heads, tokens, dim), dtype, role, codec, rotations, device, blob, number))
         return cls(tuple(blocks), places)
 
-    def owned(self) -> "LayerKV":
-        """The same in memory of its own, checked."""
-        blocks: list[Block] = []
+    def check(self) -> None:
+        """Raise DamagedBlobError if something of it was read from somewhere, and is not what was written there."""
         for block in self.blocks:
             for at in range(len(block.rotations)):
                 block.check(at)
+
+    def owned(self) -> "LayerKV":
+        """The same in memory of its own, checked."""
+        self.check()
+        blocks: list[Block] = []
+        for block in self.blocks:
             planes = {name: plane.clone() for name, plane in block.planes.items()}
             rest = (block.shape, block.dtype, block.role, block.codec, block.rotations, block.device)
             blocks.append(Block(planes, *rest))

@@ -122,6 +122,8 @@ class ChunkReuseCache(ServingCache):
                 f"This ChunkReuseCache was made for one {name} object, and K/V reached it from elsewhere. Make a "
                 "cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
             )
+        if self._running is not None and self._running.loading is not None:
+            self._running.loading.wait(layer_idx)
         if self._running is not None and self._running.scatter is not None:
             keys, values = self._running.scatter.update(layer_idx, key_states, value_states)
         else:
