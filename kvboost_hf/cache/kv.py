@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
-from kvboost_hf.cache.codecs.raw import RawCodec
+from kvboost_hf.cache.codecs.raw import Raw
 from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.tiers.record import Blob
 from kvboost_hf.compat import KeyRotation, LayerRotation
 
-_RAW = RawCodec()
+_RAW = Raw()
 
 Place = tuple[int, int]  # block, and index in it
 
@@ -26,7 +26,7 @@ class ColumnFormat:
     """
 
     def __init__(self, codec: Codec = _RAW, rotation: KeyRotation | None = None) -> None:
-        self.codec, self.rotation = codec, rotation
+        self.codec, self.rotation = codec if not codec.lossless else _RAW, rotation
 
     def of(self, layer_idx: int, tensor: int, dtype: torch.dtype) -> "_TensorFormat":
         """How one of a layer's tensors is kept."""

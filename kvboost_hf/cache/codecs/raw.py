@@ -1,6 +1,7 @@
 """K/V as it is."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 
@@ -8,15 +9,15 @@ from kvboost_hf.cache.codecs.base import Planes, Role
 from kvboost_hf.compat import LayerRotation
 
 
-class RawCodec:
-    """Keeps every bit, of tensors of any dtype."""
+class Raw:
+    """Keeps every bit. What is encoded is not copied where it is contiguous."""
 
     name = "raw"
     lossless = True
 
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
         """See `Codec.encode`."""
-        return {"raw": x}
+        return {"exact": x.contiguous()}
 
     def decode(
         self,
@@ -26,10 +27,9 @@ class RawCodec:
         role: Role,
         rotation: LayerRotation | None,
     ) -> torch.Tensor:
-        """See `Codec.decode`."""
-        return planes["raw"]
+        """See `Codec.decode`; the plane itself."""
+        return planes["exact"]
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
-        layers, heads, tokens, dim = shape
-        return layers * heads * tokens * dim * dtype.itemsize
+        return prod(shape) * dtype.itemsize
