@@ -41,6 +41,7 @@ class Running:
     confirmed: bool = True  # no crop() will follow
     root_checked: bool = False  # the fingerprint was read just before
     scatter: ScatterPass | None = None  # puts the K/V of columns in any order in place
+    began: float | None = None  # when, if it is to tell how fast the model is
     loading: Loading | None = None  # K/V from a lower tier is still on its way into the layers
     audited: Kwargs | None = None  # the caller's arguments, if the prompt is to be computed a second time
 

@@ -1,7 +1,8 @@
 """What the store keeps of a chunk, of all layers: columns, or the states at a point."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ class Block:
         device: Where the model computed them.
         blob: What the planes are views of, unchecked, or None if they are owned.
         number: Of this block in the blob.
+        ready: When the planes have arrived in host memory; None if they have.
     """
 
     planes: Planes
@@ -80,6 +82,7 @@ class Block:
     device: torch.device
     blob: Blob | None = None
     number: int = 0
+    ready: torch.cuda.Event | None = None
 
     @classmethod
     def raw(cls, x: torch.Tensor) -> "Block":
@@ -92,6 +95,11 @@ class Block:
     def nbytes(self) -> int:
         """Bytes of all planes."""
         return sum(plane.nbytes for plane in self.planes.values())
+
+    def wait(self) -> None:
+        """Return once the planes can be read."""
+        if self.ready is not None:
+            self.ready.synchronize()
 
     def check(self, index: int) -> None:
         """Raise DamagedBlobError if a tensor was read from somewhere, and is not what was written there."""
@@ -138,6 +146,8 @@ class LayerKV:
 
     def parts(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """All planes by name, and how they belong together, as JSON."""
+        for block in self.blocks:
+            block.wait()
         tensors = {f"{n}.{name}": plane for n, block in enumerate(self.blocks) for name, plane in block.planes.items()}
         blocks = [
             {
@@ -180,22 +190,20 @@ class LayerKV:
                 block.check(at)
 
     def owned(self) -> "LayerKV":
-        """The same in memory of its own, checked."""
+        """The same in host memory of its own, checked."""
         self.check()
-        blocks: list[Block] = []
-        for block in self.blocks:
-            planes = {name: plane.clone() for name, plane in block.planes.items()}
-            rest = (block.shape, block.dtype, block.role, block.codec, block.rotations, block.device)
-            blocks.append(Block(planes, *rest))
-        return LayerKV(tuple(blocks), self.places)
+        return self._with_planes(lambda block: {name: _own(p, block.device) for name, p in block.planes.items()})
 
-    def moved_to(self, device: torch.device | None = None) -> "LayerKV":
-        """The same with its planes where the model computes, or on `device`."""
-        blocks: list[Block] = []
+    def moved(self) -> "LayerKV":
+        """A copy where the model computes."""
+        return self._with_planes(
+            lambda block: {name: p.to(block.device, non_blocking=True, copy=True) for name, p in block.planes.items()}
+        )
+
+    def _with_planes(self, planes: Callable[[Block], Planes]) -> "LayerKV":
         for block in self.blocks:
-            planes = {name: plane.to(device or block.device) for name, plane in block.planes.items()}
-            rest = (block.shape, block.dtype, block.role, block.codec, block.rotations, block.device)
-            blocks.append(Block(planes, *rest))
+            block.wait()
+        blocks = (replace(block, planes=planes(block), blob=None, ready=None) for block in self.blocks)
         return LayerKV(tuple(blocks), self.places)
 
 
@@ -222,6 +230,7 @@ class LayerKVReader:
         block = self._kv.blocks[number]
         block.check(at)
         if number not in self._planes:
+            block.wait()
             moved = {name: plane.to(block.device, non_blocking=True) for name, plane in block.planes.items()}
             self._planes[number] = moved
         return block.decode(self._planes[number], at)
@@ -254,12 +263,40 @@ def copy_columns(
     for key, parts_of in groups.items():
         device, dtype, shape, _, codec, role = key
         planes = codec.encode(torch.stack(parts_of), role, rotations[key])
-        blocks.append(Block(_on_host(planes), tuple(shape), dtype, role, codec, tuple(rotations[key]), device))
+        planes, ready = _on_host(planes)
+        own = tuple(rotations[key])
+        blocks.append(Block(planes, tuple(shape), dtype, role, codec, own, device, ready=ready))
     return LayerKV(tuple(blocks), tuple(places))
 
 
-def _on_host(planes: Planes) -> Planes:
-    return {name: plane.cpu() for name, plane in planes.items()}
+def _on_host(planes: Planes) -> tuple[Planes, torch.cuda.Event | None]:
+    """Planes that nobody else writes to, in host memory, and when they will have arrived there.
+
+    From a CUDA device they go to pinned memory by a stream of their own, while the model computes.
+    """
+    device = next(iter(planes.values())).device
+    if device.type != "cuda":
+        return {name: plane.cpu() for name, plane in planes.items()}, None
+    stream = _copy_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    arriving: Planes = {}
+    with torch.cuda.stream(stream):
+        for name, plane in planes.items():
+            host = torch.empty(plane.shape, dtype=plane.dtype, pin_memory=True)
+            arriving[name] = host.copy_(plane, non_blocking=True)
+            plane.record_stream(stream)
+    return arriving, stream.record_event()
+
+
+def _own(plane: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy in host memory; pinned, if it is to go to a CUDA device."""
+    host = torch.empty(plane.shape, dtype=plane.dtype, pin_memory=device.type == "cuda")
+    return host.copy_(plane)
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ A forward over the columns [held, n) of a batch, as the hook sees it:
 """
 
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +42,7 @@ from kvboost_hf.cache.layers import Piece
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.loading import Loading, can_overlap
 from kvboost_hf.cache.media import ENCODED, Prompt, has_types_of_media, narrow_media, payload, read_prompt
+from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
 from kvboost_hf.cache.report import Tally
 from kvboost_hf.cache.scatter import attention_kind
@@ -277,6 +279,7 @@ class ServingCache(BlendingCache):
             confirmed=not inputs.verifies,
             root_checked=True,
             loading=loading,
+            began=time.perf_counter() if inputs.input_ids.device.type == "cpu" and loading is None else None,
             audited=kwargs if audited else None,
         )
         return _narrow(model, kwargs, inputs, prompt, start - first)
@@ -296,8 +299,6 @@ class ServingCache(BlendingCache):
         while True:
             plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful, without=lost)
             wanted = needed_for(plan)
-            if all(each.loaded is not None for each in wanted):
-                return plan
             fetched = self.store.fetch(wanted, check=not self._may_overlap(model, plan, inputs, limit))
             if fetched.keys() >= {each.key for each in wanted}:
                 return with_loaded(plan, fetched)
@@ -466,6 +467,9 @@ class ServingCache(BlendingCache):
         if running.loading is not None:
             running.loading.finish()
         self._columns = running.stop
+        if running.began is not None and (model := self._model()) is not None:
+            seconds, tokens = time.perf_counter() - running.began, running.stop - running.length
+            ComputePace.of(model).observe(tokens, seconds)
         changed = None
         if running.commit is not None and ledger is not None:
             running.commit()

@@ -40,6 +40,7 @@ class StoredChunk:
     nbytes: int
     content_only: bool = False  # its K/V is not that of a prompt computed whole
     found: Found | None = None  # where it was found, if not in host memory
+    on_device: bool = False  # it was found where the model computes
 
     @property
     def key(self) -> bytes:
@@ -49,6 +50,8 @@ class StoredChunk:
     @property
     def tier(self) -> str:
         """Where it was found."""
+        if self.on_device:
+            return "device"
         return self.found.tier.tier.name if self.found is not None else "ram"
 
     @property

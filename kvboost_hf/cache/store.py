@@ -14,6 +14,7 @@ from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.fingerprint import model_name
 from kvboost_hf.cache.kv import ColumnFormat
+from kvboost_hf.cache.on_device import DeviceShelf
 from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.plan import HEAD_TOKENS, RowPlan, Segment, trim_row
 from kvboost_hf.cache.shelf import Put, Shelf, StoredChunk, StoredStates, remember
@@ -81,13 +82,13 @@ class ChunkStore(TieredShelf):
         self.chunker = _checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
         self.codec = make_codec(codec)
-        ram, lower = read_tiers(tiers, max_bytes)
+        ram, device, lower = read_tiers(tiers, max_bytes)
         max_bytes = _checked_budget(model, ram, self.chunker.chunk_size, self.codec)
         self._model = weakref.ref(model)
         self._audit_debt = 0.0
         self._format: ColumnFormat | None = None
         self._said: set[str] = set()
-        super().__init__(max_bytes, LowerTiers(lower), model_name(model))
+        super().__init__(max_bytes, LowerTiers(lower), DeviceShelf(device), model_name(model))
         self._close_tiers = weakref.finalize(self, self._lower.close)
 
     # What a cache asks for
@@ -222,6 +223,7 @@ class ChunkStore(TieredShelf):
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
         with self._lock:
+            device = {"device": self._device.stats()} if self._device.max_bytes else {}
             ram = {"chunks": len(self._chunks), "bytes": self._used, "max_bytes": self.max_bytes}
             return {
                 **ram,
@@ -232,7 +234,7 @@ class ChunkStore(TieredShelf):
                 **self._counts,
                 "codec": self.codec.name,
                 "seconds_per_token": self._seconds_per_token(),
-                "tiers": {"ram": ram, **self._lower.stats()},
+                "tiers": {**device, "ram": ram, **self._lower.stats()},
             }
 
     def invalidate(self) -> None:

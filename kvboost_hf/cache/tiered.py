@@ -11,6 +11,7 @@ import numpy as np
 from kvboost_hf.cache.chunks import Chunker, Tokens, prefix_key
 from kvboost_hf.cache.content_index import ContentIndex
 from kvboost_hf.cache.kv import ColumnFormat, LayerKV, LayerStates
+from kvboost_hf.cache.on_device import DeviceShelf
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, Chunk, ChunkIndex, SavedState
 from kvboost_hf.cache.shelf import Shelf, StoredChunk, StoredStates, head_key, remember
 from kvboost_hf.cache.tiers.base import Entry, Kind
@@ -31,11 +32,12 @@ class TieredShelf(Shelf):
     Args:
         max_bytes: Of host memory.
         lower: The tiers below.
+        device: The tier above.
         model: Names the model to them, see `Entry.model`.
     """
 
-    def __init__(self, max_bytes: int, lower: LowerTiers, model: bytes) -> None:
-        self._lower, self._model_name = lower, model
+    def __init__(self, max_bytes: int, lower: LowerTiers, device: DeviceShelf, model: bytes) -> None:
+        self._lower, self._device, self._model_name = lower, device, model
         self._durable_roots: set[bytes] = set()  # that mean the same in every process
         self._below: OrderedDict[bytes, None] = OrderedDict()  # keys of what is in a lower tier, as far as is known
         super().__init__(max_bytes)
@@ -49,6 +51,7 @@ class TieredShelf(Shelf):
     def _forget_all(self) -> None:
         super()._forget_all()
         self._below.clear()
+        self._device.clear()
         self._ghosts: dict[bytes, StoredChunk] = {}  # in content indexes, but in lower tiers only
         self._listed: dict[bytes, float] = {}  # root -> when the lower tiers were last asked for all that is under it
 
@@ -84,6 +87,9 @@ class TieredShelf(Shelf):
         for each in wanted:
             if each.key in fetched:
                 continue
+            if isinstance(each, StoredChunk) and (near := self._device.get(each.key)) is not None:
+                fetched[each.key] = replace(each, loaded=near, on_device=True)
+                continue
             if each.loaded is not None:
                 fetched[each.key] = each
                 continue
@@ -116,6 +122,9 @@ class TieredShelf(Shelf):
         """See `Shelf.record_use`."""
         super().record_use(chunks, missed=missed, states=states, moved=moved)
         used: list[StoredChunk | StoredStates] = [*chunks, *([states] if states is not None else [])]
+        if self._device.max_bytes:
+            for chunk in chunks:
+                self._device.put(chunk.key, chunk.kv)
         if durable := [each.key for each in used if each.root in self._durable_roots]:
             self._lower.touch(durable)
             self.promote(used)
@@ -131,6 +140,7 @@ class TieredShelf(Shelf):
         doomed = set(keys)
         roots = {self._chunks[key].root for key in doomed if key in self._chunks}
         super().quarantine(doomed)
+        self._device.clear()
         for root in roots & self._durable_roots:
             self.flush()
             self._lower.delete(_with_descendants(doomed, [each.entry for each in self._lower.entries(root)]))
