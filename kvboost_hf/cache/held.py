@@ -61,7 +61,7 @@ class HoldingCache(HookedCache):
         self, model: PreTrainedModel, store: ChunkStore, policy: ReusePolicy, salt: bytes, max_cache_len: int | None
     ) -> None:
         self._model = weakref.ref(model)
-        self.store, self.policy, self.salt = store, policy, salt
+        self.store, self.policy, self._salt = store, policy, salt
         self._unsupported = known_reason(model)
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._used = False  # layers of a model that cannot reuse K/V hold something
@@ -189,7 +189,7 @@ class HoldingCache(HookedCache):
 
     def _root(self, regime: bytes) -> bytes | None:
         """What all chains of the model, as it is now, start from."""
-        return self.store.root(self.salt, regime, read_all=self.policy.weights_check == "full")
+        return self.store.root(self._salt, regime, read_all=self.policy.weights_check == "full")
 
     def _note_miss(self, ledger: Ledger, row: int, tokens: Tokens, plan: RowPlan) -> None:
         """Report where and why the store could give no more of a row that holds `tokens`."""

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvboost_hf.cache.plan import HEAD_TOKENS, RowPlan, Segment, trim_row
 from kvboost_hf.cache.shelf import Put, Shelf, StoredChunk, StoredStates, remember
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.tiered import TieredShelf
-from kvboost_hf.cache.tiers.addresses import read_tiers
+from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.compat import bytes_per_token, key_rotation, known_reason, require_cache
@@ -82,13 +82,13 @@ class ChunkStore(TieredShelf):
         self.chunker = _checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
         self.codec = make_codec(codec)
-        ram, device, lower = read_tiers(tiers, max_bytes)
-        max_bytes = _checked_budget(model, ram, self.chunker.chunk_size, self.codec)
+        opened = open_tiers(tiers, _checked_bytes(max_bytes))
+        max_bytes = _checked_budget(model, opened.ram, self.chunker.chunk_size, self.codec)
         self._model = weakref.ref(model)
         self._audit_debt = 0.0
         self._format: ColumnFormat | None = None
         self._said: set[str] = set()
-        super().__init__(max_bytes, LowerTiers(lower), DeviceShelf(device), model_name(model))
+        super().__init__(max_bytes, LowerTiers(opened.lower), DeviceShelf(opened.device), model_name(model))
         self._close_tiers = weakref.finalize(self, self._lower.close)
 
     # What a cache asks for
@@ -187,6 +187,8 @@ class ChunkStore(TieredShelf):
         tokenizer: Any = None,
         pin: bool = True,
         policy: ReusePolicy | None = None,
+        salt: str | bytes | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> "ReuseReport":
         """Compute and store K/V ahead of the first request: of the start of prompts, or of documents within them.
 
@@ -199,6 +201,8 @@ class ChunkStore(TieredShelf):
             tokenizer: Tokenizes texts; `text_or_ids` and `prefix` with special tokens, as it would a prompt.
             pin: Never evict it.
             policy: That of the caches that are to find it.
+            salt: That of the caches that are to find it; None for the store's.
+            progress: Called as texts are computed, with the tokens that are done, and how many there are in all.
 
         Returns:
             What was already stored and what was computed, summed over the documents.
@@ -209,16 +213,17 @@ class ChunkStore(TieredShelf):
             StoreFullError: if what is to be pinned does not fit into the budget; nothing of it stays pinned.
             StoreClosedError: after `close()`.
         """
-        from kvboost_hf.cache.warm import warm, warm_documents  # both are built on this
+        from kvboost_hf.cache.warm import WarmSettings, warm, warm_documents  # both are built on this
 
         self._require_open()
         model = self._require_model()
         if (text_or_ids is None) == (documents is None) or (prefix is not None and documents is None):
             raise ValueError("`warm` takes either `text_or_ids`, or `documents` and perhaps the `prefix` before them.")
+        settings = WarmSettings(tokenizer, pin, policy, self.salt if salt is None else salt_bytes(salt), progress)
         if documents is not None:
-            return warm_documents(model, self, documents, prefix, tokenizer=tokenizer, pin=pin, policy=policy)
+            return warm_documents(model, self, documents, prefix, settings)
         assert text_or_ids is not None
-        return warm(model, self, text_or_ids, tokenizer=tokenizer, pin=pin, policy=policy)
+        return warm(model, self, text_or_ids, settings)
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
@@ -297,9 +302,17 @@ def _checked_chunker(chunker: Chunker | None, chunk_size: int | None) -> Chunker
     return chunker
 
 
-def _checked_budget(model: PreTrainedModel, max_bytes: int, chunk_size: int, codec: Codec) -> int:
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
+def _checked_bytes(max_bytes: int | None) -> int | None:
+    if (
+        isinstance(max_bytes, bool)
+        or not isinstance(max_bytes, int | None)
+        or (max_bytes is not None and max_bytes <= 0)
+    ):
         raise ValueError(f"`max_bytes` must be a positive int, got {max_bytes!r}.")
+    return max_bytes
+
+
+def _checked_budget(model: PreTrainedModel, max_bytes: int, chunk_size: int, codec: Codec) -> int:
     if known_reason(model) is not None:  # nothing will be stored, and the configuration may have other names
         return max_bytes
     if not codec.lossless:  # less than raw, and not worth a second formula
