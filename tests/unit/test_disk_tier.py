@@ -1,6 +1,7 @@
 """The disk tier: what it keeps, what it gives up, and what it does about damage, full disks and other processes."""
 
 import errno
+import json
 import logging
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -812,6 +814,46 @@ def test_processes_share_a_folder(folder: Path) -> None:
     tier = DiskTier(folder, max_bytes)
     assert len(kept(tier, *range(60))) == tier.stats()["chunks"] == len(files_in(folder))
     tier.close()
+
+
+@pytest.mark.parametrize("harm", ["lost", "damaged"])
+def test_processes_go_on_when_the_index_is_harmed_under_them(folder: Path, harm: str) -> None:
+    max_bytes = 60_000
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        tier = DiskTier(folder, max_bytes)
+        for step in range(150):
+            n = draw.randrange(60)
+            put(tier, n)
+            blob = tier.read(key_of(n))
+            assert blob is None or is_right(key_of(n), blob)
+            if seed == 0 and step % 50 == 25:
+                if harm == "lost":
+                    (folder / "index.sqlite3").unlink(missing_ok=True)
+                else:
+                    damage(folder)
+            assert du(folder / "blobs") <= max_bytes
+        tier.close()
+
+    run_all(work, range(3))
+    DiskTier(folder, max_bytes).close()
+    tier = DiskTier(folder, max_bytes)
+    assert put(tier, 100)
+    assert len(kept(tier, *range(60), 100)) == tier.stats()["chunks"] == len(files_in(folder))
+    assert tier.stats()["errors"] == 0
+    tier.close()
+
+
+def test_the_soak_finds_nothing(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+    command = [sys.executable, str(script), "--rounds", "30", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tally = json.loads((tmp_path / "soak-cpu.json").read_text())["tally"]
+    assert tally["rounds"] == 30
+    assert tally["kept"] > 30
+    assert tally["in_flight"] > 5
 
 
 def du(folder: Path) -> int:
