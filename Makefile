@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test style quality architectures bench gpu clean
+.PHONY: demo test style quality architectures bench soak gpu clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,6 +38,10 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/reuse.py --out benchmarks/results
 	$(BIN)/python benchmarks/kinds.py --out benchmarks/results
 	$(BIN)/python benchmarks/repair.py --out benchmarks/results
+
+# Processes that write to one folder and are killed, 1,000 times.
+soak: $(VENV)/installed
+	$(BIN)/python benchmarks/soak.py --out benchmarks/results
 
 # Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network.
 gpu:

@@ -1,0 +1,867 @@
+"""The disk tier: what it keeps, what it gives up, and what it does about damage, full disks and other processes."""
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvboost_hf.cache.tiers import disk_files, disk_writers
+from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+from kvboost_hf.cache.tiers.disk import DiskTier
+from kvboost_hf.cache.tiers.disk_rows import charge
+from tests.blobs import is_right, key_of, make_blob
+
+Open = Callable[..., DiskTier]
+fork = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[Open]:
+    """Opens the folder, and closes it in the end."""
+    tiers: list[DiskTier] = []
+
+    def open_tier(max_bytes: int = 2**20) -> DiskTier:
+        tiers.append(DiskTier(folder, max_bytes))
+        return tiers[-1]
+
+    yield open_tier
+    for tier in tiers:
+        tier.close()
+
+
+def put(tier: DiskTier, n: int, size: int = 1000, **told: object) -> bool:
+    return tier.write(*make_blob(n, size, **told))  # type: ignore[arg-type]
+
+
+def room_for(count: int) -> int:
+    """A budget for so many blobs of the usual size, and no more."""
+    entry, _ = make_blob(10, parent=key_of(10), start=10)
+    return count * (charge(entry, entry.nbytes) + 50) + 200
+
+
+def kept(tier: DiskTier, *numbers: int) -> list[int]:
+    """Which of these are found, and read right."""
+    found = tier.find([key_of(n) for n in numbers])
+    for key, entry in found.items():
+        blob = tier.read(key)
+        assert blob is not None
+        assert len(blob) == entry.nbytes
+        assert is_right(key, blob)
+    return [n for n in numbers if key_of(n) in found]
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in (folder / "blobs").rglob("*") if path.is_file()]
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files_in(folder))
+
+
+def the_file(folder: Path, n: int) -> Path:
+    name = key_of(n).hex()
+    return folder / "blobs" / name[:2] / f"{name}.safetensors"
+
+
+def same(a: Entry, b: Entry) -> bool:
+    one, other = asdict(a), asdict(b)
+    return one.pop("tokens").tolist() == other.pop("tokens").tolist() and one == other
+
+
+# What is kept
+
+
+def test_what_is_written_is_found_and_read(opened: Open) -> None:
+    tier: Tier = opened()
+    told = {"parent": b"before", "start": 48, "root": b"r", "head": b"", "model": b"m", "kind": Kind.CONTENT}
+    entry, blob = make_blob(1, **told)  # type: ignore[arg-type]
+    assert tier.write(entry, blob)
+    found = tier.find([key_of(1), key_of(2)])
+    assert list(found) == [key_of(1)]
+    assert same(found[key_of(1)], entry)
+    read = tier.read(key_of(1))
+    assert read == b"".join(blob)
+    assert tier.read(key_of(2)) is None
+    assert [same(found, entry) for found in tier.entries()] == [True]
+    assert (tier.name, tier.stats()["chunks"], tier.stats()["errors"]) == ("disk", 1, 0)
+
+
+def test_it_is_there_after_the_next_start(opened: Open) -> None:
+    tier = opened()
+    entry, blob = make_blob(1)
+    tier.write(entry, blob)
+    tier.touch([key_of(1)])
+    tier.close()
+    again = opened()
+    assert same(again.find([key_of(1)])[key_of(1)], entry)
+    assert kept(again, 1) == [1]
+    assert again.hits() == {key_of(1): 1}
+
+
+def test_one_that_is_there_stays_as_it_is(opened: Open, folder: Path) -> None:
+    tier = opened()
+    assert put(tier, 1, 1000)
+    assert put(tier, 1, 2000)
+    assert tier.find([key_of(1)])[key_of(1)].nbytes == bytes_in(folder) < 2000
+
+
+def test_parts_may_be_of_any_type_and_empty(opened: Open) -> None:
+    tier = opened()
+    entry, _ = make_blob(1)
+    numbers = memoryview(torch.arange(6, dtype=torch.int16).numpy())
+    assert tier.write(entry, [b"", numbers, b"end"])
+    assert tier.read(entry.key) == numbers.tobytes() + b"end"
+    assert tier.find([entry.key])[entry.key].nbytes == 15
+    nothing, _ = make_blob(2)
+    assert tier.write(nothing, [])
+    assert tier.read(nothing.key) == b""
+
+
+def test_a_blob_stays_readable_whatever_happens(opened: Open, folder: Path) -> None:
+    tier = opened()
+    put(tier, 1)
+    blob = tier.read(key_of(1))
+    assert blob is not None
+    tier.delete([key_of(1)])
+    tier.close()
+    shutil.rmtree(folder)
+    assert is_right(key_of(1), blob)
+    torch.frombuffer(blob, dtype=torch.uint8).zero_()  # its own copy, and no warning that it cannot be written to
+
+
+def test_a_change_of_what_was_read_stays_private(opened: Open) -> None:
+    tier = opened()
+    put(tier, 1)
+    blob = tier.read(key_of(1))
+    assert blob is not None
+    blob[:] = bytes(len(blob))
+    assert kept(tier, 1) == [1]
+
+
+def test_many_blobs_are_held_at_once_with_few_descriptors(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_files, "_MAX_MAPPED", 4)
+    tier = opened()
+    for n in range(12):
+        put(tier, n, 10)
+    before = len(os.listdir("/proc/self/fd"))
+    blobs = [tier.read(key_of(n)) for n in range(12)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+    assert all(blob is not None and is_right(key_of(n), blob) for n, blob in enumerate(blobs))
+
+
+def test_alike_are_found_newest_first(opened: Open) -> None:
+    tier = opened(2**22)
+    for n in range(300):
+        put(tier, n, 1, head=b"one")
+    put(tier, 1000, head=b"other")
+    put(tier, 1001, head=b"")
+    newest = [key_of(n) for n in range(299, 43, -1)]
+    assert [entry.key for entry in tier.find_alike([b"one", b"one"])] == newest
+    assert [entry.key for entry in tier.find_alike([b"other", b"one"])] == [key_of(1000), *newest]
+    assert tier.find_alike([b"", b"none"]) == []
+
+
+def test_entries_of_a_root_may_go_while_they_are_listed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_hf.cache.tiers.disk._AT_ONCE", 3)
+    tier = opened()
+    for n in range(20):
+        put(tier, n, 10, root=b"even" if n % 2 == 0 else b"odd")
+    assert len(list(tier.entries())) == 20
+    listed = []
+    for entry in tier.entries(b"even"):
+        listed.append(entry.key)
+        tier.delete([entry.key])
+    assert listed == [key_of(n) for n in range(0, 20, 2)]
+    assert kept(tier, *range(20)) == list(range(1, 20, 2))
+
+
+def test_giving_up(opened: Open, folder: Path) -> None:
+    tier = opened()
+    for n in range(6):
+        put(tier, n, model=b"one" if n < 3 else b"other")
+    tier.delete([key_of(0), key_of(99)])
+    assert kept(tier, *range(6)) == [1, 2, 3, 4, 5]
+    tier.clear(b"one")
+    assert kept(tier, *range(6)) == [3, 4, 5]
+    assert len(files_in(folder)) == 3
+    tier.delete(key_of(n) for n in range(6))
+    assert (tier.stats()["bytes"], files_in(folder)) == (0, [])
+
+
+# The budget
+
+
+def test_what_was_not_used_for_longest_goes_first(opened: Open, folder: Path) -> None:
+    tier = opened(room_for(4))
+    sizes = [put(tier, n) for n in range(4)]
+    assert sizes == [True] * 4
+    tier.touch([key_of(0), key_of(2)])
+    put(tier, 4)
+    put(tier, 5)
+    assert kept(tier, *range(6)) == [0, 2, 4, 5]
+    assert tier.stats()["evictions"] == 2
+    assert bytes_in(folder) <= int(tier.stats()["bytes"]) <= room_for(4)
+
+
+def test_the_end_of_a_text_goes_before_its_beginning(opened: Open) -> None:
+    tier = opened(room_for(4))
+    for n in range(4):
+        put(tier, n, parent=key_of(n - 1), start=16 * n)
+    put(tier, 10)
+    assert kept(tier, *range(4), 10) == [0, 1, 2, 10]
+    tier.touch([key_of(1), key_of(0), key_of(2), key_of(10)])
+    put(tier, 11, start=1)
+    put(tier, 12, start=1)
+    assert kept(tier, *range(3), 10, 11, 12) == [0, 10, 11, 12]
+
+
+def test_what_a_chunk_continues_is_not_given_up_for_it(opened: Open) -> None:
+    tier = opened(room_for(4))
+    stored = [put(tier, n, parent=key_of(n - 1), start=16 * n) for n in range(5)]
+    assert stored == [True] * 4 + [False]
+    assert kept(tier, *range(5)) == [0, 1, 2, 3]
+
+
+def test_too_large_a_blob_costs_nothing(opened: Open) -> None:
+    tier = opened(room_for(4))
+    put(tier, 1)
+    assert not put(tier, 2, 10_000)
+    assert kept(tier, 1, 2) == [1]
+    assert tier.stats()["errors"] == 0
+
+
+def test_each_keeps_its_own_budget(opened: Open, folder: Path) -> None:
+    large, small = opened(room_for(16)), None
+    for n in range(16):
+        put(large, n)
+    small = opened(room_for(4))
+    assert bytes_in(folder) <= room_for(4)
+    assert kept(large, *range(16)) == [12, 13, 14, 15]
+    for n in range(16, 24):
+        put(large, n)
+    assert len(files_in(folder)) == 12
+    put(small, 24)
+    assert bytes_in(folder) <= room_for(4)
+    assert kept(small, *range(25)) == [21, 22, 23, 24]
+
+
+@pytest.mark.parametrize("max_bytes", [0, -1, True, 1.5, "1 GB"])
+def test_a_budget_that_is_none(folder: Path, max_bytes: int) -> None:
+    with pytest.raises(ValueError, match="`max_bytes` must be a positive int, got"):
+        DiskTier(folder, max_bytes)
+
+
+# Files
+
+
+def test_only_their_owner_may_read(opened: Open, folder: Path) -> None:
+    umask = os.umask(0o377)
+    try:
+        assert put(opened(), 1)
+    finally:
+        os.umask(umask)
+    for path in [folder, *folder.rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_folder_of_somebody_else_keeps_its_mode(opened: Open, folder: Path) -> None:
+    folder.mkdir(0o750)
+    put(opened(), 1)
+    assert folder.stat().st_mode & 0o777 == 0o750
+    assert (folder / "blobs").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_path_that_can_be_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=r"`path` must be a folder.*Pass another one"):
+            DiskTier(path, 1000)
+
+
+def test_flipped_bytes_are_returned_as_they_are(opened: Open, folder: Path) -> None:
+    tier = opened()
+    put(tier, 1)
+    contents = bytearray(the_file(folder, 1).read_bytes())
+    contents[-1] ^= 1
+    the_file(folder, 1).write_bytes(contents)
+    blob = tier.read(key_of(1))
+    assert blob == contents
+    with pytest.raises(ValueError, match="does not have its checksum"):
+        is_right(key_of(1), blob)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, 100), lambda path: os.truncate(path, 0)])
+def test_a_lost_or_short_file_is_a_miss_and_forgotten(
+    opened: Open, folder: Path, harm: Callable[[Path], None]
+) -> None:
+    tier = opened()
+    put(tier, 1)
+    put(tier, 2)
+    harm(the_file(folder, 1))
+    assert tier.read(key_of(1)) is None
+    assert tier.find([key_of(1)]) == {}
+    assert len(files_in(folder)) == tier.stats()["chunks"] == 1
+    assert put(tier, 1)
+    assert kept(tier, 1, 2) == [1, 2]
+
+
+# What others left behind
+
+
+def test_leftovers_are_adopted_or_removed_at_open(opened: Open, folder: Path) -> None:
+    tier = opened()
+    for n in range(5):
+        put(tier, n)
+    whole = the_file(folder, 0).read_bytes()
+    tier.delete([key_of(0)])
+    tier.close()
+    the_file(folder, 0).write_bytes(whole)  # without a row
+    for n, contents in ((5, whole), (6, b"no blob")):  # of another key, and of none
+        the_file(folder, n).parent.mkdir(exist_ok=True)
+        the_file(folder, n).write_bytes(contents)
+    the_file(folder, 2).with_name(f"{key_of(2).hex()}.abc.tmp").write_bytes(b"unfinished")
+    notes = the_file(folder, 2).with_name("notes.txt")
+    notes.write_text("somebody's own")
+    the_file(folder, 1).unlink()
+    again = opened()
+    assert kept(again, *range(5)) == [0, 2, 3, 4]
+    assert again.stats()["chunks"] == 4
+    assert len(files_in(folder)) == 5
+    assert notes.exists()
+    assert again.stats()["errors"] == 0
+
+
+def die(folder: Path, at: str) -> None:
+    """Write a blob in a process that is killed on the way."""
+
+    def work() -> None:
+        def killed(*args: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(disk_files.os, at, killed)
+        put(DiskTier(folder, room_for(4)), 9)
+
+    child = fork.Process(target=work)
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("at", ["fchmod", "replace"])
+def test_a_killed_writer_loses_what_it_was_writing(opened: Open, folder: Path, at: str) -> None:
+    tier = opened(room_for(4))
+    for n in range(3):
+        put(tier, n)
+    die(folder, at)
+    assert len(files_in(folder)) == 4
+    opened(room_for(4)).close()
+    assert len(files_in(folder)) == 3
+    assert kept(tier, *range(3), 9) == [0, 1, 2]
+
+
+def test_room_that_a_killed_writer_held_is_used(opened: Open, folder: Path) -> None:
+    tier = opened(room_for(4))
+    for n in range(3):
+        put(tier, n)
+    die(folder, "replace")
+    assert put(tier, 3)
+    assert kept(tier, *range(4)) == [0, 1, 2, 3]
+    assert tier.stats()["evictions"] == 0
+
+
+def test_what_a_killed_writer_had_in_place_is_kept(opened: Open, folder: Path) -> None:
+    tier = opened()
+    put(tier, 1)
+    tier.close()
+    with sqlite3.connect(folder / "index.sqlite3") as db:
+        db.execute("UPDATE blobs SET token = 'abc', host = ?, pid = 2147483647, since = ?", writer(0))
+    db.close()
+    tier = opened()
+    assert kept(tier, 1) == [1]
+    with sqlite3.connect(folder / "index.sqlite3") as db:
+        db.execute("UPDATE blobs SET token = 'abc', host = ?, pid = 2147483647, since = ?", writer(0))
+    db.close()
+    assert kept(tier, 1) == []
+    assert put(tier, 1)
+    assert kept(tier, 1) == [1]
+
+
+def writer(age_s: float) -> tuple[str, int]:
+    return os.uname().nodename, time.time_ns() - int(age_s * 10**9)
+
+
+def test_who_is_dead() -> None:
+    host, pid, now = disk_writers.signature()
+    assert not disk_writers.is_dead("t", host, os.getppid(), now)
+    assert not disk_writers.is_dead("t", host, 1, now)
+    assert not disk_writers.is_dead("t", "another", pid, now)
+    assert disk_writers.is_dead("t", "another", pid, now - 200 * 10**9)
+    assert disk_writers.is_dead("t", host, os.getppid(), now - 200 * 10**9)
+    assert disk_writers.is_dead("t", host, os.getppid(), now + 200 * 10**9)
+    assert disk_writers.is_dead("t", host, 2**31 - 1, now)
+    assert disk_writers.is_dead("t", host, pid, now)  # had the same number as this process
+    disk_writers.in_flight.add("t")
+    try:
+        assert not disk_writers.is_dead("t", host, pid, now)
+    finally:
+        disk_writers.in_flight.remove("t")
+
+
+def test_a_writer_that_was_given_up_does_not_come_back(
+    opened: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier, other = opened(room_for(4)), opened(room_for(4))
+    replace = os.replace
+
+    def slow(*paths: str) -> None:
+        other.delete([key_of(1)])
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", slow)
+    assert not put(tier, 1)
+    assert files_in(folder) == []
+    assert (tier.stats()["bytes"], tier.stats()["errors"]) == (0, 0)
+
+
+def test_two_write_the_same(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, other = opened(), opened()
+    replace, told = os.replace, []
+
+    def meanwhile(*paths: str) -> None:
+        told.append(put(other, 1))
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    assert put(tier, 1)
+    assert told == [False]
+    assert kept(other, 1) == [1]
+
+
+# The index
+
+
+@pytest.mark.parametrize("lost", ["index.sqlite3", "index.sqlite3*"])
+def test_a_lost_index_is_made_anew(opened: Open, folder: Path, lost: str) -> None:
+    tier = opened()
+    for n in range(3):
+        put(tier, n, head=b"alike")
+    before = list(tier.entries())
+    for path in folder.glob(lost):
+        path.unlink()
+    assert kept(tier, *range(3)) == [0, 1, 2]
+    assert all(same(a, b) for a, b in zip(before, tier.entries(), strict=True))
+    assert [entry.key for entry in tier.find_alike([b"alike"])] == [key_of(2), key_of(1), key_of(0)]
+    assert put(tier, 3)
+    assert kept(opened(), *range(4)) == [0, 1, 2, 3]
+
+
+def damage(folder: Path) -> None:
+    path = folder / "index.sqlite3"
+    with open(path, "r+b") as file:
+        for at in range(0, path.stat().st_size, 512):
+            file.seek(at)
+            file.write(b"\xa5" * 400)
+
+
+def test_a_damaged_index_is_moved_aside_at_open(opened: Open, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = opened()
+    for n in range(3):
+        put(tier, n)
+    tier.close()
+    damage(folder)
+    again = opened()
+    assert kept(again, *range(3)) == [0, 1, 2]
+    assert (folder / "index.damaged").exists()
+    assert "is made anew from the blobs" in caplog.text
+
+
+def test_a_damaged_index_is_moved_aside_in_mid_use(opened: Open, folder: Path) -> None:
+    tier, other = opened(), opened()
+    for n in range(40):
+        put(tier, n, 10)
+    with sqlite3.connect(folder / "index.sqlite3") as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    damage(folder)
+    third = opened()  # finds the damage
+    assert kept(third, *range(40)) == list(range(40))
+    for tier_again in (tier, other):
+        assert kept(tier_again, *range(40)) == list(range(40))
+        assert put(tier_again, 50 + id(tier_again))
+    assert kept(other, 50 + id(tier)) == [50 + id(tier)]
+    assert third.stats()["chunks"] == 42
+
+
+def test_a_row_that_cannot_be_read_is_damage(opened: Open, folder: Path) -> None:
+    tier = opened()
+    put(tier, 1)
+    with sqlite3.connect(folder / "index.sqlite3") as db:
+        db.execute("UPDATE blobs SET kind = 'none'")
+    db.close()
+    assert tier.find([key_of(1)]) == {}
+    assert tier.stats()["errors"] == 1
+    assert kept(tier, 1) == [1]
+
+
+@pytest.mark.parametrize("version", [1, 0])
+def test_an_index_of_another_version_is_made_anew(opened: Open, folder: Path, version: int) -> None:
+    tier = opened()
+    put(tier, 1)
+    tier.close()
+    with sqlite3.connect(folder / "index.sqlite3") as db:
+        db.execute("ALTER TABLE blobs RENAME COLUMN head TO tail")
+        db.execute(f"PRAGMA user_version={version}")
+    db.close()
+    assert kept(opened(), 1) == [1]
+
+
+def test_a_new_index_keeps_the_budget(opened: Open, folder: Path) -> None:
+    tier = opened(room_for(16))
+    for n in range(16):
+        put(tier, n)
+        os.utime(the_file(folder, n), ns=(n, n * 10**9))
+    tier.close()
+    (folder / "index.sqlite3").unlink()
+    assert kept(opened(room_for(4)), *range(16)) == [12, 13, 14, 15]
+    assert bytes_in(folder) <= room_for(4)
+
+
+# Failures
+
+
+def test_a_full_disk(
+    opened: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = opened()
+    put(tier, 1)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("replace", "mkdir", "open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_files.os, name, full)
+            assert not put(tier, 2)
+    assert kept(tier, 1, 2) == [1]
+    assert len(files_in(folder)) == tier.stats()["chunks"] == 1
+    assert tier.stats()["errors"] >= 2
+    assert caplog.text.count("No space left on device") == 1  # once a minute
+    assert put(tier, 2)
+    assert kept(tier, 1, 2) == [1, 2]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    place = tmp_path / "mounted"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        tier = DiskTier(place / "tier", 2**30)
+        written = [n for n in range(40) if put(tier, n, 50_000)]
+        assert 5 < len(written) < 30
+        assert int(tier.stats()["errors"]) >= 40 - len(written)
+        assert set(kept(tier, *range(40))) <= set(written)
+        tier.delete([key_of(n) for n in written])
+        tier.close()
+        again = DiskTier(place / "tier", 2**30)
+        assert put(again, 1)
+        assert kept(again, *range(40)) == [1]
+        again.close()
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        reader = DiskTier(place / "tier", 2**30)
+        assert kept(reader, 1) == [1]
+        assert not put(reader, 2)
+        assert reader.stats()["errors"] == 0
+        reader.close()
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_limit_on_the_size_of_files(opened: Open, folder: Path) -> None:
+    opened()
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+        tier = DiskTier(folder, 2**20)
+        assert not put(tier, 1, 500_000)
+        assert tier.stats()["errors"] == 1
+        assert put(tier, 2)
+
+    child = fork.Process(target=work)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert kept(opened(), 1, 2) == [2]
+    assert len(files_in(folder)) == 1
+
+
+def test_a_folder_that_cannot_be_written_to_is_read(
+    opened: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = opened()
+    put(tier, 1)
+    tier.close()
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    reader = opened()
+    assert "it is only read" in caplog.text
+    before = reader.stats()
+    assert kept(reader, 1) == [1]
+    assert not put(reader, 2)
+    reader.touch([key_of(1)])
+    reader.delete([key_of(1)])
+    reader.clear(b"model")
+    the_file(folder, 1).unlink()
+    assert reader.read(key_of(1)) is None
+    assert reader.stats() == before
+    with pytest.raises(ValueError, match=r"`path` must be a folder that can be written to.*Pass another one"):
+        DiskTier(folder / "other", 1000)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_modes_that_forbid_to_write(opened: Open, folder: Path) -> None:
+    tier = opened()
+    put(tier, 1)
+    tier.close()
+    folder.chmod(0o500)
+    try:
+        reader = opened()
+        assert kept(reader, 1) == [1]
+        assert not put(reader, 2)
+        with pytest.raises(ValueError, match="`path` must be a folder"):
+            DiskTier(folder / "below", 1000)
+    finally:
+        folder.chmod(0o700)
+
+
+def test_a_folder_that_vanishes_and_comes_back(opened: Open, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = opened()
+    put(tier, 1)
+    shutil.move(folder, folder.with_name("elsewhere"))
+    assert not put(tier, 2)
+    assert tier.read(key_of(1)) is None
+    assert tier.find([key_of(1)]) == tier.hits() == {}
+    assert tier.find_alike([b"head"]) == list(tier.entries()) == []
+    tier.touch([key_of(1)])
+    tier.delete([key_of(1)])
+    tier.clear(b"model")
+    assert int(tier.stats()["errors"]) >= 9
+    assert not folder.exists()
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+    shutil.move(folder.with_name("elsewhere"), folder)
+    assert kept(tier, 1) == [1]
+    assert put(tier, 2)
+
+
+def test_a_file_that_cannot_be_read(opened: Open, folder: Path) -> None:
+    tier = opened()
+    put(tier, 1)
+    the_file(folder, 1).unlink()
+    the_file(folder, 1).mkdir()
+    assert tier.read(key_of(1)) is None
+    assert tier.stats()["errors"] == 1
+
+
+def test_after_close_everything_looks_like_a_miss(opened: Open) -> None:
+    tier = opened()
+    put(tier, 1)
+    tier.close()
+    tier.close()
+    assert not put(tier, 2)
+    assert tier.read(key_of(1)) is None
+    assert tier.find([key_of(1)]) == {}
+    assert list(tier.entries()) == []
+
+
+# Several at once
+
+
+def test_two_handles_see_the_same(opened: Open) -> None:
+    tier, other = opened(), opened()
+    put(tier, 1)
+    assert kept(other, 1) == [1]
+    other.touch([key_of(1)])
+    assert tier.hits() == {key_of(1): 1}
+    other.delete([key_of(1)])
+    assert kept(tier, 1) == []
+
+
+def test_threads(opened: Open, folder: Path) -> None:
+    tier = opened(60_000)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(60):
+            n = draw.randrange(40)
+            put(tier, n)
+            blob = tier.read(key_of(n))
+            if blob is not None and not is_right(key_of(n), blob):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (wrong, tier.stats()["errors"]) == ([], 0)
+    assert 0 < bytes_in(folder) <= 60_000
+
+
+def test_a_forked_process_has_a_connection_of_its_own(opened: Open) -> None:
+    tier = opened()
+    put(tier, 1)
+
+    def work() -> None:
+        assert kept(tier, 1) == [1]
+        assert put(tier, 2)
+        tier.close()
+
+    with tier._index._lock:  # as if another thread held it
+        child = fork.Process(target=work)
+        child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert put(tier, 3)
+    assert kept(tier, 1, 2, 3) == [1, 2, 3]
+
+
+def test_processes_that_open_a_new_folder_together(folder: Path) -> None:
+    def work(n: int) -> None:
+        tier = DiskTier(folder, 2**20)
+        assert put(tier, n)
+        assert tier.stats()["errors"] == 0
+
+    run_all(work, range(8))
+    tier = DiskTier(folder, 2**20)
+    assert kept(tier, *range(8)) == list(range(8))
+    tier.close()
+
+
+def run_all(work: Callable[[int], None], numbers: range) -> None:
+    children = [fork.Process(target=work, args=(n,)) for n in numbers]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * len(children)
+
+
+def test_processes_share_a_folder(folder: Path) -> None:
+    max_bytes, operations = 80_000, 1000
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        tier = DiskTier(folder, max_bytes)
+        read = 0
+        for step in range(operations):
+            n = draw.randrange(60)
+            keys = [key_of(n)]
+            match draw.choice(["write", "write", "read", "find", "touch", "delete"]):
+                case "write":
+                    put(tier, n, 100 + 97 * n)
+                case "read":
+                    blob = tier.read(key_of(n))
+                    assert blob is None or is_right(key_of(n), blob)
+                    read += blob is not None
+                case "find":
+                    assert set(tier.find(keys)) <= set(keys)
+                case "touch":
+                    tier.touch(keys)
+                case "delete" if step % 4 == 0:
+                    tier.delete(keys)
+        assert tier.stats()["errors"] == 0, tier.stats()
+        assert read > operations / 40
+        tier.close()
+
+    done = threading.Event()
+    sampled: list[int] = []
+
+    def sample() -> None:
+        while not done.wait(0.002):
+            sampled.append(du(folder / "blobs"))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        run_all(work, range(4))
+    finally:
+        done.set()
+        sampler.join()
+    assert len(sampled) > 10
+    assert max_bytes / 2 < max(sampled) <= max_bytes
+    tier = DiskTier(folder, max_bytes)
+    assert len(kept(tier, *range(60))) == tier.stats()["chunks"] == len(files_in(folder))
+    tier.close()
+
+
+@pytest.mark.parametrize("harm", ["lost", "damaged"])
+def test_processes_go_on_when_the_index_is_harmed_under_them(folder: Path, harm: str) -> None:
+    max_bytes = 60_000
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        tier = DiskTier(folder, max_bytes)
+        for step in range(150):
+            n = draw.randrange(60)
+            put(tier, n)
+            blob = tier.read(key_of(n))
+            assert blob is None or is_right(key_of(n), blob)
+            if seed == 0 and step % 50 == 25:
+                if harm == "lost":
+                    (folder / "index.sqlite3").unlink(missing_ok=True)
+                else:
+                    damage(folder)
+            assert du(folder / "blobs") <= max_bytes
+        tier.close()
+
+    run_all(work, range(3))
+    DiskTier(folder, max_bytes).close()
+    tier = DiskTier(folder, max_bytes)
+    assert put(tier, 100)
+    assert len(kept(tier, *range(60), 100)) == tier.stats()["chunks"] == len(files_in(folder))
+    assert tier.stats()["errors"] == 0
+    tier.close()
+
+
+def test_the_soak_finds_nothing(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+    command = [sys.executable, str(script), "--rounds", "30", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tally = json.loads((tmp_path / "soak-cpu.json").read_text())["tally"]
+    assert tally["rounds"] == 30
+    assert tally["kept"] > 30
+    assert tally["in_flight"] > 5
+
+
+def du(folder: Path) -> int:
+    """Bytes of the files in two levels of folders, some of which may go meanwhile: never more than there were."""
+    total = 0
+    for path in folder.glob("*/*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            pass
+    return total
