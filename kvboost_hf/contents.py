@@ -10,7 +10,7 @@ from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SHOWN_CHARACTERS = 60
+_SHOWN_CHARACTERS = 200
 
 Decode = Callable[[list[int]], str]
 
@@ -72,19 +72,20 @@ def as_table(lines: Sequence[Line], total: int) -> "Table":
     from rich.table import Table
 
     shown = f"{len(lines)} of {total}" if len(lines) < total else str(total)
-    table = Table(title=f"{shown} stored", title_justify="left")
+    table = Table(title=f"{shown} stored", title_justify="left", expand=any(line.text for line in lines))
     for name in ("tier", "model", "root", "kind"):
-        table.add_column(name)
-    for name in ("from token", "tokens", "bytes", "hits"):
-        table.add_column(name, justify="right")
+        table.add_column(name, min_width=max((len(getattr(line, name)) for line in lines), default=0), no_wrap=True)
+    for name in ("from", "tokens", "bytes", "hits"):
+        table.add_column(name, justify="right", min_width=len(name), no_wrap=True)
     with_text = any(line.text is not None for line in lines)
     if with_text:
-        table.add_column("text", overflow="ellipsis", no_wrap=True, max_width=_SHOWN_CHARACTERS)
+        table.add_column("text", overflow="ellipsis", no_wrap=True, ratio=1)
     for line in lines:
         start = str(line.start) if line.kind != Kind.STATES.value else ""
         hits = str(line.hits) if line.hits is not None else ""
         cells = [line.tier, line.model, line.root, line.kind, start, str(line.tokens), f"{line.nbytes:,}", hits]
-        table.add_row(*cells, *([escape(repr(line.text or "")[1:-1])] if with_text else []))
+        text = repr((line.text or "")[:_SHOWN_CHARACTERS])[1:-1]
+        table.add_row(*cells, *([escape(text)] if with_text else []))
     return table
 
 
