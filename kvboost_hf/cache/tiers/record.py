@@ -85,7 +85,9 @@ class Blob:
     """
 
     def __init__(self, data: memoryview) -> None:
-        self._data = data if not data.readonly else memoryview(bytearray(data))  # tensors are views that may be written
+        self._data = (
+            data if not data.readonly else memoryview(bytearray(data))
+        )  # tensors are views that may be written
         try:
             size = int.from_bytes(data[:8], "little")
             header = json.loads(bytes(self._data[8 : 8 + size]))
