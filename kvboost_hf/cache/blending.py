@@ -190,3 +190,4 @@ class BlendingCache(HoldingCache):
         tally.recomputed += int(moved.sum() - stale.sum())
         missed = any(row.computed.any() for row in plan.rows)
         self.store.record_use([piece.chunk for piece in pieces], missed=missed, moved=True)
+        self._fetched += [piece.chunk for piece in pieces]

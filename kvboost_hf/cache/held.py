@@ -26,7 +26,7 @@ from kvboost_hf.cache.plan import HEAD_TOKENS, RowPlan
 from kvboost_hf.cache.report import Tally, miss_report
 from kvboost_hf.cache.scatter import ScatterPass
 from kvboost_hf.cache.static import StaticReuseLayer
-from kvboost_hf.cache.store import ChunkStore, Put
+from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, StoredStates
 from kvboost_hf.compat import cache_layers, known_reason
 from kvboost_hf.config import ReusePolicy
 
@@ -67,6 +67,7 @@ class HoldingCache(HookedCache):
         self._used = False  # layers of a model that cannot reuse K/V hold something
         self._tally = Tally()
         self._running: Running | None = None
+        self._fetched: list[StoredChunk | StoredStates] = []  # from lower tiers, for the prompt under way
         self._ledger: Ledger | None = None  # None: nothing is known of what the layers hold
         self._regime = b""  # of the rotary frequencies behind what the layers hold
         self._columns = 0  # held by layers that do not count themselves

@@ -389,12 +389,10 @@ class ServingCache(BlendingCache):
             for segment in served:
                 self._tally.count(stored_chunk(segment).tier, min(segment.stop, reach) - segment.start)
             chunks = [stored_chunk(segment) for segment in served]
-            states = (row_plan.states or {}).get(stop)
-            self.store.record_use(
-                chunks,
-                missed=row_plan.miss is not None,
-                states=states if isinstance(states, StoredStates) else None,
-            )
+            saved = (row_plan.states or {}).get(stop)
+            states = saved if isinstance(saved, StoredStates) else None
+            self.store.record_use(chunks, missed=row_plan.miss is not None, states=states)
+            self._fetched += [*chunks, *([states] if states is not None else [])]
             self._note_miss(ledger, row, ids[row, pad:], row_plan)
 
     def _bypass(self, kwargs: Kwargs, reason: str) -> Kwargs:
@@ -478,6 +476,8 @@ class ServingCache(BlendingCache):
             ledger.version = self._layers_version()
             ledger.unconfirmed = not running.confirmed
         self._running = None  # only now: an interrupt before this undoes the forward
+        fetched, self._fetched = self._fetched, []
+        self.store.promote(fetched)
         if running.commit is None or ledger is None:
             self._release(running.stop)
         elif running.confirmed:
