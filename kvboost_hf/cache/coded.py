@@ -170,7 +170,7 @@ class CodedTensor:
         _, heads, _, dim = self.like.shape
         shape = (heads, self._window, dim)
         blocks = self._codec.decode(planes, shape, self.like.dtype, self._role, self._rotation)
-        columns = blocks.view(-1, last - first, *shape).transpose(1, 2).reshape(-1, heads, (last - first) * shape[1], dim)
+        columns = blocks.view(-1, last - first, *shape).transpose(1, 2).flatten(2, 3)
         sizes = self._blocks[first:last]
         if min(sizes) == self._window:
             return columns

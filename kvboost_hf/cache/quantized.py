@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvboost_hf.cache.coded import CodedTensor, block_capacity
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.base import Codec
+from kvboost_hf.cache.coded import CodedTensor, block_capacity
 from kvboost_hf.cache.layers import ColumnLayer, Piece, capacity
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
@@ -171,10 +171,10 @@ def live_bytes(
         dtype: Of the model.
 
     Example:
-        >>> config = KVQuantConfig(method="kivi", key_bits=8, value_bits=8)
+        >>> config = KVQuantConfig(key_bits=4, value_bits=4)  # 4 GiB as it is
         >>> shapes = {"layers": 32, "kv_heads": 8, "head_dim": 128}
         >>> f"{live_bytes(config, tokens=32_768, **shapes) / 2**30:.2f} GiB"
-        '2.50 GiB'
+        '1.55 GiB'
     """
     codec, window = make_codec(config), config.window
     column = batch * kv_heads * head_dim * dtype.itemsize
