@@ -9,7 +9,7 @@ there.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -26,6 +26,10 @@ def block_capacity(blocks: int) -> int:
     return blocks + max(1, blocks // 16)
 
 
+def _always(columns: int) -> Callable[[int], int]:
+    return lambda needed: columns
+
+
 class CodedTensor:
     """A tensor [batch, heads, columns, dim] that grows along its columns.
 
@@ -40,7 +44,7 @@ class CodedTensor:
     def __init__(self, codec: Codec, role: Role, rotation: LayerRotation | None, sinks: int, window: int) -> None:
         self._codec, self._role, self._rotation = codec, role, rotation
         self._sinks, self._window = sinks, window
-        self._exact = GrowingTensor(lambda columns: sinks + 2 * window)  # the sinks, and the window behind them
+        self._exact = GrowingTensor(_always(sinks + 2 * window))  # the sinks, and the window behind them
         self._blocks: list[int] = []  # of each, how many of its columns count
         self._planes: dict[str, GrowingTensor] = {}  # [batch, 1, blocks, what one block has of the plane]
         self._shapes: dict[str, torch.Size] = {}  # of what one block has of a plane
@@ -60,6 +64,12 @@ class CodedTensor:
     def nbytes(self) -> int:
         """Bytes of all buffers, room to spare included."""
         return sum(tensor.nbytes for tensor in self._tensors())
+
+    def keep_first(self, columns: int) -> None:
+        """Keep so many first columns exact, in place of `sinks`; too late once there are blocks."""
+        if not self._blocks:
+            self._sinks = columns
+            self._exact.room = _always(columns + 2 * self._window)
 
     @torch.no_grad()
     def append(self, new: torch.Tensor) -> None:

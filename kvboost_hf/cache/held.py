@@ -256,6 +256,7 @@ class HoldingCache(HookedCache):
             return 0
 
     def _expect_padding(self, pads: NDArray[np.int64]) -> None:
+        """Tell the layers where the shortest row begins."""
         for layer in self._layers:
             layer.expect_padding(int(pads.max()))
 

@@ -82,7 +82,7 @@ class ReuseLayer:
         """Forget all columns from `length` on."""
 
     def expect_padding(self, columns: int) -> None:
-        """Before the first column of a batch: the longest padding on the left that it comes with."""
+        """The longest padding on the left, as far as it is known before the first token of its row."""
 
     def needed_from(self, length: int) -> int:
         """The first column that a layer with `length` columns needs to go on."""

@@ -29,10 +29,12 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
         self._codec, self._config, self._rotation = codec, config, rotation
         self.version = 0
-        self._start(padding=0)
+        self._tensors = self._empty()
 
     # What transformers calls
 
+    # A compiled model breaks its graph here: shapes and lists change at each step.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +49,7 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         """Drop everything."""
         self.version += 1
         self.is_initialized = False
-        self._start(padding=0)
+        self._tensors = self._empty()
 
     # What the cache calls
 
@@ -69,8 +71,8 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     def expect_padding(self, columns: int) -> None:
         """Keep exact what every row of a batch begins with: all columns up to the first tokens of its shortest row."""
-        if self.length == 0:
-            self._start(columns)
+        for tensor in self._tensors:
+            tensor.keep_first(columns + self._config.sink_tokens)
 
     def truncate(self, length: int) -> None:
         """See `ReuseLayer.truncate`."""
@@ -113,13 +115,11 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         """Bytes of codes, scales and exact columns, room to spare included."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
-    def _start(self, padding: int) -> None:
-        sinks, window = padding + self._config.sink_tokens, self._config.window
+    def _empty(self) -> list[CodedTensor]:
         rotation = self._rotation if self._rotation is not None and self._rotation.tensor == 0 else None
-        self._tensors = [
-            CodedTensor(self._codec, "keys", rotation, sinks, window),
-            CodedTensor(self._codec, "values", None, sinks, window),
-        ]
+        sizes = self._config.sink_tokens, self._config.window
+        keys = CodedTensor(self._codec, "keys", rotation, *sizes)
+        return [keys, CodedTensor(self._codec, "values", None, *sizes)]
 
     @property
     def _batch_size(self) -> int:

@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy, check_model_compatibility
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.layers import GrowingLayer
 from kvboost_hf.cache.quantized import QuantizedLayer
-from kvboost_hf.config import KVQuantConfig
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
 # As good as lossless, so that words must not change; and in small blocks, so that every prompt fills several.
@@ -83,14 +82,17 @@ def test_words_are_those_of_plain_generate(reader: tuple[Any, Any], question: st
     assert cache.report.bypass_reason is None
 
 
-def test_padded_rows(reader: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 30}, {"num_beams": 2}], ids=lambda how: "".join(how))
+def test_padded_rows(reader: tuple[Any, Any], how: dict[str, Any]) -> None:
+    """Also where a row begins in the second piece of a prompt only."""
     model, tokenizer = reader
     inputs = left_pad(prompt(tokenizer, QUESTIONS[0]), prompt(tokenizer, QUESTIONS[1], repeats=2))
     cache = live(model)
-    assert torch.equal(generate(model, inputs), generate(model, inputs, past_key_values=cache))
+    assert torch.equal(generate(model, inputs, **how), generate(model, inputs, **how, past_key_values=cache))
     padding = int((inputs["attention_mask"][1] == 0).sum())
     assert padding > 32
-    assert coded_columns(cache) <= cache.get_seq_length() - padding - EIGHT.sink_tokens - 16
+    exact = cache.get_seq_length() - coded_columns(cache)
+    assert padding + EIGHT.sink_tokens + 16 <= exact < padding + EIGHT.sink_tokens + 2 * 16
 
 
 def test_assisted_decoding(reader: tuple[Any, Any]) -> None:
@@ -219,6 +221,32 @@ def test_the_history_of_one_layer_at_a_time_is_whole(llama: PreTrainedModel) -> 
         generate(model, as_inputs(random_ids(200)), past_key_values=live(model, config=FOUR))
     assert len(alive) == 8 * 48
     assert not any(alive)
+
+
+def test_inside_and_outside_of_inference_mode(llama: PreTrainedModel) -> None:
+    cache = live(llama)
+    with torch.inference_mode():
+        said = generate(llama, as_inputs(random_ids(100)), past_key_values=cache)
+    twin = cache.fork()
+    longer = as_inputs(torch.cat([said, random_ids(40, seed=1)], dim=1))
+    found = generate(llama, longer, past_key_values=cache)
+    with torch.inference_mode():
+        assert torch.equal(generate(llama, longer, past_key_values=twin), found)
+
+
+def test_a_compiled_layer() -> None:
+    """With the backend that traces and guards only."""
+    model: Any = make_model("llama")
+    del model.model.layers[1]  # tracing takes seconds for each
+    model.config.num_hidden_layers = 1
+    inputs = as_inputs(random_ids(50))
+    eager = generate(model, inputs, past_key_values=live(model), min_new_tokens=4, max_new_tokens=4)
+    torch._dynamo.reset()
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    cache = live(model)
+    assert torch.equal(generate(model, inputs, past_key_values=cache, min_new_tokens=4, max_new_tokens=4), eager)
+    assert coded_columns(cache) == 32
+    torch._dynamo.reset()
 
 
 def test_what_it_cannot_be_combined_with(llama: PreTrainedModel) -> None:

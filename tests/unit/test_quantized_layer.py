@@ -240,6 +240,9 @@ def test_no_layer_keeps_what_it_has_decoded() -> None:
         held += [weakref.ref(part) for part in out]
         del out
     assert [ref() for ref in held[2:]] == [None] * 4
+    buffers = [weakref.ref(plane.buffer) for tensor in layer._tensors for plane in tensor._tensors()]
+    del layer
+    assert not any(ref() is not None for ref in buffers)
 
 
 def test_gradients_reach_what_a_forward_computes() -> None:
