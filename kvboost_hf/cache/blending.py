@@ -80,6 +80,8 @@ class BlendingCache(HoldingCache):
             return "it has images, sound or video"
         if self._static is not None:
             return "the cache has a fixed size (max_cache_len)"
+        if self._live_quant is not None:
+            return "the cache holds codes (live_quant)"
         if self._regime:
             return "its rotary frequencies depend on the length, and this is longer than what they were trained for"
         return blend_reason(model, REPAIRS[self.policy.repair].measure)

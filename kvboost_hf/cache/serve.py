@@ -160,6 +160,7 @@ class ServingCache(BlendingCache):
         if self._stateful and not pads.any():
             inputs = replace(inputs, attention_mask=None)  # it says nothing, and some models cannot take a part of it
         held = self._keep_common(prompt, pads, root, columns - inputs.logits)
+        self._expect_padding(pads)
         ledger = self._ledger = self._ledger or Ledger.empty(pads, root)
         self._regime = regime
         candidates = inputs.logits - 1 if armed and not inputs.computes_all else 0
@@ -225,6 +226,7 @@ class ServingCache(BlendingCache):
         if self._stateful and not pads.any():
             inputs = replace(inputs, attention_mask=None)
         ledger.log.pads = pads
+        self._expect_padding(pads)
         if isinstance(prompt := _read_prompt(model, inputs, kwargs, pads - held), str) or prompt.media.any():
             return self._lose_track(kwargs, held, _CHANGED)
         self._tally.prompt += int((held + new - np.maximum(pads, held)).sum())
