@@ -165,7 +165,7 @@ def damage(store: ChunkStore, kind: str, seed: int = 0) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for chunk in store._chunks.values():
-        for block_XHTD in chunk.kv.blocks:  # X: keys and values of the layers
+        for block_XHTD in chunk.kv.tensors:  # X: keys and values of the layers
             if kind == "zeroed":
                 block_XHTD.zero_()
                 continue

@@ -224,7 +224,7 @@ def planning(model: PreTrainedModel) -> Result:
     store = ChunkStore(model)
     rng = np.random.default_rng(5)
     root = store.root(b"")
-    kv = LayerKV((), (), ())
+    kv = LayerKV((), ())
     prompt = rng.integers(2, 1000, (1, 100_000))
     stored = 0
     while stored < 10_000:

@@ -87,26 +87,29 @@ class KVQuantConfig:
     """How K/V is kept in fewer bits.
 
     Args:
-        method: `"turboquant"`: each vector is rotated at random and its coordinates are rounded to a Lloyd-Max codebook
-            (Zandieh et al., https://arxiv.org/abs/2504.19874). `"kivi"`: rounded to even steps between the least and
-            the largest of a group, keys per channel, values per token (Liu et al., ICML 2024,
+        method: `"turboquant"`: each vector is rotated at random and its coordinates are rounded to a Lloyd-Max
+            codebook (Zandieh et al., https://arxiv.org/abs/2504.19874). `"kivi"`: rounded to even steps between the
+            least and the largest of a group, keys per channel, values per token (Liu et al., ICML 2024,
             https://arxiv.org/abs/2402.02750).
-        key_bits: Average bits of a key's coordinate, scales not counted; with `"turboquant"` from 1 to 4, with `"kivi"`
-            2, 4 or 8. A fraction, such as 3.5, gives some coordinates one bit more than others.
+        key_bits: Average bits of a key's coordinate, scales not counted; with `"turboquant"` from 1 to 4, with
+            `"kivi"` 2, 4 or 8. A fraction, such as 3.5, gives some coordinates one bit more than others.
         value_bits: The same for values.
         group_size: With `"kivi"`, tokens that share a scale of a key's channel, and coordinates of a value that share
             one. A multiple of 16.
         rotation: With `"turboquant"`, a randomized Hadamard transform, or a rotation drawn from the Haar measure.
-        qjl: With `"turboquant"`, spend the last bit of keys on the signs of a random projection of what is left, for
-            unbiased inner products, as in the paper. Its variance is several times that of the bit spent otherwise.
-        remove_key_mean: With `"turboquant"`, keep the mean of the keys apart. Where keys are rotated by their position,
-            that is the mean of the keys before it.
-        norm_correction: With `"turboquant"`, scale what is decoded to the length that was encoded.
-        grouped_values: With `"turboquant"`, keep values as `"kivi"` does.
+        qjl: With `"turboquant"`, spend the last bit of keys, which have 2 or more, on the signs of a random projection
+            of what is left, for unbiased inner products, as in the paper. Its variance is several times that of the
+            bit spent otherwise.
+        remove_key_mean: With `"turboquant"`, keep the mean of the keys apart. Where keys are rotated by their
+            position, that is the mean of the keys before it.
+        norm_correction: With `"turboquant"`, scale what is decoded to the length that was encoded; not keys with
+            `qjl`, which are unbiased without it.
+        grouped_values: With `"turboquant"`, keep values as `"kivi"` does, with 2 or 4 bits.
         seed: Of the rotation.
         sink_tokens: Of a live cache, the first tokens that stay exact.
         window: Of a live cache, at least so many last tokens stay exact, and at most twice as many. A multiple of 16.
-        exact_layers: So many first and so many last layers stay exact, but no more than a quarter of all at either end.
+        exact_layers: So many first and so many last layers stay exact, but no more than a quarter of all at either
+            end.
 
     Raises:
         ValueError: for an unknown method or rotation, bits that the method does not have, or sizes that are none.
@@ -145,6 +148,10 @@ class KVQuantConfig:
             raise ValueError(f"`{name}` must be 2, 4 or 8 with method 'kivi', got {bits!r}.")
         if self.method == "turboquant" and not 1 <= bits <= 4:
             raise ValueError(f"`{name}` must be from 1 to 4 with method 'turboquant', got {bits!r}.")
+        if self.method == "turboquant" and name == "key_bits" and self.qjl and bits < 2:
+            raise ValueError(f"`key_bits` must be 2 or more with `qjl`, which spends one on signs, got {bits!r}.")
+        if self.method == "turboquant" and name == "value_bits" and self.grouped_values and bits not in (2, 4):
+            raise ValueError(f"`value_bits` must be 2 or 4 with `grouped_values`, got {bits!r}.")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

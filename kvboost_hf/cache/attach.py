@@ -1,6 +1,7 @@
 """`attach` and `detach`: reuse for calls that bring no cache of their own, such as pipelines."""
 
 import threading
+from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
@@ -10,11 +11,13 @@ from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.config import ReusePolicy
 
+Salt = str | bytes | None
+
 
 class _Attachment:
     """Makes a fresh `ChunkReuseCache` for each call; calls may come from several threads."""
 
-    def __init__(self, store: ChunkStore | None, policy: ReusePolicy | None, salt: str | bytes | None) -> None:
+    def __init__(self, store: ChunkStore | None, policy: ReusePolicy | None, salt: Salt | Callable[[], Salt]) -> None:
         self._store, self._policy, self._salt = store, policy, salt
         self._last = threading.local()
 
@@ -24,7 +27,8 @@ class _Attachment:
         last: ChunkReuseCache | None = getattr(self._last, "cache", None)
         if last is not None:
             last.store_tails()
-        cache = ChunkReuseCache(model, self._store, self._policy, self._salt)
+        salt = self._salt() if callable(self._salt) else self._salt
+        cache = ChunkReuseCache(model, self._store, self._policy, salt)
         self._last.cache = cache
         return cache
 
@@ -38,7 +42,7 @@ def attach(
     model: PreTrainedModel,
     store: ChunkStore | None = None,
     policy: ReusePolicy | None = None,
-    salt: str | bytes | None = None,
+    salt: Salt | Callable[[], Salt] = None,
 ) -> PreTrainedModel:
     """Give every later `generate()` call on `model` that passes no cache a `ChunkReuseCache`.
 
@@ -49,7 +53,8 @@ def attach(
         model: The model whose calls are served, for example a pipeline's `pipe.model`.
         store: Shared by all calls; None takes the model's default store.
         policy: How stored K/V may be used.
-        salt: Separates those who must not see each other's prompts; None takes the store's.
+        salt: Separates those who must not see each other's prompts; None takes the store's. A function is asked
+            at each call, such as the `get` of a context variable.
 
     Returns:
         `model`.
@@ -63,7 +68,9 @@ def attach(
         >>> model, tokenizer = load_embedded()
         >>> pipe = pipeline("text-generation", model=attach(model), tokenizer=tokenizer)
     """
-    ChunkReuseCache(model, store, policy, salt)  # refuses what it must refuse now, not at the first call
+    ChunkReuseCache(
+        model, store, policy, None if callable(salt) else salt
+    )  # refuses what it must refuse now, not at the first call
     install(model)
     ModelState.of(model).attached = _Attachment(store, policy, salt)
     return model

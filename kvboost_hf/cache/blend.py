@@ -7,8 +7,8 @@ Planning is pure. A moved chunk has the right tokens and the wrong history, and 
 positions: `place` rotates them, and what is computed again of them is chosen in `repair/`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -64,6 +64,16 @@ class BlendPlan:
     def present(self) -> Mask:
         """[batch, columns], those that are in the layers before anything is computed."""
         return ~np.stack([row.computed for row in self.rows])
+
+    @property
+    def chunks(self) -> list[StoredChunk]:
+        """All that serve."""
+        return [piece.chunk for row in self.placed for piece in row]
+
+    def with_loaded(self, loaded: Mapping[bytes, StoredChunk]) -> "BlendPlan":
+        """The same with chunks that are loaded, by key."""
+        placed = tuple(tuple(replace(piece, chunk=loaded[piece.chunk.key]) for piece in row) for row in self.placed)
+        return replace(self, placed=placed)
 
 
 def plan_blend(

@@ -56,6 +56,12 @@ class BlendingCache(HoldingCache):
         pads = ledger.log.pads.tolist()
         index = self.store.moved_index(ledger.root)
         plan = plan_blend(ids, pads, held, inputs.logits, exact.rows, index, self.policy.sink_tokens)
+        while plan is not None:
+            fetched = self.store.fetch(plan.chunks)
+            if fetched.keys() >= {chunk.key for chunk in plan.chunks}:
+                plan = plan.with_loaded(fetched)
+                break
+            plan = plan_blend(ids, pads, held, inputs.logits, exact.rows, index, self.policy.sink_tokens)
         if plan is None:
             self._tally.moved_reason = "no stored chunk has the same tokens as a part of it"
             return None
@@ -178,7 +184,8 @@ class BlendingCache(HoldingCache):
         before = tally.layers or (0,) * len(layers)
         tally.layers = tuple(a + b for a, b in zip(before, layers, strict=True))
         pieces = [piece for row in plan.placed for piece in row]
-        tally.ram += sum(piece.stop - piece.start for piece in pieces)
+        for piece in pieces:
+            tally.count(piece.chunk.tier, piece.stop - piece.start)
         tally.moved += int(moved.sum())
         tally.recomputed += int(moved.sum() - stale.sum())
         missed = any(row.computed.any() for row in plan.rows)

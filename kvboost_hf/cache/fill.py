@@ -1,7 +1,7 @@
 """Carrying out a `ReusePlan`: stored K/V into the layers, and rows that lag behind through the model first."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.inputs import ForwardInputs
 from kvboost_hf.cache.kv import LayerKVReader
 from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
-from kvboost_hf.cache.plan import ReusePlan, RowPlan, Segment
+from kvboost_hf.cache.plan import ReusePlan, RowPlan, SavedState, Segment
 from kvboost_hf.cache.positions import take_positions
 from kvboost_hf.cache.store import StoredChunk, StoredStates
 from kvboost_hf.compat import cache_argument
@@ -34,7 +34,7 @@ def fill_layers(
     Returns:
         Tokens that had to be computed.
     """
-    readers = {s.chunk.prefix_key: _chunk(s).kv.reader() for row in plan.rows for s in row.segments}
+    readers = readers_of(plan)
     computed = 0
     ahead: dict[int, _Ahead] = {}
     for column, rows in plan.cold_groups.items():
@@ -53,13 +53,55 @@ def fill_layers(
                 pieces.append([found] if found is not None else [])
                 states.append(ahead[row].state(idx))
             else:
-                pieces.append(_pieces(row_plan.segments, readers, idx, start - pad, plan.filled - pad))
+                pieces.append(pieces_of(row_plan.segments, readers, idx, start - pad, plan.filled - pad))
                 states.append(_state(row_plan, idx, plan.filled - pad))
         if any(pieces):
             layer.fill(start, plan.filled, pieces)
         if layer.is_stateful:
             layer.load_states(states)
     return computed
+
+
+def readers_of(plan: ReusePlan) -> Readers:
+    """Readers of all chunks of a plan that are loaded."""
+    chunks = [stored_chunk(segment) for row in plan.rows for segment in row.segments]
+    return {chunk.key: chunk.kv.reader() for chunk in chunks if chunk.loaded is not None}
+
+
+def needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
+    """What must be loaded to carry out a plan."""
+    found: list[StoredChunk | StoredStates] = []
+    for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+        reach = plan.starts(row) - pad
+        found += [stored_chunk(segment) for segment in row_plan.segments if segment.start < reach]
+        saved = (row_plan.states or {}).get(reach)
+        if saved is not None:
+            assert isinstance(saved, StoredStates)
+            found.append(saved)
+    return found
+
+
+def with_loaded(plan: ReusePlan, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> ReusePlan:
+    """The plan with what is loaded, by key, in place of what was not."""
+    rows: list[RowPlan] = []
+    for row in plan.rows:
+        segments = tuple(_with_chunk(segment, loaded) for segment in row.segments)
+        states = row.states
+        if states is not None:
+            states = {at: _loaded_states(saved, loaded) for at, saved in states.items()}
+        rows.append(replace(row, segments=segments, states=states))
+    return replace(plan, rows=tuple(rows))
+
+
+def _with_chunk(segment: Segment, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> Segment:
+    chunk = loaded.get(stored_chunk(segment).key)
+    return replace(segment, chunk=chunk) if isinstance(chunk, StoredChunk) else segment
+
+
+def _loaded_states(saved: SavedState, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> SavedState:
+    assert isinstance(saved, StoredStates)
+    found = loaded.get(saved.key)
+    return found if isinstance(found, StoredStates) else saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +153,27 @@ def run_ahead(
     model(**part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
 
+def compute_columns(
+    model: PreTrainedModel, layers: Sequence[ReuseLayer], plan: ReusePlan, inputs: ForwardInputs, first: int
+) -> list[list[Piece]]:
+    """Compute columns [plan.held, plan.filled) of every row; returns them for each layer, for each row.
+
+    Args:
+        model: The model.
+        layers: They hold `plan.held` columns, and are not changed.
+        plan: Of what was to be served.
+        inputs: The caller's arguments.
+        first: The column of the first id in `inputs`.
+    """
+    rows = list(range(len(plan.rows)))
+    group, base = _prefill(model, layers, plan, {}, inputs, first, plan.held, rows)
+    found: list[list[Piece]] = []
+    for idx in range(len(layers)):
+        ahead = [_Ahead(group, at, base).columns(idx, plan.held, plan.filled) for at in rows]
+        found.append([piece for piece in ahead if piece is not None])
+    return found
+
+
 def _prefill(
     model: PreTrainedModel,
     layers: Sequence[ReuseLayer],
@@ -134,7 +197,7 @@ def _prefill(
             pieces: list[list[Piece]] = []
             for row in rows:
                 pad = plan.pads[row]
-                found = _pieces(plan.rows[row].segments, readers, idx, max(start, plan.held) - pad, column - pad)
+                found = pieces_of(plan.rows[row].segments, readers, idx, max(start, plan.held) - pad, column - pad)
                 held = own.columns(row, max(start, own.first), plan.held) if plan.held > start else None
                 pieces.append([held, *found] if held is not None else found)
             if any(pieces):
@@ -153,7 +216,7 @@ def _prefill(
     return group, base
 
 
-def _pieces(segments: Sequence[Segment], readers: Readers, layer_idx: int, start: int, stop: int) -> list[Piece]:
+def pieces_of(segments: Sequence[Segment], readers: Readers, layer_idx: int, start: int, stop: int) -> list[Piece]:
     """K/V of a row's tokens [start, stop), as far as it has them, as pieces of stored chunks."""
     pieces: list[Piece] = []
     for segment in segments:
@@ -173,6 +236,7 @@ def _state(plan: RowPlan, layer_idx: int, at: int) -> LayerState | None:
     return saved.states.layers[layer_idx]
 
 
-def _chunk(segment: Segment) -> StoredChunk:
+def stored_chunk(segment: Segment) -> StoredChunk:
+    """The chunk that serves a segment of a plan made from a store."""
     assert isinstance(segment.chunk, StoredChunk)
     return segment.chunk

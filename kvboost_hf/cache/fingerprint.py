@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from kvboost_hf.cache.checksum import checksum
+from kvboost_hf.cache.code_names import code_name, library_versions
 from kvboost_hf.cache.offloaded import FileMark, offloaded_files, offloaded_tensors, weight_maps
 from kvboost_hf.cache.weights import WeightsWatch, plain_tensors
 from kvboost_hf.compat import frequencies_vary
@@ -44,6 +45,7 @@ class ModelFingerprint:
         self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
         self._next_serial = 0
+        self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
 
     def current(self, model: nn.Module, *, full: bool = False) -> bytes | None:
         """The fingerprint of `model` as it is now; None while a part of it is in training mode.
@@ -67,6 +69,36 @@ class ModelFingerprint:
                 known = self._digests[full] = state, self._digest(model, state, b"" if full else self._weights.sample)
             return known[1]
 
+    def durable(self, model: nn.Module, *, full: bool = False) -> bytes | str | None:
+        """A fingerprint that another process finds, too, for the same model; or why there is none.
+
+        None while a part of the model is in training mode, as `current`.
+
+        All weights are read when it is first asked for, and again when they seem to have changed. Code counts by the
+        version of its package, or by its source file; hooks and functions that were put in place one by one cannot
+        be told apart across processes.
+
+        Args:
+            model: The one that is followed.
+            full: Read every weight again.
+        """
+        with self._lock:
+            found = _walk(model)
+            if found.in_training:
+                return None
+            codes: set[str] = set()
+            for part in found.parts:
+                name = code_name(part)
+                if name is None:
+                    return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
+                codes.add(name)
+            switches = (*found.switches, *sorted(found.files), *sorted(codes))
+            state = (switches, checksum(found.tensors) if full else self._weights.epoch(found.tensors), self._bumps)
+            if self._durable is None or self._durable[0] != state:
+                weights = checksum(found.tensors)
+                self._durable = state, self._digest(model, (switches, self._bumps, library_versions()), weights)
+            return self._durable[1]
+
     def bump(self) -> None:
         """Make all that was computed before count as another model's."""
         with self._lock:
@@ -89,13 +121,17 @@ class ModelFingerprint:
 
     def _digest(self, model: nn.Module, state: Hashable, sample: bytes) -> bytes:
         digest = blake2b(digest_size=20)
-        config = getattr(model, "config", None)
-        digest.update(str(config.to_json_string(use_diff=False) if config is not None else type(model)).encode())
-        for name, tensor in model.named_parameters():
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        _digest_shapes(digest, model)
         digest.update(repr(state).encode())
         digest.update(sample)
         return digest.digest()
+
+
+def model_name(model: nn.Module) -> bytes:
+    """What models of one configuration share, whatever their weights."""
+    digest = blake2b(digest_size=20)
+    _digest_shapes(digest, model)
+    return digest.digest()
 
 
 @dataclass(slots=True)
@@ -107,6 +143,13 @@ class _Found:
     parts: list[Any] = field(default_factory=list)  # hooks and functions: told apart by identity
     files: set[FileMark] = field(default_factory=set)
     in_training: bool = False
+
+
+def _digest_shapes(digest: Any, model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    digest.update(str(config.to_json_string(use_diff=False) if config is not None else type(model)).encode())
+    for name, tensor in model.named_parameters():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
 
 
 def _walk(model: nn.Module) -> _Found:

@@ -21,6 +21,7 @@ from kvboost_hf.cache.hook import HookedCache, Kwargs
 from kvboost_hf.cache.kinds import make_layers
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.ledger import Ledger
+from kvboost_hf.cache.loading import Loading
 from kvboost_hf.cache.plan import HEAD_TOKENS, RowPlan
 from kvboost_hf.cache.report import Tally, miss_report
 from kvboost_hf.cache.scatter import ScatterPass
@@ -40,6 +41,8 @@ class Running:
     confirmed: bool = True  # no crop() will follow
     root_checked: bool = False  # the fingerprint was read just before
     scatter: ScatterPass | None = None  # puts the K/V of columns in any order in place
+    began: float | None = None  # when, if it is to tell how fast the model is
+    loading: Loading | None = None  # K/V from a lower tier is still on its way into the layers
     audited: Kwargs | None = None  # the caller's arguments, if the prompt is to be computed a second time
 
 
@@ -58,7 +61,7 @@ class HoldingCache(HookedCache):
         self, model: PreTrainedModel, store: ChunkStore, policy: ReusePolicy, salt: bytes, max_cache_len: int | None
     ) -> None:
         self._model = weakref.ref(model)
-        self.store, self.policy, self.salt = store, policy, salt
+        self.store, self.policy, self._salt = store, policy, salt
         self._unsupported = known_reason(model)
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._used = False  # layers of a model that cannot reuse K/V hold something
@@ -186,7 +189,7 @@ class HoldingCache(HookedCache):
 
     def _root(self, regime: bytes) -> bytes | None:
         """What all chains of the model, as it is now, start from."""
-        return self.store.root(self.salt, regime, read_all=self.policy.weights_check == "full")
+        return self.store.root(self._salt, regime, read_all=self.policy.weights_check == "full")
 
     def _note_miss(self, ledger: Ledger, row: int, tokens: Tokens, plan: RowPlan) -> None:
         """Report where and why the store could give no more of a row that holds `tokens`."""
@@ -273,6 +276,8 @@ class HoldingCache(HookedCache):
             return
         if running.scatter is not None:
             running.scatter.close()
+        if running.loading is not None:
+            running.loading.stop()
         if not all(layer.can_rewind(running.length) for layer in self._layers):
             self._drop()
             self._lost = running.length > 0

@@ -1,11 +1,116 @@
 """What the store keeps of a chunk, of all layers: columns, or the states at a point."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
+from kvboost_hf.cache.codecs.base import Codec, Planes, Role
+from kvboost_hf.cache.codecs.raw import Raw
 from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
+from kvboost_hf.cache.tiers.record import Blob
+from kvboost_hf.compat import KeyRotation, LayerRotation
+
+_RAW = Raw()
+
+Place = tuple[int, int]  # block, and index in it
+
+
+class ColumnFormat:
+    """How a store keeps columns.
+
+    Args:
+        codec: Of keys and values; whatever else layers keep is kept as it is.
+        rotation: How the model's keys turn with their positions, where that is known.
+    """
+
+    def __init__(self, codec: Codec = _RAW, rotation: KeyRotation | None = None) -> None:
+        self.codec, self.rotation = codec if not codec.lossless else _RAW, rotation
+
+    def of(self, layer_idx: int, tensor: int, dtype: torch.dtype) -> "_TensorFormat":
+        """How one of a layer's tensors is kept."""
+        rotation = self.rotation.layers[layer_idx] if self.rotation is not None else None
+        keys = tensor == (rotation.tensor if rotation is not None else 0)
+        codec = self.codec if tensor < 2 and dtype.is_floating_point else _RAW
+        return _TensorFormat(codec, "keys" if keys else "values", rotation if keys else None)
+
+    def nbytes(self, layers: Sequence[ReuseLayer], tokens: int) -> int:
+        """Bytes of so many columns of one row."""
+        return sum(
+            self.of(idx, at, spec.dtype).codec.nbytes(
+                (1, spec.heads, tokens, spec.dim), spec.dtype, self._role(idx, at)
+            )
+            for idx, layer in enumerate(layers)
+            for at, spec in enumerate(layer.column_specs)
+        )
+
+    def _role(self, layer_idx: int, tensor: int) -> Role:
+        return self.of(layer_idx, tensor, torch.float32).role
+
+
+class _TensorFormat(NamedTuple):
+    codec: Codec
+    role: Role
+    rotation: LayerRotation | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Tensors of several layers that are alike, encoded together.
+
+    Args:
+        planes: What the codec has made of them, [tensors, …] each, in host memory.
+        shape: heads, tokens and head_dim of each.
+        dtype: Of each.
+        role: What they are.
+        codec: Decodes them.
+        rotations: Of each.
+        device: Where the model computed them.
+        blob: What the planes are views of, unchecked, or None if they are owned.
+        number: Of this block in the blob.
+        ready: When the planes have arrived in host memory; None if they have.
+    """
+
+    planes: Planes
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    role: Role
+    codec: Codec
+    rotations: tuple[LayerRotation | None, ...]
+    device: torch.device
+    blob: Blob | None = None
+    number: int = 0
+    ready: torch.cuda.Event | None = None
+
+    @classmethod
+    def raw(cls, x: torch.Tensor) -> "Block":
+        """Tensors [tensors, heads, tokens, head_dim] as they are."""
+        count, heads, tokens, dim = x.shape
+        planes = _RAW.encode(x, "keys", ())
+        return cls(planes, (heads, tokens, dim), x.dtype, "keys", _RAW, (None,) * count, x.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(plane.nbytes for plane in self.planes.values())
+
+    def wait(self) -> None:
+        """Return once the planes can be read."""
+        if self.ready is not None:
+            self.ready.synchronize()
+
+    def check(self, index: int) -> None:
+        """Raise DamagedBlobError if a tensor was read from somewhere, and is not what was written there."""
+        if self.blob is not None:
+            for name in self.planes:
+                self.blob.check(f"{self.number}.{name}", index)
+
+    def decode(self, planes: Mapping[str, torch.Tensor], index: int) -> torch.Tensor:
+        """A tensor [heads, tokens, head_dim], from planes that may have been moved."""
+        own = {name: plane[index] for name, plane in planes.items()}
+        return self.codec.decode(own, self.shape, self.dtype, self.role, self.rotations[index])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,59 +121,182 @@ class LayerKV:
     are alike. Layers with a window have blocks of their own: far from the end of a prompt they are not needed.
 
     Args:
-        blocks: Contiguous tensors [tensors, heads, tokens, dim] in host memory.
-        places: Per layer, where each of its tensors is, (block, index); None for a layer without columns.
-        devices: Per block, where the model computed it.
+        blocks: What is kept.
+        places: Per layer, where each of its tensors is; None for a layer without columns.
     """
 
-    blocks: tuple[torch.Tensor, ...]
-    places: tuple[tuple[tuple[int, int], ...] | None, ...]
-    devices: tuple[torch.device, ...]
+    blocks: tuple[Block, ...]
+    places: tuple[tuple[Place, ...] | None, ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is kept."""
+        return tuple(plane for block in self.blocks for plane in block.planes.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all that is kept."""
         return sum(block.nbytes for block in self.blocks)
 
     def reader(self) -> "LayerKVReader":
         """Access where the model computes."""
         return LayerKVReader(self)
 
+    # As a blob
+
+    def parts(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """All planes by name, and how they belong together, as JSON."""
+        for block in self.blocks:
+            block.wait()
+        tensors = {f"{n}.{name}": plane for n, block in enumerate(self.blocks) for name, plane in block.planes.items()}
+        blocks = [
+            {
+                "planes": list(block.planes),
+                "shape": block.shape,
+                "dtype": str(block.dtype).removeprefix("torch."),
+                "device": str(block.device),
+            }
+            for block in self.blocks
+        ]
+        return tensors, {"blocks": blocks, "places": self.places}
+
+    @classmethod
+    def from_blob(cls, blob: Blob, form: ColumnFormat) -> "LayerKV":
+        """What was kept in this format, as views of a blob that are checked when they are read."""
+        places = tuple(
+            tuple((int(block), int(at)) for block, at in own) if own is not None else None
+            for own in blob.layout["places"]
+        )
+        owners: list[dict[int, tuple[int, int]]] = [{} for _ in blob.layout["blocks"]]
+        for layer_idx, own in enumerate(places):
+            for tensor, (number, at) in enumerate(own or ()):
+                owners[number][at] = (layer_idx, tensor)
+        blocks: list[Block] = []
+        for number, told in enumerate(blob.layout["blocks"]):
+            dtype = getattr(torch, told["dtype"])
+            formats = [form.of(*owners[number][at], dtype) for at in range(len(owners[number]))]
+            heads, tokens, dim = told["shape"]
+            planes = {name: blob.tensor(f"{number}.{name}") for name in told["planes"]}
+            rotations = tuple(each.rotation for each in formats)
+            codec, role, _ = formats[0]
+            device = torch.device(told["device"])
+            blocks.append(Block(planes, (heads, tokens, dim), dtype, role, codec, rotations, device, blob, number))
+        return cls(tuple(blocks), places)
+
+    def check(self) -> None:
+        """Raise DamagedBlobError if something of it was read from somewhere, and is not what was written there."""
+        for block in self.blocks:
+            for at in range(len(block.rotations)):
+                block.check(at)
+
+    def owned(self) -> "LayerKV":
+        """The same in host memory of its own, checked."""
+        self.check()
+        return self._with_planes(lambda block: {name: _own(p, block.device) for name, p in block.planes.items()})
+
+    def moved(self) -> "LayerKV":
+        """A copy where the model computes."""
+        return self._with_planes(
+            lambda block: {name: p.to(block.device, non_blocking=True, copy=True) for name, p in block.planes.items()}
+        )
+
+    def _with_planes(self, planes: Callable[[Block], Planes]) -> "LayerKV":
+        for block in self.blocks:
+            block.wait()
+        blocks = (replace(block, planes=planes(block), blob=None, ready=None) for block in self.blocks)
+        return LayerKV(tuple(blocks), self.places)
+
 
 class LayerKVReader:
-    """Columns of a chunk where the model computes: views on a CPU, else one transfer for each block that is read."""
+    """Columns of a chunk where the model computes: views on a CPU, else one transfer for each plane that is read."""
 
     def __init__(self, kv: LayerKV) -> None:
         self._kv = kv
-        self._blocks: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._planes: dict[int, Planes] = {}
+        self._last: tuple[int, Piece | None] | None = None  # pieces of one chunk are read one after the other
 
     def layer(self, index: int) -> Piece | None:
-        """The tensors of a layer, [heads, tokens, dim] each, or None if it has no columns."""
-        places = self._kv.places[index]
-        return tuple(self._block(block)[at] for block, at in places) if places is not None else None
+        """The tensors of a layer, [heads, tokens, dim] each, or None if it has no columns.
 
-    def _block(self, index: int) -> tuple[torch.Tensor, ...]:
-        if index not in self._blocks:
-            block = self._kv.blocks[index].to(self._kv.devices[index], non_blocking=True)
-            self._blocks[index] = block.unbind()
-        return self._blocks[index]
+        Raises:
+            DamagedBlobError: if they are not what was stored.
+        """
+        if self._last is None or self._last[0] != index:
+            places = self._kv.places[index]
+            self._last = index, tuple(self._tensor(*place) for place in places) if places is not None else None
+        return self._last[1]
+
+    def _tensor(self, number: int, at: int) -> torch.Tensor:
+        block = self._kv.blocks[number]
+        block.check(at)
+        if number not in self._planes:
+            block.wait()
+            moved = {name: plane.to(block.device, non_blocking=True) for name, plane in block.planes.items()}
+            self._planes[number] = moved
+        return block.decode(self._planes[number], at)
 
 
-def copy_columns(layers: Sequence[ReuseLayer], row: int, start: int, stop: int) -> LayerKV:
-    """Copy a row's columns [start, stop) of every layer to host memory."""
-    groups: dict[tuple[torch.device, torch.dtype, torch.Size, bool], list[torch.Tensor]] = {}
-    places: list[tuple[tuple[int, int], ...] | None] = []
+def copy_columns(
+    layers: Sequence[ReuseLayer], row: int, start: int, stop: int, form: ColumnFormat | None = None
+) -> LayerKV:
+    """Copy a row's columns [start, stop) of every layer to host memory, in a format; None keeps them as they are."""
+    form = form or ColumnFormat()
+    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    rotations: dict[tuple[Any, ...], list[LayerRotation | None]] = {}
+    places: list[tuple[Place, ...] | None] = []
 
-    def place(part: torch.Tensor, windowed: bool) -> tuple[int, int]:
-        group = groups.setdefault((part.device, part.dtype, part.shape, windowed), [])
-        group.append(part.detach())
-        return next(i for i, other in enumerate(groups.values()) if other is group), len(group) - 1
+    def place(part: torch.Tensor, layer_idx: int, tensor: int, windowed: bool) -> Place:
+        codec, role, rotation = form.of(layer_idx, tensor, part.dtype)
+        alike = (codec, role) if codec is not _RAW else (codec, "keys")
+        key = (part.device, part.dtype, part.shape, windowed, *alike)
+        groups.setdefault(key, []).append(part.detach())
+        rotations.setdefault(key, []).append(rotation)
+        return list(groups).index(key), len(groups[key]) - 1
 
-    for layer in layers:
+    for idx, layer in enumerate(layers):
         columns = layer.columns(row, start, stop)
-        places.append(tuple(place(part, layer.is_sliding) for part in columns) if columns is not None else None)
-    blocks = tuple(torch.stack(group).cpu() for group in groups.values())
-    return LayerKV(blocks, tuple(places), tuple(device for device, *_ in groups))
+        parts = enumerate(columns) if columns is not None else ()
+        places.append(
+            tuple(place(part, idx, at, layer.is_sliding) for at, part in parts) if columns is not None else None
+        )
+    blocks: list[Block] = []
+    for key, parts_of in groups.items():
+        device, dtype, shape, _, codec, role = key
+        planes = codec.encode(torch.stack(parts_of), role, rotations[key])
+        planes, ready = _on_host(planes)
+        own = tuple(rotations[key])
+        blocks.append(Block(planes, tuple(shape), dtype, role, codec, own, device, ready=ready))
+    return LayerKV(tuple(blocks), tuple(places))
+
+
+def _on_host(planes: Planes) -> tuple[Planes, torch.cuda.Event | None]:
+    """Planes that nobody else writes to, in host memory, and when they will have arrived there.
+
+    From a CUDA device they go to pinned memory by a stream of their own, while the model computes.
+    """
+    device = next(iter(planes.values())).device
+    if device.type != "cuda":
+        return {name: plane.cpu() for name, plane in planes.items()}, None
+    stream = _copy_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    arriving: Planes = {}
+    with torch.cuda.stream(stream):
+        for name, plane in planes.items():
+            host = torch.empty(plane.shape, dtype=plane.dtype, pin_memory=True)
+            arriving[name] = host.copy_(plane, non_blocking=True)
+            plane.record_stream(stream)
+    return arriving, stream.record_event()
+
+
+def _own(plane: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy in host memory; pinned, if it is to go to a CUDA device."""
+    host = torch.empty(plane.shape, dtype=plane.dtype, pin_memory=device.type == "cuda")
+    return host.copy_(plane)
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +309,47 @@ class LayerStates:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(state.nbytes for state in self.layers if state is not None)
+
+    @property
+    def can_be_written(self) -> bool:
+        """Whether there is nothing in them that has no form outside of this process."""
+        return all(state is None or state.told is not None for state in self.layers)
+
+    def parts(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """All tensors by name, and how they belong together, as JSON."""
+        tensors: dict[str, torch.Tensor] = {}
+        told: list[dict[str, Any] | None] = []
+        for idx, state in enumerate(self.layers):
+            if state is not None:
+                tensors |= {f"{idx}.{at}": t[None].contiguous() for at, t in enumerate(state.tensors) if t is not None}
+                told.append({"present": [tensor is not None for tensor in state.tensors], "extra": state.told})
+            else:
+                told.append(None)
+        return tensors, {"layers": told}
+
+    @classmethod
+    def from_blob(cls, blob: Blob) -> "LayerStates":
+        """What was kept, as views of a checked blob."""
+        layers: list[LayerState | None] = []
+        for idx, told in enumerate(blob.layout["layers"]):
+            if told is None:
+                layers.append(None)
+                continue
+            names = [f"{idx}.{at}" if there else None for at, there in enumerate(told["present"])]
+            tensors = [blob.tensor(name)[0] if name is not None else None for name in names]
+            layers.append(LayerState.retold(tensors, told["extra"]))
+        return cls(tuple(layers))
+
+    def owned(self) -> "LayerStates":
+        """The same in memory of its own."""
+        return LayerStates(
+            tuple(
+                LayerState([t.clone() if t is not None else None for t in state.tensors], state.extra)
+                if state is not None
+                else None
+                for state in self.layers
+            )
+        )
 
 
 def copy_states(layers: Sequence[ReuseLayer], row: int) -> LayerStates:

@@ -8,12 +8,21 @@ A *state* sums up all tokens so far (linear attention): it can only be put back 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 Piece = tuple[torch.Tensor, ...]  # of one row, one tensor for each that the layer keeps: [heads, length, dim]
+
+
+class ColumnSpec(NamedTuple):
+    """What one token of one row takes in a tensor [batch, heads, columns, dim]."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
 
 # Room beyond what is needed at a (re)allocation: an eighth, at least this many columns.
 _MIN_SLACK = 128
@@ -37,6 +46,46 @@ class LayerState:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors if t is not None)
+
+    @property
+    def told(self) -> Any:
+        """`extra` as JSON, or None if there is something in it that has no form outside of this process."""
+        try:
+            return _as_json(self.extra)
+        except TypeError:
+            return None
+
+    @classmethod
+    def retold(cls, tensors: Sequence[torch.Tensor | None], told: Any) -> "LayerState":
+        """One with an `extra` that was made JSON by `told`."""
+        return cls(tensors, _from_json(told))
+
+
+_NAMED = {"device": torch.device, "dtype": lambda name: getattr(torch, name)}
+
+
+def _as_json(value: Any) -> Any:
+    """Lists, tuples, dicts, devices and dtypes as lists that begin with what they are."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) in (list, tuple):
+        return [type(value).__name__, *(_as_json(each) for each in value)]
+    if type(value) is dict:
+        return ["dict", *([_as_json(key), _as_json(each)] for key, each in value.items())]
+    if isinstance(value, torch.device | torch.dtype):
+        return [type(value).__name__, str(value).removeprefix("torch.")]
+    raise TypeError(f"{type(value).__name__} has no form outside of this process.")
+
+
+def _from_json(told: Any) -> Any:
+    if not isinstance(told, list):
+        return told
+    kind, *values = told
+    if kind in _NAMED:
+        return _NAMED[kind](*values)
+    if kind == "dict":
+        return {_from_json(key): _from_json(each) for key, each in values}
+    return (tuple if kind == "tuple" else list)(_from_json(each) for each in values)
 
 
 class ReuseLayer:
@@ -99,9 +148,14 @@ class ReuseLayer:
         """
 
     @property
+    def column_specs(self) -> tuple[ColumnSpec, ...]:
+        """Of each tensor that `columns` returns."""
+        return ()
+
+    @property
     def bytes_per_column(self) -> int:
         """Bytes of one row's columns for one token."""
-        return 0
+        return sum(spec.heads * spec.dim * spec.dtype.itemsize for spec in self.column_specs)
 
     @property
     def nbytes(self) -> int:
@@ -388,10 +442,10 @@ class GrowingLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  
         return held.gather(2, at.expand(-1, held.shape[1], -1, held.shape[3]))
 
     @property
-    def bytes_per_column(self) -> int:
-        """Bytes of one row's K/V for one token; 0 for a layer that the model has no use for."""
+    def column_specs(self) -> tuple[ColumnSpec, ...]:
+        """See `ReuseLayer.column_specs`; none for a layer that the model has no use for."""
         buffers = [t.buffer for t in self._tensors if t.buffer is not None]
-        return sum(b.shape[1] * b.shape[3] * b.element_size() for b in buffers)
+        return tuple(ColumnSpec(b.shape[1], b.shape[3], b.dtype) for b in buffers)
 
     @property
     def nbytes(self) -> int:

@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from kvboost_hf.cache.blended import Blended
 from kvboost_hf.cache.chunks import Tokens, content_only_key, prefix_key
-from kvboost_hf.cache.kv import LayerKV, LayerStates, copy_columns, copy_states
+from kvboost_hf.cache.kv import ColumnFormat, LayerKV, LayerStates, copy_columns, copy_states
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row
 from kvboost_hf.cache.store import ChunkStore, Put
+from kvboost_hf.cache.tiered import Row
 from kvboost_hf.cache.tokens import TokenLog
 
 
@@ -64,9 +65,17 @@ class Ledger:
         self.borders = [list(self.borders[row]) for row in rows]
 
     def plan(
-        self, ids: Tokens, held: int, limit: int, store: ChunkStore, min_saving: int, *, stateful: bool
+        self,
+        ids: Tokens,
+        held: int,
+        limit: int,
+        store: ChunkStore,
+        min_saving: int,
+        *,
+        stateful: bool,
+        without: frozenset[bytes] = frozenset(),
     ) -> ReusePlan:
-        """Plan the columns [held, limit) of `ids` [batch, columns]."""
+        """Plan the columns [held, limit) of `ids` [batch, columns], without what is under some keys."""
         pads = self.log.pads.tolist()
         plans: list[RowPlan] = []
         same: dict[bytes, RowPlan] = {}  # beams and num_return_sequences repeat rows
@@ -75,8 +84,9 @@ class Ledger:
             key = tokens.tobytes()
             if key not in same:
                 border = self.borders[row][-1]
-                same[key] = plan_row(
-                    tokens, max(held - pad, 0), border, limit - pad, store.chunker, store, stateful=stateful
+                index = store.view(self.root, Row(tokens, border, store.chunker, stateful), without)
+                same[key] = store.worth(
+                    plan_row(tokens, max(held - pad, 0), border, limit - pad, store.chunker, index, stateful=stateful)
                 )
             plans.append(same[key])
         return plan_batch(plans, pads, held, limit, min_saving)
@@ -179,7 +189,7 @@ class Ledger:
             if len(tokens) < HEAD_TOKENS:
                 return Put.TOO_SHORT
             return self._put(row, border, tokens, layers, store, pinned, unfinished=unfinished)
-        nbytes, copy_kv = copier(row, first, first + len(tokens), layers)
+        nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format)
         with torch.inference_mode(False), torch.no_grad():
             return store.put_content(self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned)
 
@@ -195,7 +205,7 @@ class Ledger:
         unfinished: bool = False,
     ) -> Put:
         first = int(self.log.pads[row]) + border.at
-        nbytes, copy_kv = copier(row, first, first + len(tokens), layers)
+        nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format)
         # Outside inference mode: tensors made inside could not be used freely later.
         with torch.inference_mode(False), torch.no_grad():
             return store.put(
@@ -208,7 +218,7 @@ class Ledger:
         """Offer the only row's tokens from `start` on, cut from there, to be found by content only."""
 
         def copies(at: int, stop: int) -> tuple[int, Callable[[], LayerKV] | None]:
-            return copier(0, at, stop, layers)
+            return copier(0, at, stop, layers, store.column_format)
 
         with torch.inference_mode(False), torch.no_grad():
             return offer_content(store, self.root, self.log.row(0), start, copies, pinned=pinned)
@@ -255,13 +265,15 @@ def _is_tainted(blended: Blended | None, row: int) -> bool:
     return blended is not None and blended.is_tainted(row)
 
 
-def copier(row: int, start: int, stop: int, layers: Sequence[ReuseLayer]) -> tuple[int, Callable[[], LayerKV] | None]:
+def copier(
+    row: int, start: int, stop: int, layers: Sequence[ReuseLayer], form: ColumnFormat
+) -> tuple[int, Callable[[], LayerKV] | None]:
     """The bytes of a row's columns [start, stop), and what copies them; None where some have left a window."""
 
     def copy_kv() -> LayerKV:
-        return copy_columns(layers, row, start, stop)
+        return copy_columns(layers, row, start, stop, form)
 
-    nbytes = sum(layer.bytes_per_column for layer in layers) * (stop - start)
+    nbytes = form.nbytes(layers, stop - start)
     return nbytes, copy_kv if start >= max(layer.first for layer in layers) else None
 
 

@@ -12,7 +12,7 @@ Models with states (linear attention) can only go on from a token at which the s
 served, only what is before such a token is.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -127,6 +127,30 @@ def plan_row(
     if not stateful:
         return plan
     return replace(plan, states=_states(tokens, held, [border, *plan.borders], plan.hit, index))
+
+
+def trim_row(plan: RowPlan, saving: Callable[[Segment], float]) -> RowPlan:
+    """Give up the end of what the store can serve of a row, where that saves nothing.
+
+    Args:
+        plan: Of the row.
+        saving: What serving a segment saves, compared to computing it; negative where it costs more.
+
+    Returns:
+        The plan up to the segment with the largest saving in all.
+    """
+    total = best = 0.0
+    keep = 0
+    for number, segment in enumerate(plan.segments, start=1):
+        total += saving(segment)
+        if total >= best:
+            best, keep = total, number
+    if keep == len(plan.segments):
+        return plan
+    hit = plan.segments[keep].start
+    states = {at: saved for at, saved in plan.states.items() if at <= hit} if plan.states is not None else None
+    borders = tuple(border for border in plan.borders if border.at <= hit)
+    return RowPlan(hit, plan.segments[:keep], borders, None, states)
 
 
 def _states(

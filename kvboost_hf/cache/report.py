@@ -44,7 +44,8 @@ class ReuseReport:
         forwarded_tokens: Tokens that went through the model for the prompt; where layers differ, their mean, rounded
             up.
         layer_tokens: Of a prompt with moved tokens, how many went through each layer; else empty.
-        tier_tokens: Reused tokens by where they were found: `"live"` (still in this cache), `"ram"`.
+        tier_tokens: Reused tokens by where they were found: `"live"` (still in this cache), `"ram"`, and the names of
+            the store's other tiers.
         bypass_reason: Why nothing, or nothing more, of the prompt could be reused, or None.
         moved_reason: With mode `"blend"`, why nothing of the prompt could be moved, or None.
         misses: For each row, where reuse ended and why; empty where all was reused.
@@ -120,7 +121,7 @@ class Tally:
 
     prompt: int = 0
     live: int = 0
-    ram: int = 0  # from the store, moved ones included
+    tiers: dict[str, int] = field(default_factory=dict)  # from the store, moved ones included, by tier
     moved: int = 0
     recomputed: int = 0
     forwarded: int = 0  # in forwards without moved tokens
@@ -131,16 +132,25 @@ class Tally:
     audit_tokens: int = 0
     audit_divergence: float | None = None
 
+    @property
+    def stored(self) -> int:
+        """Tokens from the store."""
+        return sum(self.tiers.values())
+
+    def count(self, tier: str, tokens: int) -> None:
+        """Tokens were found in a tier."""
+        self.tiers[tier] = self.tiers.get(tier, 0) + tokens
+
     def report(self) -> ReuseReport:
         """The counts so far."""
         return ReuseReport(
             prompt_tokens=self.prompt,
-            exact_tokens=self.live + self.ram - self.moved,
+            exact_tokens=self.live + self.stored - self.moved,
             moved_tokens=self.moved,
             recomputed_tokens=self.recomputed,
             forwarded_tokens=self.forwarded + math.ceil(sum(self.layers) / max(1, len(self.layers))),
             layer_tokens=tuple(self.forwarded + tokens for tokens in self.layers),
-            tier_tokens={"live": self.live, "ram": self.ram},
+            tier_tokens={"live": self.live, "ram": 0, **self.tiers},
             bypass_reason=self.bypass,
             moved_reason=self.moved_reason if not self.moved else None,  # it may be that of a part of the prompt
             misses=tuple(self.misses),

@@ -39,7 +39,8 @@ class ChunkReuseCache(ServingCache):
         model: The causal language model that it will be passed to. Held weakly.
         store: Where K/V outlives this cache; None takes the model's own default store (4 GiB of host memory).
         policy: How stored K/V may be used.
-        salt: Separates those who must not see each other's prompts; None takes the store's.
+        salt: Separates those who must not see each other's prompts; None takes the store's. May be set anew, as
+            `cache.salt`, before each request.
         max_cache_len: Hold at most so many tokens, in buffers that never move, so that generate() can compile
             decoding: it does so by itself on a GPU, and elsewhere where its `compile_config` asks for it. None grows.
 
@@ -102,6 +103,18 @@ class ChunkReuseCache(ServingCache):
             if self._held() and model is not None:
                 self._call.start_over(model)
 
+    @property
+    def salt(self) -> bytes:
+        """Separates those who must not see each other's prompts. Another one may be set before any prompt."""
+        return self._salt
+
+    @salt.setter
+    def salt(self, salt: str | bytes) -> None:
+        new = salt_bytes(salt)
+        if new != self._salt:
+            self.reset()  # with the old one: what it holds belongs to that
+            self._salt = new
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held; 0 between the start of a generate() call and its first forward."""
         if self._call is not None:
@@ -122,6 +135,8 @@ class ChunkReuseCache(ServingCache):
                 f"This ChunkReuseCache was made for one {name} object, and K/V reached it from elsewhere. Make a "
                 "cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
             )
+        if self._running is not None and self._running.loading is not None:
+            self._running.loading.wait(layer_idx)
         if self._running is not None and self._running.scatter is not None:
             keys, values = self._running.scatter.update(layer_idx, key_states, value_states)
         else:

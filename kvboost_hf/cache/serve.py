@@ -11,6 +11,7 @@ A forward over the columns [held, n) of a batch, as the hook sees it:
 """
 
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvboost_hf.cache.audit import audit
 from kvboost_hf.cache.blending import BlendingCache
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
-from kvboost_hf.cache.fill import fill_layers, run_ahead
+from kvboost_hf.cache.fill import compute_columns, fill_layers, needed_for, run_ahead, stored_chunk, with_loaded
 from kvboost_hf.cache.held import Running
 from kvboost_hf.cache.hook import Kwargs
 from kvboost_hf.cache.inputs import (
@@ -37,12 +38,15 @@ from kvboost_hf.cache.inputs import (
     read_pads,
     with_positions,
 )
+from kvboost_hf.cache.layers import Piece
 from kvboost_hf.cache.ledger import Ledger
+from kvboost_hf.cache.loading import Loading, can_overlap
 from kvboost_hf.cache.media import ENCODED, Prompt, has_types_of_media, narrow_media, payload, read_prompt
+from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
 from kvboost_hf.cache.report import Tally
 from kvboost_hf.cache.scatter import attention_kind
-from kvboost_hf.cache.store import StoredChunk, StoredStates
+from kvboost_hf.cache.store import StoredStates
 from kvboost_hf.cache.tokens import MaskShape
 from kvboost_hf.compat import (
     cache_argument,
@@ -242,7 +246,7 @@ class ServingCache(BlendingCache):
         limit = columns - inputs.logits
         # Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
         min_saving = self.policy.min_prefill_saving if not self._regime else columns * len(ids)
-        plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful)
+        plan = self._plan(model, inputs, ledger, ids, held, limit, min_saving)
         cuts = self._cuts(plan, ledger, ids, limit, prompt)
         first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
         media = prompt.media.any()
@@ -257,8 +261,12 @@ class ServingCache(BlendingCache):
                 return self._lose_track(kwargs, held, reason)
             return self._bypass(kwargs, reason)
         self._running = Running(held)
+        loading = None
         if plan.filled > held:
-            self._tally.forwarded += fill_layers(model, self._layers, plan, inputs, first)
+            if self._may_overlap(model, plan, inputs, limit):
+                loading = self._load_meanwhile(model, plan, inputs, first)
+            else:
+                self._tally.forwarded += fill_layers(model, self._layers, plan, inputs, first)
         self._take_over(plan, ledger, ids)
         self._tally.forwarded += int((columns - np.maximum(plan.filled, ledger.log.pads)).sum())
         start = self._run_to_cuts(model, inputs, ledger, ids, plan.filled, cuts, first)
@@ -270,9 +278,55 @@ class ServingCache(BlendingCache):
             commit=lambda: ledger.log.extend(rest),
             confirmed=not inputs.verifies,
             root_checked=True,
+            loading=loading,
+            began=time.perf_counter() if inputs.input_ids.device.type == "cpu" and loading is None else None,
             audited=kwargs if audited else None,
         )
         return _narrow(model, kwargs, inputs, prompt, start - first)
+
+    def _plan(
+        self,
+        model: PreTrainedModel,
+        inputs: ForwardInputs,
+        ledger: Ledger,
+        ids: Tokens,
+        held: int,
+        limit: int,
+        min_saving: int,
+    ) -> ReusePlan:
+        """What serves the columns [held, limit), all of it loaded."""
+        lost: frozenset[bytes] = frozenset()
+        while True:
+            plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful, without=lost)
+            wanted = needed_for(plan)
+            fetched = self.store.fetch(wanted, check=not self._may_overlap(model, plan, inputs, limit))
+            if fetched.keys() >= {each.key for each in wanted}:
+                return with_loaded(plan, fetched)
+            lost |= {each.key for each in wanted if each.key not in fetched}
+
+    def _may_overlap(self, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs, limit: int) -> bool:
+        """Whether K/V may still be loading while the model computes.
+
+        Damage that is only found then takes a forward in the middle of a forward, which not every model can take.
+        """
+        return (
+            self.policy.mode == "exact"
+            and self._static is None
+            and "forward" not in model.__dict__
+            and not getattr(model, "hf_device_map", None)
+            and not self._pieces(model, plan, inputs, limit)
+            and can_overlap(self._layers, plan)
+        )
+
+    def _load_meanwhile(self, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs, first: int) -> Loading:
+        served = dict(self._tally.tiers)
+
+        def compute() -> list[list[Piece]]:
+            self._tally.tiers = served
+            self._tally.forwarded += sum(plan.filled - max(plan.held, pad) for pad in plan.pads)
+            return compute_columns(model, self._layers, plan, inputs, first)
+
+        return Loading(self._layers, plan, compute, self.store.lose)
 
     def _cuts(self, plan: ReusePlan, ledger: Ledger, ids: Tokens, limit: int, prompt: Prompt) -> list[int]:
         """Columns at which states are worth keeping: the last chunk border, where prompts part, the first image."""
@@ -332,11 +386,12 @@ class ServingCache(BlendingCache):
             ledger.borders[row] += [border for border in row_plan.borders if border.at <= stop]
             reach = plan.starts(row) - pad  # what follows up to `stop` was computed ahead
             served = [segment for segment in row_plan.segments if segment.start < reach]
-            self._tally.ram += sum(min(segment.stop, reach) - segment.start for segment in served)
-            chunks = [segment.chunk for segment in served]
+            for segment in served:
+                self._tally.count(stored_chunk(segment).tier, min(segment.stop, reach) - segment.start)
+            chunks = [stored_chunk(segment) for segment in served]
             states = (row_plan.states or {}).get(stop)
             self.store.record_use(
-                [c for c in chunks if isinstance(c, StoredChunk)],
+                chunks,
                 missed=row_plan.miss is not None,
                 states=states if isinstance(states, StoredStates) else None,
             )
@@ -366,7 +421,7 @@ class ServingCache(BlendingCache):
         self._ledger = None
         ids = kwargs.get("input_ids")
         more = isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] > 1
-        if more or not self._tally.live + self._tally.ram:  # else it is of no concern to the prompt
+        if more or not self._tally.live + self._tally.stored:  # else it is of no concern to the prompt
             self._tally.bypass = self._tally.bypass or reason
         if isinstance(ids, torch.Tensor) and more:
             self._tally.prompt += ids.numel()
@@ -409,7 +464,12 @@ class ServingCache(BlendingCache):
             self._static.close(self._static_layers)
         if running.scatter is not None:
             running.scatter.close()
+        if running.loading is not None:
+            running.loading.finish()
         self._columns = running.stop
+        if running.began is not None and (model := self._model()) is not None:
+            seconds, tokens = time.perf_counter() - running.began, running.stop - running.length
+            ComputePace.of(model).observe(tokens, seconds)
         changed = None
         if running.commit is not None and ledger is not None:
             running.commit()
@@ -421,8 +481,16 @@ class ServingCache(BlendingCache):
         if running.commit is None or ledger is None:
             self._release(running.stop)
         elif running.confirmed:
+            if running.loading is not None and running.loading.computed:
+                self._store_again(ledger)
             self._confirm(ledger, root_checked=running.root_checked)
         return changed
+
+    def _store_again(self, ledger: Ledger) -> None:
+        """Offer all chunks to the store: what was computed takes the place of what was wrong."""
+        if self._may_store(ledger):
+            for row in range(ledger.log.batch_size):
+                ledger.store_row(row, self._layers, self.store, again=True)
 
     def _audit(self, ledger: Ledger, running: Running, kwargs: Kwargs, output: Any) -> Any:
         """Compute the prompt a second time; returns the output to give in place of `output`, if it was wrong."""
@@ -433,9 +501,8 @@ class ServingCache(BlendingCache):
         self._tally.audit_tokens, self._tally.audit_divergence = found.tokens, found.divergence
         if found.logits is None:
             return None
-        if running.confirmed and self._may_store(ledger):  # what takes the place of what was wrong
-            for row in range(ledger.log.batch_size):
-                ledger.store_row(row, self._layers, self.store, again=True)
+        if running.confirmed:
+            self._store_again(ledger)
         if isinstance(output, ModelOutput):
             output["logits"] = found.logits
             return output

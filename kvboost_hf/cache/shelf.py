@@ -1,4 +1,4 @@
-"""What a store holds, within a byte budget: taking in, finding, giving up.
+"""What a store holds in host memory, within a byte budget: taking in, finding, giving up.
 
 Chunks form a forest by their history. States (of linear attention) hang beneath the chunk border before them. Chunks
 that are found by their content only stand alone.
@@ -20,6 +20,7 @@ from kvboost_hf.cache.eviction import EvictionOrder
 from kvboost_hf.cache.kv import LayerKV, LayerStates
 from kvboost_hf.cache.match import MIN_MOVED_TOKENS
 from kvboost_hf.cache.plan import HEAD_TOKENS
+from kvboost_hf.cache.tiers.below import Found
 from kvboost_hf.errors import StoreClosedError
 
 _REMEMBERED_KEYS = 65_536  # evicted keys that explain() can still tell from never seen ones
@@ -35,9 +36,29 @@ class StoredChunk:
     parent: bytes  # key of the chunk that it was computed directly behind, or the root
     start: int  # row token of the first token, when it was stored
     tokens: Tokens
-    kv: LayerKV
+    loaded: LayerKV | None  # None while it is in a lower tier only
     nbytes: int
     content_only: bool = False  # its K/V is not that of a prompt computed whole
+    found: Found | None = None  # where it was found, if not in host memory
+    on_device: bool = False  # it was found where the model computes
+
+    @property
+    def key(self) -> bytes:
+        """Its own key."""
+        return self.prefix_key
+
+    @property
+    def tier(self) -> str:
+        """Where it was found."""
+        if self.on_device:
+            return "device"
+        return self.found.tier.tier.name if self.found is not None else "ram"
+
+    @property
+    def kv(self) -> LayerKV:
+        """Its K/V, once it is loaded."""
+        assert self.loaded is not None, "it must be loaded first"
+        return self.loaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,10 +66,18 @@ class StoredStates:
     """The states of all layers after some token. Immutable, as chunks are."""
 
     key: bytes
+    root: bytes
     parent: bytes  # prefix key of the last chunk border before that token, or the root
     tokens: Tokens  # from that border to that token
-    states: LayerStates
+    loaded: LayerStates | None  # None while they are in a lower tier only
     nbytes: int
+    found: Found | None = None
+
+    @property
+    def states(self) -> LayerStates:
+        """The states, once they are loaded."""
+        assert self.loaded is not None, "they must be loaded first"
+        return self.loaded
 
 
 Copied = TypeVar("Copied", LayerKV, LayerStates)
@@ -107,14 +136,14 @@ class Shelf:
     def siblings(self, parent: bytes, head: Tokens) -> Iterable[StoredChunk]:
         """Chunks that continue `parent` and start with the tokens `head`, newest first."""
         with self._lock:
-            keys = list(self._by_head.get(_head_key(parent, head), ()))[-_MAX_SIBLINGS:]
+            keys = list(self._by_head.get(head_key(parent, head), ()))[-_MAX_SIBLINGS:]
             chunks = [self._chunks[key] for key in reversed(keys)]
         return [c for c in chunks if np.array_equal(c.tokens[: len(head)], head)]
 
     def states_after(self, parent: bytes, head: Tokens) -> Iterable[StoredStates]:
         """States saved in the chunk after `parent`, or at its end, that starts with `head`; newest first."""
         with self._lock:
-            keys = list(self._states_by_head.get(_head_key(parent, head), ()))[-_MAX_SIBLINGS:]
+            keys = list(self._states_by_head.get(head_key(parent, head), ()))[-_MAX_SIBLINGS:]
             return [self._states[key] for key in reversed(keys)]
 
     def moved_index(self, root: bytes) -> ContentIndex[StoredChunk]:
@@ -143,7 +172,7 @@ class Shelf:
     def known_under_other_root(self, root: bytes, tokens: Tokens) -> bool:
         """Whether a prompt with this beginning was stored, under the same salt, for the model as it was before."""
         with self._lock:
-            known = self._first_heads.get(_head_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS]))
+            known = self._first_heads.get(head_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS]))
         return known is not None and known != root
 
     # Taking in
@@ -182,10 +211,7 @@ class Shelf:
 
         def insert(kv: LayerKV) -> None:
             chunk = StoredChunk(key, root, parent, start, tokens.copy(), kv, nbytes)
-            self._insert(chunk, above=None if parent == root else parent, pinned=pinned)
-            self._by_head.setdefault(_head_key(parent, tokens[:HEAD_TOKENS]), {})[key] = None
-            if parent == root:
-                remember(self._first_heads, _head_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS]), root)
+            self._insert(chunk, pinned=pinned)
             self._drop_shorter(chunk)
 
         return self._take(root, parent, key, tokens, nbytes, copy_kv, holder, insert, pinned)
@@ -229,7 +255,7 @@ class Shelf:
 
         def insert(kv: LayerKV) -> None:
             chunk = StoredChunk(key, root, history, start, tokens.copy(), kv, nbytes, content_only=True)
-            self._insert(chunk, above=None, pinned=pinned)
+            self._insert(chunk, pinned=pinned)
 
         return self._take(root, root, key, tokens, nbytes, copy_kv, holder, insert, pinned)
 
@@ -257,9 +283,7 @@ class Shelf:
         nbytes += tokens.nbytes
 
         def insert(states: LayerStates) -> None:
-            self._states[key] = StoredStates(key, parent, tokens.copy(), states, nbytes)
-            self._states_by_head.setdefault(_head_key(parent, tokens[:HEAD_TOKENS]), {})[key] = None
-            self._order.add(key, None if parent == root else parent, pinned=pinned)
+            self._insert_states(StoredStates(key, root, parent, tokens.copy(), states, nbytes), pinned=pinned)
 
         def holder() -> bytes | None:
             return key if key in self._states else None
@@ -361,7 +385,7 @@ class Shelf:
         """Promise room to something new under `key`, or say why it cannot be had."""
         if self._offences.get(key, 0) > 1:
             return Put.NO_ROOM
-        if parent != root and parent not in self._chunks:
+        if not self._continues(root, parent):
             return Put.NO_PARENT
         if not self._make_room(nbytes, keep=parent):
             self._counts["rejected"] += 1
@@ -391,11 +415,15 @@ class Shelf:
     ) -> Put | None:
         """Take a promise back if, while the copy was made, somebody else put the same or took the parent away."""
         present = self._present(holder, pinned)
-        orphaned = parent != root and parent not in self._chunks
+        orphaned = not self._continues(root, parent)
         if generation == self._generation and present is None and not orphaned:
             return None
         self._release(nbytes, generation)
         return Put.NO_PARENT if orphaned else Put.PRESENT
+
+    def _continues(self, root: bytes, parent: bytes) -> bool:
+        """Whether what continues `parent` can be found."""
+        return parent == root or parent in self._chunks
 
     def _make_room(self, nbytes: int, keep: bytes) -> bool:
         if nbytes > self.max_bytes:
@@ -405,24 +433,39 @@ class Shelf:
             if victim is None:
                 return False
             self._counts["evictions"] += 1
-            remember(self._evicted, victim, None)
-            self._unlink(victim)
+            self._evict(victim)
         return True
+
+    def _evict(self, key: bytes) -> None:
+        remember(self._evicted, key, None)
+        self._unlink(key)
 
     def _release(self, nbytes: int, generation: int) -> None:
         if generation == self._generation:  # clear() has reset the count already
             self._used -= nbytes
 
-    def _insert(self, chunk: StoredChunk, *, above: bytes | None, pinned: bool) -> None:
+    def _insert(self, chunk: StoredChunk, *, pinned: bool) -> None:
         self._chunks[chunk.prefix_key] = chunk
         # Computed again behind something else it has another key, and is as popular as before.
         name = content_only_key(chunk.root, b"", 0, chunk.tokens)
+        above = chunk.parent if not chunk.content_only and chunk.parent in self._chunks else None
         self._order.add(chunk.prefix_key, above, name=name, pinned=pinned)
+        if not chunk.content_only:
+            head = head_key(chunk.parent, chunk.tokens[:HEAD_TOKENS])
+            self._by_head.setdefault(head, {})[chunk.prefix_key] = None
+            if chunk.parent == chunk.root:
+                salt = self._salts.get(chunk.root, b"")
+                remember(self._first_heads, head_key(salt, chunk.tokens[:HEAD_TOKENS]), chunk.root)
         index = self.moved_index(chunk.root)
         index.add(chunk)
         for other in index.variants(chunk.tokens):
             if other is not chunk and other.content_only and other.start >= chunk.start:
                 self._replace(other, chunk)
+
+    def _insert_states(self, saved: StoredStates, *, pinned: bool) -> None:
+        self._states[saved.key] = saved
+        self._states_by_head.setdefault(head_key(saved.parent, saved.tokens[:HEAD_TOKENS]), {})[saved.key] = None
+        self._order.add(saved.key, saved.parent if saved.parent in self._chunks else None, pinned=pinned)
 
     def _unlink(self, key: bytes) -> None:
         if key in self._states:
@@ -432,7 +475,7 @@ class Shelf:
             gone, by_head = self._chunks.pop(key), self._by_head
             self.moved_index(gone.root).remove(gone)
         self._used -= gone.nbytes
-        head = _head_key(gone.parent, gone.tokens[:HEAD_TOKENS])
+        head = head_key(gone.parent, gone.tokens[:HEAD_TOKENS])
         if key in by_head.get(head, ()):  # what is found by content only is not
             del by_head[head][key]
             if not by_head[head]:
@@ -461,7 +504,8 @@ class Shelf:
                     self._replace(sibling, chunk)
 
 
-def _head_key(parent: bytes, head: Tokens) -> bytes:
+def head_key(parent: bytes, head: Tokens) -> bytes:
+    """What all that begins alike behind `parent` shares."""
     return prefix_key(parent, head)
 
 

@@ -1,7 +1,8 @@
 """`ChunkStore`: K/V of chunks that outlives any one cache or call."""
 
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,21 +10,33 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens, common_length, prefix_key, root_key
-from kvboost_hf.cache.plan import HEAD_TOKENS
+from kvboost_hf.cache.codecs import make_codec
+from kvboost_hf.cache.codecs.base import Codec
+from kvboost_hf.cache.fingerprint import model_name
+from kvboost_hf.cache.kv import ColumnFormat
+from kvboost_hf.cache.on_device import DeviceShelf
+from kvboost_hf.cache.pace import ComputePace
+from kvboost_hf.cache.plan import HEAD_TOKENS, RowPlan, Segment, trim_row
 from kvboost_hf.cache.shelf import Put, Shelf, StoredChunk, StoredStates, remember
 from kvboost_hf.cache.state import ModelState
-from kvboost_hf.compat import bytes_per_token, known_reason, require_cache
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.cache.tiered import TieredShelf
+from kvboost_hf.cache.tiers.addresses import open_tiers
+from kvboost_hf.cache.tiers.base import Tier
+from kvboost_hf.cache.tiers.below import LowerTiers
+from kvboost_hf.compat import bytes_per_token, key_rotation, known_reason, require_cache
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 
 if TYPE_CHECKING:
     from kvboost_hf.cache.report import ReuseReport
 
+_log = logging.getLogger("kvboost_hf")
+
 __all__ = ["ChunkStore", "Put", "StoredChunk", "StoredStates", "salt_bytes"]
 
 
-class ChunkStore(Shelf):
-    """K/V of chunks, in host memory, within a byte budget.
+class ChunkStore(TieredShelf):
+    """K/V of chunks, in host memory within a byte budget, and in the tiers below it.
 
     One store may serve many caches and threads. What it holds is found by prefix key (tokens, positions and history
     all the same) and by content (tokens the same), never by another model, other weights or another salt.
@@ -32,13 +45,19 @@ class ChunkStore(Shelf):
         model: The model whose K/V is stored. Held weakly.
         chunk_size: Tokens per chunk, a positive multiple of 16. With a `chunker`, that one's, or left out.
         chunker: Cuts prompts into chunks, such as a `ContentChunker`; None cuts at multiples of `chunk_size`.
-        max_bytes: Budget for all stored tensors, never exceeded. The chunks that are asked for least often, of those
-            that nothing continues, go first.
+        max_bytes: Budget for all tensors in host memory, never exceeded; None for that of `tiers`, or 4 GiB. The
+            chunks that are asked for least often, of those that nothing continues, go first.
+        tiers: Where chunks live, as addresses or `Tier` objects, the nearest first: `"ram:4GB"`,
+            `"disk:~/.cache/kvboost_hf:50GB"`, `"redis://host:6379"`, and any fsspec URL. Host memory is always one of
+            them. What is stored is written to all of them, and outlives the process on all others.
+        codec: How K/V is kept, in all tiers: `"raw"`, `"int8"`, `"int4"`, `"turboquant"`, `"turboquant:3.5"`, or a
+            `KVQuantConfig`. All but `"raw"` are lossy: what is reused is no longer exactly what was computed.
         salt: Separates those who must not see each other's prompts, not even by timing.
 
     Raises:
-        ValueError: for a bad `chunk_size`, or another one than its chunker's, a budget smaller than one chunk, or a
-            model that cannot be served (encoder-decoder, on the meta device, no `PreTrainedModel`).
+        ValueError: for a bad `chunk_size`, or another one than its chunker's, a budget smaller than one chunk, an
+            unknown tier or codec, or a model that cannot be served (encoder-decoder, on the meta device, no
+            `PreTrainedModel`).
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -54,15 +73,23 @@ class ChunkStore(Shelf):
         *,
         chunk_size: int | None = None,
         chunker: Chunker | None = None,
-        max_bytes: int = 4 * 2**30,
+        max_bytes: int | None = None,
         salt: str | bytes = b"",
+        tiers: Sequence[str | Tier] = (),
+        codec: str | KVQuantConfig | None = None,
     ) -> None:
         require_cache(model)
         self.chunker = _checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
-        super().__init__(_checked_budget(model, max_bytes, self.chunker.chunk_size))
+        self.codec = make_codec(codec)
+        opened = open_tiers(tiers, _checked_bytes(max_bytes))
+        max_bytes = _checked_budget(model, opened.ram, self.chunker.chunk_size, self.codec)
         self._model = weakref.ref(model)
         self._audit_debt = 0.0
+        self._format: ColumnFormat | None = None
+        self._said: set[str] = set()
+        super().__init__(max_bytes, LowerTiers(opened.lower), DeviceShelf(opened.device), model_name(model))
+        self._close_tiers = weakref.finalize(self, self._lower.close)
 
     # What a cache asks for
 
@@ -76,13 +103,48 @@ class ChunkStore(Shelf):
         """
         self._require_open()
         model = self._require_model()
-        fingerprint = ModelState.of(model).fingerprint.current(model, full=read_all)
+        follower = ModelState.of(model).fingerprint
+        fingerprint = follower.durable(model, full=read_all) if self._lower else None
+        durable = isinstance(fingerprint, bytes)
+        if isinstance(fingerprint, str) and fingerprint not in self._said:
+            self._said.add(fingerprint)
+            _log.warning("K/V of this model is kept in host memory only: %s in other processes.", fingerprint)
+        if not isinstance(fingerprint, bytes):
+            fingerprint = follower.current(model, full=read_all)
         if fingerprint is None:
             return None
-        root = root_key(fingerprint, salt, regime)
+        root = root_key(fingerprint, salt, regime + self.codec.name.encode())
         with self._lock:
             remember(self._salts, root, salt)
+            if durable:
+                self._durable_roots.add(root)
         return root
+
+    @property
+    def column_format(self) -> ColumnFormat:
+        """How columns are kept."""
+        if self._format is None:
+            model = self._require_model()
+            rotation = key_rotation(model) if not self.codec.lossless else "not needed"
+            self._format = ColumnFormat(self.codec, rotation if not isinstance(rotation, str) else None)
+        return self._format
+
+    def worth(self, plan: RowPlan) -> RowPlan:
+        """The plan without what would take longer to load than to compute."""
+        if all(segment.chunk.found is None for segment in plan.segments if isinstance(segment.chunk, StoredChunk)):
+            return plan
+        model = self._require_model()
+        per_token = ComputePace.of(model).seconds_per_token(model)
+
+        def saving(segment: Segment) -> float:
+            assert isinstance(segment.chunk, StoredChunk)
+            found, computing = segment.chunk.found, (segment.stop - segment.start) * per_token
+            return computing - (found.tier.seconds_to_read(found.entry.nbytes) if found is not None else 0.0)
+
+        trimmed = trim_row(plan, saving)
+        with self._lock:
+            self._counts["not_worth_loading"] += plan.hit - trimmed.hit
+        return trimmed
 
     def chain(self, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
         """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
@@ -125,6 +187,8 @@ class ChunkStore(Shelf):
         tokenizer: Any = None,
         pin: bool = True,
         policy: ReusePolicy | None = None,
+        salt: str | bytes | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> "ReuseReport":
         """Compute and store K/V ahead of the first request: of the start of prompts, or of documents within them.
 
@@ -137,6 +201,8 @@ class ChunkStore(Shelf):
             tokenizer: Tokenizes texts; `text_or_ids` and `prefix` with special tokens, as it would a prompt.
             pin: Never evict it.
             policy: That of the caches that are to find it.
+            salt: That of the caches that are to find it; None for the store's.
+            progress: Called as texts are computed, with the tokens that are done, and how many there are in all.
 
         Returns:
             What was already stored and what was computed, summed over the documents.
@@ -147,20 +213,22 @@ class ChunkStore(Shelf):
             StoreFullError: if what is to be pinned does not fit into the budget; nothing of it stays pinned.
             StoreClosedError: after `close()`.
         """
-        from kvboost_hf.cache.warm import warm, warm_documents  # both are built on this
+        from kvboost_hf.cache.warm import WarmSettings, warm, warm_documents  # both are built on this
 
         self._require_open()
         model = self._require_model()
         if (text_or_ids is None) == (documents is None) or (prefix is not None and documents is None):
             raise ValueError("`warm` takes either `text_or_ids`, or `documents` and perhaps the `prefix` before them.")
+        settings = WarmSettings(tokenizer, pin, policy, self.salt if salt is None else salt_bytes(salt), progress)
         if documents is not None:
-            return warm_documents(model, self, documents, prefix, tokenizer=tokenizer, pin=pin, policy=policy)
+            return warm_documents(model, self, documents, prefix, settings)
         assert text_or_ids is not None
-        return warm(model, self, text_or_ids, tokenizer=tokenizer, pin=pin, policy=policy)
+        return warm(model, self, text_or_ids, settings)
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
         with self._lock:
+            device = {"device": self._device.stats()} if self._device.max_bytes else {}
             ram = {"chunks": len(self._chunks), "bytes": self._used, "max_bytes": self.max_bytes}
             return {
                 **ram,
@@ -169,7 +237,9 @@ class ChunkStore(Shelf):
                 "states": len(self._states),
                 "tokens": sum(len(chunk.tokens) for chunk in self._chunks.values()),
                 **self._counts,
-                "tiers": {"ram": ram},
+                "codec": self.codec.name,
+                "seconds_per_token": self._seconds_per_token(),
+                "tiers": {**device, "ram": ram, **self._lower.stats()},
             }
 
     def invalidate(self) -> None:
@@ -178,9 +248,11 @@ class ChunkStore(Shelf):
         self.clear()
 
     def close(self) -> None:
-        """Drop everything and refuse further use."""
-        self.clear()
-        self._closed = True
+        """Finish writing to the lower tiers, drop what is in host memory, and refuse further use."""
+        self._close_tiers()
+        with self._lock:
+            Shelf.clear(self)
+            self._closed = True
 
     @property
     def usable(self) -> bool:
@@ -194,7 +266,11 @@ class ChunkStore(Shelf):
         """Whether this store was made for `model`."""
         return self._model() is model
 
-    # Bookkeeping; the lock is held
+    # Bookkeeping
+
+    def _seconds_per_token(self) -> float | None:
+        model = self._model()
+        return ComputePace.of(model).seconds_per_token(model) if self._lower and model is not None else None
 
     def _require_model(self) -> PreTrainedModel:
         model = self._model()
@@ -226,10 +302,20 @@ def _checked_chunker(chunker: Chunker | None, chunk_size: int | None) -> Chunker
     return chunker
 
 
-def _checked_budget(model: PreTrainedModel, max_bytes: int, chunk_size: int) -> int:
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
+def _checked_bytes(max_bytes: int | None) -> int | None:
+    if (
+        isinstance(max_bytes, bool)
+        or not isinstance(max_bytes, int | None)
+        or (max_bytes is not None and max_bytes <= 0)
+    ):
         raise ValueError(f"`max_bytes` must be a positive int, got {max_bytes!r}.")
+    return max_bytes
+
+
+def _checked_budget(model: PreTrainedModel, max_bytes: int, chunk_size: int, codec: Codec) -> int:
     if known_reason(model) is not None:  # nothing will be stored, and the configuration may have other names
+        return max_bytes
+    if not codec.lossless:  # less than raw, and not worth a second formula
         return max_bytes
     per_token = bytes_per_token(model)
     needed = (per_token + np.dtype(np.int64).itemsize) * chunk_size

@@ -1,7 +1,7 @@
 """Computing K/V ahead of the first request: of the start of prompts, and of documents that may stand anywhere."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,20 @@ from kvboost_hf.compat import cache_argument, input_device, known_reason, probe_
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError
 
+Progress = Callable[[int, int], None]  # tokens done, and tokens in all
+
 _TOKENS_PER_FORWARD = 2048  # bounds the activations of a long text
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSettings:
+    """See `ChunkStore.warm`."""
+
+    tokenizer: Any
+    pin: bool
+    policy: ReusePolicy | None
+    salt: bytes
+    progress: Progress | None
 
 
 @torch.no_grad()
@@ -27,18 +40,18 @@ def warm(
     model: PreTrainedModel,
     store: ChunkStore,
     text_or_ids: str | Sequence[int] | torch.Tensor,
-    *,
-    tokenizer: Any,
-    pin: bool,
-    policy: ReusePolicy | None,
+    settings: WarmSettings,
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
-    ids = _as_ids(text_or_ids, tokenizer)
-    cache = ChunkReuseCache(model, store, _exact(policy))
+    ids = _as_ids(text_or_ids, settings.tokenizer)
+    cache = ChunkReuseCache(model, store, _exact(settings.policy), settings.salt)
+    done = _Done(settings.progress, ids.shape[1])
     # A text that is longer than what its rotary frequencies were trained for has others from its first token on.
-    _run(model, ids, cache, ids.shape[1] if rope_regime(model, ids.shape[1]) else _TOKENS_PER_FORWARD)
+    _run(model, ids, cache, ids.shape[1] if rope_regime(model, ids.shape[1]) else _TOKENS_PER_FORWARD, done)
     pinned_before = store.pinned_keys()
-    _require_room(store, cache.store_all(pinned=pin), pin, pinned_before, f"A text of {ids.shape[1]} tokens")
+    _require_room(
+        store, cache.store_all(pinned=settings.pin), settings.pin, pinned_before, f"A text of {ids.shape[1]} tokens"
+    )
     return cache.report
 
 
@@ -57,47 +70,47 @@ def warm_documents(
     store: ChunkStore,
     documents: Sequence[str | Sequence[int] | torch.Tensor],
     prefix: str | Sequence[int] | torch.Tensor | None,
-    *,
-    tokenizer: Any,
-    pin: bool,
-    policy: ReusePolicy | None,
+    settings: WarmSettings,
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
-    policy = _exact(policy)
+    policy, tokenizer, pin, salt = _exact(settings.policy), settings.tokenizer, settings.pin, settings.salt
     if reason := known_reason(model) or probe_reason(model) or blend_reason(model, Measure.NOTHING):
         raise ValueError(
             f"`documents` need a model whose K/V can be moved, but {reason}. Warm what prompts start with: "
             "store.warm(text_or_ids)."
         )
-    root = store.root(store.salt, read_all=policy.weights_check == "full")
+    root = store.root(salt, read_all=policy.weights_check == "full")
     if root is None:
         raise ValueError("`documents` need a model in eval mode, but a part of it is in training. Call model.eval().")
     if isinstance(documents, str):
         raise ValueError("`documents` must be a sequence of texts or ids, got one text. Pass [text].")
     rows = [_as_ids(document, tokenizer, add_special_tokens=False) for document in documents]
     pinned_before = store.pinned_keys()
-    before = ChunkReuseCache(model, store, policy)
+    before = ChunkReuseCache(model, store, policy, salt)
     start, tally = 0, Tally()
-    if prefix is not None:
-        ids = _as_ids(prefix, tokenizer)
+    opening = _as_ids(prefix, tokenizer) if prefix is not None else None
+    done = _Done(settings.progress, sum(ids.shape[1] for ids in [*rows, *([opening] if opening is not None else [])]))
+    if opening is not None:
+        ids = opening
         start = ids.shape[1]
-        _run(model, ids, before, _TOKENS_PER_FORWARD)
+        _run(model, ids, before, _TOKENS_PER_FORWARD, done)
         _require_room(store, before.store_all(pinned=pin), pin, pinned_before, f"A prefix of {start} tokens")
         _count(tally, before.report)
         history = ids.cpu().numpy().astype(np.int64)[0]
     else:
         history = np.empty(0, dtype=np.int64)
-    unstored = ChunkStore(model, chunker=_Uncut(), max_bytes=2**62, salt=store.salt)
+    unstored = ChunkStore(model, chunker=_Uncut(), max_bytes=2**62, salt=salt)
     for n, row in enumerate(rows):
         tokens = np.concatenate([history, row.cpu().numpy()[0]])
         results = offer_content(store, root, tokens, start, lambda at, stop: (0, None), pinned=pin)
         if set(results) <= {Put.PRESENT, Put.TOO_SHORT}:
             tally.prompt += row.shape[1]
-            tally.ram += row.shape[1]
+            tally.count("ram", row.shape[1])
+            done.add(row.shape[1])
             continue
         cache = before.fork()
         cache.store = unstored
-        _run(model, row, cache, _TOKENS_PER_FORWARD)
+        _run(model, row, cache, _TOKENS_PER_FORWARD, done)
         results = cache.store_content(store, start, pinned=pin)
         _require_room(store, results, pin, pinned_before, f"Document {n} of {row.shape[1]} tokens")
         _count(tally, cache.report)
@@ -109,15 +122,33 @@ def _exact(policy: ReusePolicy | None) -> ReusePolicy:
     return replace(policy, mode="exact") if policy is not None else ReusePolicy()
 
 
-def _run(model: PreTrainedModel, ids: torch.Tensor, cache: ChunkReuseCache, tokens_per_forward: int) -> None:
+class _Done:
+    """Counts tokens, and tells how far it is."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._tokens = progress, total, 0
+
+    def add(self, tokens: int) -> None:
+        """So many more."""
+        self._tokens += tokens
+        if self._progress is not None:
+            self._progress(self._tokens, self._total)
+
+
+def _run(
+    model: PreTrainedModel, ids: torch.Tensor, cache: ChunkReuseCache, tokens_per_forward: int, done: _Done
+) -> None:
     for part in torch.split(ids.to(input_device(model)), tokens_per_forward, dim=1):
         model(input_ids=part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+        done.add(part.shape[1])
 
 
 def _count(tally: Tally, report: ReuseReport) -> None:
     tally.prompt += report.prompt_tokens
     tally.live += report.tier_tokens["live"]
-    tally.ram += report.tier_tokens["ram"]
+    for tier, tokens in report.tier_tokens.items():
+        if tier != "live":
+            tally.count(tier, tokens)
     tally.forwarded += report.forwarded_tokens
     tally.bypass = tally.bypass or report.bypass_reason
 

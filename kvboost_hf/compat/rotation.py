@@ -6,6 +6,7 @@ attention factor of YaRN and LongRoPE) is in the stored keys already, and stays 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -40,9 +41,14 @@ class LayerRotation:
 
     def rotate(self, keys: torch.Tensor, shift: int, out: torch.Tensor) -> torch.Tensor:
         """Write keys [..., tokens, head_dim], moved by `shift`, to `out`, and return it."""
-        # In float64, and on the CPU, for not all devices have it: a float32 angle of 16,384 radians is off by 0.001.
-        angles = self.inv_freq.double() * shift
-        cos, sin = torch.stack([angles.cos(), angles.sin()]).float().to(keys.device)
+        return self._turn(keys, _cos_sin(self.inv_freq.double() * shift, keys.device), out)
+
+    def rotate_each(self, keys: torch.Tensor, shifts: range, out: torch.Tensor) -> torch.Tensor:
+        """Write keys [..., heads, tokens, head_dim], token t moved by `shifts[t]`, to `out`, and return it."""
+        return self._turn(keys, _cos_sin_each(self, shifts, keys.device), out)
+
+    def _turn(self, keys: torch.Tensor, cos_sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        cos, sin = cos_sin
         turn = _turn_half if self.style == "half" else _turn_interleaved
         for part, part_out in _blocks(keys, out):
             part_out[..., : self.offset].copy_(part[..., : self.offset])
@@ -96,6 +102,16 @@ class KeyRotation:
         if layer is None or shift == 0:
             return keys if out is None else out.copy_(keys)
         return layer.rotate(keys, shift, torch.empty_like(keys) if out is None else out)
+
+
+def _cos_sin(angles: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # Of float64, and on the CPU, for not all devices have it: a float32 angle of 16,384 radians is off by 0.001.
+    return torch.stack([angles.cos(), angles.sin()]).float().to(device)
+
+
+@lru_cache(maxsize=16)  # layers that rotate alike share it, and so do chunks of the same length
+def _cos_sin_each(layer: LayerRotation, shifts: range, device: torch.device) -> torch.Tensor:
+    return _cos_sin(torch.tensor(shifts, dtype=torch.float64)[:, None] * layer.inv_freq.double(), device)
 
 
 def _blocks(keys: torch.Tensor, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

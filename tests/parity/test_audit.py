@@ -22,7 +22,7 @@ def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: 
 def corrupt(store: ChunkStore, start: int) -> None:
     """Change the K/V of a chunk, as failing memory might."""
     chunk = next(chunk for chunk in store._chunks.values() if chunk.start == start)
-    for block in chunk.kv.blocks:
+    for block in chunk.kv.tensors:
         block.mul_(-3)
 
 

@@ -150,7 +150,7 @@ def test_zeroed_kv_is_noticed(llama: PreTrainedModel) -> None:
     plain = generate(llama, BASE[:, :200], {})
     assert_same(plain, generate(llama, BASE[:, :200], {}, past_key_values=ChunkReuseCache(llama, store)))
     for chunk in store._chunks.values():
-        for block in chunk.kv.blocks:
+        for block in chunk.kv.tensors:
             block.zero_()
     broken = generate(llama, BASE[:, :200], {}, past_key_values=ChunkReuseCache(llama, store))
     with pytest.raises(AssertionError):

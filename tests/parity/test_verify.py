@@ -22,7 +22,7 @@ class Zeroed(ChunkStore):
     def put(self, *args: Any, **kwargs: Any) -> Any:
         found = super().put(*args, **kwargs)
         for chunk in self._chunks.values():
-            self.spoil(chunk.kv.blocks)
+            self.spoil(chunk.kv.tensors)
         return found
 
     @staticmethod

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvboost_hf.cache.chunks import Tokens, common_length, content_only_key, prefix_key
 from kvboost_hf.cache.eviction import EvictionOrder
-from kvboost_hf.cache.kv import LayerKV
+from kvboost_hf.cache.kv import Block, LayerKV
 from kvboost_hf.cache.match import MIN_MOVED_TOKENS, find_moved
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, plan_row
 from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk
@@ -26,7 +26,7 @@ def kv_of(tokens: Tokens, start: int) -> LayerKV:
     """K/V that tells which tokens, at which positions, it was computed for."""
     keys = torch.tensor(tokens, dtype=torch.float32)[None, :, None]
     values = torch.arange(start, start + len(tokens), dtype=torch.float32)[None, :, None]
-    return LayerKV((torch.stack([keys, values]),), (((0, 0), (0, 1)),), (CPU,))
+    return LayerKV((Block.raw(torch.stack([keys, values])),), (((0, 0), (0, 1)),))
 
 
 class StoreMachine(RuleBasedStateMachine):

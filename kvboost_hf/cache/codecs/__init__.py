@@ -1,1 +1,47 @@
 """How the K/V of a chunk is stored: as it is, or in fewer bits."""
+
+import re
+
+from kvboost_hf.cache.codecs.base import Codec, Planes, Role
+from kvboost_hf.cache.codecs.kivi import Kivi
+from kvboost_hf.cache.codecs.raw import Raw
+from kvboost_hf.cache.codecs.turboquant import TurboQuant
+from kvboost_hf.config import KVQuantConfig
+
+__all__ = ["Codec", "Planes", "Role", "make_codec"]
+
+_SPECS = "'raw', 'int8', 'int4', 'int2', 'turboquant', 'turboquant:BITS' or 'turboquant:KEY_BITS:VALUE_BITS'"
+
+
+def make_codec(spec: str | KVQuantConfig | None) -> Codec:
+    """The codec that is meant.
+
+    Args:
+        spec: None or `"raw"`: K/V as it is. `"int8"`, `"int4"`, `"int2"`: KIVI. `"turboquant"`: TurboQuant with 4
+            bits; `"turboquant:3.5"` with as many as that, `"turboquant:4:2"` with 4 for keys and 2 for values.
+            Anything else is set by a `KVQuantConfig`.
+
+    Raises:
+        ValueError: for another spec, or bits that the method does not have.
+
+    Example:
+        >>> import torch
+        >>> make_codec("int4").nbytes((1, 2, 128, 128), torch.bfloat16, "values")
+        18432
+    """
+    if spec is None or spec == "raw":
+        return Raw()
+    config = spec if isinstance(spec, KVQuantConfig) else _parse(spec)
+    if config.method == "kivi":
+        return Kivi(int(config.key_bits), int(config.value_bits), config.group_size)
+    return TurboQuant(config)
+
+
+def _parse(spec: str) -> KVQuantConfig:
+    if spec in ("int8", "int4", "int2"):
+        return KVQuantConfig(method="kivi", key_bits=int(spec[3:]), value_bits=int(spec[3:]))
+    bits = re.fullmatch(r"turboquant(?::(\d+(?:\.\d+)?))?(?::(\d+(?:\.\d+)?))?", spec)
+    if bits is None:
+        raise ValueError(f"A codec must be {_SPECS}, or a KVQuantConfig, got {spec!r}.")
+    key_bits = float(bits[1] or 4)
+    return KVQuantConfig(key_bits=key_bits, value_bits=float(bits[2] or key_bits))

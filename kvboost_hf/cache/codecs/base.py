@@ -65,3 +65,9 @@ class Codec(Protocol):
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """Bytes of the planes for `x` of this shape and dtype; exact."""
         ...
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x`, float32, which may be written to, in a dtype; what float16 has no room for becomes the largest it has."""
+    limit = torch.finfo(torch.float16).max
+    return (x.clamp_(-limit, limit) if dtype == torch.float16 else x).to(dtype)

@@ -149,7 +149,7 @@ def read_entry(blob: memoryview) -> Entry:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _check(header: dict[str, Any], told: dict[str, str]) -> str:

@@ -1,0 +1,59 @@
+"""Names for code that mean the same in every process: for fingerprints that outlive one."""
+
+import functools
+import importlib.metadata
+import inspect
+import sys
+import types
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_PACKAGES = frozenset(("accelerate", "bitsandbytes", "peft", "torch", "transformers"))  # named by their versions
+
+
+def library_versions() -> tuple[str, ...]:
+    """Those that K/V may depend on."""
+    return torch.__version__, transformers.__version__
+
+
+def code_name(code: Any) -> str | None:
+    """A name that changes with the code, or None for what cannot be named: closures, and objects with a state.
+
+    Example:
+        >>> code_name(torch.nn.Linear.forward).startswith("torch ")
+        True
+        >>> code_name(lambda x: x) is None
+        True
+    """
+    if code is None:
+        return "none"
+    if isinstance(code, functools.partial):  # accelerate puts the forward of a module that it moves in one
+        code = code.func
+    if isinstance(code, types.MethodType) or not isinstance(code, types.FunctionType):
+        return None
+    name = code.__qualname__
+    # What a decorator has made bears the name of what it was made of, unless it does not care.
+    if "<lambda>" in name or ("<locals>" in name and not _is_of_package(code)):
+        return None
+    version = _version(code.__module__)
+    return f"{version} {code.__module__}.{name}" if version is not None else None
+
+
+def _is_of_package(code: types.FunctionType) -> bool:
+    return code.__module__.partition(".")[0] in _PACKAGES
+
+
+@functools.cache
+def _version(module: str) -> str | None:
+    package = module.partition(".")[0]
+    if package in _PACKAGES:
+        return f"{package} {importlib.metadata.version(package)}"
+    try:
+        source = inspect.getsourcefile(sys.modules[module])
+        return blake2b(Path(source).read_bytes(), digest_size=20).hexdigest() if source is not None else None
+    except (KeyError, OSError, TypeError):
+        return None

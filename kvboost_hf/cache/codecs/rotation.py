@@ -1,0 +1,55 @@
+"""Random rotations of head_dim, the same wherever a seed is the same.
+
+They are drawn by numpy's frozen `RandomState`, whose streams no release changes: what one machine has stored, another
+one can decode.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvboost_hf.config import Rotation
+
+
+@lru_cache(maxsize=64)
+def random_rotation(kind: Rotation, dim: int, seed: int, device: torch.device) -> torch.Tensor:
+    """An orthogonal matrix, drawn at random.
+
+    Args:
+        kind: `"hadamard"`: H · diag(±1) / sqrt(dim), with H of Sylvester's construction. There is none unless `dim` is
+            a power of two. Blocks of smaller ones would not spread an outlier over all of the dimensions, so that
+            other dims get a `"haar"` rotation: QR of a Gaussian matrix, signs fixed. As a product of matrices, either
+            costs the same.
+        dim: Rows and columns.
+        seed: Any count.
+        device: Where to keep it.
+
+    Returns:
+        [dim, dim], float32, to multiply row vectors with. It is shared: not to be written to.
+    """
+    draw = _stream(0, dim, seed)
+    if kind == "hadamard" and dim & (dim - 1) == 0:
+        signs, hadamard = draw.choice([-1.0, 1.0], dim), np.ones((1, 1))
+        while len(hadamard) < dim:
+            hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+        rotation = hadamard * signs / dim**0.5
+    else:
+        q, r = np.linalg.qr(draw.standard_normal((dim, dim)))
+        rotation = q * np.sign(np.diag(r))
+    return _to_tensor(rotation, device)
+
+
+@lru_cache(maxsize=64)
+def random_projection(dim: int, seed: int, device: torch.device) -> torch.Tensor:
+    """A Gaussian matrix [dim, dim], float32, independent of the rotation of the same seed; not to be written to."""
+    return _to_tensor(_stream(1, dim, seed).standard_normal((dim, dim)), device)
+
+
+def _stream(purpose: int, dim: int, seed: int) -> np.random.RandomState:
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([purpose, dim, seed])))
+
+
+def _to_tensor(matrix: npt.NDArray[np.float64], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(matrix.astype(np.float32)).to(device)

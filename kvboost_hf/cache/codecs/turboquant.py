@@ -1,0 +1,167 @@
+"""TurboQuant: a random rotation, after which every coordinate is rounded to the same codebook.
+
+Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", 2025,
+https://arxiv.org/abs/2504.19874. A coordinate of a vector of length sqrt(dim) in a random direction is close to
+N(0, 1), whatever the vector was; what is stored is its codes, and a scale for the whole vector.
+
+Three things are not in the paper. The mean of a chunk's keys is kept apart: some channels are large in all tokens,
+which would take up most of the codebook's range; it is that of the keys before their rotary rotation, where these
+channels agree. The scale gives what is decoded the length that was encoded (`norm_correction`). And a fraction of a
+bit is a bit more for the first coordinates.
+
+Scales and means are bfloat16, for its range: a norm need not fit into float16. That adds less than a 100,000th to the
+error, as does everything that float32 rounds.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from math import floor, pi, prod, sqrt
+
+import torch
+
+from kvboost_hf.cache.codecs.base import Planes, Role, narrowed
+from kvboost_hf.cache.codecs.kivi import Kivi
+from kvboost_hf.cache.codecs.lloyd_max import look_up, round_to
+from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
+from kvboost_hf.cache.codecs.rotation import random_projection, random_rotation
+from kvboost_hf.compat import LayerRotation
+from kvboost_hf.config import KVQuantConfig
+
+_SCALE = torch.bfloat16
+_STEP = 16  # coordinates that get a bit more come in multiples of it
+_LARGEST, _LEAST = 2.0**56, 2.0**-56  # beyond it numbers are cut off, below it norms are 0: their squares are float32
+
+
+class TurboQuant:
+    """Rotated and rounded to Lloyd-Max codebooks.
+
+    Args:
+        config: With method `"turboquant"`.
+    """
+
+    lossless = False
+
+    def __init__(self, config: KVQuantConfig) -> None:
+        self._config = config
+        self._bits: dict[Role, float] = {"keys": config.key_bits, "values": config.value_bits}
+        self._grouped: Kivi | None = None
+        parts = [f"turboquant:{config.key_bits:g}:{config.value_bits:g}", config.rotation, f"seed{config.seed}"]
+        parts += [name for name in ("qjl", "remove_key_mean", "norm_correction") if getattr(config, name)]
+        if config.grouped_values:
+            self._grouped = Kivi(int(config.value_bits), int(config.value_bits), config.group_size)
+            parts.append(f"grouped_values{config.group_size}")
+        self.name = ":".join(parts)
+
+    @torch.no_grad()
+    def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
+        """See `Codec.encode`; numbers beyond 1e16 are cut off there."""
+        if role == "values" and self._grouped is not None:
+            return self._grouped.encode(x, role, rotations)
+        planes: Planes = {}
+        x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format).clamp_(-_LARGEST, _LARGEST)
+        if self._removes_mean(role):
+            planes["mean"] = _remove_mean(x, rotations)
+        dim = x.shape[-1]
+        x = x @ random_rotation(self._config.rotation, dim, self._config.seed, x.device).mT
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        x.mul_(sqrt(dim) / norm.clamp_min(_LEAST))
+        codes = [(round_to(part, bits), bits) for part, bits in self._parts(x, role)]
+        planes["codes"] = torch.cat([pack(*part) for part in codes], dim=-1)
+        rounded = torch.cat([look_up(*part) for part in codes], dim=-1)
+        length = sqrt(dim)
+        if self._has_signs(role):
+            left = x.sub_(rounded)
+            projection = random_projection(dim, self._config.seed, x.device)
+            planes["signs"] = pack((left @ projection.mT >= 0).to(torch.uint8), 1)
+            left_norm = torch.linalg.vector_norm(left, dim=-1, keepdim=True)
+            planes["left"] = (left_norm * norm).div_(length).squeeze(-1).to(_SCALE)
+        elif self._config.norm_correction:
+            length = torch.linalg.vector_norm(rounded, dim=-1, keepdim=True)
+        planes["scale"] = (norm / length).squeeze(-1).to(_SCALE)
+        return planes
+
+    @torch.no_grad()
+    def decode(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        role: Role,
+        rotation: LayerRotation | None,
+    ) -> torch.Tensor:
+        """See `Codec.decode`."""
+        if role == "values" and self._grouped is not None:
+            return self._grouped.decode(planes, shape, dtype, role, rotation)
+        dim, device = shape[-1], planes["codes"].device
+        x = torch.cat(list(self._looked_up(planes["codes"], role, dim)), dim=-1)
+        x.mul_(planes["scale"].float().unsqueeze(-1))
+        if self._has_signs(role):
+            signs = unpack(planes["signs"], 1, dim).float().mul_(2).sub_(1)
+            signs.mul_(planes["left"].float().unsqueeze(-1) * (sqrt(pi / 2) / dim))
+            x.add_(signs @ random_projection(dim, self._config.seed, device))
+        x = x @ random_rotation(self._config.rotation, dim, self._config.seed, device)
+        if self._removes_mean(role):
+            x.add_(_turned(planes["mean"], shape[1], rotation))
+        return narrowed(x, dtype)
+
+    def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
+        """See `Codec.nbytes`."""
+        if role == "values" and self._grouped is not None:
+            return self._grouped.nbytes(shape, dtype, role)
+        *vectors, dim = shape
+        vector = (
+            sum(packed_width(stop - start, bits) for start, stop, bits in self._spans(dim, role)) + _SCALE.itemsize
+        )
+        if self._has_signs(role):
+            vector += packed_width(dim, 1) + _SCALE.itemsize
+        means = shape[0] * shape[1] * dim * _SCALE.itemsize if self._removes_mean(role) else 0
+        return prod(vectors) * vector + means
+
+    def _removes_mean(self, role: Role) -> bool:
+        return role == "keys" and self._config.remove_key_mean
+
+    def _has_signs(self, role: Role) -> bool:
+        return role == "keys" and self._config.qjl
+
+    def _spans(self, dim: int, role: Role) -> list[tuple[int, int, int]]:
+        """Coordinates [start, stop) that have so many bits."""
+        average = self._bits[role] - self._has_signs(role)
+        bits = floor(average)
+        more = min(dim, _STEP * round(dim * (average - bits) / _STEP))
+        return [span for span in ((0, more, bits + 1), (more, dim, bits)) if span[0] < span[1]]
+
+    def _parts(self, x: torch.Tensor, role: Role) -> list[tuple[torch.Tensor, int]]:
+        return [(x[..., start:stop], bits) for start, stop, bits in self._spans(x.shape[-1], role)]
+
+    def _looked_up(self, codes: torch.Tensor, role: Role, dim: int) -> Iterator[torch.Tensor]:
+        at = 0
+        for start, stop, bits in self._spans(dim, role):
+            width = packed_width(stop - start, bits)
+            yield look_up(unpack(codes[..., at : at + width], bits, stop - start), bits)
+            at += width
+
+
+def _remove_mean(keys: torch.Tensor, rotations: Sequence[LayerRotation | None]) -> torch.Tensor:
+    """Subtract what `_turned` makes of the means [layers, heads, head_dim], and return these."""
+    layers, heads, tokens, dim = keys.shape
+    means = torch.empty(layers, heads, dim, dtype=_SCALE, device=keys.device)
+    at = 0
+    for rotation, alike in groupby(rotations):
+        stop = at + len(list(alike))
+        part = keys[at:stop]
+        straight = part
+        if rotation is not None:
+            straight = rotation.rotate_each(part, range(0, -tokens, -1), torch.empty_like(part))
+        means[at:stop] = straight.sum(dim=-2).div_(max(tokens, 1))
+        part.sub_(_turned(means[at:stop], tokens, rotation))
+        at = stop
+    return means
+
+
+def _turned(mean: torch.Tensor, tokens: int, rotation: LayerRotation | None) -> torch.Tensor:
+    """The mean [..., heads, head_dim] at each position from 0 on, [..., heads, tokens, head_dim] or 1 token."""
+    keys = mean.float().unsqueeze(-2)
+    if rotation is None:
+        return keys
+    keys = keys.expand(*keys.shape[:-2], tokens, -1)
+    return rotation.rotate_each(keys, range(tokens), torch.empty(keys.shape, device=keys.device))

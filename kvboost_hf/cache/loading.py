@@ -1,0 +1,161 @@
+"""Stored K/V on its way from a lower tier into the layers, one after the other, while the model computes.
+
+The columns are opened in every layer before the forward, and a thread writes to them. When the model comes to a layer
+that is not ready it waits. Where K/V turns out to be damaged, its columns are computed in a forward of their own, in
+the middle of the one that wants them.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from kvboost_hf.cache.fill import pieces_of, readers_of, stored_chunk
+from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
+from kvboost_hf.cache.plan import ReusePlan
+from kvboost_hf.cache.shelf import StoredChunk
+from kvboost_hf.cache.tiers.record import DamagedBlobError
+
+_MIN_BYTES = 2**20  # less is loaded at once
+
+
+def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
+    """Whether what serves a plan may be loaded while the model computes, and it is enough to be worth it."""
+    chunks = {chunk.key: chunk for row in plan.rows for chunk in map(stored_chunk, row.segments)}
+    nbytes = sum(chunk.found.entry.nbytes for chunk in chunks.values() if chunk.found is not None)
+    return (
+        nbytes >= _MIN_BYTES
+        and not torch.is_grad_enabled()
+        and all(type(layer) is GrowingLayer for layer in layers)
+        and not plan.cold_groups
+    )
+
+
+class Loading:
+    """Fills the columns [held, filled) of every layer from stored chunks.
+
+    Args:
+        layers: They hold `plan.held` columns, and `plan.filled` from now on.
+        plan: All of its chunks are loaded, checked or not, and none of its rows is to be computed ahead.
+        compute: Computes these columns: for each layer, for each row, its piece without padding. Only called if
+            something is damaged.
+        lose: Told of a chunk that is damaged.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[ReuseLayer],
+        plan: ReusePlan,
+        compute: Callable[[], list[list[Piece]]],
+        lose: Callable[[StoredChunk], None],
+    ) -> None:
+        self.computed = False  # something was damaged
+        self._plan, self._compute, self._lose = plan, compute, lose
+        self._readers = readers_of(plan)
+        self._ready = [threading.Event() for _ in layers]
+        self._stopped = self._damaged = False
+        self._opened = [self._open(layer, idx) for idx, layer in enumerate(layers)]
+        devices = {part.device for parts in self._opened for part in parts if part.device.type == "cuda"}
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        self._events: list[dict[torch.device, torch.cuda.Event]] = [{} for _ in layers]
+        self._thread = threading.Thread(target=self._run, name="kvboost_hf-loading", daemon=True)
+        self._thread.start()
+
+    def wait(self, layer_idx: int) -> None:
+        """Return once a layer has its columns."""
+        self._ready[layer_idx].wait()
+        for device, event in self._events[layer_idx].items():
+            torch.cuda.current_stream(device).wait_event(event)
+        if self._damaged:
+            self._repair()
+
+    def finish(self) -> None:
+        """Return once all layers have their columns."""
+        for idx in range(len(self._ready)):
+            self.wait(idx)
+
+    def stop(self) -> None:
+        """Give up: the columns will not be used."""
+        self._stopped = True
+        self._thread.join()
+
+    def _open(self, layer: ReuseLayer, layer_idx: int) -> tuple[torch.Tensor, ...]:
+        chunk = next(stored_chunk(segment) for row in self._plan.rows for segment in row.segments)
+        places = chunk.kv.places[layer_idx]
+        if places is None:
+            return ()
+        assert isinstance(layer, GrowingLayer)
+        like: list[torch.Tensor] = []
+        for number, _ in places:
+            block = chunk.kv.blocks[number]
+            heads, _, dim = block.shape
+            like.append(torch.empty(heads, 0, dim, dtype=block.dtype, device=block.device))
+        return layer.open(self._plan.filled, tuple(like), len(self._plan.rows))
+
+    def _run(self) -> None:
+        begin = time.perf_counter()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for idx in range(len(self._ready)):
+                    if self._stopped:
+                        return
+                    self._fill(idx)
+                    self._ready[idx].set()
+            _note(self._plan, time.perf_counter() - begin)
+        except DamagedBlobError:
+            self._damaged = True
+        except BaseException:
+            self._damaged = True
+            raise
+        finally:
+            for ready in self._ready:
+                ready.set()
+
+    def _fill(self, idx: int) -> None:
+        opened = self._opened[idx]
+        plan = self._plan
+        with ExitStack() as streams:
+            for device in {part.device for part in opened} & self._streams.keys():
+                streams.enter_context(torch.cuda.stream(self._streams[device]))
+            for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+                pieces = pieces_of(row_plan.segments, self._readers, idx, plan.held - pad, plan.filled - pad)
+                _write([part[row] for part in opened], pieces)
+            self._events[idx] = {device: stream.record_event() for device, stream in self._streams.items()}
+
+    def _repair(self) -> None:
+        """Compute what could not be loaded."""
+        self._damaged, self.computed = False, True
+        self._thread.join()
+        for plan in self._plan.rows:
+            for chunk in map(stored_chunk, plan.segments):
+                if chunk.found is not None:
+                    try:
+                        chunk.kv.check()
+                    except DamagedBlobError:
+                        self._lose(chunk)
+        with torch.inference_mode(False), torch.no_grad():
+            for opened, rows in zip(self._opened, self._compute(), strict=True):
+                for row, piece in enumerate(rows):
+                    _write([part[row] for part in opened], [piece])
+
+
+def _write(opened: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
+    """Write pieces to the ends of [heads, columns, dim], and zeros before them."""
+    for at, out in enumerate(opened):
+        own = [piece[at] for piece in pieces]
+        padding = out.shape[1] - sum(part.shape[1] for part in own)
+        out[:, :padding].zero_()
+        if own:
+            torch.cat(own, dim=1, out=out[:, padding:])
+
+
+def _note(plan: ReusePlan, seconds: float) -> None:
+    """Tell the tiers how fast they were."""
+    chunks = {chunk.key: chunk for row in plan.rows for chunk in map(stored_chunk, row.segments)}
+    found = [chunk.found for chunk in chunks.values() if chunk.found is not None]
+    for tier in {each.tier for each in found}:
+        tier.took(sum(each.entry.nbytes for each in found if each.tier is tier), seconds)

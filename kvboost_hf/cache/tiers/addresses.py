@@ -1,0 +1,165 @@
+"""Where a tier is, as one line of text."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvboost_hf.cache.tiers.base import Tier
+from kvboost_hf.cache.tiers.guard import without_secrets
+
+TierKind = Literal["ram", "device", "disk", "valkey", "filesystem"]
+
+DEFAULT_RAM_BYTES = 4 * 2**30
+DEFAULT_DISK_BYTES = 10 * 10**9
+
+_SERVERS = ("redis", "rediss", "valkey", "valkeys", "unix")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?)?B", re.IGNORECASE)
+_EXAMPLES = (
+    "Examples: 'ram:4GB', 'device:2GiB', 'disk:~/.cache/kvboost_hf:50GB', 'redis://host:6379/0', 's3://bucket/path'."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """A tier to be opened.
+
+    Args:
+        kind: What it is.
+        location: Folder or URL, with its password if it has one; empty for memory.
+        max_bytes: Budget, or None for what has a limit of its own.
+    """
+
+    kind: TierKind
+    location: str = field(repr=False)
+    max_bytes: int | None
+
+
+def parse_tier(text: str) -> TierSpec:
+    """What an address of a tier says.
+
+    Args:
+        text: `ram:SIZE`, `device:SIZE`, `disk:PATH` or `disk:PATH:SIZE`, the URL of a Valkey or Redis server, or any
+            that fsspec knows. Sizes are numbers with a unit: 1 GB are 10^9 bytes, 1 GiB are 2^30.
+
+    Raises:
+        ValueError: for anything else.
+
+    Example:
+        >>> parse_tier("ram:4GB").max_bytes
+        4000000000
+        >>> parse_tier("disk:/var/cache/kv:1GiB").location
+        '/var/cache/kv'
+        >>> parse_tier("s3://bucket/kv").kind
+        'filesystem'
+    """
+    scheme, found, rest = text.partition("://")
+    if found and re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        if not rest:
+            raise _invalid(text, "there is nothing after the scheme")
+        return TierSpec("valkey" if scheme in _SERVERS else "filesystem", text, None)
+    kind, _, rest = text.partition(":")
+    if kind == "ram":
+        return TierSpec("ram", "", _parse_size(text, rest))
+    if kind == "device":
+        return TierSpec("device", "", _parse_size(text, rest))
+    if kind == "disk":
+        path, _, last = rest.rpartition(":")
+        if path and re.match(r"\d[^/\\]*$", last):  # what else follows a colon is of the path
+            return TierSpec("disk", path, _parse_size(text, last))
+        if not rest:
+            raise _invalid(text, "there is no path after 'disk:'")
+        return TierSpec("disk", rest, DEFAULT_DISK_BYTES)
+    raise _invalid(text, "it must begin with 'ram:', 'device:', 'disk:' or the scheme of a URL")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """All tiers of a store.
+
+    Args:
+        ram: Bytes of host memory.
+        device: Bytes where the model computes; 0 for none.
+        lower: Those below host memory, the nearest first.
+    """
+
+    ram: int
+    device: int
+    lower: tuple[Tier, ...]
+
+
+def open_tiers(tiers: Sequence[str | Tier], max_bytes: int | None) -> Tiers:
+    """Open the tiers of a store.
+
+    Args:
+        tiers: Addresses, or tiers themselves.
+        max_bytes: Bytes of host memory, if no address tells; None for `DEFAULT_RAM_BYTES`.
+
+    Raises:
+        ImportError: if one needs a package that is not installed.
+        ValueError: for what is no address, or two sizes for one memory.
+    """
+    if isinstance(tiers, str):
+        raise ValueError(f"`tiers` must be a sequence, got the text {without_secrets(tiers)!r}. Pass [text].")
+    specs = [parse_tier(tier) if isinstance(tier, str) else tier for tier in tiers]
+    memory: dict[str, list[int]] = {"ram": [max_bytes] if max_bytes is not None else [], "device": []}
+    for spec in specs:
+        if isinstance(spec, TierSpec) and spec.kind in memory and spec.max_bytes is not None:
+            memory[spec.kind].append(spec.max_bytes)
+    for kind, sizes in memory.items():
+        if len(sizes) > 1:
+            hint = ", `max_bytes` being one" if kind == "ram" and max_bytes is not None else ""
+            raise ValueError(f"`tiers` must give one size of {kind!r} at most, got {sizes}{hint}.")
+    lower: list[Tier] = []
+    try:
+        for spec in specs:
+            if not isinstance(spec, TierSpec):
+                lower.append(spec)
+            elif spec.kind not in memory:
+                lower.append(open_tier(spec))
+    except BaseException:
+        for tier in lower:
+            tier.close()
+        raise
+    names = [tier.name for tier in lower]
+    if len(set(names)) < len(names):  # they would be one in reports and stats
+        raise ValueError(f"`tiers` must have one tier of each kind at most, got {names}.")
+    (ram,) = memory["ram"] or [DEFAULT_RAM_BYTES]
+    (device,) = memory["device"] or [0]
+    return Tiers(ram, device, tuple(lower))
+
+
+def open_tier(spec: TierSpec) -> Tier:
+    """The tier at an address.
+
+    Raises:
+        ImportError: if it needs a package that is not installed.
+        ValueError: for memory, which the store keeps itself, or an address that its tier does not take.
+    """
+    if spec.kind == "disk":
+        from kvboost_hf.cache.tiers.disk import DiskTier
+
+        return DiskTier(spec.location, spec.max_bytes or DEFAULT_DISK_BYTES)
+    if spec.kind == "valkey":
+        from kvboost_hf.cache.tiers.valkey import ValkeyTier
+
+        return ValkeyTier(spec.location, max_bytes=spec.max_bytes)
+    if spec.kind == "filesystem":
+        from kvboost_hf.cache.tiers.filesystem import FilesystemTier
+
+        return FilesystemTier(spec.location, max_bytes=spec.max_bytes)
+    raise ValueError(f"A tier of kind {spec.kind!r} is no place to open: the store keeps it itself.")
+
+
+def _parse_size(text: str, size: str) -> int:
+    nbytes = 0
+    if match := _SIZE.fullmatch(size):
+        number, prefix, binary = match.groups()
+        nbytes = int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
+    if not nbytes:
+        raise _invalid(text, f"its size must be a positive number with a unit such as MB, GB or GiB, got {size!r}")
+    return nbytes
+
+
+def _invalid(text: str, why: str) -> ValueError:
+    return ValueError(f"{without_secrets(text)!r} is no address of a tier: {why}. {_EXAMPLES}")

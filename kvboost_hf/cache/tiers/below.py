@@ -1,0 +1,228 @@
+"""The tiers below host memory as one: where to find a blob, how long reading it takes, and the thread that writes."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
+
+_log = logging.getLogger("kvboost_hf")
+
+_MAX_WAITING = 512 * 2**20  # bytes that may wait to be written
+_PROBE_BYTES = 2 * 2**20
+_WEIGHT = 0.2  # of the newest measurement in a running average
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A blob in a tier."""
+
+    entry: Entry
+    tier: "MeasuredTier"
+
+
+class MeasuredTier:
+    """A tier, and how fast it was found to be."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.latency = 0.0  # seconds for a look-up
+        self.seconds_per_byte = 0.0
+        self._measure()
+
+    def read(self, entry: Entry) -> Blob | None:
+        """The blob of an entry, its header checked; None, and gone from the tier, if it is not what it should be."""
+        data = self.tier.read(entry.key)
+        if data is None:
+            return None
+        try:
+            blob = Blob(data)
+        except DamagedBlobError:
+            blob = None
+        if blob is None or blob.entry.key != entry.key or not np.array_equal(blob.entry.tokens, entry.tokens):
+            self.tier.delete([entry.key])
+            return None
+        return blob
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """Note how long a blob took, from asking for it to its last byte."""
+        if nbytes >= 2**16:
+            per_byte = max(0.0, seconds - self.latency) / nbytes
+            self.seconds_per_byte += _WEIGHT * (per_byte - self.seconds_per_byte)
+
+    def seconds_to_read(self, nbytes: int) -> float:
+        """What reading so many bytes is expected to take, the look-up aside."""
+        return nbytes * self.seconds_per_byte
+
+    def _measure(self) -> None:
+        """Write a blob and read it back."""
+        key = os.urandom(20)
+        tokens = np.zeros(1, dtype=np.int64)
+        entry = Entry(key, Kind.CONTENT, b"probe", b"probe", b"probe", b"", 0, tokens, 0)
+        entry, parts = dump(entry, {"probe": torch.zeros(1, _PROBE_BYTES, dtype=torch.uint8)}, None)
+        self.tier.write(entry, parts)
+        start = time.perf_counter()
+        self.tier.find([key])
+        self.latency = time.perf_counter() - start
+        start = time.perf_counter()
+        blob = self.read(entry)
+        if blob is not None:
+            blob.check_all()
+            self.seconds_per_byte = (time.perf_counter() - start) / _PROBE_BYTES
+        self.tier.delete([key])
+
+
+class LowerTiers:
+    """All tiers below host memory, the nearest first.
+
+    What is written to them is written by a thread of its own. What waits to be written is bounded; what does not fit
+    is not written (yet), and whoever offered it is told.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = [MeasuredTier(tier) for tier in tiers]
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
+        self._waiting = 0
+        self._last: Future[None] | None = None
+        self._closed = False
+        self.refused = 0  # writes for which too much was waiting
+
+    def __bool__(self) -> bool:
+        return bool(self.tiers)
+
+    # Looking up
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
+        """Which of `keys` there are, and the nearest tier that has each."""
+        found: dict[bytes, Found] = {}
+        for tier in self.tiers:
+            if rest := [key for key in keys if key not in found]:
+                found |= {key: Found(entry, tier) for key, entry in tier.tier.find(rest).items()}
+        return found
+
+    def find_alike(self, heads: Sequence[bytes]) -> list[Found]:
+        """What begins with one of `heads`, in the nearest tier that has it."""
+        found: dict[bytes, Found] = {}
+        for tier in self.tiers:
+            for entry in tier.tier.find_alike(heads):
+                found.setdefault(entry.key, Found(entry, tier))
+        return list(found.values())
+
+    def entries(self, root: bytes | None = None) -> Iterator[Found]:
+        """All that there is under a root, or at all, in the nearest tier that has it."""
+        seen: set[bytes] = set()
+        for tier in self.tiers:
+            for entry in tier.tier.entries(root):
+                if entry.key not in seen:
+                    seen.add(entry.key)
+                    yield Found(entry, tier)
+
+    # Writing, by the thread
+
+    def write(
+        self, nbytes: int, make: Callable[[], tuple[Entry, list[bytes | memoryview]]], above: Any = None
+    ) -> bool:
+        """Write what `make` makes to every tier, or those above one of them; tells whether it will be tried.
+
+        Args:
+            nbytes: About how many bytes it is.
+            make: Called by the thread.
+            above: The `MeasuredTier` that has it already, and from which on it is not to be written.
+        """
+        with self._lock:
+            if self._waiting and self._waiting + nbytes > _MAX_WAITING:
+                self.refused += 1
+                return False
+            self._waiting += nbytes
+
+        def job() -> None:
+            try:
+                tiers = self.tiers if above is None else self.tiers[: self.tiers.index(above)]
+                if tiers:
+                    entry, parts = make()
+                    for tier in tiers:
+                        tier.tier.write(entry, parts)
+            finally:
+                with self._lock:
+                    self._waiting -= nbytes
+
+        self.run(job)
+        return True
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """These were used."""
+        self._each(lambda tier: tier.touch(keys))
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Give these up in every tier."""
+        doomed = list(keys)
+        self._each(lambda tier: tier.delete(doomed))
+
+    def clear(self, model: bytes) -> None:
+        """Give up all of a model, before returning."""
+        self._each(lambda tier: tier.clear(model))
+        self.flush()
+
+    def _each(self, job: Callable[[Tier], None]) -> None:
+        def jobs() -> None:
+            for tier in self.tiers:
+                job(tier.tier)
+
+        self.run(jobs)
+
+    def run(self, job: Callable[[], Any]) -> None:
+        """Let the thread do something, after all that it was given before."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._executor is None or self._pid != os.getpid():  # threads do not live on in a forked process
+                self._executor, self._pid, self._waiting = ThreadPoolExecutor(1, "kvboost_hf-tiers"), os.getpid(), 0
+            self._last = self._executor.submit(_logged, job)
+
+    def flush(self) -> None:
+        """Wait until all that was given to the thread is done."""
+        with self._lock:
+            last = self._last if self._pid == os.getpid() else None
+        if last is not None:
+            last.exception()
+
+    def close(self) -> None:
+        """Finish what is waiting, and let go of the tiers."""
+        self.flush()
+        with self._lock:
+            self._closed = True
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+        for tier in self.tiers:
+            tier.tier.close()
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Of each tier by its name, with how fast it was found to be."""
+        return {
+            tier.tier.name: {
+                **tier.tier.stats(),
+                "latency_s": tier.latency,
+                "bytes_per_s": 1 / tier.seconds_per_byte if tier.seconds_per_byte else 0.0,
+                "waiting_bytes": self._waiting,
+            }
+            for tier in self.tiers
+        }
+
+
+def _logged(job: Callable[[], Any]) -> None:
+    try:
+        job()
+    except Exception:
+        _log.exception("Something went wrong in the thread that writes to the tiers; what it wrote is lost.")

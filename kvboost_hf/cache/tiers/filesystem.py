@@ -1,0 +1,228 @@
+"""A tier on any file system or object store that fsspec knows, which several machines may share.
+
+    chunks/<key>.safetensors                the blob; written first
+    index/<root>/<key>.<start>.<bytes>      empty; what is kept can be listed without reading it
+    chunks/<key>.entry                      the entry; where there is one, there is a blob
+    heads/<head>/<time>-<key>               empty; what begins alike can be listed, newest last
+
+A list may name what is gone. An object under a head is then dropped when it is met.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from kvboost_hf.cache.tiers.base import Entry
+from kvboost_hf.cache.tiers.guard import without_secrets
+from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
+from kvboost_hf.cache.tiers.remote import MAX_ALIKE, RemoteTier
+
+# Where a file can be seen while it is written, and renaming it is one step. Object stores show what is complete.
+_RENAMED = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs"})
+
+
+class _Listed(NamedTuple):
+    """What a name in the index tells."""
+
+    path: str
+    key: bytes
+    start: int
+    nbytes: int
+
+
+class FilesystemTier(RemoteTier):
+    """Blobs as files, or objects in a bucket. On a local disk prefer `DiskTier`, which keeps files from other users.
+
+    Args:
+        url: Any that fsspec knows, such as `s3://bucket/path`, `sftp://host/path` or `file:///path`. Of file systems
+            besides these, memory and plain http, fsspec needs a package of their own.
+        max_bytes: Budget, or None. What is there is listed once, when it is first needed, and counted from then on:
+            several processes that write may exceed it together. What was used longest ago in this process goes first.
+        storage_options: For fsspec: credentials, and how long to wait for answers, which only it can tell.
+        cooldown_s: Seconds that it is left alone for after a failure, twice as many after each further one, up to 30.
+
+    Raises:
+        ImportError: if fsspec needs a package for this URL that is not installed.
+        ValueError: for a URL that fsspec does not know, or a number that is not positive.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        max_bytes: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        cooldown_s: float = 1.0,
+    ) -> None:
+        super().__init__("filesystem", url, max_bytes, cooldown_s)
+        self._fs, self._base = _file_system(url, storage_options or {})
+        protocols = self._fs.protocol
+        self._renames = not _RENAMED.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
+        self._held: OrderedDict[bytes, _Listed] | None = None  # least recently used first; None until it is needed
+        self._lock = threading.Lock()  # of `_held`
+        self._changing = threading.Lock()  # while a chunk is written or given up: it is more than one file
+
+    def close(self) -> None:
+        """See `Tier.close`; fsspec closes its connections by itself."""
+
+    def _find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        paths = {self._entry_path(key): key for key in keys}
+        found = {}
+        for path, packed in self._fs.cat(list(paths), on_error="return").items():
+            if isinstance(packed, FileNotFoundError):
+                continue
+            if isinstance(packed, Exception):
+                raise packed
+            with suppress(ValueError):  # half written, or of another version
+                entry = unpack_entry(packed)
+                if entry.key == paths[path]:
+                    found[entry.key] = entry
+        return {key: found[key] for key in keys if key in found}
+
+    def _find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
+        listed = {key: path for head in heads for path, key in self._alike(head)[:MAX_ALIKE]}
+        found = self._find(list(listed)) if listed else {}
+        self._remove(path for key, path in listed.items() if key not in found)
+        return list(found.values())
+
+    def _alike(self, head: bytes) -> list[tuple[str, bytes]]:
+        """Paths and keys of what is listed under a head, newest first."""
+        try:
+            paths = sorted(self._fs.ls(f"{self._base}/heads/{head.hex()}", detail=False), reverse=True)
+        except FileNotFoundError:
+            return []
+        found = []
+        for path in paths:
+            with suppress(ValueError):  # a file of somebody else's
+                found.append((path, bytes.fromhex(path.rpartition("-")[2])))
+        return found
+
+    def _keys(self, root: bytes | None) -> list[bytes]:
+        return [listed.key for listed in self._index("index" if root is None else f"index/{root.hex()}")]
+
+    def _read(self, key: bytes) -> memoryview | None:
+        try:
+            return memoryview(self._fs.cat_file(self._blob_path(key)))
+        except FileNotFoundError:
+            self._remove([self._entry_path(key)])  # if another process wrote it as this one, or a third, gave it up
+            return None
+
+    def _write(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
+        with self._changing:
+            if not self._fs.exists(self._entry_path(entry.key)):
+                self._make_room(entry.nbytes)
+                self._put_all(entry, blob)
+        return True
+
+    def _put_all(self, entry: Entry, blob: Sequence[memoryview]) -> None:
+        listed = self._listed(entry)
+        self._put(self._blob_path(entry.key), b"".join(blob))
+        self._put(listed.path, b"")
+        self._put(self._entry_path(entry.key), pack_entry(entry))
+        if entry.head:
+            self._put(f"{self._base}/heads/{entry.head.hex()}/{time.time_ns():016x}-{entry.key.hex()}", b"")
+        with self._lock:
+            if self._held is not None:
+                self._held[entry.key] = listed
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            if self._held is not None:
+                held = self._held
+                for key in sorted((key for key in keys if key in held), key=lambda key: -held[key].start):
+                    held.move_to_end(key)
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        with self._changing:
+            self._give_up([self._listed(entry) for entry in self._find(keys).values()])
+
+    def _count(self) -> tuple[int, int]:
+        self._scan()
+        with self._lock:
+            sizes = [listed.nbytes for listed in (self._held or {}).values()]
+        return len(sizes), sum(sizes)
+
+    def _scan(self) -> None:
+        """List what is there, if that was not done yet; what continues a chunk is to go before the chunk itself."""
+        if self._held is None:
+            there = {listed.key: listed for listed in sorted(self._index("index"), key=lambda listed: -listed.start)}
+            with self._lock:
+                self._held = OrderedDict(there | (self._held or {}))
+
+    def _make_room(self, nbytes: int) -> None:
+        """Give up chunks until `nbytes` more are within the budget, if there is one."""
+        if self.max_bytes is None:
+            return
+        excess = self._count()[1] + nbytes - self.max_bytes
+        victims = []
+        with self._lock:
+            while excess > 0 and self._held:
+                victims.append(self._held.popitem(last=False)[1])
+                excess -= victims[-1].nbytes
+        self._give_up(victims)
+
+    def _give_up(self, chunks: Sequence[_Listed]) -> None:
+        entries = self._find([chunk.key for chunk in chunks]) if chunks else {}
+        for chunk in chunks:
+            key, entry = chunk.key, entries.get(chunk.key)
+            heads = [path for path, alike in self._alike(entry.head) if alike == key] if entry and entry.head else []
+            self._remove([*heads, self._entry_path(key), chunk.path, self._blob_path(key)])
+            with self._lock:
+                if self._held is not None:
+                    self._held.pop(key, None)
+
+    def _index(self, folder: str) -> list[_Listed]:
+        """What is listed in a folder of the index, or in all of them."""
+        found = []
+        for path in self._fs.find(f"{self._base}/{folder}"):
+            with suppress(ValueError):  # a file of somebody else's
+                key, start, nbytes = path.rpartition("/")[2].split(".")
+                found.append(_Listed(path, bytes.fromhex(key), int(start), int(nbytes)))
+        return found
+
+    def _listed(self, entry: Entry) -> _Listed:
+        name = f"{entry.key.hex()}.{entry.start}.{entry.nbytes}"
+        return _Listed(f"{self._base}/index/{entry.root.hex()}/{name}", entry.key, entry.start, entry.nbytes)
+
+    def _entry_path(self, key: bytes) -> str:
+        return f"{self._base}/chunks/{key.hex()}.entry"
+
+    def _blob_path(self, key: bytes) -> str:
+        return f"{self._base}/chunks/{key.hex()}.safetensors"
+
+    def _put(self, path: str, content: bytes) -> None:
+        if not self._renames:
+            self._fs.pipe_file(path, content)
+            return
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        unfinished = f"{self._base}/unfinished-{uuid4().hex}"
+        self._fs.pipe_file(unfinished, content)
+        self._fs.mv(unfinished, path)
+
+    def _remove(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(path)
+
+
+def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it."""
+    import fsspec
+
+    shown = without_secrets(url)
+    if "://" not in url or any(letter in shown for letter in "*?["):
+        raise ValueError(f"`url` must be an address without wildcards, got {shown!r}. Example: 's3://bucket/path'.")
+    try:
+        # What other processes write must be seen: no listing may be kept.
+        found = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
+    except ImportError as error:
+        raise ImportError(f"fsspec needs another package for {shown!r}: {error}") from error
+    except ValueError as error:
+        raise ValueError(
+            f"`url` must begin with a scheme that fsspec knows, got {shown!r}. Example: 's3://bucket/path'."
+        ) from error
+    return found[0], found[1].rstrip("/")

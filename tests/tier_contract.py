@@ -1,0 +1,227 @@
+"""What every tier below host memory must do. A test class inherits `TierContract` and gives it `open_tier`."""
+
+import threading
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+
+from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+
+MODEL, OTHER_MODEL = b"model" * 4, b"other" * 4
+ROOT = b"root!" * 4
+
+OpenTier = Callable[..., Tier]  # open_tier(max_bytes=…): each call opens the same place once more
+
+
+def name_of(*parts: object) -> bytes:
+    """A key like those of chunks."""
+    return blake2b(repr(parts).encode(), digest_size=20).digest()
+
+
+def make_entry(
+    number: int,
+    *,
+    nbytes: int = 3000,
+    kind: Kind = Kind.CHUNK,
+    model: bytes = MODEL,
+    root: bytes = ROOT,
+    head: bytes = b"",
+    start: int = 0,
+) -> Entry:
+    """An entry that differs from all of another number."""
+    tokens = np.arange(number, number + 16, dtype=np.int64)
+    head = head or (b"" if kind is Kind.CONTENT else name_of("head", number))
+    return Entry(name_of("key", number), kind, model, root, root, head, start, tokens, nbytes)
+
+
+def make_blob(entry: Entry) -> list[bytes | memoryview]:
+    """Bytes that follow from the key, in parts of different kinds."""
+    whole = np.random.default_rng(list(entry.key)).bytes(entry.nbytes)
+    return [whole[:7], memoryview(whole)[7:1000], memoryview(bytearray(whole[1000:]))]
+
+
+def write(tier: Tier, *entries: Entry) -> None:
+    """Write all of them, each of which must be kept."""
+    for entry in entries:
+        assert tier.write(entry, make_blob(entry))
+
+
+def assert_same(found: Entry, entry: Entry) -> None:
+    """Every field is the same."""
+    for name in ("key", "kind", "model", "root", "parent", "head", "start", "nbytes"):
+        assert getattr(found, name) == getattr(entry, name)
+    assert found.tokens.dtype == np.int64
+    assert np.array_equal(found.tokens, entry.tokens)
+
+
+def keys(entries: Iterator[Entry] | list[Entry]) -> list[bytes]:
+    """Their keys, in order."""
+    return [entry.key for entry in entries]
+
+
+class TierContract:
+    """Tests against the fixture `open_tier`."""
+
+    @pytest.fixture
+    def tier(self, open_tier: OpenTier) -> Tier:
+        return open_tier()
+
+    @pytest.mark.parametrize("kind", Kind)
+    def test_gives_back_what_was_written(self, tier: Tier, kind: Kind) -> None:
+        entry = make_entry(1, kind=kind, start=123_456)
+        write(tier, entry)
+        assert_same(tier.find([entry.key])[entry.key], entry)
+        blob = tier.read(entry.key)
+        assert blob is not None
+        assert blob == b"".join(make_blob(entry))
+
+    def test_finds_only_what_is_there(self, tier: Tier) -> None:
+        first, second, missing = (make_entry(number) for number in range(3))
+        write(tier, first, second)
+        assert set(tier.find([first.key, missing.key, second.key])) == {first.key, second.key}
+        assert tier.find([]) == {}
+        assert tier.find([missing.key]) == {}
+        assert tier.read(missing.key) is None
+
+    def test_a_key_is_not_a_pattern(self, tier: Tier) -> None:
+        write(tier, make_entry(1))
+        assert tier.find([b"*", b"", b"\x00" * 20]) == {}
+
+    def test_finds_what_begins_alike_newest_first(self, tier: Tier) -> None:
+        head = name_of("shared head")
+        alike = [make_entry(number, head=head) for number in range(5)]
+        write(tier, *alike, make_entry(9))
+        assert keys(tier.find_alike([head])) == keys(alike[::-1])
+        assert keys(tier.find_alike([name_of("no head"), make_entry(9).head])) == [make_entry(9).key]
+        assert tier.find_alike([]) == []
+
+    def test_looks_at_256_that_begin_alike(self, tier: Tier) -> None:
+        head = name_of("crowded head")
+        crowd = [make_entry(number, nbytes=1000, head=head) for number in range(260)]
+        write(tier, *crowd)
+        assert keys(tier.find_alike([head])) == keys(crowd[:3:-1])
+
+    def test_what_is_found_by_content_begins_like_nothing(self, tier: Tier) -> None:
+        write(tier, make_entry(1, kind=Kind.CONTENT))
+        assert tier.find_alike([b""]) == []
+
+    def test_lists_all_and_those_of_one_root(self, tier: Tier) -> None:
+        other = make_entry(3, root=name_of("other root"))
+        write(tier, make_entry(1), make_entry(2), other)
+        assert set(keys(tier.entries())) == {make_entry(1).key, make_entry(2).key, other.key}
+        assert keys(tier.entries(other.root)) == [other.key]
+        assert keys(tier.entries(name_of("no root"))) == []
+
+    def test_one_that_is_there_stays_as_it_is(self, tier: Tier) -> None:
+        entry = make_entry(1)
+        write(tier, entry)
+        assert tier.write(entry, [bytes(entry.nbytes)])
+        assert tier.read(entry.key) == b"".join(make_blob(entry))
+        assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (1, entry.nbytes)
+
+    def test_deletes(self, tier: Tier) -> None:
+        head = name_of("shared head")
+        kept, given_up = make_entry(1, head=head), make_entry(2, head=head)
+        write(tier, kept, given_up)
+        tier.delete([given_up.key, name_of("nothing")])
+        assert tier.read(given_up.key) is None
+        assert set(tier.find([kept.key, given_up.key])) == {kept.key}
+        assert keys(tier.find_alike([head])) == keys(tier.entries()) == keys(tier.entries(ROOT)) == [kept.key]
+        assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (1, kept.nbytes)
+        write(tier, given_up)
+        assert keys(tier.find_alike([head])) == [given_up.key, kept.key]
+
+    def test_clears_one_model(self, tier: Tier) -> None:
+        other = make_entry(3, model=OTHER_MODEL)
+        write(tier, make_entry(1), make_entry(2), other)
+        tier.clear(MODEL)
+        assert keys(tier.entries()) == [other.key]
+        assert tier.stats()["bytes"] == other.nbytes
+
+    def test_what_was_read_stays_readable(self, tier: Tier) -> None:
+        entry = make_entry(1)
+        write(tier, entry)
+        blob = tier.read(entry.key)
+        tier.delete([entry.key])
+        tier.close()
+        assert blob == b"".join(make_blob(entry))
+
+    def test_a_second_one_sees_what_the_first_wrote(self, open_tier: OpenTier) -> None:
+        first, second = open_tier(), open_tier()
+        before, after = make_entry(1), make_entry(2)
+        assert second.find([before.key]) == {}
+        write(first, before)
+        assert set(second.find([before.key])) == {before.key}
+        write(second, after)
+        assert set(keys(first.entries())) == {before.key, after.key}
+        second.delete([before.key])
+        assert first.read(before.key) is None
+
+    def test_what_is_kept_outlives_the_tier(self, open_tier: OpenTier) -> None:
+        first = open_tier()
+        write(first, make_entry(1))
+        first.close()
+        assert keys(open_tier().entries()) == [make_entry(1).key]
+
+    def test_keeps_within_its_budget(self, open_tier: OpenTier) -> None:
+        tier = open_tier(max_bytes=10_000)
+        for number in range(10):
+            write(tier, make_entry(number))
+            assert tier.stats()["bytes"] <= 10_000
+        assert set(keys(tier.entries())) == {make_entry(number).key for number in (7, 8, 9)}
+        assert tier.stats()["max_bytes"] == 10_000
+
+    def test_gives_up_what_was_not_used_for_longest(self, open_tier: OpenTier) -> None:
+        tier = open_tier(max_bytes=10_000)
+        write(tier, *map(make_entry, range(3)))
+        tier.touch([make_entry(0).key, name_of("nothing")])
+        write(tier, make_entry(3))
+        assert set(keys(tier.entries())) == {make_entry(number).key for number in (0, 2, 3)}
+
+    def test_gives_up_what_continues_a_chunk_first(self, open_tier: OpenTier) -> None:
+        tier = open_tier(max_bytes=10_000)
+        chain = [make_entry(number, start=number * 16) for number in range(3)]
+        write(tier, *chain)
+        tier.touch(keys(chain))
+        write(tier, make_entry(9))
+        assert set(keys(tier.entries())) == {chain[0].key, chain[1].key, make_entry(9).key}
+
+    def test_refuses_what_is_larger_than_its_budget(self, open_tier: OpenTier) -> None:
+        tier = open_tier(max_bytes=5000)
+        write(tier, make_entry(1))
+        large = make_entry(2, nbytes=6000)
+        assert not tier.write(large, make_blob(large))
+        assert keys(tier.entries()) == [make_entry(1).key]
+
+    def test_several_threads(self, open_tier: OpenTier) -> None:
+        tier = open_tier(max_bytes=1_000_000)
+        wrong: list[bytes] = []
+
+        def work(worker: int) -> None:
+            for number in range(10):
+                entry = make_entry(number)  # the same for all workers
+                tier.write(entry, make_blob(entry))
+                if tier.read(entry.key) not in (b"".join(make_blob(entry)), None):
+                    wrong.append(entry.key)
+                if (number + worker) % 5 == 0:
+                    tier.delete([entry.key])
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert tier.stats()["errors"] == 0
+        there = list(tier.entries())
+        assert tier.stats()["chunks"] == len(there)
+        assert tier.stats()["bytes"] == sum(entry.nbytes for entry in there)
+
+    def test_counts_uses_where_they_are_known(self, tier: Tier) -> None:
+        write(tier, make_entry(1), make_entry(2))
+        tier.touch([make_entry(1).key])
+        tier.touch([make_entry(1).key, make_entry(2).key])
+        hits = tier.hits()
+        assert not hits or hits == {make_entry(1).key: 2, make_entry(2).key: 1}

@@ -1,0 +1,564 @@
+"""Tiers on servers and file systems, as long as they work, and when they do not."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from uuid import uuid4
+
+import fsspec
+import numpy as np
+import pytest
+
+from kvboost_hf.cache.tiers.base import Tier
+from kvboost_hf.cache.tiers.filesystem import FilesystemTier
+from kvboost_hf.cache.tiers.guard import Guard
+from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
+from kvboost_hf.cache.tiers.valkey import ValkeyTier
+from tests.servers import BINARY, Impostor, Server, free_port
+from tests.tier_contract import ROOT, OpenTier, TierContract, assert_same, keys, make_blob, make_entry, name_of, write
+
+valkey = pytest.importorskip("valkey")
+needs_server = pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is on the PATH")
+
+COOLDOWN_S = 0.05
+TIMEOUT_S = 0.3
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts servers of the test's own, with options."""
+    with ExitStack() as stack:
+
+        def start(*options: str) -> Server:
+            server = Server(tmp_path, *options)
+            stack.callback(server.stop)
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., ValkeyTier]]:
+    """Opens tiers that are quick to give up, and closes them."""
+    with ExitStack() as stack:
+
+        def connect(url: str, **options: object) -> ValkeyTier:
+            tier = ValkeyTier(url, **{"timeout_s": TIMEOUT_S, "cooldown_s": COOLDOWN_S, **options})
+            stack.callback(tier.close)
+            return tier
+
+        yield connect
+
+
+def eventually(succeeds: Callable[[], object]) -> None:
+    """Try until it does; a tier comes back after its cool-down."""
+    deadline = time.monotonic() + 20
+    while not succeeds():
+        assert time.monotonic() < deadline
+        time.sleep(COOLDOWN_S / 2)
+
+
+@needs_server
+class TestValkeyTier(TierContract):
+    @pytest.fixture
+    def open_tier(self, shared_server: Server, connect: Callable[..., ValkeyTier]) -> OpenTier:
+        prefix = f"test{uuid4().hex}"
+        return lambda max_bytes=None: connect(shared_server.url, prefix=prefix, max_bytes=max_bytes, timeout_s=20.0)
+
+
+class TestTierInMemory(TierContract):
+    @pytest.fixture
+    def open_tier(self) -> OpenTier:
+        url = f"memory://{uuid4().hex}/kv"
+        return lambda max_bytes=None: FilesystemTier(url, max_bytes=max_bytes)
+
+
+class TestTierInFiles(TierContract):
+    @pytest.fixture
+    def open_tier(self, tmp_path: Path) -> OpenTier:
+        return lambda max_bytes=None: FilesystemTier(tmp_path.as_uri(), max_bytes=max_bytes)
+
+
+# Guard
+
+
+def fail() -> str:
+    raise OSError("the password is hush")
+
+
+def test_what_failed_is_left_alone_and_then_tried_once(caplog):
+    guard = Guard("The test", secrets=["hush"], cooldown_s=COOLDOWN_S)
+    assert guard.call("well", str.lower, "GOOD") == "good"
+    assert guard.call("otherwise", fail) == "otherwise"
+    assert (guard.state, guard.errors) == ("down", 1)
+    assert caplog.messages == ["The test failed, and is left alone for a while (OSError: the password is ***)."]
+    eventually(lambda: guard.call(False, lambda: True))
+    assert (guard.state, guard.errors) == ("open", 1)
+
+
+def test_is_left_alone_for_longer_each_time_up_to_a_limit(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("kvboost_hf.cache.tiers.guard.monotonic", lambda: now)
+    guard, pauses = Guard("The test"), []
+    for _ in range(7):
+        guard.call(None, fail)
+        failed_at = now
+        while guard.errors == len(pauses) + 1:
+            now += 0.5
+            guard.call(None, fail)
+        pauses.append(now - failed_at)
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_while_one_call_finds_out_the_others_go_on_without():
+    guard = Guard("The test", cooldown_s=COOLDOWN_S)
+    guard.call(None, fail)
+    during: list[str] = []
+
+    def probe() -> bool:
+        during.append(guard.call("skipped", lambda: "tried"))
+        return True
+
+    eventually(lambda: guard.call(False, probe))
+    assert during == ["skipped"]
+
+
+def test_a_late_success_proves_nothing():
+    guard = Guard("The test", cooldown_s=60.0)
+
+    def fails_meanwhile() -> str:
+        guard.call(None, fail)
+        return "late"
+
+    assert guard.call("", fails_meanwhile) == "late"
+    assert guard.state == "down"
+
+
+@pytest.mark.parametrize("cooldown_s", [0, -1, float("nan")])
+def test_refuses_a_cooldown_that_is_none(cooldown_s):
+    with pytest.raises(ValueError, match="`cooldown_s` must be more than 0 seconds"):
+        Guard("The test", cooldown_s=cooldown_s)
+
+
+# Entries as bytes
+
+
+def test_entries_survive_as_bytes():
+    entry = make_entry(1, start=2**40, nbytes=2**40)
+    assert_same(unpack_entry(pack_entry(entry)), entry)
+
+
+def test_a_part_of_an_entry_is_none():
+    packed = pack_entry(make_entry(1))
+    for damaged in (b"", packed[:-1], packed + b"x", b"KVE0" + packed[4:], packed.replace(b"chunk", b"shelf")):
+        with pytest.raises(ValueError, match=r"."):
+            unpack_entry(damaged)
+
+
+# Servers
+
+
+@needs_server
+def test_a_server_that_is_killed_is_a_miss_until_it_is_back(start, connect, caplog):
+    server = start()
+    tier, entry = connect(server.url), make_entry(1)
+    write(tier, entry)
+    server.stop()
+    assert tier.find([entry.key]) == {}
+    assert tier.read(entry.key) is None
+    assert not tier.write(make_entry(2), make_blob(make_entry(2)))
+    tier.touch([entry.key])
+    tier.delete([entry.key])
+    tier.clear(entry.model)
+    assert (keys(tier.entries()), tier.find_alike([entry.head]), tier.hits()) == ([], [], {})
+    assert tier.stats()["state"] == "down"
+    assert len(caplog.messages) == 1
+    server.start()
+    eventually(lambda: tier.write(entry, make_blob(entry)))
+    assert set(tier.find([entry.key])) == {entry.key}
+    assert tier.stats()["state"] == "open"
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
+@needs_server
+@pytest.mark.parametrize("call", ["find", "read", "write"])
+def test_a_server_that_stalls_costs_one_timeout(start, connect, call):
+    server = start()
+    tier, entry = connect(server.url, cooldown_s=3.0), make_entry(1)
+    large = make_entry(2, nbytes=32 * 2**20)
+    write(tier, entry)
+    calls = {
+        "find": lambda: tier.find([entry.key]),
+        "read": lambda: tier.read(entry.key),
+        "write": lambda: tier.write(large, [bytes(large.nbytes)]),
+    }
+    server.stall()
+    began = time.monotonic()
+    assert not calls[call]()
+    assert TIMEOUT_S <= time.monotonic() - began < 20 * TIMEOUT_S
+    for other in calls.values():
+        assert not other()
+    assert tier.stats()["errors"] == 1  # no other was tried
+    server.go_on()
+    eventually(lambda: tier.find([entry.key]))
+    assert tier.read(entry.key) == b"".join(make_blob(entry))
+
+
+@needs_server
+def test_a_server_that_is_not_there_yet_may_come(start, connect, caplog):
+    server = start()
+    server.stop()
+    tier = connect(server.url)
+    assert tier.stats()["state"] == "down"
+    assert "is left alone for a while" in caplog.text
+    server.start()
+    eventually(lambda: tier.stats()["state"] == "open")
+    write(tier, make_entry(1))
+
+
+@needs_server
+def test_a_full_server_is_read_from(start, connect, caplog):
+    server = start("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+    tier = connect(server.url, cooldown_s=60.0)
+    entries = [make_entry(number, nbytes=2**20) for number in range(12)]
+    kept = [entry for entry in entries if tier.write(entry, make_blob(entry))]
+    assert 0 < len(kept) < 12
+    assert tier.read(kept[0].key) == b"".join(make_blob(kept[0]))
+    assert set(keys(tier.entries())) == set(keys(kept))
+    assert tier.stats()["state"] == "open"
+    assert tier.stats()["errors"] == 1
+    (message,) = caplog.messages
+    assert message.endswith("(ResponseError: command not allowed when used memory > 'maxmemory'.).")
+
+
+@needs_server
+def test_what_the_server_gives_up_is_dropped_from_all_lists(start, connect):
+    server = start("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-random")
+    tier, head = connect(server.url), name_of("shared head")
+    # Of what the server gives up at random, lists are spared: theirs is a database that is not full.
+    write(tier, *(make_entry(number, nbytes=2**18, head=head) for number in range(8)))
+    client = valkey.Valkey.from_url(server.url)
+    for number in range(0, 8, 2):
+        client.delete(f"kvboost_hf:chunk:{make_entry(number).key.hex()}")
+    left = {make_entry(number).key for number in range(1, 8, 2)}
+    assert set(keys(tier.find_alike([head]))) == left
+    assert set(keys(tier.entries(ROOT))) == left
+    assert set(keys(tier.entries())) == left
+    assert client.zcard(f"kvboost_hf:head:{head.hex()}") == 4
+    assert client.scard(f"kvboost_hf:root:{ROOT.hex()}") == 4
+    assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (4, 4 * 2**18)
+    client.close()
+    for number in range(100, 160):  # and then the server gives up what it likes
+        tier.write(make_entry(number, nbytes=2**18), make_blob(make_entry(number, nbytes=2**18)))
+    for entry in tier.entries():
+        assert tier.read(entry.key) == b"".join(make_blob(entry))
+
+
+@needs_server
+def test_a_blob_without_some_piece_is_none(shared_server, connect):
+    tier = connect(shared_server.url, prefix=uuid4().hex)
+    entry = make_entry(1, nbytes=3 * 2**20)
+    write(tier, entry)
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        client.hdel(f"{tier._prefix}:chunk:{entry.key.hex()}", "3")
+    assert tier.read(entry.key) is None
+    assert tier.stats()["errors"] == 0
+
+
+@needs_server
+def test_an_entry_that_is_none_is_a_miss(shared_server, connect):
+    tier = connect(shared_server.url, prefix=uuid4().hex)
+    first, second = make_entry(1), make_entry(2)
+    write(tier, first, second)
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        client.hset(f"{tier._prefix}:chunk:{first.key.hex()}", "entry", b"half of it")
+        client.hset(f"{tier._prefix}:chunk:{second.key.hex()}", "entry", pack_entry(first))  # another's
+    assert tier.find([first.key, second.key]) == {}
+    assert tier.read(first.key) is None
+    assert tier.stats()["errors"] == 0
+
+
+@needs_server
+def test_what_is_not_used_for_its_time_to_live_is_gone(shared_server, connect):
+    tier = connect(shared_server.url, prefix=uuid4().hex, ttl_s=0.5)
+    write(tier, make_entry(1))
+    assert set(tier.find([make_entry(1).key])) == {make_entry(1).key}
+    eventually(lambda: not tier.find([make_entry(1).key]))
+    assert tier.find_alike([make_entry(1).head]) == []
+    assert keys(tier.entries()) == []
+    assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (0, 0)
+
+
+@needs_server
+def test_use_keeps_alive(shared_server, connect):
+    tier = connect(shared_server.url, prefix=uuid4().hex, ttl_s=100.0)
+    write(tier, make_entry(1))
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        names = [name for name in client.keys(f"{tier._prefix}:*") if client.expire(name, 5)]
+        tier.touch([make_entry(1).key])
+        kinds = {name.split(b":")[1] for name in names if client.ttl(name) > 5}
+    assert kinds == {b"chunk", b"head", b"root"}
+
+
+@needs_server
+def test_counts_again_what_a_client_that_died_has_left_wrong(shared_server, connect):
+    prefix = uuid4().hex
+    tier = connect(shared_server.url, prefix=prefix)
+    write(tier, make_entry(1), make_entry(2))
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        client.incrby(f"{prefix}:bytes", 12345)
+    assert tier.stats()["bytes"] == 6000 + 12345
+    assert connect(shared_server.url, prefix=prefix).stats()["bytes"] == 6000
+
+
+@needs_server
+def test_listens_at_a_unix_socket(shared_server, connect):
+    tier = connect(f"unix://{shared_server.socket}?db=1", prefix=uuid4().hex)
+    write(tier, make_entry(1))
+    assert tier.location == f"unix://{shared_server.socket}"
+
+
+@needs_server
+def test_only_its_prefix_is_touched(shared_server, connect):
+    first, second = (connect(shared_server.url, prefix=uuid4().hex) for _ in range(2))
+    write(first, make_entry(1))
+    write(second, make_entry(1))
+    first.clear(make_entry(1).model)
+    assert (keys(first.entries()), keys(second.entries())) == ([], [make_entry(1).key])
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        left = client.keys(f"{first._prefix}:*")
+    assert left == [f"{first._prefix}:bytes".encode()]
+
+
+@needs_server
+@pytest.mark.parametrize("password", ["hush/hush:1", "wrong"])
+def test_the_password_is_not_shown(start, connect, caplog, password):
+    server = start("--requirepass", "hush/hush:1")
+    caplog.set_level(logging.DEBUG)
+    url = f"redis://:{password.replace('/', '%2F')}@127.0.0.1:{server.port}/0"
+    tier = connect(url)
+    assert tier.write(make_entry(1), make_blob(make_entry(1))) == (password != "wrong")
+    server.stop()
+    tier.find([make_entry(1).key])
+    assert tier.location == f"redis://127.0.0.1:{server.port}/0"
+    assert caplog.messages
+    for shown in (caplog.text, repr(tier), str(tier.stats())):
+        assert "hush" not in shown
+        assert "wrong@" not in shown
+
+
+GARBAGE = [
+    b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    b"$many\r\n",
+    b"*-5\r\n",
+    b":12\r\n",
+    b"+OK\r\n" * 50,
+    b"*3\r\n:1\r\n$3\r\nabc\r\n*0\r\n" * 50,
+    b"-ERR unknown\r\n",
+    b"-LOADING it takes time\r\n",
+    b"$99999999999\r\nabc",
+    b"*1\r\n" * 5000,
+    bytes(range(256)) * 10 + b"\r\n",
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_is_a_miss(connect, garbage):
+    with Impostor(lambda heard: garbage) as impostor:
+        tier, entry = connect(impostor.url, cooldown_s=1e-6), make_entry(1)
+        assert tier.find([entry.key]) == {}
+        assert tier.find_alike([entry.head]) == []
+        assert tier.read(entry.key) is None
+        assert keys(tier.entries()) == keys(tier.entries(ROOT)) == []
+        tier.write(entry, make_blob(entry))  # that it is there already may be believed
+        tier.touch([entry.key])
+        tier.delete([entry.key])
+        tier.hits()
+        assert tier.stats()["errors"]
+        tier.close()
+    assert impostor.received  # it was there, and asked
+
+
+@pytest.mark.parametrize("answer", [b"*-5\r\n", b"", b"HTTP/1.1 400 Bad Request\r\n"])
+def test_what_is_lost_on_its_way_is_not_kept(connect, answer):
+    def answers(heard: bytes) -> bytes:
+        known = {b"CLIENT": b"+OK\r\n", b"WATCH": b"+OK\r\n", b"EXISTS": b":0\r\n"}
+        return next((reply for command, reply in known.items() if command in heard), answer)
+
+    with Impostor(answers) as impostor:
+        tier, entry = connect(impostor.url, cooldown_s=1e-6), make_entry(1)
+        assert not tier.write(entry, make_blob(entry))
+        assert tier.stats()["state"] == "down"
+        tier.close()
+    assert b"HSET" in impostor.received
+
+
+def test_nobody_is_there(connect, caplog):
+    tier = connect(f"redis://127.0.0.1:{free_port()}/0")
+    assert tier.find([make_entry(1).key]) == {}
+    assert tier.stats()["state"] == "down"
+    assert caplog.messages[0].startswith(f"The tier at {tier.location} failed")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "host:6379",
+        "http://:hush@host",
+        "redis://:hush@host:port",
+        "redis://:hu/hush@host/0",
+        "redis://:hush@host?no_such_option=hush",
+        "redis://:hush@host?protocol=9",
+        "redis://host?socket_timeout=hush",
+    ],
+)
+def test_a_wrong_url_is_refused_without_its_password(url):
+    with pytest.raises(ValueError, match=r"Example: 'redis://localhost:6379/0'") as caught:
+        ValkeyTier(url)
+    assert "hush" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("option", [{"ttl_s": 0}, {"timeout_s": -1}, {"max_bytes": 0}, {"cooldown_s": 0}])
+def test_refuses_numbers_that_are_not_positive(option):
+    with pytest.raises(ValueError, match=f"`{next(iter(option))}` must be"):
+        ValkeyTier("redis://127.0.0.1:1/0", **option)
+
+
+@pytest.mark.parametrize("size", [512 * 2**20 + 1])
+def test_refuses_blobs_that_no_server_takes(connect, size):
+    tier = connect(f"redis://127.0.0.1:{free_port()}/0", cooldown_s=60.0)
+    entry = make_entry(1, nbytes=size)
+    assert not tier.write(entry, [np.zeros(size, np.uint8).data])
+    assert tier.stats()["errors"] == 1  # that of the start: nothing was sent
+
+
+# File systems
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> FilesystemTier:
+    return FilesystemTier(tmp_path.as_uri(), cooldown_s=COOLDOWN_S)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 3, 4])
+def test_a_writer_that_dies_leaves_no_entry_without_a_blob(tmp_path, monkeypatch, keep):
+    entry = make_entry(1)
+    dying = FilesystemTier(tmp_path.as_uri())
+    left, put = keep, dying._put
+
+    def put_or_die(path: str, content: bytes) -> None:
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        put(path, content)
+
+    monkeypatch.setattr(dying, "_put", put_or_die)
+    try:
+        assert dying.write(entry, make_blob(entry)) == (keep == 4)
+    except KeyboardInterrupt:
+        assert keep < 4
+    tier = FilesystemTier(tmp_path.as_uri(), max_bytes=5000)
+    for found in (*tier.find([entry.key]).values(), *tier.find_alike([entry.head]), *tier.entries()):
+        assert_same(found, entry)
+        assert tier.read(found.key) == b"".join(make_blob(entry))
+    write(tier, entry)
+    write(tier, make_entry(2))  # what was left half written is given up as any other
+    assert tier.stats()["bytes"] == 3000
+    assert keys(tier.entries()) == [make_entry(2).key]
+
+
+def test_half_an_entry_is_a_miss(files, tmp_path):
+    write(files, make_entry(1), make_entry(2))
+    path = tmp_path / "chunks" / f"{make_entry(1).key.hex()}.entry"
+    path.write_bytes(path.read_bytes()[:50])
+    assert set(files.find([make_entry(1).key, make_entry(2).key])) == {make_entry(2).key}
+    assert files.stats()["errors"] == 0
+
+
+def test_files_of_others_are_left_alone(files, tmp_path):
+    write(files, make_entry(1))
+    for folder in (f"index/{ROOT.hex()}", f"heads/{make_entry(1).head.hex()}", "chunks", "."):
+        (tmp_path / folder / "notes.txt").write_text("mine")
+    assert keys(files.entries()) == keys(files.find_alike([make_entry(1).head])) == [make_entry(1).key]
+    files.clear(make_entry(1).model)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["notes.txt"] * 4
+
+
+def test_a_file_system_that_fails_is_a_miss_until_it_is_back(tmp_path, caplog):
+    (tmp_path / "kv").write_text("a file where a folder should be")
+    tier = FilesystemTier((tmp_path / "kv").as_uri(), cooldown_s=COOLDOWN_S)
+    entry = make_entry(1)
+    assert not tier.write(entry, make_blob(entry))
+    assert tier.find([entry.key]) == {}
+    assert tier.stats()["state"] == "down"
+    assert len(caplog.messages) == 1
+    (tmp_path / "kv").unlink()
+    eventually(lambda: tier.write(entry, make_blob(entry)))
+    assert set(tier.find([entry.key])) == {entry.key}
+
+
+def test_an_entry_without_a_blob_is_gone_once_it_is_read(files, tmp_path):
+    write(files, make_entry(1))
+    (tmp_path / "chunks" / f"{make_entry(1).key.hex()}.safetensors").unlink()
+    assert files.read(make_entry(1).key) is None
+    assert files.find([make_entry(1).key]) == {}
+    write(files, make_entry(1))
+    assert files.read(make_entry(1).key) == b"".join(make_blob(make_entry(1)))
+
+
+def test_a_list_names_no_more_than_is_there(files, tmp_path):
+    head = name_of("shared head")
+    write(files, make_entry(1, head=head), make_entry(2, head=head))
+    (tmp_path / "chunks" / f"{make_entry(1).key.hex()}.entry").unlink()
+    assert keys(files.find_alike([head])) == [make_entry(2).key]
+    assert len(list((tmp_path / "heads" / head.hex()).iterdir())) == 1
+
+
+def test_counts_what_others_wrote_before_it(tmp_path):
+    write(FilesystemTier(tmp_path.as_uri()), *(make_entry(number, start=number) for number in range(3)))
+    tier = FilesystemTier(tmp_path.as_uri(), max_bytes=9000)
+    assert (tier.stats()["chunks"], tier.stats()["bytes"]) == (3, 9000)
+    write(tier, make_entry(9))
+    assert set(keys(tier.entries())) == {make_entry(number).key for number in (0, 1, 9)}
+
+
+@pytest.mark.parametrize("url", ["", "/tmp/kv", "no-such-scheme://me:hush@host/kv", "file:///kv*"])
+def test_refuses_urls_that_fsspec_does_not_know(url):
+    with pytest.raises(ValueError, match="`url` must") as caught:
+        FilesystemTier(url)
+    assert "hush" not in str(caught.value)
+
+
+def test_names_the_package_that_is_missing():
+    hint = "Install no_such_package to access it"
+    fsspec.register_implementation("tape", "no_such_package.FileSystem", clobber=True, errtxt=hint)
+    with pytest.raises(ImportError, match="fsspec needs another package for 'tape://kv': Install no_such_package"):
+        FilesystemTier("tape://kv")
+
+
+def test_names_the_extra_that_is_missing(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "valkey", None)
+    with pytest.raises(ImportError, match=r"kvboost_hf\[valkey\]"):
+        ValkeyTier("redis://127.0.0.1/0")
+
+
+def test_refuses_a_budget_that_is_none():
+    with pytest.raises(ValueError, match="`max_bytes` must be a positive number"):
+        FilesystemTier("memory://kv", max_bytes=-1)
+
+
+def test_all_are_tiers(tmp_path):
+    tier: Tier = FilesystemTier(tmp_path.as_uri())
+    assert (tier.name, tier.location) == ("filesystem", tmp_path.as_uri())

@@ -1,0 +1,85 @@
+"""Addresses of tiers, as text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
+from kvboost_hf.cache.tiers.guard import secrets_in, without_secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "location", "max_bytes"),
+    [
+        ("ram:4GB", "ram", "", 4 * 10**9),
+        ("ram:512mb", "ram", "", 512 * 10**6),
+        ("device:1.5GiB", "device", "", 3 * 2**29),
+        ("disk:/cache", "disk", "/cache", DEFAULT_DISK_BYTES),
+        ("disk:~/.cache/kvboost_hf:50GB", "disk", "~/.cache/kvboost_hf", 50 * 10**9),
+        ("disk:relative:1TB", "disk", "relative", 10**12),
+        (r"disk:C:\kv:2KiB", "disk", r"C:\kv", 2048),
+        (r"disk:C:\kv", "disk", r"C:\kv", DEFAULT_DISK_BYTES),
+        ("disk:C:/kv", "disk", "C:/kv", DEFAULT_DISK_BYTES),
+        ("disk:/a:b/c:7B", "disk", "/a:b/c", 7),
+        ("redis://host:6379/0", "valkey", "redis://host:6379/0", None),
+        ("rediss://u:p@host", "valkey", "rediss://u:p@host", None),
+        ("valkey://host", "valkey", "valkey://host", None),
+        ("unix:///run/valkey.sock", "valkey", "unix:///run/valkey.sock", None),
+        ("s3://bucket/kv", "filesystem", "s3://bucket/kv", None),
+        ("memory://kv", "filesystem", "memory://kv", None),
+    ],
+)
+def test_parses(text, kind, location, max_bytes):
+    assert parse_tier(text) == TierSpec(kind, location, max_bytes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "4GB", "ram", "ram:", "ram:4", "ram:50%", "ram:0GB", "ram:-1GB", "ram:4GB:5GB", "ram:infGB", "RAM:4GB"),
+        *("disk", "disk:", "disk:/kv:50XB", "disk:/kv:5", "disk:/kv:0GB", "tape:/kv", "redis://", "://host"),
+    ],
+)
+def test_refuses_with_the_text_and_an_example(text):
+    with pytest.raises(ValueError, match="Examples: 'ram:4GB'") as caught:
+        parse_tier(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.text())
+def test_never_fails_otherwise(text):
+    try:
+        spec = parse_tier(text)
+    except ValueError:
+        return
+    assert spec.max_bytes is None or spec.max_bytes > 0
+
+
+@given(st.text("abc/.:\\", min_size=1).filter(lambda path: "//" not in path), st.integers(1, 10**6))
+def test_any_path_keeps_its_size(path, size):
+    assert parse_tier(f"disk:{path}:{size}MB") == TierSpec("disk", path, size * 10**6)
+
+
+def test_memory_is_no_place_to_open():
+    with pytest.raises(ValueError, match="the store keeps it itself"):
+        open_tier(parse_tier("ram:4GB"))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:hush@host:6379/0?password=hush", "redis://host:6379/0"),
+        ("redis://:hush/@hu:sh@host/0", "redis://host/0"),
+        ("redis://:hu?sh@host", "redis://host"),
+        ("unix://hush@/run/valkey.sock?password=hush", "unix:///run/valkey.sock"),
+        ("s3://bucket/path", "s3://bucket/path"),
+        ("file:///home/me@work/kv", "file:///home/me@work/kv"),
+    ],
+)
+def test_passwords_are_not_shown(url, shown):
+    assert without_secrets(url) == shown
+    assert "hush" not in repr(parse_tier(url))
+
+
+def test_knows_passwords_as_they_are_written_and_as_they_are_sent():
+    assert secrets_in("redis://me:a%2Fb@host/0?password=c") == {"a%2Fb", "a/b", "c"}
