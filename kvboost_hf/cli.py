@@ -12,9 +12,13 @@ import torch
 
 from kvboost_hf import __version__
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.cache.chunks import FixedChunker
 from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.compatibility import check_model_compatibility
+from kvboost_hf.contents import as_json, as_table, contents
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import verify_correctness
@@ -73,7 +77,29 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--figure", type=Path, metavar="PNG", help="draw quality against computed tokens")
     verify.add_argument("--json", type=Path, metavar="FILE", help="write all figures ('-' for standard output)")
     verify.set_defaults(run=_verify)
+
+    warm = commands.add_parser("warm", help="compute K/V of files ahead of the first request, and keep it")
+    _add_model_options(warm)
+    warm.add_argument("files", type=Path, nargs="+", metavar="FILE", help="texts; each is the start of prompts")
+    warm.add_argument("--documents", action="store_true", help="they may stand anywhere in prompts (mode 'blend')")
+    warm.add_argument("--prefix", type=Path, metavar="FILE", help="with --documents: a text that stands before each")
+    _add_tiers(warm, "where to keep it, such as disk:~/.cache/kvboost_hf:50GB or redis://localhost:6379")
+    warm.add_argument("--codec", default="raw", help="raw, int8, int4, turboquant, turboquant:3.5, … (default: raw)")
+    warm.add_argument("--chunk-size", type=_positive, help="tokens (default: 128); with --documents cut by content")
+    warm.add_argument("--salt", default="", help="whose prompts they are (default: nobody's)")
+    warm.set_defaults(run=_warm)
+
+    inspect = commands.add_parser("inspect", help="show what is stored: tokens, text, bytes, hits, tier")
+    _add_tiers(inspect, "what to look into, such as disk:~/.cache/kvboost_hf or redis://localhost:6379")
+    inspect.add_argument("--tokenizer", metavar="NAME", help="shows text; a hub name or folder, or 'embedded'")
+    inspect.add_argument("--limit", type=_positive, default=50, help="show those used most (default: 50)")
+    inspect.add_argument("--json", type=Path, metavar="FILE", help="write all of it ('-' for standard output)")
+    inspect.set_defaults(run=_inspect)
     return parser
+
+
+def _add_tiers(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--tiers", nargs="+", required=True, metavar="ADDRESS", help=text)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -200,6 +226,80 @@ def _verify(options: argparse.Namespace) -> int:
     if options.json is not None:
         _write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
     return 0 if report else 1
+
+
+def _warm(options: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ModuleNotFoundError as error:
+        raise ValueError(f"`kvboost-hf warm` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
+
+    if options.prefix is not None and not options.documents:
+        raise ValueError("`--prefix` needs `--documents`: what prompts start with has nothing before it.")
+    console = Console()
+    model, tokenizer, name = _load(options)
+    size = options.chunk_size or 128
+    chunker = ContentChunker.for_tokenizer(tokenizer, chunk_size=size) if options.documents else FixedChunker(size)
+    store = ChunkStore(model, chunker=chunker, tiers=options.tiers, codec=options.codec, salt=options.salt)
+    texts = [path.read_text(encoding="utf-8") for path in options.files]
+    reports: list[tuple[str, ReuseReport]] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("computing", total=None)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        if options.documents:
+            prefix = options.prefix.read_text(encoding="utf-8") if options.prefix is not None else None
+            what = f"{len(texts)} documents"
+            found = store.warm(documents=texts, prefix=prefix, tokenizer=tokenizer, pin=False, progress=advance)
+            reports.append((what, found))
+        else:
+            for path, text in zip(options.files, texts, strict=True):
+                progress.update(task, description=path.name)
+                reports.append((path.name, store.warm(text, tokenizer=tokenizer, pin=False, progress=advance)))
+        progress.update(task, description="writing", total=None)
+        store.close()
+    for what, report in reports:
+        console.print(f"{what}: {report}", highlight=False, markup=False, soft_wrap=True)
+    tiers = {tier: stats for tier, stats in store.stats()["tiers"].items() if tier not in ("ram", "device")}
+    for tier, stats in tiers.items():
+        console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
+    failed = not tiers or any(stats["errors"] for stats in tiers.values())
+    return 1 if failed else 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError as error:
+        raise ValueError(f"`kvboost-hf inspect` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
+
+    tokenizer: Any = None
+    if options.tokenizer == "embedded":
+        tokenizer = load_embedded()[1]
+    elif options.tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    console = Console(stderr=options.json == Path("-"))
+    lower = open_tiers(options.tiers, None).lower
+    if not lower:
+        raise ValueError(f"`--tiers` must have one that outlives a process, got {options.tiers}.")
+    try:
+        lines = contents(lower, tokenizer.decode if tokenizer is not None else None)
+        shown = sorted(lines, key=lambda line: -(line.hits or 0))[: options.limit]
+        console.print(as_table([line for line in lines if line in shown], len(lines)))
+        for tier in lower:
+            stats = ", ".join(f"{name} {value}" for name, value in tier.stats().items() if name != "location")
+            console.print(f"{tier.name} at {tier.location}: {stats}", highlight=False, markup=False, soft_wrap=True)
+    finally:
+        for tier in lower:
+            tier.close()
+    if options.json is not None:
+        _write(options.json, json.dumps(as_json(lines), indent=2, ensure_ascii=False))
+    return 0
 
 
 def _read_prompts(path: Path) -> list[Any]:

@@ -64,6 +64,23 @@ def test_one_after_the_other_is_both_at_once(case: tuple[KeyRotation, torch.Tens
     assert once.dtype == keys.dtype
 
 
+@given(layouts(), SHIFTS, st.integers(-3, 3).filter(bool))
+def test_each_by_its_own_shift(case: tuple[KeyRotation, torch.Tensor], first: int, step: int) -> None:
+    rotation, keys = case
+    layer, bound = rotation.layers[0], rotated_bound(keys.dtype)
+    assert layer is not None
+    shifts = range(first, first + 5 * step, step)
+    found = layer.rotate_each(keys, shifts, torch.empty_like(keys))
+    for t, shift in enumerate(shifts):
+        expected = layer.rotate(keys[:, t : t + 1], shift, torch.empty_like(keys[:, t : t + 1]))
+        # How products and sums are joined differs with the layout: both are within the bound.
+        assert off(layer, found[:, t : t + 1], expected, 2 * bound) <= 1
+    stacked = torch.stack([keys, keys])
+    assert off(layer, layer.rotate_each(stacked, shifts, torch.empty_like(stacked))[1], found, 2 * bound) <= 1
+    wrong = layer.rotate_each(keys, range(first + 1, first + 1 + 5 * step, step), torch.empty_like(keys))
+    assert off(layer, wrong, found, 2 * bound) > 1
+
+
 @given(layouts(), SHIFTS)
 def test_in_float64_it_is_what_the_formula_says(case: tuple[KeyRotation, torch.Tensor], shift: int) -> None:
     rotation, keys = case

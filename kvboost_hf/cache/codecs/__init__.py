@@ -40,7 +40,7 @@ def make_codec(spec: str | KVQuantConfig | None) -> Codec:
 def _parse(spec: str) -> KVQuantConfig:
     if spec in ("int8", "int4", "int2"):
         return KVQuantConfig(method="kivi", key_bits=int(spec[3:]), value_bits=int(spec[3:]))
-    bits = re.fullmatch(r"turboquant(?::(\d+(?:\.\d+)?))?(?::(\d+(?:\.\d+)?))?", spec)
+    bits = re.fullmatch(r"turboquant(?::(\d+(?:\.\d+)?))?(?::(\d+(?:\.\d+)?))?", str(spec))
     if bits is None:
         raise ValueError(f"A codec must be {_SPECS}, or a KVQuantConfig, got {spec!r}.")
     key_bits = float(bits[1] or 4)

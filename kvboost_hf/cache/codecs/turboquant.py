@@ -13,7 +13,7 @@ Scales and means are bfloat16, for its range: a norm need not fit into float16. 
 error, as does everything that float32 rounds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import floor, pi, prod, sqrt
 
@@ -67,16 +67,14 @@ class TurboQuant:
         x.mul_(sqrt(dim) / norm.clamp_min(_LEAST))
         codes = [(round_to(part, bits), bits) for part, bits in self._parts(x, role)]
         planes["codes"] = torch.cat([pack(*part) for part in codes], dim=-1)
-        rounded = torch.cat([look_up(*part) for part in codes], dim=-1)
-        length = sqrt(dim)
         if self._has_signs(role):
-            left = x.sub_(rounded)
+            left = x.sub_(_looked_up(codes))
             projection = random_projection(dim, self._config.seed, x.device)
             planes["signs"] = pack((left @ projection.mT >= 0).to(torch.uint8), 1)
             left_norm = torch.linalg.vector_norm(left, dim=-1, keepdim=True)
-            planes["left"] = (left_norm * norm).div_(length).squeeze(-1).to(_SCALE)
-        elif self._config.norm_correction:
-            length = torch.linalg.vector_norm(rounded, dim=-1, keepdim=True)
+            planes["left"] = (left_norm * norm).div_(sqrt(dim)).squeeze(-1).to(_SCALE)
+        corrected = self._config.norm_correction and not self._has_signs(role)
+        length = torch.linalg.vector_norm(_looked_up(codes), dim=-1, keepdim=True) if corrected else sqrt(dim)
         planes["scale"] = (norm / length).squeeze(-1).to(_SCALE)
         return planes
 
@@ -93,7 +91,7 @@ class TurboQuant:
         if role == "values" and self._grouped is not None:
             return self._grouped.decode(planes, shape, dtype, role, rotation)
         dim, device = shape[-1], planes["codes"].device
-        x = torch.cat(list(self._looked_up(planes["codes"], role, dim)), dim=-1)
+        x = _looked_up(self._unpacked(planes["codes"], role, dim))
         x.mul_(planes["scale"].float().unsqueeze(-1))
         if self._has_signs(role):
             signs = unpack(planes["signs"], 1, dim).float().mul_(2).sub_(1)
@@ -133,12 +131,16 @@ class TurboQuant:
     def _parts(self, x: torch.Tensor, role: Role) -> list[tuple[torch.Tensor, int]]:
         return [(x[..., start:stop], bits) for start, stop, bits in self._spans(x.shape[-1], role)]
 
-    def _looked_up(self, codes: torch.Tensor, role: Role, dim: int) -> Iterator[torch.Tensor]:
+    def _unpacked(self, codes: torch.Tensor, role: Role, dim: int) -> Iterator[tuple[torch.Tensor, int]]:
         at = 0
         for start, stop, bits in self._spans(dim, role):
             width = packed_width(stop - start, bits)
-            yield look_up(unpack(codes[..., at : at + width], bits, stop - start), bits)
+            yield unpack(codes[..., at : at + width], bits, stop - start), bits
             at += width
+
+
+def _looked_up(codes: Iterable[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    return torch.cat([look_up(part, bits) for part, bits in codes], dim=-1)
 
 
 def _remove_mean(keys: torch.Tensor, rotations: Sequence[LayerRotation | None]) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""What tiers keep, as a table for people: behind `kvboost-hf inspect`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvboost_hf.cache.codes import shown_ids
+from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SHOWN_CHARACTERS = 60
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A chunk, or states, in a tier.
+
+    Args:
+        tier: The name of the tier.
+        model: The first digits of what names its model.
+        root: Of what names its history's beginning: weights, salt and codec.
+        kind: `"chunk"`, `"content"` or `"states"`.
+        start: Row token of its first token.
+        tokens: How many there are.
+        nbytes: Bytes of the blob.
+        hits: How often it was used, where the tier knows.
+        text: Its beginning, where a tokenizer is known.
+    """
+
+    tier: str
+    model: str
+    root: str
+    kind: str
+    start: int
+    tokens: int
+    nbytes: int
+    hits: int | None
+    text: str | None
+
+
+def contents(tiers: Sequence[Tier], decode: Decode | None = None) -> list[Line]:
+    """What tiers keep: what belongs together behind each other, in the order of its tokens.
+
+    Args:
+        tiers: Open ones.
+        decode: Makes text of token ids.
+    """
+    found: list[tuple[tuple[Any, ...], Line]] = []
+    for tier in tiers:
+        hits = tier.hits()
+        for entry in tier.entries():
+            line = _line(tier, entry, hits.get(entry.key), decode)
+            found.append(((tier.name, line.model, line.root, entry.start, entry.key), line))
+    return [line for _, line in sorted(found, key=lambda item: item[0])]
+
+
+def _line(tier: Tier, entry: Entry, hits: int | None, decode: Decode | None) -> Line:
+    ids = [token for token in shown_ids(entry.tokens).tolist() if token >= 0]
+    text = decode(ids) if decode is not None else None
+    count = len(entry.tokens)
+    names = (entry.model.hex()[:8], entry.root.hex()[:8], entry.kind.value)
+    return Line(tier.name, *names, entry.start, count, entry.nbytes, hits, text)
+
+
+def as_table(lines: Sequence[Line], total: int) -> "Table":
+    """The lines as a table of rich."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = f"{len(lines)} of {total}" if len(lines) < total else str(total)
+    table = Table(title=f"{shown} stored", title_justify="left")
+    for name in ("tier", "model", "root", "kind"):
+        table.add_column(name)
+    for name in ("from token", "tokens", "bytes", "hits"):
+        table.add_column(name, justify="right")
+    with_text = any(line.text is not None for line in lines)
+    if with_text:
+        table.add_column("text", overflow="ellipsis", no_wrap=True, max_width=_SHOWN_CHARACTERS)
+    for line in lines:
+        start = str(line.start) if line.kind != Kind.STATES.value else ""
+        hits = str(line.hits) if line.hits is not None else ""
+        cells = [line.tier, line.model, line.root, line.kind, start, str(line.tokens), f"{line.nbytes:,}", hits]
+        table.add_row(*cells, *([escape(repr(line.text or "")[1:-1])] if with_text else []))
+    return table
+
+
+def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """The lines as JSON."""
+    return [asdict(line) for line in lines]

@@ -1,0 +1,79 @@
+"""Codes come back as they were packed, and layers do not know of each other."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost_hf.cache.codecs import make_codec
+from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
+from kvboost_hf.compat import LayerRotation
+from kvboost_hf.config import KVQuantConfig
+
+DIMS = st.integers(1, 136).map(lambda half: 2 * half)
+BITS = st.sampled_from([1, 2, 3, 4, 8])
+ROTATIONS = st.sampled_from(
+    [None, LayerRotation(torch.arange(8) / 8, "half", 0), LayerRotation(torch.arange(5) / 5, "interleaved", 4)]
+)
+CONFIGS = st.one_of(
+    st.builds(
+        KVQuantConfig,
+        key_bits=st.floats(2, 4),
+        value_bits=st.sampled_from([2, 4]),
+        rotation=st.sampled_from(["hadamard", "haar"]),
+        qjl=st.booleans(),
+        remove_key_mean=st.booleans(),
+        norm_correction=st.booleans(),
+        grouped_values=st.booleans(),
+    ),
+    st.builds(
+        KVQuantConfig,
+        method=st.just("kivi"),
+        key_bits=st.sampled_from([2, 4, 8]),
+        value_bits=st.sampled_from([2, 4, 8]),
+        group_size=st.sampled_from([16, 64]),
+    ),
+)
+
+
+@given(DIMS, BITS, st.integers(0, 4), st.integers(0, 2**32))
+def test_packing_is_exact(dim: int, bits: int, tokens: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (2, tokens, dim), generator=draw, dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.shape == (2, tokens, packed_width(dim, bits))
+    assert packed.untyped_storage().nbytes() == packed.numel()
+    assert torch.equal(unpack(packed, bits, dim), codes)
+    assert -(-dim * bits // 8) <= packed_width(dim, bits) <= dim * bits / 8 + 2
+
+
+@given(st.integers(1, 64), st.integers(0, 255), st.integers(0, 2**32))
+def test_halves_share_bytes(half: int, byte: int, seed: int) -> None:
+    codes = torch.randint(0, 16, (2 * half,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    assert pack(codes, 4).tolist() == (codes[:half] + 16 * codes[half:]).tolist()
+
+
+@given(
+    CONFIGS,
+    st.sampled_from(["keys", "values"]),
+    st.lists(ROTATIONS, min_size=1, max_size=4),
+    st.integers(0, 40),
+    st.sampled_from([18, 32, 80]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+@settings(max_examples=60, deadline=None)
+def test_layers_one_by_one_are_all_at_once(config, role, rotations, tokens, head_dim, dtype) -> None:
+    codec = make_codec(config)
+    x = torch.randn(len(rotations), 2, tokens, head_dim, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    planes, again = codec.encode(x, role, rotations), codec.encode(x, role, rotations)
+    assert planes.keys() == again.keys()
+    assert all(torch.equal(planes[name], again[name]) for name in planes)
+    assert sum(plane.untyped_storage().nbytes() for plane in planes.values()) == codec.nbytes(x.shape, dtype, role)
+    for i, rotation in enumerate(rotations):
+        alone = codec.encode(x[i : i + 1], role, [rotation])
+        for name, plane in alone.items():
+            # A product of matrices may round differently where it has more rows, and a code be another one for it.
+            assert int((planes[name][i : i + 1] != plane).sum()) <= 2 + plane.numel() // 1000
+        layer = {name: plane[i] for name, plane in planes.items()}
+        found = codec.decode(layer, tuple(x.shape[1:]), dtype, role, rotation)
+        assert (found.shape, found.dtype) == (x.shape[1:], dtype)
+        assert torch.equal(found, codec.decode(layer, tuple(x.shape[1:]), dtype, role, rotation))

@@ -1,0 +1,282 @@
+"""What codecs lose and what they take, beside what is known of their methods.
+
+Errors are relative, of vectors of 128 dimensions. The data sets are those of `tests/codecs.py`.
+"""
+
+from itertools import pairwise
+from math import erf, exp, pi, sqrt
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_hf.cache.codecs import Codec, Role, make_codec
+from kvboost_hf.cache.codecs.lloyd_max import centroids, round_to
+from kvboost_hf.cache.codecs.rotation import random_projection, random_rotation
+from kvboost_hf.compat import LayerRotation
+from kvboost_hf.config import KVQuantConfig
+from tests.codecs import HEAD_DIM, ROTATION, error, gaussian, heavy_tailed, outliers, through
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DATA = {"gaussian": gaussian(), "heavy-tailed": heavy_tailed(), "outliers": outliers()}
+
+
+def turbo(bits: float, **settings: Any) -> Codec:
+    return make_codec(KVQuantConfig(key_bits=bits, value_bits=bits, **settings))
+
+
+def kivi(bits: int, group_size: int) -> Codec:
+    return make_codec(KVQuantConfig(method="kivi", key_bits=bits, value_bits=bits, group_size=group_size))
+
+
+PLAIN: dict[str, Any] = {"remove_key_mean": False}
+PAPER: dict[str, Any] = {**PLAIN, "norm_correction": False}
+UNBIASED: dict[str, Any] = {**PLAIN, "qjl": True, "rotation": "haar"}
+# Codec, what it is given, how its keys rotate, and its errors on the three data sets, rounded as they are known; None
+# where none is.
+DISTORTION: list[tuple[Codec, Role, LayerRotation | None, tuple[str | None, str | None, str | None]]] = [
+    (turbo(1, **PAPER), "keys", None, ("0.3604", None, None)),
+    (turbo(2, **PAPER), "keys", None, ("0.1158", None, None)),
+    (turbo(3, **PAPER), "keys", None, ("0.0339", None, None)),
+    (turbo(4, **PAPER), "keys", None, ("0.0093", None, None)),
+    (turbo(2, **UNBIASED), "keys", None, ("0.569", None, None)),
+    (turbo(3, **UNBIASED), "keys", None, ("0.183", "0.185", None)),
+    (turbo(4, **UNBIASED), "keys", None, ("0.0535", "0.054", None)),
+    (turbo(2, **PLAIN), "keys", None, ("0.119", "0.112", "0.101")),
+    (turbo(3, **PLAIN), "keys", None, ("0.034", "0.032", "0.030")),
+    (turbo(4, **PLAIN), "keys", None, ("0.0092", "0.0088", "0.0084")),
+    (turbo(2), "keys", None, ("0.119", "0.112", "0.023")),
+    (turbo(3), "keys", None, ("0.034", "0.032", "0.0065")),
+    (turbo(4), "keys", None, ("0.0092", "0.0088", "0.0018")),
+    (turbo(2), "keys", ROTATION, (None, None, "0.0095")),
+    (turbo(3), "keys", ROTATION, (None, None, "0.0027")),
+    (turbo(4), "keys", ROTATION, (None, None, "0.0007")),
+    (kivi(2, 128), "keys", None, ("0.250", "0.72", "0.033")),
+    (kivi(4, 128), "keys", None, ("0.0099", "0.028", "0.0013")),
+    (kivi(2, 64), "values", None, ("0.202", "0.454", "0.415")),
+    (kivi(4, 64), "values", None, ("0.0080", "0.017", None)),
+]
+
+
+def is_as_expected(found: torch.Tensor, x: torch.Tensor, expected: str) -> bool:
+    """Whether the error is within 3% of a number that was rounded."""
+    last_digit = 10.0 ** -len(expected.removeprefix("0."))
+    return abs(error(found, x) - float(expected)) <= 0.03 * float(expected) + last_digit / 2
+
+
+CASES = [
+    pytest.param(codec, role, rotation, DATA[name], expected, id=f"{codec.name}-{role}-{name}-{rotation is not None}")
+    for codec, role, rotation, errors in DISTORTION
+    for name, expected in zip(DATA, errors, strict=True)
+    if expected is not None
+]
+
+
+@pytest.mark.parametrize(("codec", "role", "rotation", "x", "expected"), CASES)
+def test_distortion(codec: Codec, role: Role, rotation: LayerRotation | None, x: torch.Tensor, expected: str) -> None:
+    found = through(codec, x, role, rotation)
+    assert is_as_expected(found, x, expected)
+    # The control: not so for zeros, the vectors of other tokens, other coordinates, and what was never encoded.
+    for wrong in (torch.zeros_like(x), found.roll(1, dims=2), found.flip(-1), x):
+        assert not is_as_expected(wrong, x, expected)
+
+
+@pytest.mark.parametrize("rotation", ["hadamard", "haar"])
+def test_unbiased_inner_products(rotation: Any) -> None:
+    """A slope of 1; without the signs it is 1 - error, the shrinking of rounding to means."""
+    x, queries = DATA["gaussian"], torch.randn(64, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    exact = x @ queries.T
+
+    def slope(codec: Codec) -> float:
+        return float((through(codec, x) @ queries.T * exact).sum() / exact.square().sum())
+
+    for bits, distortion in ((2, 0.569), (3, 0.183), (4, 0.0535)):
+        codec = turbo(bits, **UNBIASED | {"rotation": rotation})
+        assert slope(codec) == pytest.approx(1, abs=0.005)
+        wrong = (through(codec, x) - x) @ queries.T
+        product = wrong.square() / (x.square().sum(-1, keepdim=True) * queries.square().sum(-1)) * HEAD_DIM
+        assert float(product.mean()) == pytest.approx(distortion, rel=0.03)
+    assert slope(turbo(2, **PAPER)) == pytest.approx(1 - 0.1158, abs=0.005)
+
+
+def test_lengths_are_those_encoded() -> None:
+    for x in DATA.values():
+        for bits in (1, 2.5, 4):
+            ratio = through(turbo(bits), x, "values").norm(dim=-1) / x.norm(dim=-1)
+            assert float((ratio - 1).abs().max()) < 2**-8
+    assert float(through(turbo(1, **PAPER), gaussian()).norm() / gaussian().norm()) < 0.82
+
+
+@pytest.mark.parametrize(("bits", "kivi_bits"), [(2, 2), (4, 4)])
+def test_without_their_mean_keys_lose_less_than_per_channel(bits: float, kivi_bits: int) -> None:
+    """At no more bytes: a scale for each vector is 2 of them, a group of 128 tokens has 2 more for each channel."""
+    x, channels, rotated = outliers()[:, :, :128], kivi(kivi_bits, 128), turbo(bits)
+    shape = tuple(x.shape)
+    assert rotated.nbytes(shape, torch.bfloat16, "keys") <= channels.nbytes(shape, torch.bfloat16, "keys")  # type: ignore[arg-type]
+    assert error(through(rotated, x, rotation=ROTATION), x) < 0.8 * error(through(channels, x), x)
+    assert error(through(turbo(bits, **PLAIN), x), x) > 2 * error(through(channels, x), x)
+
+
+def test_lloyd_max_codebooks() -> None:
+    """Lloyd's iteration, from even steps on, ends at them."""
+    for bits in (1, 2, 3, 4):
+        found = [(i + 0.5) * 2.5 / 2 ** (bits - 1) for i in range(2 ** (bits - 1))]
+        for _ in range(2000):
+            ends = [0.0, *((a + b) / 2 for a, b in pairwise(found)), 40.0]
+            found = [(_density(a) - _density(b)) / (_below(b) - _below(a)) for a, b in pairwise(ends)]
+        assert centroids(bits, CPU)[2 ** (bits - 1) :].tolist() == pytest.approx(found, abs=1e-6)
+        assert torch.equal(centroids(bits, CPU), -centroids(bits, CPU).flip(0))
+
+
+def _density(x: float) -> float:
+    return exp(-x * x / 2) / sqrt(2 * pi)
+
+
+def _below(x: float) -> float:
+    return (1 + erf(x / sqrt(2))) / 2
+
+
+def test_rounding_to_the_next() -> None:
+    x = torch.linspace(-20, 20, 40_001)
+    for bits in (1, 2, 3, 4):
+        distance = (x[:, None] - centroids(bits, CPU)).abs()
+        chosen = distance.gather(1, round_to(x, bits).long()[:, None])[:, 0]
+        assert float((chosen - distance.amin(1)).max()) < 1 / 200
+    assert round_to(torch.tensor([torch.nan, -1000, 1000]), 4).tolist() == [0, 0, 15]
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+def test_rotations(kind: Any, dim: int) -> None:
+    rotation = random_rotation(kind, dim, 7, CPU)
+    torch.testing.assert_close(rotation @ rotation.T, torch.eye(dim), atol=1e-5, rtol=0)
+    random_rotation.cache_clear()
+    assert torch.equal(random_rotation(kind, dim, 7, CPU), rotation)
+    assert not torch.allclose(random_rotation(kind, dim, 8, CPU), rotation, atol=0.01)
+    flat = kind == "hadamard" and dim & (dim - 1) == 0
+    assert float((rotation.abs() * sqrt(dim) - 1).abs().max() < 1e-5) == flat
+
+
+def test_what_is_drawn_never_changes() -> None:
+    """Nor may it: what was stored with it could not be read any more."""
+    signs = random_rotation("hadamard", 16, 0, CPU)[0].sign().int().tolist()
+    assert signs == [-1, 1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, -1, -1, 1, -1]
+    assert random_rotation("haar", 80, 0, CPU)[0, :3].tolist() == pytest.approx(
+        [0.1300023, 0.1685107, -0.0714075], abs=1e-6
+    )
+    assert random_projection(128, 0, CPU)[0, :3].tolist() == pytest.approx(
+        [0.5146835, 1.1559892, -2.6581411], abs=1e-6
+    )
+
+
+def test_bytes_per_token_and_head() -> None:
+    def per_token(codec: Codec, role: Role) -> float:
+        planes = codec.encode(torch.zeros(2, 3, 128, HEAD_DIM, dtype=torch.bfloat16), role, [None, None])
+        return sum(p.untyped_storage().nbytes() for n, p in planes.items() if n != "mean") / (2 * 3 * 128)
+
+    both = {spec: per_token(make_codec(spec), "keys") + per_token(make_codec(spec), "values") for spec in SIZES}
+    assert both == SIZES
+    mean = turbo(4).encode(torch.zeros(2, 3, 128, HEAD_DIM), "keys", [None, None])["mean"]
+    assert mean.untyped_storage().nbytes() == 2 * 3 * 2 * HEAD_DIM
+    assert round(512 / both["turboquant"], 2) == 3.88
+    assert round(512 / both["turboquant:3"], 2) == 5.12
+
+
+SIZES = {
+    "raw": 512,
+    "turboquant": 132,
+    "turboquant:4:3": 116,
+    "turboquant:3": 100,
+    "turboquant:3:2": 84,
+    "turboquant:3.5": 116,
+    "int8": 2 * 128 + 2 * 8,
+    "int4": 2 * 64 + 2 * 8,
+    "int2": 2 * 32 + 2 * 8,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0.0, 100.0, -5000.0])
+def test_kivi_is_off_by_half_a_step(offset: float, dtype: torch.dtype) -> None:
+    x = (gaussian()[:, :, :100] + offset).to(dtype)
+    for bits in (2, 4, 8):
+        step = (x.float().amax(-2) - x.float().amin(-2)) / (2**bits - 1)  # of all tokens, no less than of a group
+        found = through(kivi(bits, 32), x).float()
+        rounding = 1.01 * torch.finfo(dtype).eps * x.float().abs()
+        assert bool(((found - x.float()).abs() <= 0.51 * step.unsqueeze(-2) + rounding).all())
+
+
+SPECS: list[str | KVQuantConfig] = [
+    "raw",
+    "int8",
+    "int4",
+    "int2",
+    "turboquant",
+    "turboquant:3.5",
+    "turboquant:1",
+    KVQuantConfig(qjl=True, key_bits=2.5, rotation="haar"),
+    KVQuantConfig(grouped_values=True, norm_correction=False),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [18, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: make_codec(spec).name)
+def test_edges(spec: str | KVQuantConfig, head_dim: int, dtype: torch.dtype) -> None:
+    codec, rotation = make_codec(spec), LayerRotation(torch.rand(8), "interleaved", 2)
+    largest = min(torch.finfo(dtype).max, 1e16)
+    random = torch.randn(2, 3, 70, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for x in (
+        random,
+        random[:, :, :1].clone(),
+        random[:, :, :0].clone(),
+        random[:, :, ::2],
+        torch.zeros_like(random),
+        torch.full_like(random, 3.0),
+        torch.full_like(random, largest),
+        random.sign() * largest,
+        random * 1e-7,
+    ):
+        for role in ("keys", "values"):
+            found = through(codec, x, role, rotation)  # type: ignore[arg-type]
+            assert found.isfinite().all()
+            assert (found.shape, found.dtype) == (x.shape, x.dtype)
+            if codec.lossless:
+                assert torch.equal(found, x)
+            elif x.numel() and bool(x.any()):
+                assert error(found, x) < 0.75
+            else:
+                assert not found.any()
+
+
+def test_what_is_encoded_is_left_as_it_was() -> None:
+    for spec in SPECS:
+        x = gaussian()
+        make_codec(spec).encode(x, "keys", [ROTATION])
+        assert torch.equal(x, gaussian())
+
+
+def test_names_tell_codecs_apart() -> None:
+    names = [make_codec(spec).name for spec in SPECS]
+    assert len(set(names)) == len(names)
+    assert make_codec(None).name == make_codec("raw").name
+    assert make_codec("turboquant").name == make_codec("turboquant:4:4").name == make_codec(KVQuantConfig()).name
+    assert make_codec(KVQuantConfig(window=256, sink_tokens=0, exact_layers=0)).name == make_codec("turboquant").name
+    assert make_codec(KVQuantConfig(seed=1)).name != make_codec("turboquant").name
+    assert make_codec(KVQuantConfig(method="kivi", group_size=32)).name != make_codec("int4").name
+
+
+@pytest.mark.parametrize("spec", ["", "int3", "turboquant:", "turboquant:4:4:4", "turboquant:x", "TurboQuant", 4])
+def test_no_codec(spec: Any) -> None:
+    with pytest.raises(ValueError, match="A codec must be 'raw', 'int8'"):
+        make_codec(spec)
+
+
+def test_bits_that_a_method_does_not_have() -> None:
+    with pytest.raises(ValueError, match="`key_bits` must be from 1 to 4 with method 'turboquant', got 5"):
+        make_codec("turboquant:5")
+    with pytest.raises(ValueError, match="`key_bits` must be 2 or more with `qjl`, which spends one on signs, got 1"):
+        KVQuantConfig(qjl=True, key_bits=1)
+    with pytest.raises(ValueError, match="`value_bits` must be 2 or 4 with `grouped_values`, got 3"):
+        KVQuantConfig(grouped_values=True, value_bits=3)
