@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test style quality architectures bench soak gpu clean
+.PHONY: demo server test style quality architectures bench soak gpu clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,6 +16,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/installed
 	$(BIN)/kvboost-hf demo --figure demo.png
+
+# The tests of tiers on a server start one of their own, and are skipped where none is installed and none can be.
+APT_GET := DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get -qq -o DPkg::Lock::Timeout=120
+server:
+	@command -v valkey-server || command -v redis-server || { test "$$(id -u)" = 0 && $(APT_GET) update && \
+		$(APT_GET) install --yes --no-install-recommends redis-server; } || \
+		echo "Neither valkey-server nor redis-server: the tests that need one are skipped."
 
 test: $(VENV)/installed
 	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"

@@ -18,7 +18,7 @@ from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.compatibility import check_model_compatibility
-from kvboost_hf.contents import as_json, as_table, contents
+from kvboost_hf.contents import as_json, as_tables, contents
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import verify_correctness
@@ -260,10 +260,12 @@ def _warm(options: argparse.Namespace) -> int:
                 progress.update(task, description=path.name)
                 reports.append((path.name, store.warm(text, tokenizer=tokenizer, pin=False, progress=advance)))
         progress.update(task, description="writing", total=None)
+        store.flush()
+        written = store.stats()["tiers"]
         store.close()
     for what, report in reports:
         console.print(f"{what}: {report}", highlight=False, markup=False, soft_wrap=True)
-    tiers = {tier: stats for tier, stats in store.stats()["tiers"].items() if tier not in ("ram", "device")}
+    tiers = {tier: stats for tier, stats in written.items() if tier not in ("ram", "device")}
     for tier, stats in tiers.items():
         console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
     failed = not tiers or any(stats["errors"] for stats in tiers.values())
@@ -290,7 +292,9 @@ def _inspect(options: argparse.Namespace) -> int:
     try:
         lines = contents(lower, tokenizer.decode if tokenizer is not None else None)
         shown = sorted(lines, key=lambda line: -(line.hits or 0))[: options.limit]
-        console.print(as_table([line for line in lines if line in shown], len(lines)))
+        for table in as_tables([line for line in lines if line in shown]):
+            console.print(table)
+        console.print(f"{len(shown)} of {len(lines)} shown" if len(shown) < len(lines) else f"{len(lines)} stored")
         for tier in lower:
             stats = ", ".join(f"{name} {value}" for name, value in tier.stats().items() if name != "location")
             console.print(f"{tier.name} at {tier.location}: {stats}", highlight=False, markup=False, soft_wrap=True)

@@ -1,7 +1,8 @@
 """What tiers keep, as a table for people: behind `kvboost-hf inspect`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.cache.codes import shown_ids
@@ -10,7 +11,7 @@ from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SHOWN_CHARACTERS = 60
+_SHOWN_CHARACTERS = 200
 
 Decode = Callable[[list[int]], str]
 
@@ -66,26 +67,28 @@ def _line(tier: Tier, entry: Entry, hits: int | None, decode: Decode | None) -> 
     return Line(tier.name, *names, entry.start, count, entry.nbytes, hits, text)
 
 
-def as_table(lines: Sequence[Line], total: int) -> "Table":
-    """The lines as a table of rich."""
+def as_tables(lines: Sequence[Line]) -> Iterator["Table"]:
+    """The lines as tables of rich: one for each tier, model and root."""
     from rich.markup import escape
     from rich.table import Table
 
-    shown = f"{len(lines)} of {total}" if len(lines) < total else str(total)
-    table = Table(title=f"{shown} stored", title_justify="left")
-    for name in ("tier", "model", "root", "kind"):
-        table.add_column(name)
-    for name in ("from token", "tokens", "bytes", "hits"):
-        table.add_column(name, justify="right")
-    with_text = any(line.text is not None for line in lines)
-    if with_text:
-        table.add_column("text", overflow="ellipsis", no_wrap=True, max_width=_SHOWN_CHARACTERS)
-    for line in lines:
-        start = str(line.start) if line.kind != Kind.STATES.value else ""
-        hits = str(line.hits) if line.hits is not None else ""
-        cells = [line.tier, line.model, line.root, line.kind, start, str(line.tokens), f"{line.nbytes:,}", hits]
-        table.add_row(*cells, *([escape(repr(line.text or "")[1:-1])] if with_text else []))
-    return table
+    for (tier, model, root), group in groupby(lines, key=lambda line: (line.tier, line.model, line.root)):
+        own = list(group)
+        with_text = any(line.text is not None for line in own)
+        title = f"{tier}, model {model}, root {root}"
+        table = Table(title=title, title_justify="left", expand=with_text)
+        table.add_column("kind", no_wrap=True, min_width=max(len(line.kind) for line in own))
+        for name in ("from", "tokens", "bytes", "hits"):
+            table.add_column(name, justify="right", min_width=len(name), no_wrap=True)
+        if with_text:
+            table.add_column("text", overflow="ellipsis", no_wrap=True, ratio=1)
+        for line in own:
+            start = str(line.start) if line.kind != Kind.STATES.value else ""
+            hits = str(line.hits) if line.hits is not None else ""
+            text = escape(repr((line.text or "")[:_SHOWN_CHARACTERS])[1:-1])
+            cells = [line.kind, start, str(line.tokens), f"{line.nbytes:,}", hits]
+            table.add_row(*cells, *([text] if with_text else []))
+        yield table
 
 
 def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:

@@ -187,7 +187,7 @@ class LowerTiers:
             if self._closed:
                 return
             if self._executor is None or self._pid != os.getpid():  # threads do not live on in a forked process
-                self._executor, self._pid, self._waiting = ThreadPoolExecutor(1, "kvboost_hf-tiers"), os.getpid(), 0
+                self._executor, self._pid = ThreadPoolExecutor(1, "kvboost_hf-tiers"), os.getpid()
             self._last = self._executor.submit(_logged, job)
 
     def flush(self) -> None:

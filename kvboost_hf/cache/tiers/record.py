@@ -85,10 +85,12 @@ class Blob:
     """
 
     def __init__(self, data: memoryview) -> None:
-        self._data = data
+        self._data = (
+            data if not data.readonly else memoryview(bytearray(data))
+        )  # tensors are views that may be written
         try:
             size = int.from_bytes(data[:8], "little")
-            header = json.loads(bytes(data[8 : 8 + size]))
+            header = json.loads(bytes(self._data[8 : 8 + size]))
             metadata = header.pop("__metadata__")
             told = {name: metadata[name] for name in ("entry", "layout", "sums")}
             if metadata["format"] != _FORMAT or metadata["check"] != _check(header, told):
