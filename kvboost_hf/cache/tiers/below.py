@@ -98,9 +98,14 @@ class LowerTiers:
 
     What is written to them is written by a thread of its own. What waits to be written is bounded; what does not fit
     is not written (yet), and whoever offered it is told.
+
+    Args:
+        tiers: The nearest first.
+        opened: Those that are to be closed, too, by `close()`.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[Tier], opened: Sequence[Tier] = ()) -> None:
+        self._opened = opened
         self.tiers = [MeasuredTier(tier) for tier in tiers]
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
@@ -153,6 +158,7 @@ class LowerTiers:
             above: The `MeasuredTier` that has it already, and from which on it is not to be written.
         """
         with self._lock:
+            self._start_over_after_fork()
             if self._waiting and self._waiting + nbytes > _MAX_WAITING:
                 self.refused += 1
                 return False
@@ -198,14 +204,21 @@ class LowerTiers:
         with self._lock:
             if self._closed:
                 return
-            if self._executor is None or self._pid != os.getpid():  # threads do not live on in a forked process
-                self._executor, self._pid = ThreadPoolExecutor(1, "kvboost_hf-tiers"), os.getpid()
+            self._start_over_after_fork()
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, "kvboost_hf-tiers")
             self._last = self._executor.submit(_logged, job)
+
+    def _start_over_after_fork(self) -> None:
+        """Threads do not live on in a forked process, nor what they were to do."""
+        if self._pid != os.getpid():
+            self._pid, self._executor, self._last, self._waiting = os.getpid(), None, None, 0
 
     def flush(self) -> None:
         """Wait until all that was given to the thread is done."""
         with self._lock:
-            last = self._last if self._pid == os.getpid() else None
+            self._start_over_after_fork()
+            last = self._last
         if last is not None:
             last.exception()
 
@@ -217,8 +230,8 @@ class LowerTiers:
             executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()
-        for tier in self.tiers:
-            tier.tier.close()
+        for tier in self._opened:
+            tier.close()
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Of each tier by its name, with how fast it was found to be."""
