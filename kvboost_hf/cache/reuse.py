@@ -48,8 +48,8 @@ class ChunkReuseCache(ServingCache):
 
     Raises:
         ValueError: for a model that cannot be served, or not with `max_cache_len`; a store that was made for another
-            model; `live_quant` with `max_cache_len`; audits of lossy K/V; and later, for a generate() call that may take more
-            than `max_cache_len` tokens.
+            model; `live_quant` with `max_cache_len`; audits of lossy K/V; and later, for a generate() call that may
+            take more than `max_cache_len` tokens.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -88,8 +88,8 @@ class ChunkReuseCache(ServingCache):
         if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
             lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
             raise ValueError(
-                f"`audit_rate` must be 0 with {lossy}, whose answers may differ, got {policy.audit_rate}. Measure them "
-                "with verify_correctness()."
+                f"`audit_rate` must be 0 with {lossy}, whose answers may differ, got {policy.audit_rate}. Measure "
+                "them with verify_correctness()."
             )
         salt = store.salt if salt is None else salt_bytes(salt)
         super().__init__(model, store, policy, salt, max_cache_len, live_quant)
