@@ -4,7 +4,7 @@ A codec has no state: whatever it needs besides planes follows from its `name`. 
 there were tensors, so that one layer can be read without the others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -13,6 +13,8 @@ from kvboost_hf.compat import LayerRotation
 
 Role = Literal["keys", "values"]
 Planes = dict[str, torch.Tensor]
+
+_BLOCK = 1 << 17  # numbers; as float32 half a megabyte
 
 
 class Codec(Protocol):
@@ -65,6 +67,17 @@ class Codec(Protocol):
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """Bytes of the planes for `x` of this shape and dtype; exact."""
         ...
+
+
+def in_blocks(
+    encode: Callable[[torch.Tensor, Sequence[LayerRotation | None]], Planes],
+    x: torch.Tensor,
+    rotations: Sequence[LayerRotation | None],
+) -> Planes:
+    """Encode so many layers at a time that what is in between stays in the cache of a CPU; on a GPU all of them."""
+    layers = len(x) if x.is_cuda else max(1, _BLOCK // max(1, x[0].numel()))
+    parts = [encode(x[i : i + layers], rotations[i : i + layers]) for i in range(0, len(x), layers)]
+    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

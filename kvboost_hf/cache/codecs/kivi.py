@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from kvboost_hf.cache.codecs.base import Planes, Role, narrowed
+from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed
 from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
 from kvboost_hf.compat import LayerRotation
 
@@ -37,6 +37,9 @@ class Kivi:
     @torch.no_grad()
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
         """See `Codec.encode`; numbers beyond 1e38 may come back as infinity."""
+        return in_blocks(lambda part, _: self._encode(part, role), x, rotations)
+
+    def _encode(self, x: torch.Tensor, role: Role) -> Planes:
         bits, dim = self._bits[role], _dim(role)
         codes = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         least = torch.empty(self._scales_shape(x.shape, role), dtype=x.dtype, device=x.device)
