@@ -14,7 +14,7 @@ from kvboost_hf.compat import LayerRotation
 Role = Literal["keys", "values"]
 Planes = dict[str, torch.Tensor]
 
-_BLOCK = 1 << 17  # numbers; as float32 half a megabyte
+_BLOCK = 1 << 19  # numbers; as float32 two megabytes
 
 
 class Codec(Protocol):
@@ -45,22 +45,22 @@ class Codec(Protocol):
     def decode(
         self,
         planes: Mapping[str, torch.Tensor],
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         role: Role,
         rotation: LayerRotation | None,
     ) -> torch.Tensor:
-        """Decode one layer.
+        """Decode one layer, or several that rotate alike.
 
         Args:
-            planes: What `encode` made, one entry of each.
-            shape: heads, tokens, head_dim.
+            planes: What `encode` made, one entry of each, or entries [layers, …].
+            shape: heads, tokens, head_dim, or the same behind the number of layers.
             dtype: Of the result.
             role: What they are.
             rotation: As it was for `encode`.
 
         Returns:
-            [heads, tokens, head_dim] on the device of the planes.
+            A tensor of this shape on the device of the planes.
         """
         ...
 

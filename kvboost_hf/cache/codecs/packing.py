@@ -16,6 +16,12 @@ def packed_width(dim: int, bits: int) -> int:
     return -(-dim * bits // 8)
 
 
+def to_codes(x: torch.Tensor) -> torch.Tensor:
+    """The whole parts, uint8, of numbers from 0 to 255, float32, which are written to."""
+    # By way of int32, in place: float32 to uint8 at once takes three times as long on a CPU.
+    return x.view(torch.int32).copy_(x).to(torch.uint8)
+
+
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes [..., dim], uint8 below 2 ** bits, to uint8 [..., packed_width(dim, bits)]."""
     if bits == 3:

@@ -69,7 +69,8 @@ class TurboQuant:
         x = rotated(x, self._config.rotation, self._config.seed)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         x.mul_(sqrt(dim) / norm.clamp_min(_LEAST))
-        codes = [(round_to(part, bits), bits) for part, bits in self._parts(x, role)]
+        own = x.clone() if self._has_signs(role) else x
+        codes = [(round_to(part, bits), bits) for part, bits in self._parts(own, role)]
         planes["codes"] = _joined([pack(*part) for part in codes])
         if self._has_signs(role):
             left = x.sub_(_looked_up(codes))
@@ -86,7 +87,7 @@ class TurboQuant:
     def decode(
         self,
         planes: Mapping[str, torch.Tensor],
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         role: Role,
         rotation: LayerRotation | None,
