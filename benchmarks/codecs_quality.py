@@ -33,13 +33,15 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from kvboost_hf import ChunkReuseCache, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.demo.workloads import encode
 
 NUM_DOCUMENTS, NUM_WORDS = 9, 96
 PLAIN = "K/V as it is"
-PACKED = 20  # HQQ packs 10 codes of 3 bits, or 8 of 1, of the tokens of both heads: others numbers of tokens it fails on
+PACKED = (
+    20  # HQQ packs 10 codes of 3 bits, or 8 of 1, of the tokens of both heads: others numbers of tokens it fails on
+)
 Spec = str | KVQuantConfig
 
 
@@ -64,15 +66,13 @@ def draw_case(tokenizer: PreTrainedTokenizerBase, seed: int, questions: int) -> 
 class Stored:
     """Fresh caches on a store that holds the documents through a codec."""
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], spec: Spec, control: str | None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], arm: "Arm") -> None:
         self._model = model
-        self._store = FreezableStore(model, chunker=ContentChunker.for_tokenizer(tokenizer), codec=spec)
+        self._store = FreezableStore(model, chunker=ContentChunker.for_tokenizer(tokenizer), codec=arm.spec)
         self._store.warm(ids)
         self._store.frozen = True
-        if control is not None:
-            damage(self._store, control)
+        if arm.control is not None:
+            damage(self._store, arm.control)
 
     def cache(self) -> Cache:
         return ChunkReuseCache(self._model, self._store, ReusePolicy(min_prefill_saving=0))
@@ -127,13 +127,14 @@ class Arm:
     spec: Spec | None = None
     backend: dict[str, Any] | None = None  # of a QuantizedCache
     control: str | None = None  # what is done to what is stored
+    even: bool = True  # as many bits for values as for keys, and groups of the usual size
 
     def prime(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], known: int
     ) -> Stored | Held:
         """Keep a prompt, or, in a quantized cache, its first `known` tokens."""
         if self.spec is not None:
-            return Stored(model, tokenizer, ids, self.spec, self.control)
+            return Stored(model, tokenizer, ids, self)
         if self.backend is None:
             return Held(model, ids[:known], DynamicCache(config=model.config))
         # The residual is never full: what was quantized first is never quantized again.
@@ -147,10 +148,10 @@ def make_arms() -> list[Arm]:
 
     arms = [Arm(PLAIN, "plain"), Arm("raw", "raw", "raw")]
     arms += [Arm(name, "KIVI", name) for name in ("int8", "int4", "int2")]
-    arms.append(Arm("int4 keys, int2 values", "KIVI", KVQuantConfig(method="kivi", value_bits=2)))
-    arms.append(Arm("int4, groups of 32", "KIVI", KVQuantConfig(method="kivi", group_size=32)))
+    arms.append(Arm("int4 keys, int2 values", "KIVI", KVQuantConfig(method="kivi", value_bits=2), even=False))
+    arms.append(Arm("int4, groups of 32", "KIVI", KVQuantConfig(method="kivi", group_size=32), even=False))
     for bits in ("4", "3.5", "3", "2.5", "2", "4:3", "4:2", "3:2"):
-        arms.append(Arm(f"turboquant:{bits}", "TurboQuant", f"turboquant:{bits}"))
+        arms.append(Arm(f"turboquant:{bits}", "TurboQuant", f"turboquant:{bits}", even=":" not in bits))
     variants: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
         "with QJL": ({"qjl": True}, (4, 3.5, 3, 2)),
         "mean kept in": ({"remove_key_mean": False}, (4, 3, 2)),
@@ -162,7 +163,9 @@ def make_arms() -> list[Arm]:
         arms += [Arm(f"turboquant:{b:g}, {family}", family, turboquant(b, **settings)) for b in widths]
     arms.append(Arm("turboquant:4:2, grouped values", "grouped values", turboquant(4, 2, grouped_values=True)))
     for nbits in (4, 2):
-        arms.append(Arm(f"transformers, quanto, {nbits} bits", "quanto", backend={"backend": "quanto", "nbits": nbits}))
+        arms.append(
+            Arm(f"transformers, quanto, {nbits} bits", "quanto", backend={"backend": "quanto", "nbits": nbits})
+        )
     axes = {"axis_key": 1, "axis_value": 1}  # as transformers' documentation asks for with HQQ
     for nbits in (8, 4, 3, 2, 1):
         backend = {"backend": "hqq", "nbits": nbits, **axes}
@@ -200,7 +203,7 @@ def read(model: PreTrainedModel, ids: Sequence[int], answer: Sequence[int], cach
 def ask(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case, arm: Arm, full: list[torch.Tensor]
 ) -> tuple[float, list[Outcome]]:
-    """Bytes per token, and the outcome of every question; `full` is filled by the first arm, and read by all others."""
+    """Bytes per token, and the outcome of every question; `full` is filled by the first arm, and read by others."""
     ids = case.prompts[0]
     known = min(common(ids, other) for other in case.prompts[1:])
     known -= known % PACKED
@@ -230,13 +233,17 @@ def common(ids: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
 
 
-def measure(device: str, dtype: torch.dtype, num_cases: int, questions: int) -> Result:
+def measure(device: str, dtype: torch.dtype, num_cases: int, questions: int, only: Sequence[str]) -> Result:
+    """Rows of figures, one for each arm; the first is that of K/V as it is."""
     model, tokenizer = load_embedded(dtype)
     model.to(device)
     cases = [draw_case(tokenizer, n, questions) for n in range(num_cases)]
     answers: list[list[torch.Tensor]] = [[] for _ in cases]
     rows: list[Result] = []
+    right: list[bool] = []
     for arm in make_arms():
+        if only and arm.family != "plain" and arm.name not in only:
+            continue
         print(f"{arm.name:60}", end="\r", flush=True)
         found: list[tuple[float, list[Outcome]]] = []
         try:
@@ -248,8 +255,11 @@ def measure(device: str, dtype: torch.dtype, num_cases: int, questions: int) -> 
             continue
         outcomes = [outcome for _, each in found for outcome in each]
         row = {field: statistics.fmean(getattr(o, field) for o in outcomes) for field in Outcome.__slots__}
+        right = right or [outcome.right for outcome in outcomes]
+        pairs = [(before, outcome.right) for before, outcome in zip(right, outcomes, strict=True)]
+        changed = {"lost": pairs.count((True, False)), "gained": pairs.count((False, True))}
         taken = statistics.fmean(taken for taken, _ in found)
-        rows.append({"arm": arm.name, "family": arm.family, "bytes": taken, **row})
+        rows.append({"arm": arm.name, "family": arm.family, "even": arm.even, "bytes": taken, **row, **changed})
     config = model.config
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return {"questions": questions * num_cases, "dtype": str(dtype), "numbers": numbers, "rows": rows}
@@ -257,20 +267,22 @@ def measure(device: str, dtype: torch.dtype, num_cases: int, questions: int) -> 
 
 def markdown(result: Result) -> str:
     rows = [row for row in result["rows"] if "failed" not in row]
-    plain, raw = (next(row for row in rows if row["family"] == family) for family in ("plain", "raw"))
+    plain = rows[0]
+    raw_bytes = result["numbers"] * getattr(torch, result["dtype"].removeprefix("torch.")).itemsize
     lines = [
         measured_on(result["provenance"]),
         "",
         f"{result['questions']} questions about {NUM_DOCUMENTS} documents, {result['dtype'].removeprefix('torch.')}; "
-        f"{raw['decoded']:.1%} of a prompt was not computed but came from where it was kept. Bits are bytes by the "
-        f"{result['numbers']} numbers of a token, so that scales count.",
+        f"{min(row['decoded'] for row in rows):.1%} of a prompt or more was not computed but came from where it was "
+        f"kept. Bits are bytes by the {result['numbers']} numbers of a token, so that scales count. An answer is lost "
+        "that is right with K/V as it is, and gained that is not.",
         "",
-        "| | bytes per token | bits | less than raw | right | points lost | KL (nats) | same first choice |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| | bytes per token | bits | less than raw | right | answers lost | gained | KL (nats) | same first choice |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [
         f"| {row['arm']} | {row['bytes']:.0f} | {8 * row['bytes'] / result['numbers']:.2f} "
-        f"| {raw['bytes'] / row['bytes']:.2f}x | {row['right']:.1%} | {100 * (plain['right'] - row['right']):.1f} "
+        f"| {raw_bytes / row['bytes']:.2f}x | {row['right']:.1%} | {row['lost']} | {row['gained']} "
         f"| {row['kl']:.1e} | {row['agreement']:.2%} |"
         for row in rows
         if row is not plain
@@ -281,20 +293,87 @@ def markdown(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
+# Family: colour, marker, the arm at which its name is written, and how far from it in points.
+_FAMILIES: dict[str, tuple[str, str, str, tuple[int, int]]] = {
+    "TurboQuant": ("#1f6fb2", "o", "turboquant:2", (-10, -46)),
+    "with QJL": ("#b0554f", "v", "turboquant:2, with QJL", (9, 2)),
+    "mean kept in": ("#8a5fbf", "^", "turboquant:3, mean kept in", (-38, -16)),
+    "Haar": ("#5fa8d3", "D", "turboquant:4, Haar", (8, -3)),
+    "lengths not corrected": ("#888888", "x", "turboquant:2, lengths not corrected", (-6, -16)),
+    "grouped values": ("#7a9d3a", "P", "turboquant:2, grouped values", (6, 6)),
+    "KIVI": ("#3a9d5d", "s", "int2", (10, -4)),
+    "quanto": ("#d9822b", "*", "transformers, quanto, 4 bits", (8, -8)),
+    "HQQ": ("#222222", "+", "transformers, HQQ, 4 bits", (8, 4)),
+}
+
+
+def figure(result: Result, path: Path) -> None:
+    """Write a PNG: KL, and answers right, against bytes per token; lines join equal bits for keys and values."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = {row["arm"]: row for row in result["rows"] if row.get("kl", 1) < 1}
+    drawn, axes = pyplot.subplots(1, 2, figsize=(12, 5.2), sharex=True, layout="constrained")
+    for axis, field, scale in ((axes[0], "kl", 1), (axes[1], "right", 100)):
+        for family, (colour, marker, labelled, offset) in _FAMILIES.items():
+            own = [row for row in rows.values() if row["family"] == family]
+            at, height = [row["bytes"] for row in own], [scale * row[field] for row in own]
+            axis.plot(at, height, marker, color=colour, markersize=6)
+            joined = [row for row in own if row["even"]]
+            if family in ("TurboQuant", "with QJL", "KIVI", "quanto", "HQQ"):
+                axis.plot([r["bytes"] for r in joined], [scale * r[field] for r in joined], color=colour, linewidth=1)
+            if axis is axes[0]:
+                where = (rows[labelled]["bytes"], scale * rows[labelled][field])
+                axis.annotate(family, where, offset, textcoords="offset points", color=colour, fontsize=9)
+        axis.set_xscale("log")
+        axis.set_xticks((300, 400, 500, 600, 800, 1200), ("300", "400", "500", "600", "800", "1,200"))
+        axis.set_xticks([], minor=True)
+        axis.set_xlabel("bytes per token, scales included")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    for name, text in {f"turboquant:{bits}": bits for bits in ("4", "3.5", "3", "2", "4:2", "3:2")}.items():
+        where = (rows[name]["bytes"], rows[name]["kl"])
+        axes[0].annotate(
+            text,
+            where,
+            (-5, -13 if text == "3.5" else 7),
+            textcoords="offset points",
+            color="#1f6fb2",
+            fontsize=8,
+            ha="right",
+        )
+    for name in ("int8", "int4"):
+        where = (rows[name]["bytes"], rows[name]["kl"])
+        axes[0].annotate(name, where, (7, 4), textcoords="offset points", color="#3a9d5d", fontsize=8)
+    plain = 100 * result["rows"][0]["right"]
+    axes[1].axhline(plain, color="#555555", linestyle="--", linewidth=1)
+    axes[1].annotate("K/V as it is", (900, plain), (0, 4), textcoords="offset points", color="#555555", fontsize=9)
+    axes[0].set_yscale("log")
+    axes[0].set_ylabel("KL from the model with K/V as it is (nats)")
+    axes[1].set_ylabel("answers right (%)")
+    drawn.savefig(path, dpi=130)
+    pyplot.close(drawn)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON, the table and the figure")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="of the model and its K/V (default: float32)")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="of these rows; no figure is drawn")
     parser.add_argument("--questions", type=int, default=200, help="in all, 10 about the same documents")
     options = parser.parse_args()
     where = provenance(sys.argv[1:], "codecs_quality.py")
     dtype = getattr(torch, options.dtype)
-    result = {"provenance": where, **measure(options.device, dtype, -(-options.questions // 10), 10)}
+    result = {"provenance": where, **measure(options.device, dtype, -(-options.questions // 10), 10, options.only)}
     options.out.mkdir(parents=True, exist_ok=True)
     name = f"codecs-quality-{options.device}"
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (options.out / f"{name}.md").write_text(markdown(result))
+    if not options.only:
+        figure(result, options.out / f"{name}.png")
     print(markdown(result))
 
 
