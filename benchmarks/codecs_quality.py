@@ -1,11 +1,12 @@
 """What K/V in fewer bits does to answers: every codec, and what transformers has of the kind, on the trained reader.
 
-    PYTHONPATH=. python benchmarks/codecs_quality.py --out benchmarks/results
+    PYTHONPATH=. python benchmarks/codecs_quality.py --out benchmarks/results [--live]
 
 Several questions are asked about the same documents. A store has computed these for one more question, and holds them
 through a codec; it is frozen, so that each answer starts from nothing but codes. Only the question itself, and the
 answer, are computed, on top of what is decoded. The quantized caches of transformers are given just the same tokens to
-quantize, in one go, and quantize nothing more; those of kvboost_hf that hold codes leave what they are told to exact.
+quantize, in one go, and quantize nothing more. With `--live`, so are caches of kvboost_hf that hold codes, and whose
+last tokens stay exact.
 
 The right answer is fed token by token behind each prompt. A question counts as right if every token of its answer, end
 included, is the model's first choice; exactly then does greedy generate() give that answer. KL divergences are those
@@ -31,7 +32,7 @@ from repair_quality import FreezableStore, damage
 from reuse import Result, measured_on, provenance
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
 
-from kvboost_hf import ChunkReuseCache, ContentChunker, ReusePolicy
+from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
@@ -101,6 +102,19 @@ class Held:
         return storage([vars(layer) for layer in self._cache.layers]) / self._num_tokens
 
 
+class Live:
+    """Caches that hold codes, and have been given the documents in one go."""
+
+    def __init__(self, model: PreTrainedModel, ids: Sequence[int], config: KVQuantConfig) -> None:
+        self._model, self._ids, self._config = model, ids, config
+        self.bytes_per_token = self.cache().nbytes / len(ids)
+
+    def cache(self) -> ChunkReuseCache:
+        cache = ChunkReuseCache(self._model, ChunkStore(self._model), live_quant=self._config)
+        forward(self._model, self._ids, cache, last=1)
+        return cache
+
+
 def storage(kept: Any) -> int:
     """Bytes of all tensors that are kept, each storage counted once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(kept)}.values())
@@ -126,13 +140,16 @@ class Arm:
     family: str  # its marker in the figure
     spec: Spec | None = None
     backend: dict[str, Any] | None = None  # of a QuantizedCache
+    live: KVQuantConfig | None = None
     control: str | None = None  # what is done to what is stored
     even: bool = True  # as many bits for values as for keys, and groups of the usual size
 
     def prime(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], known: int
-    ) -> Stored | Held:
+    ) -> Stored | Held | Live:
         """Keep a prompt, or, in a quantized cache, its first `known` tokens."""
+        if self.live is not None:
+            return Live(model, ids[:known], self.live)
         if self.spec is not None:
             return Stored(model, tokenizer, ids, self)
         if self.backend is None:
@@ -172,6 +189,15 @@ def make_arms() -> list[Arm]:
         arms.append(Arm(f"transformers, HQQ, {nbits} bits", "HQQ", backend=backend))
     for control in ("zeroed", "shuffled"):
         arms.append(Arm(f"control: turboquant:4, {control}", "control", "turboquant:4", control=control))
+    return arms
+
+
+def make_live_arms() -> list[Arm]:
+    arms = [Arm(PLAIN, "plain")]
+    for bits in (4, 3):
+        arms.append(Arm(f"live, {bits} bits", "live", live=KVQuantConfig(key_bits=bits, value_bits=bits)))
+        config = KVQuantConfig(key_bits=bits, value_bits=bits, exact_layers=0, window=16)
+        arms.append(Arm(f"live, {bits} bits, all layers, window of 16", "live", live=config))
     return arms
 
 
@@ -215,7 +241,7 @@ def ask(
         found = read(model, prompt, answer, cache)
         if len(full) == n:
             full.append(found)
-        reused = cache.report.reused_tokens if isinstance(cache, ChunkReuseCache) else held
+        reused = held or cache.report.reused_tokens
         same = found.argmax(-1) == full[n].argmax(-1)
         outcomes.append(
             Outcome(
@@ -233,7 +259,7 @@ def common(ids: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
 
 
-def measure(device: str, dtype: torch.dtype, num_cases: int, questions: int, only: Sequence[str]) -> Result:
+def measure(device: str, dtype: torch.dtype, num_cases: int, questions: int, arms: Sequence[Arm]) -> Result:
     """Rows of figures, one for each arm; the first is that of K/V as it is."""
     model, tokenizer = load_embedded(dtype)
     model.to(device)
@@ -241,9 +267,7 @@ def measure(device: str, dtype: torch.dtype, num_cases: int, questions: int, onl
     answers: list[list[torch.Tensor]] = [[] for _ in cases]
     rows: list[Result] = []
     right: list[bool] = []
-    for arm in make_arms():
-        if only and arm.family != "plain" and arm.name not in only:
-            continue
+    for arm in arms:
         print(f"{arm.name:60}", end="\r", flush=True)
         found: list[tuple[float, list[Outcome]]] = []
         try:
@@ -362,18 +386,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON, the table and the figure")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="of the model and its K/V (default: float32)")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="of these rows; no figure is drawn")
+    parser.add_argument("--live", action="store_true", help="caches that hold codes, in place of all others")
     parser.add_argument("--questions", type=int, default=200, help="in all, 10 about the same documents")
     options = parser.parse_args()
     where = provenance(sys.argv[1:], "codecs_quality.py")
+    arms = make_live_arms() if options.live else make_arms()
     dtype = getattr(torch, options.dtype)
-    result = {"provenance": where, **measure(options.device, dtype, -(-options.questions // 10), 10, options.only)}
+    result = {"provenance": where, **measure(options.device, dtype, -(-options.questions // 10), 10, arms)}
     options.out.mkdir(parents=True, exist_ok=True)
-    name = f"codecs-quality-{options.device}"
+    name = f"codecs-quality-{'live-' if options.live else ''}{options.device}"
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (options.out / f"{name}.md").write_text(markdown(result))
-    if not options.only:
-        figure(result, options.out / f"{name}.png")
+    if not options.live:
+        figure(result, options.out / "codecs-quality.png")
     print(markdown(result))
 
 

@@ -157,7 +157,8 @@ def validate_turboquant(
 def _cells(check: Check) -> tuple[str, ...]:
     broken = "; ".join(f"{kind}: {_shown(found, check.allowed)}" for kind, found in check.controls.items())
     passed = ("ok" if check.passed else "FAILED") if check.allowed else ""
-    return check.name, _shown(check.found, check.found), _limits(check), broken, passed
+    allowed = f"{_limits(check)} (known: {check.claim})" if check.claim else _limits(check)
+    return check.name, _shown(check.found, check.found), allowed, broken, passed
 
 
 def _shown(figures: Figures, names: Iterable[str]) -> str:
