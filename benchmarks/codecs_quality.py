@@ -10,7 +10,8 @@ last tokens stay exact.
 
 The right answer is fed token by token behind each prompt. A question counts as right if every token of its answer, end
 included, is the model's first choice; exactly then does greedy generate() give that answer. KL divergences are those
-from the model with its K/V as it is, mean over the tokens of an answer, then over questions.
+from the model with its K/V as it is, mean over the tokens of an answer. Their mean over questions is that of the few
+that the model all but gets wrong anyway, so that it comes with its standard error, and with the median.
 
 Bytes are those of the storage that tensors really have, scales and whatever else is kept included, by token of all
 layers and heads.
@@ -279,6 +280,9 @@ def measure(device: str, dtype: torch.dtype, num_cases: int, questions: int, arm
             continue
         outcomes = [outcome for _, each in found for outcome in each]
         row = {field: statistics.fmean(getattr(o, field) for o in outcomes) for field in Outcome.__slots__}
+        divergences = [outcome.kl for outcome in outcomes]
+        row["kl_median"] = statistics.median(divergences)
+        row["kl_error"] = statistics.stdev(divergences) / len(divergences) ** 0.5
         right = right or [outcome.right for outcome in outcomes]
         pairs = [(before, outcome.right) for before, outcome in zip(right, outcomes, strict=True)]
         changed = {"lost": pairs.count((True, False)), "gained": pairs.count((False, True))}
@@ -301,13 +305,13 @@ def markdown(result: Result) -> str:
         f"kept. Bits are bytes by the {result['numbers']} numbers of a token, so that scales count. An answer is lost "
         "that is right with K/V as it is, and gained that is not.",
         "",
-        "| | bytes per token | bits | less than raw | right | answers lost | gained | KL (nats) | same first choice |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| | bytes per token | bits | less than raw | right | answers lost | gained | KL (nats), median | mean | same first choice |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [
         f"| {row['arm']} | {row['bytes']:.0f} | {8 * row['bytes'] / result['numbers']:.2f} "
         f"| {raw_bytes / row['bytes']:.2f}x | {row['right']:.1%} | {row['lost']} | {row['gained']} "
-        f"| {row['kl']:.1e} | {row['agreement']:.2%} |"
+        f"| {row['kl_median']:.1e} | {row['kl']:.1e} ± {row['kl_error']:.0e} | {row['agreement']:.2%} |"
         for row in rows
         if row is not plain
     ]
@@ -340,7 +344,7 @@ def figure(result: Result, path: Path) -> None:
 
     rows = {row["arm"]: row for row in result["rows"] if row.get("kl", 1) < 1}
     drawn, axes = pyplot.subplots(1, 2, figsize=(12, 5.2), sharex=True, layout="constrained")
-    for axis, field, scale in ((axes[0], "kl", 1), (axes[1], "right", 100)):
+    for axis, field, scale in ((axes[0], "kl_median", 1), (axes[1], "right", 100)):
         for family, (colour, marker, labelled, offset) in _FAMILIES.items():
             own = [row for row in rows.values() if row["family"] == family]
             at, height = [row["bytes"] for row in own], [scale * row[field] for row in own]
@@ -358,7 +362,7 @@ def figure(result: Result, path: Path) -> None:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     for name, text in {f"turboquant:{bits}": bits for bits in ("4", "3.5", "3", "2", "4:2", "3:2")}.items():
-        where = (rows[name]["bytes"], rows[name]["kl"])
+        where = (rows[name]["bytes"], rows[name]["kl_median"])
         axes[0].annotate(
             text,
             where,
@@ -369,13 +373,13 @@ def figure(result: Result, path: Path) -> None:
             ha="right",
         )
     for name in ("int8", "int4"):
-        where = (rows[name]["bytes"], rows[name]["kl"])
+        where = (rows[name]["bytes"], rows[name]["kl_median"])
         axes[0].annotate(name, where, (7, 4), textcoords="offset points", color="#3a9d5d", fontsize=8)
     plain = 100 * result["rows"][0]["right"]
     axes[1].axhline(plain, color="#555555", linestyle="--", linewidth=1)
     axes[1].annotate("K/V as it is", (900, plain), (0, 4), textcoords="offset points", color="#555555", fontsize=9)
     axes[0].set_yscale("log")
-    axes[0].set_ylabel("KL from the model with K/V as it is (nats)")
+    axes[0].set_ylabel("KL from the model with K/V as it is (nats), median")
     axes[1].set_ylabel("answers right (%)")
     drawn.savefig(path, dpi=130)
     pyplot.close(drawn)
