@@ -305,7 +305,8 @@ def markdown(result: Result) -> str:
         f"kept. Bits are bytes by the {result['numbers']} numbers of a token, so that scales count. An answer is lost "
         "that is right with K/V as it is, and gained that is not.",
         "",
-        "| | bytes per token | bits | less than raw | right | answers lost | gained | KL (nats), median | mean | same first choice |",
+        "| | bytes per token | bits | less than raw | right | answers lost | gained | KL (nats), median | mean "
+        "| same first choice |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [

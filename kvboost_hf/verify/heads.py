@@ -74,7 +74,7 @@ def read_heads(model: PreTrainedModel, ids: torch.Tensor) -> tuple[list[LayerHea
     found: list[LayerHeads] = []
     for (at, keys, values), seen_here in zip(kept, seen.queries if own else [None] * len(kept), strict=True):
         query, scale = seen_here if seen_here is not None else (_drawn(keys), keys.shape[-1] ** -0.5)
-        query = query[:, -_NUM_QUERIES:].float()
+        query = query[:, -min(_NUM_QUERIES, keys.shape[1]) :].float()  # a window keeps the last keys only
         positions = torch.arange(keys.shape[1] - query.shape[1], keys.shape[1], device=keys.device)
         sharing = len(query) // len(keys)
         rotation = rotations.layers[at] if not isinstance(rotations, str) else None

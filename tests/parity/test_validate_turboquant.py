@@ -1,12 +1,13 @@
 """The checks of TurboQuant's paper on the embedded model; broken codecs, and checks that detect nothing, fail."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec
@@ -15,8 +16,10 @@ from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.verify import Check, TurboQuantReport, validate_turboquant
 from kvboost_hf.verify.distortion import claimed
 from kvboost_hf.verify.heads import read_heads
+from kvboost_hf.verify.inner_products import inner_product_checks
 from kvboost_hf.verify.needle import make_needles
 from kvboost_hf.verify.sabotage import Sabotaged
+from tests.conftest import make_model, random_ids
 
 Reader = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 IDS = torch.arange(3, 203)[None]
@@ -117,6 +120,19 @@ def test_queries_and_keys_are_those_of_the_models_attention(reader: Reader) -> N
         logits = layer.queries @ layer.keys.mT * layer.scale
         logits.masked_fill_(torch.arange(IDS.shape[1]) > layer.positions[:, None], -torch.inf)
         torch.testing.assert_close(logits.softmax(-1).reshape(4, 64, -1), expected[0, :, -64:], rtol=1e-4, atol=1e-5)
+
+
+def test_windows_keep_the_last_keys() -> None:
+    layers, own = read_heads(make_model("mistral"), random_ids(100))
+    assert own
+    assert all(layer.positions.min() >= 0 for layer in layers)
+    checks = list(inner_product_checks(layers, {"turboquant:4": KVQuantConfig()}))
+    assert all(math.isfinite(value) for check in checks for value in check.found.values())
+
+
+def test_a_model_without_keys_is_refused() -> None:
+    with pytest.raises(ValueError, match="must keep keys and values"):
+        read_heads(MambaForCausalLM(MambaConfig(vocab_size=200, hidden_size=32, num_hidden_layers=2)), random_ids(20))
 
 
 def test_other_attention_takes_drawn_queries() -> None:
