@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from kvboost_hf.cache.content_index import ContentIndex
 from kvboost_hf.cache.kv import ColumnFormat, LayerKV, LayerStates
 from kvboost_hf.cache.on_device import DeviceShelf
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, Chunk, ChunkIndex, SavedState
-from kvboost_hf.cache.shelf import Shelf, StoredChunk, StoredStates, head_key, remember
+from kvboost_hf.cache.shelf import Put, Shelf, StoredChunk, StoredStates, head_key, remember
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.below import Found, LowerTiers
 from kvboost_hf.cache.tiers.record import DamagedBlobError, dump
@@ -129,6 +129,24 @@ class TieredShelf(Shelf):
             self._lower.touch(durable)
             self.promote(used)
 
+    def put_content(
+        self,
+        root: bytes,
+        tokens: Tokens,
+        start: int,
+        nbytes: int,
+        copy_kv: Callable[[], LayerKV] | None,
+        *,
+        parent: bytes | None = None,
+        pinned: bool = False,
+    ) -> Put:
+        """See `Shelf.put_content`; what is in a lower tier comes back to host memory if it is to be pinned."""
+        for nearest in self.moved_index(root).variants(tokens)[:1] if pinned else ():
+            if nearest.loaded is None and nearest.start <= start:
+                for loaded in self.fetch([nearest]).values():
+                    self._take_back(loaded, self._generation)
+        return super().put_content(root, tokens, start, nbytes, copy_kv, parent=parent, pinned=pinned)
+
     def flush(self) -> None:
         """Wait until everything stored so far has been written to the lower tiers."""
         self._lower.flush()
@@ -240,7 +258,7 @@ class TieredShelf(Shelf):
             there = stored.key in self._order
             if held is None or there or self._closed or generation != self._generation:
                 return None
-            if self._continues(stored.root, stored.parent) and self._make_room(stored.nbytes, keep=stored.parent):
+            if self._make_room(stored.nbytes, keep=stored.parent):
                 self._used += stored.nbytes
                 if isinstance(stored, StoredStates):
                     assert isinstance(held, LayerStates)
@@ -261,11 +279,11 @@ class TieredShelf(Shelf):
         entry = found.entry
         if entry.kind is not Kind.STATES and entry.key not in self._chunks and entry.key not in self._ghosts:
             self._ghosts[entry.key] = ghost = unloaded_chunk(found)
-            super().moved_index(entry.root).add(ghost)
+            self._content_index(entry.root).add(ghost)
 
     def _drop_ghost(self, key: bytes) -> None:
         if (ghost := self._ghosts.pop(key, None)) is not None:
-            super().moved_index(ghost.root).remove(ghost)
+            self._content_index(ghost.root).remove(ghost)
 
 
 def unloaded_chunk(found: Found) -> StoredChunk:

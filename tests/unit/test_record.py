@@ -101,7 +101,7 @@ def test_empty_tensors_and_none_at_all() -> None:
 
 
 def test_what_has_no_form_is_refused() -> None:
-    with pytest.raises(TypeError, match="safetensors has no torch.complex64"):
+    with pytest.raises(TypeError, match=r"safetensors has no torch\.complex64"):
         dump(ENTRY, {"x": torch.zeros(1, dtype=torch.complex64)}, None)
     with pytest.raises(TypeError, match="not JSON serializable"):
         dump(ENTRY, {}, torch.float32)
