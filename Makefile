@@ -45,6 +45,8 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/reuse.py --out benchmarks/results
 	$(BIN)/python benchmarks/kinds.py --out benchmarks/results
 	$(BIN)/python benchmarks/repair.py --out benchmarks/results
+	$(BIN)/python benchmarks/tiers.py --out benchmarks/results
+	$(BIN)/python benchmarks/codecs.py --out benchmarks/results
 
 # Processes that write to one folder and are killed, 1,000 times.
 soak: $(VENV)/installed
@@ -56,6 +58,7 @@ gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/reuse.py --device cuda --out $${OUT:-benchmarks/results}
 	PYTHONPATH=. $(PYTHON) benchmarks/kinds.py --device cuda --out $${OUT:-benchmarks/results}
 	PYTHONPATH=. $(PYTHON) benchmarks/repair.py ttft --device cuda --out $${OUT:-benchmarks/results}
+	PYTHONPATH=. $(PYTHON) benchmarks/tiers.py --device cuda --out $${OUT:-benchmarks/results}
 
 clean:
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .hypothesis demo.png

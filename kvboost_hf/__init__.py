@@ -2,11 +2,12 @@
 
 from kvboost_hf.cache.attach import attach, detach, last_cache
 from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.quantized import live_bytes
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compatibility import CompatibilityReport, check_model_compatibility
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import (
     CacheModelMismatchError,
     InterruptedForwardError,
@@ -25,6 +26,7 @@ __all__ = [
     "CorrectnessReport",
     "InterruptedForwardError",
     "KVBoostError",
+    "KVQuantConfig",
     "ReusePolicy",
     "ReuseReport",
     "StoreClosedError",
@@ -33,6 +35,7 @@ __all__ = [
     "check_model_compatibility",
     "detach",
     "last_cache",
+    "live_bytes",
     "verify_correctness",
 ]
 

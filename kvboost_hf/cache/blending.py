@@ -80,6 +80,8 @@ class BlendingCache(HoldingCache):
             return "it has images, sound or video"
         if self._static is not None:
             return "the cache has a fixed size (max_cache_len)"
+        if self._live_quant is not None:
+            return "the cache holds codes (live_quant)"
         if self._regime:
             return "its rotary frequencies depend on the length, and this is longer than what they were trained for"
         return blend_reason(model, REPAIRS[self.policy.repair].measure)
@@ -190,3 +192,4 @@ class BlendingCache(HoldingCache):
         tally.recomputed += int(moved.sum() - stale.sum())
         missed = any(row.computed.any() for row in plan.rows)
         self.store.record_use([piece.chunk for piece in pieces], missed=missed, moved=True)
+        self._fetched += [piece.chunk for piece in pieces]

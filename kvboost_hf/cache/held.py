@@ -23,12 +23,13 @@ from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.loading import Loading
 from kvboost_hf.cache.plan import HEAD_TOKENS, RowPlan
+from kvboost_hf.cache.quantized import mark
 from kvboost_hf.cache.report import Tally, miss_report
 from kvboost_hf.cache.scatter import ScatterPass
 from kvboost_hf.cache.static import StaticReuseLayer
-from kvboost_hf.cache.store import ChunkStore, Put
+from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, StoredStates
 from kvboost_hf.compat import cache_layers, known_reason
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,17 @@ class HoldingCache(HookedCache):
         policy: How stored K/V may be used.
         salt: Of its prompts.
         max_cache_len: Columns of buffers that never move, or None.
+        live_quant: How the layers hold K/V in codes, or None.
     """
 
     def __init__(
-        self, model: PreTrainedModel, store: ChunkStore, policy: ReusePolicy, salt: bytes, max_cache_len: int | None
+        self,
+        model: PreTrainedModel,
+        store: ChunkStore,
+        policy: ReusePolicy,
+        salt: bytes,
+        max_cache_len: int | None,
+        live_quant: KVQuantConfig | None,
     ) -> None:
         self._model = weakref.ref(model)
         self.store, self.policy, self._salt = store, policy, salt
@@ -67,12 +75,15 @@ class HoldingCache(HookedCache):
         self._used = False  # layers of a model that cannot reuse K/V hold something
         self._tally = Tally()
         self._running: Running | None = None
+        self._fetched: list[StoredChunk | StoredStates] = []  # from lower tiers, for the prompt under way
         self._ledger: Ledger | None = None  # None: nothing is known of what the layers hold
         self._regime = b""  # of the rotary frequencies behind what the layers hold
         self._columns = 0  # held by layers that do not count themselves
         self._lost = False  # an interrupted forward took with it what the layers held
         self._untracked = False  # the model goes on from a prompt in a way that must not be stored
         self._static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
+        self._live_quant = live_quant
+        self._mark = mark(live_quant) if live_quant is not None else b""  # of codes behind what the layers hold
         self._layers = self._make_layers(model)
         self._stateful = any(layer.is_stateful for layer in self._layers)
         self._counting = next((layer for layer in self._layers if layer.length is not None), None)
@@ -189,7 +200,7 @@ class HoldingCache(HookedCache):
 
     def _root(self, regime: bytes) -> bytes | None:
         """What all chains of the model, as it is now, start from."""
-        return self.store.root(self._salt, regime, read_all=self.policy.weights_check == "full")
+        return self.store.root(self._salt, regime + self._mark, read_all=self.policy.weights_check == "full")
 
     def _note_miss(self, ledger: Ledger, row: int, tokens: Tokens, plan: RowPlan) -> None:
         """Report where and why the store could give no more of a row that holds `tokens`."""
@@ -214,7 +225,7 @@ class HoldingCache(HookedCache):
     def _make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
         if self._static is not None:
             return [StaticReuseLayer(self._static.max_cache_len) for _ in cache_layers(model)]
-        return make_layers(model) if self._unsupported is None else []
+        return make_layers(model, self._live_quant) if self._unsupported is None else []
 
     def _native_layers(self, model: PreTrainedModel) -> list[Any]:
         return [layer.native for layer in self._layers] if self._unsupported is None else cache_layers(model)
@@ -247,6 +258,11 @@ class HoldingCache(HookedCache):
             return super().get_seq_length()
         except (ValueError, RuntimeError):  # there are no attention layers
             return 0
+
+    def _expect_padding(self, pads: NDArray[np.int64]) -> None:
+        """Tell the layers where the shortest row begins."""
+        for layer in self._layers:
+            layer.expect_padding(int(pads.max()))
 
     def _layers_version(self) -> int:
         return self._counting.version if self._counting is not None else 0

@@ -5,10 +5,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.layers import GrowingLayer, ReuseLayer
+from kvboost_hf.cache.quantized import QuantizedLayer, exact_layers
 from kvboost_hf.cache.states import EmptyLayer, HybridLayer, HybridSlidingLayer, OpaqueLayer, StateLayer
 from kvboost_hf.cache.windows import IndexedLayer, SlidingLayer, SparseLayer
-from kvboost_hf.compat import SERVED_LAYERS, cache_layers
+from kvboost_hf.compat import SERVED_LAYERS, KeyRotation, cache_layers, key_rotation
+from kvboost_hf.config import KVQuantConfig
 
 # By name: some of them come and go between releases, and some live with their model. Exactly these, no subclasses: a
 # class that changes what a layer keeps would be served wrongly.
@@ -29,6 +32,18 @@ _MAKERS: dict[str, Callable[[Any], ReuseLayer]] = {
 assert frozenset(_MAKERS) == SERVED_LAYERS
 
 
-def make_layers(model: PreTrainedModel) -> list[ReuseLayer]:
-    """Our layers for a model that `compat` has found to be served."""
-    return [_MAKERS[type(stock).__name__](stock) for stock in cache_layers(model)]
+def make_layers(model: PreTrainedModel, live_quant: KVQuantConfig | None = None) -> list[ReuseLayer]:
+    """Our layers for a model that `compat` has found to be served.
+
+    With `live_quant`, those of full attention hold codes, but for the first and the last ones.
+    """
+    layers = [_MAKERS[type(stock).__name__](stock) for stock in cache_layers(model)]
+    if live_quant is None:
+        return layers
+    codec, found = make_codec(live_quant), key_rotation(model)
+    rotations = found.layers if isinstance(found, KeyRotation) else [None] * len(layers)
+    ends = exact_layers(live_quant, len(layers))
+    for idx in range(ends, len(layers) - ends):
+        if type(layers[idx]) is GrowingLayer:
+            layers[idx] = QuantizedLayer(codec, live_quant, rotations[idx])
+    return layers

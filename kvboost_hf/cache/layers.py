@@ -7,7 +7,8 @@ Two things can be kept of a layer. *Columns* are per token: K/V of any token can
 A *state* sums up all tokens so far (linear attention): it can only be put back as it was when it was saved.
 """
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +130,9 @@ class ReuseLayer:
     def truncate(self, length: int) -> None:
         """Forget all columns from `length` on."""
 
+    def expect_padding(self, columns: int) -> None:
+        """The longest padding on the left, as far as it is known before the first token of its row."""
+
     def needed_from(self, length: int) -> int:
         """The first column that a layer with `length` columns needs to go on."""
         return 0
@@ -180,12 +184,22 @@ class ReuseLayer:
         """Put back the states of all rows."""
 
 
+def capacity(length: int) -> int:
+    """Columns that a buffer for `length` of them is given."""
+    return length + max(_MIN_SLACK, length // 8)
+
+
 class GrowingTensor:
-    """A tensor [batch, heads, columns, dim] that grows along its columns, in a buffer with room to spare."""
+    """A tensor [batch, heads, columns, dim] that grows along its columns, in a buffer with room to spare.
 
-    __slots__ = ("buffer", "first", "shared", "stop")
+    Args:
+        room: How many columns a buffer for so many is given.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("buffer", "first", "room", "shared", "stop")
+
+    def __init__(self, room: Callable[[int], int] = capacity) -> None:
+        self.room = room
         self.buffer: torch.Tensor | None = None  # columns [first, first + capacity)
         self.first = 0
         self.stop = 0
@@ -245,7 +259,7 @@ class GrowingTensor:
 
     def trim(self, keep_from: int) -> bool:
         """Give back memory if columns before `keep_from` take most of the buffer; tells whether it did."""
-        if self.buffer is None or _capacity(self.stop - keep_from) * 2 >= self.buffer.shape[2]:
+        if self.buffer is None or self.room(self.stop - keep_from) * 2 >= self.buffer.shape[2]:
             return False
         if self.buffer.requires_grad:  # a copy would cut the graph: a view, as stock layers keep
             self.buffer = self.buffer[:, :, keep_from - self.first : self.stop - self.first]
@@ -264,7 +278,7 @@ class GrowingTensor:
 
     def share(self) -> "GrowingTensor":
         """One that reads the same buffer; whichever of the two writes first copies."""
-        twin = GrowingTensor()
+        twin = GrowingTensor(self.room)
         twin.buffer, twin.first, twin.stop = self.buffer, self.first, self.stop
         self.shared = twin.shared = True
         return twin
@@ -284,24 +298,81 @@ class GrowingTensor:
         batch, heads, _, dim = like.shape
         # Outside inference mode: a buffer made inside could not be appended to outside it.
         with torch.inference_mode(False), torch.no_grad():
-            shape = (batch, heads, _capacity(self.stop - first), dim)
+            shape = (batch, heads, self.room(self.stop - first), dim)
             grown = torch.empty(shape, dtype=like.dtype, device=like.device)
             if self.buffer is not None:
                 grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
         self.buffer, self.first, self.shared = grown, first, False
 
 
-def _capacity(length: int) -> int:
-    return length + max(_MIN_SLACK, length // 8)
+class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """What transformers calls of a layer of full-attention K/V, whatever it keeps them as."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Note dtype and device; the buffers come with the first append."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        """Columns held."""
+        return self.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` columns. transformers 5.17 passes a 0-d tensor, later ones an int."""
+        remove = int(tokens_to_remove)
+        if remove > 0:
+            raise ValueError(f"`crop` takes the number of tokens to remove as a negative int, got {remove}.")
+        self.truncate(max(0, self.length + remove))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, numbers or a mask."""
+        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        if self.is_initialized:
+            self._select(torch.arange(self._batch_size).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        """Move to host memory, as stock layers do."""
+        self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Move back to the layer's device."""
+        if self.is_initialized:
+            self._move(self.device)
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Columns seen so far."""
+
+    @property
+    @abstractmethod
+    def _batch_size(self) -> int:
+        """Rows held."""
+
+    @abstractmethod
+    def _select(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` was."""
+
+    @abstractmethod
+    def _move(self, device: torch.device) -> None:
+        """Move all that is held."""
 
 
-class GrowingLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
+class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     """Full-attention K/V of one layer: `keys` and `values` are [batch, num_kv_heads, length, head_dim] views."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    device: torch.device
-    dtype: torch.dtype
     _num_tensors = 2
 
     def __init__(self) -> None:
@@ -310,11 +381,6 @@ class GrowingLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  
         self._tensors = [GrowingTensor() for _ in range(self._num_tensors)]
 
     # What transformers calls
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Note dtype and device; the buffers come with the first append."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -328,45 +394,12 @@ class GrowingLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  
         self._view()
         return self._visible(held)
 
-    def get_seq_length(self) -> int:
-        """Columns held."""
-        return self.length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` columns. transformers 5.17 passes a 0-d tensor, later ones an int."""
-        remove = int(tokens_to_remove)
-        if remove > 0:
-            raise ValueError(f"`crop` takes the number of tokens to remove as a negative int, got {remove}.")
-        self.truncate(max(0, self.length + remove))
-
     def reset(self) -> None:
         """Drop everything."""
         self.version += 1
         self._tensors = [GrowingTensor() for _ in self._tensors]
         self.keys = self.values = None  # type: ignore[assignment]  # as stock layers do before their first update
         self.is_initialized = False
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make row i what row `beam_idx[i]` was."""
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, numbers or a mask."""
-        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        if self.is_initialized:
-            self._select(torch.arange(self.keys.shape[0]).repeat_interleave(repeats))
-
-    def offload(self) -> None:
-        """Move to host memory, as stock layers do."""
-        self._move(torch.device("cpu"))
-
-    def prefetch(self) -> None:
-        """Move back to the layer's device."""
-        if self.is_initialized:
-            self._move(self.device)
 
     # What the cache calls
 
@@ -471,6 +504,10 @@ class GrowingLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  
             self._tensors[index].append_with_graph(new)
         else:
             self._tensors[index].append(new, keep_from)
+
+    @property
+    def _batch_size(self) -> int:
+        return self.keys.shape[0]
 
     def _select(self, rows: torch.Tensor) -> None:
         if not self.is_initialized:

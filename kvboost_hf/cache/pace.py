@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.compat import KeptOnModel, input_device
 
-_SIDE = 1024  # of the matrices that are multiplied to see how fast the device is
+_SIDE = 512  # of the matrices that are multiplied to see how fast the device is
 _TOKENS = 64  # a forward over fewer is not representative
 _WEIGHT = 0.2  # of the newest measurement in a running average
 

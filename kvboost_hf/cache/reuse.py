@@ -20,7 +20,7 @@ from kvboost_hf.cache.serve import ServingCache
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore, salt_bytes
 from kvboost_hf.compat import require_cache
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError
 
 _UNUSED = "the model has made no use of the cache"
@@ -43,10 +43,13 @@ class ChunkReuseCache(ServingCache):
             `cache.salt`, before each request.
         max_cache_len: Hold at most so many tokens, in buffers that never move, so that generate() can compile
             decoding: it does so by itself on a GPU, and elsewhere where its `compile_config` asks for it. None grows.
+        live_quant: Hold K/V of full attention as codes while it is used, but for the first and last tokens and layers.
+            The output may differ. What is stored of it is found by caches with the same `live_quant` only.
 
     Raises:
         ValueError: for a model that cannot be served, or not with `max_cache_len`; a store that was made for another
-            model; and later, for a generate() call that may take more than `max_cache_len` tokens.
+            model; `live_quant` with `max_cache_len` or audits; and later, for a generate() call that may take more
+            than `max_cache_len` tokens.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -67,6 +70,7 @@ class ChunkReuseCache(ServingCache):
         salt: str | bytes | None = None,
         *,
         max_cache_len: int | None = None,
+        live_quant: KVQuantConfig | None = None,
     ) -> None:
         require_cache(model)
         if store is not None and not store.serves(model):
@@ -74,9 +78,12 @@ class ChunkReuseCache(ServingCache):
                 "`store` was made for another model object, whose K/V this model cannot use. Pass a store made with "
                 "ChunkStore(model), or None for the model's default store."
             )
+        policy = policy if policy is not None else ReusePolicy()
+        if live_quant is not None:
+            _require_growing(max_cache_len, policy)
         store = store if store is not None else _default_store(model)
         salt = store.salt if salt is None else salt_bytes(salt)
-        super().__init__(model, store, policy if policy is not None else ReusePolicy(), salt, max_cache_len)
+        super().__init__(model, store, policy, salt, max_cache_len, live_quant)
         self._user_defined = False
         install(model)
 
@@ -172,7 +179,9 @@ class ChunkReuseCache(ServingCache):
         model = self._model()
         assert model is not None, "a cache without its model cannot be forked"
         max_cache_len = self._static.max_cache_len if self._static is not None else None
-        twin = ChunkReuseCache(model, self.store, self.policy, self.salt, max_cache_len=max_cache_len)
+        twin = ChunkReuseCache(
+            model, self.store, self.policy, self.salt, max_cache_len=max_cache_len, live_quant=self._live_quant
+        )
         if self._static is not None and twin._static is not None:
             self._in_step()
             twin._static.tape = self._static.tape.copy()
@@ -190,6 +199,19 @@ class ChunkReuseCache(ServingCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ChunkReuseCache":
         return self.fork()
+
+
+def _require_growing(max_cache_len: int | None, policy: ReusePolicy) -> None:
+    """Refuse what a cache of codes cannot do."""
+    if max_cache_len is not None:
+        raise ValueError(
+            f"`max_cache_len` must be None with `live_quant`, whose buffers grow, got {max_cache_len}. Leave out one "
+            "of the two."
+        )
+    if policy.audit_rate:
+        raise ValueError(
+            f"`audit_rate` must be 0 with `live_quant`, whose answers may differ, got {policy.audit_rate}."
+        )
 
 
 def _default_store(model: PreTrainedModel) -> ChunkStore:

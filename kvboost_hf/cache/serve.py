@@ -160,6 +160,7 @@ class ServingCache(BlendingCache):
         if self._stateful and not pads.any():
             inputs = replace(inputs, attention_mask=None)  # it says nothing, and some models cannot take a part of it
         held = self._keep_common(prompt, pads, root, columns - inputs.logits)
+        self._expect_padding(pads)
         ledger = self._ledger = self._ledger or Ledger.empty(pads, root)
         self._regime = regime
         candidates = inputs.logits - 1 if armed and not inputs.computes_all else 0
@@ -225,6 +226,7 @@ class ServingCache(BlendingCache):
         if self._stateful and not pads.any():
             inputs = replace(inputs, attention_mask=None)
         ledger.log.pads = pads
+        self._expect_padding(pads)
         if isinstance(prompt := _read_prompt(model, inputs, kwargs, pads - held), str) or prompt.media.any():
             return self._lose_track(kwargs, held, _CHANGED)
         self._tally.prompt += int((held + new - np.maximum(pads, held)).sum())
@@ -389,12 +391,10 @@ class ServingCache(BlendingCache):
             for segment in served:
                 self._tally.count(stored_chunk(segment).tier, min(segment.stop, reach) - segment.start)
             chunks = [stored_chunk(segment) for segment in served]
-            states = (row_plan.states or {}).get(stop)
-            self.store.record_use(
-                chunks,
-                missed=row_plan.miss is not None,
-                states=states if isinstance(states, StoredStates) else None,
-            )
+            saved = (row_plan.states or {}).get(stop)
+            states = saved if isinstance(saved, StoredStates) else None
+            self.store.record_use(chunks, missed=row_plan.miss is not None, states=states)
+            self._fetched += [*chunks, *([states] if states is not None else [])]
             self._note_miss(ledger, row, ids[row, pad:], row_plan)
 
     def _bypass(self, kwargs: Kwargs, reason: str) -> Kwargs:
@@ -478,6 +478,8 @@ class ServingCache(BlendingCache):
             ledger.version = self._layers_version()
             ledger.unconfirmed = not running.confirmed
         self._running = None  # only now: an interrupt before this undoes the forward
+        fetched, self._fetched = self._fetched, []
+        self.store.promote(fetched)
         if running.commit is None or ledger is None:
             self._release(running.stop)
         elif running.confirmed:

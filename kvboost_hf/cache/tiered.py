@@ -111,7 +111,10 @@ class TieredShelf(Shelf):
             self._drop_ghost(gone.key)
 
     def promote(self, chunks: Sequence[StoredChunk | StoredStates]) -> None:
-        """Let what was loaded from lower tiers come back to host memory, and to nearer tiers, in a while."""
+        """Let what was loaded from lower tiers come back to host memory, and to nearer tiers, in a while.
+
+        It takes time that a forward under way has more use for.
+        """
         for each in chunks:
             if each.found is not None and each.loaded is not None:
                 self._lower.run(lambda each=each, generation=self._generation: self._take_back(each, generation))  # type: ignore[misc]
@@ -127,7 +130,6 @@ class TieredShelf(Shelf):
                 self._device.put(chunk.key, chunk.kv)
         if durable := [each.key for each in used if each.root in self._durable_roots]:
             self._lower.touch(durable)
-            self.promote(used)
 
     def put_content(
         self,

@@ -181,7 +181,9 @@ def check_blending(model: PreTrainedModel) -> None:
         tokens = np.concatenate([np.full(shift, 2), MOVED[0].numpy()])
 
         def copies(start: int, stop: int, layers: Any = layers) -> Any:
-            return copier(0, start - shift, stop - shift, layers) if (start - shift) // 32 % 3 != 1 else (0, None)
+            if (start - shift) // 32 % 3 == 1:
+                return 0, None
+            return copier(0, start - shift, stop - shift, layers, store.column_format)
 
         offer_content(store, store.root(store.salt), tokens, shift, copies)
         found, report, forwarded = blend(model, store, MOVED, name, recompute_ratio=0.2)

@@ -476,6 +476,18 @@ def test_a_lost_index_is_made_anew(opened: Open, folder: Path, lost: str) -> Non
     assert kept(opened(), *range(4)) == [0, 1, 2, 3]
 
 
+def test_others_notice_that_the_index_was_lost(opened: Open, folder: Path) -> None:
+    tier, other = opened(), opened()
+    for n in range(3):
+        put(tier, n)
+    (folder / "index.sqlite3").unlink()
+    assert put(tier, 3)
+    assert kept(other, *range(4)) == [0, 1, 2, 3]
+    assert put(other, 4)
+    assert kept(tier, *range(5)) == [0, 1, 2, 3, 4]
+    assert tier.stats()["errors"] == other.stats()["errors"] == 0
+
+
 def damage(folder: Path) -> None:
     path = folder / "index.sqlite3"
     with open(path, "r+b") as file:
@@ -738,10 +750,22 @@ def test_a_forked_process_has_a_connection_of_its_own(opened: Open) -> None:
         assert put(tier, 2)
         tier.close()
 
-    with tier._index._lock:  # as if another thread held it
-        child = fork.Process(target=work)
-        child.start()
+    held = threading.Event()
+
+    def hold() -> None:
+        with tier._index.transaction():
+            held.set()
+            time.sleep(0.2)  # the fork waits for it
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = fork.Process(target=work)
+    child.start()
+    child.join(20)
+    child.kill()
     child.join()
+    thread.join()
     assert child.exitcode == 0
     assert put(tier, 3)
     assert kept(tier, 1, 2, 3) == [1, 2, 3]

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, TierSpec, open_tier, parse_tier
+from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.guard import secrets_in, without_secrets
+from kvboost_hf.cache.tiers.valkey import ValkeyTier
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,13 @@ def test_any_path_keeps_its_size(path, size):
 def test_memory_is_no_place_to_open():
     with pytest.raises(ValueError, match="the store keeps it itself"):
         open_tier(parse_tier("ram:4GB"))
+
+
+def test_opens_what_the_address_names():
+    assert isinstance(open_tier(parse_tier("memory://kv")), FilesystemTier)
+    pytest.importorskip("valkey")
+    tier = open_tier(parse_tier("redis://:hush@127.0.0.1:1/0"))  # nobody is there
+    assert (type(tier), tier.location) == (ValkeyTier, "redis://127.0.0.1:1/0")
 
 
 @pytest.mark.parametrize(

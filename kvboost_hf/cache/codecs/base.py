@@ -51,11 +51,11 @@ class Codec(Protocol):
         """Decode one layer.
 
         Args:
-            planes: What `encode` made, one entry of each.
+            planes: What `encode` made: one entry of each, or several, which the result has in front of its shape then.
             shape: heads, tokens, head_dim.
             dtype: Of the result.
             role: What they are.
-            rotation: As it was for `encode`.
+            rotation: As it was for `encode`; the same for all entries.
 
         Returns:
             [heads, tokens, head_dim] on the device of the planes.

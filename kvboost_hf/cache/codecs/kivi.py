@@ -48,7 +48,8 @@ class Kivi:
             least_out.copy_(low)
             step_out.copy_((high - low).div_(2**bits - 1).mul_(1 + info.eps / 2).add_(least_step))
             group.sub_(low).div_(step_out).add_(0.5)
-        return {"codes": pack(codes.to(torch.uint8), bits), "least": least, "step": step}
+        # By way of int32: float32 to uint8 at once takes three times as long on a CPU.
+        return {"codes": pack(codes.int().to(torch.uint8), bits), "least": least, "step": step}
 
     @torch.no_grad()
     def decode(
@@ -60,7 +61,7 @@ class Kivi:
         rotation: LayerRotation | None,
     ) -> torch.Tensor:
         """See `Codec.decode`."""
-        x = unpack(planes["codes"], self._bits[role], shape[-1]).float()
+        x = unpack(planes["codes"], self._bits[role], shape[-1], torch.float32)
         for group, least, step in self._groups(x, planes["least"], planes["step"], _dim(role)):
             group.mul_(step).add_(least)
         return narrowed(x, dtype)

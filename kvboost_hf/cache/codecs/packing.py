@@ -10,7 +10,7 @@ import torch
 
 
 def packed_width(dim: int, bits: int) -> int:
-    """Bytes that `dim` codes take; 0 bits take none."""
+    """Bytes that `dim` codes take."""
     if bits == 3:
         return packed_width(dim, 2) + packed_width(dim, 1)
     return -(-dim * bits // 8)
@@ -27,12 +27,13 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return packed
 
 
-def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The codes [..., dim] that `pack` was given."""
+def unpack(packed: torch.Tensor, bits: int, dim: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """The codes [..., dim] that `pack` was given, as numbers of a dtype. Those of 8 bits may be `packed` itself."""
     if bits == 3:
         lower, upper = torch.split(packed, [packed_width(dim, 2), packed_width(dim, 1)], dim=-1)
-        return unpack(upper, 1, dim).mul_(4).add_(unpack(lower, 2, dim))
+        return unpack(upper, 1, dim, dtype).mul_(4).add_(unpack(lower, 2, dim, dtype))
     if bits == 8:
-        return packed.clone()
-    parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
-    return torch.cat(parts, dim=-1)[..., :dim]
+        return packed.to(dtype)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
+    codes = (packed.unsqueeze(-2) >> shifts) & ((1 << bits) - 1)
+    return codes.flatten(-2)[..., :dim].to(dtype)

@@ -70,7 +70,7 @@ class TurboQuant:
         if self._has_signs(role):
             left = x.sub_(_looked_up(codes))
             projection = random_projection(dim, self._config.seed, x.device)
-            planes["signs"] = pack((left @ projection.mT >= 0).to(torch.uint8), 1)
+            planes["signs"] = pack((left @ projection.mT >= 0).view(torch.uint8), 1)
             left_norm = torch.linalg.vector_norm(left, dim=-1, keepdim=True)
             planes["left"] = (left_norm * norm).div_(sqrt(dim)).squeeze(-1).to(_SCALE)
         corrected = self._config.norm_correction and not self._has_signs(role)
@@ -94,7 +94,7 @@ class TurboQuant:
         x = _looked_up(self._unpacked(planes["codes"], role, dim))
         x.mul_(planes["scale"].float().unsqueeze(-1))
         if self._has_signs(role):
-            signs = unpack(planes["signs"], 1, dim).float().mul_(2).sub_(1)
+            signs = unpack(planes["signs"], 1, dim, torch.float32).mul_(2).sub_(1)
             signs.mul_(planes["left"].float().unsqueeze(-1) * (sqrt(pi / 2) / dim))
             x.add_(signs @ random_projection(dim, self._config.seed, device))
         x = x @ random_rotation(self._config.rotation, dim, self._config.seed, device)
@@ -135,7 +135,7 @@ class TurboQuant:
         at = 0
         for start, stop, bits in self._spans(dim, role):
             width = packed_width(stop - start, bits)
-            yield unpack(codes[..., at : at + width], bits, stop - start), bits
+            yield unpack(codes[..., at : at + width], bits, stop - start, torch.int32), bits
             at += width
 
 

@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ _log = logging.getLogger("kvboost_hf")
 
 _MAX_WAITING = 512 * 2**20  # bytes that may wait to be written
 _PROBE_BYTES = 2 * 2**20
+_PROBED = 16  # blobs that are looked at for one that is large enough to be timed
+_LEAST_BYTES = 2**16  # less says more of latency
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
 
@@ -55,7 +59,7 @@ class MeasuredTier:
 
     def took(self, nbytes: int, seconds: float) -> None:
         """Note how long a blob took, from asking for it to its last byte."""
-        if nbytes >= 2**16:
+        if nbytes >= _LEAST_BYTES:
             per_byte = max(0.0, seconds - self.latency) / nbytes
             self.seconds_per_byte += _WEIGHT * (per_byte - self.seconds_per_byte)
 
@@ -64,21 +68,29 @@ class MeasuredTier:
         return nbytes * self.seconds_per_byte
 
     def _measure(self) -> None:
-        """Write a blob and read it back."""
+        """Read a blob: one that is there, or one that is written for it."""
+        start = time.perf_counter()
+        self.tier.find([os.urandom(20)])
+        self.latency = time.perf_counter() - start
+        entry = next((each for each in islice(self.tier.entries(), _PROBED) if each.nbytes >= _LEAST_BYTES), None)
+        if entry is not None:
+            self._time(entry)
+            return
         key = os.urandom(20)
         tokens = np.zeros(1, dtype=np.int64)
         entry = Entry(key, Kind.CONTENT, b"probe", b"probe", b"probe", b"", 0, tokens, 0)
         entry, parts = dump(entry, {"probe": torch.zeros(1, _PROBE_BYTES, dtype=torch.uint8)}, None)
         self.tier.write(entry, parts)
-        start = time.perf_counter()
-        self.tier.find([key])
-        self.latency = time.perf_counter() - start
+        self._time(entry)
+        self.tier.delete([key])
+
+    def _time(self, entry: Entry) -> None:
         start = time.perf_counter()
         blob = self.read(entry)
         if blob is not None:
-            blob.check_all()
-            self.seconds_per_byte = (time.perf_counter() - start) / _PROBE_BYTES
-        self.tier.delete([key])
+            with suppress(DamagedBlobError):
+                blob.check_all()
+            self.seconds_per_byte = (time.perf_counter() - start) / blob.entry.nbytes
 
 
 class LowerTiers:

@@ -34,14 +34,11 @@ class DiskIndex:
         self.read_only = read_only
         self._folder, self._path, self._refill = folder, folder / "index.sqlite3", refill
         self._closed = False
-        self._forget()
-        _all.add(self)
-
-    def _forget(self) -> None:
         self._lock = threading.RLock()
         self._db: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None  # what `_db` is connected to
         self._folder_lock: int | None = None
+        _all.add(self)
 
     @contextmanager
     def connected(self) -> Iterator[sqlite3.Connection]:
@@ -76,18 +73,22 @@ class DiskIndex:
     def _folder_locked(self) -> Iterator[None]:
         if self._closed:
             raise sqlite3.ProgrammingError("It is closed.")
-        if self._db is None or self._file != _identity(self._path):
+        self._lock_folder()
+        if self._db is not None and self._file != _identity(self._path):
             self._disconnect()  # from the folder, too: it may be another one
+            self._lock_folder()
+        try:
+            yield
+        finally:
+            if self._db is None or self._folder_lock is None:
+                self._disconnect()
+            else:
+                fcntl.flock(self._folder_lock, fcntl.LOCK_UN)
+
+    def _lock_folder(self) -> None:
         if self._folder_lock is None:
             self._folder_lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._folder_lock, fcntl.LOCK_SH)
-        try:
-            if self._db is not None and self._file != _identity(self._path):  # replaced just now
-                self._disconnect_index()
-            yield
-        finally:
-            if self._folder_lock is not None:
-                fcntl.flock(self._folder_lock, fcntl.LOCK_UN)
 
     def _connect(self) -> sqlite3.Connection:
         if self.read_only:
@@ -202,17 +203,25 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-# A connection must not be used in a forked process, nor closed there: its parent goes on with it.
+# SQLite keeps book of its locks by process, so that a process that was forked beside an open connection could never
+# lock that file again. All are closed before, between two transactions, and opened again when they are needed.
 _all: WeakSet[DiskIndex] = WeakSet()
-_of_parents: list[sqlite3.Connection | None] = []
+_forking = threading.Lock()
+_held: list[DiskIndex] = []
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    for index in list(_all):
+        index._lock.acquire()
+        index._disconnect()
+        _held.append(index)
 
 
 def _after_fork() -> None:
-    for index in _all:
-        _of_parents.append(index._db)
-        if index._folder_lock is not None:
-            os.close(index._folder_lock)
-        index._forget()
+    while _held:
+        _held.pop()._lock.release()
+    _forking.release()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

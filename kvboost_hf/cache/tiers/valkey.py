@@ -214,7 +214,8 @@ class ValkeyTier(RemoteTier):
 
     def _change(self, commands: Iterable[Command]) -> list[Any]:
         """Answers to all commands, none of which is done without the others; none where the server refuses."""
-        return self._writing.call([], self._ask, commands, transaction=True)
+        listed = list(commands)  # of none, no answer could tell that the server writes again
+        return self._writing.call([], self._ask, listed, transaction=True) if listed else []
 
     def _name(self, kind: str, key: bytes) -> str:
         return f"{self._prefix}:{kind}:{key.hex()}"
