@@ -117,6 +117,8 @@ class TieredShelf(Shelf):
         """
         for each in chunks:
             if each.found is not None and each.loaded is not None:
+                with self._lock:
+                    remember(self._below, each.key, None)
                 self._lower.run(lambda each=each, generation=self._generation: self._take_back(each, generation))  # type: ignore[misc]
 
     def record_use(
@@ -158,15 +160,17 @@ class TieredShelf(Shelf):
     def quarantine(self, keys: Iterable[bytes]) -> None:
         """See `Shelf.quarantine`; in lower tiers, too."""
         doomed = set(keys)
-        roots = {self._chunks[key].root for key in doomed if key in self._chunks}
+        self.flush()  # what was on its way to host memory is there
+        below = self._lower.find(list(doomed))
         super().quarantine(doomed)
         self._device.clear()
-        for root in roots & self._durable_roots:
-            self.flush()
+        for root in {found.entry.root for found in below.values()}:
             self._lower.delete(_with_descendants(doomed, [each.entry for each in self._lower.entries(root)]))
         with self._lock:
             for key in doomed:
+                self._offences.setdefault(key, 1)  # wherever it was
                 self._below.pop(key, None)
+                self._drop_ghost(key)
 
     def clear(self) -> None:
         """Drop everything stored for this model, pinned or not, in all tiers: what other processes stored, too."""
@@ -259,6 +263,8 @@ class TieredShelf(Shelf):
         with self._lock:
             there = stored.key in self._order
             if held is None or there or self._closed or generation != self._generation:
+                return None
+            if stored.key in self._offences:
                 return None
             if self._make_room(stored.nbytes, keep=stored.parent):
                 self._used += stored.nbytes
