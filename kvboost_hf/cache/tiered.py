@@ -162,13 +162,16 @@ class TieredShelf(Shelf):
         doomed = set(keys)
         self.flush()  # what was on its way to host memory is there
         below = self._lower.find(list(doomed))
+        only_below = below.keys() - self._chunks.keys() - self._states.keys()
         super().quarantine(doomed)
         self._device.clear()
         for root in {found.entry.root for found in below.values()}:
             self._lower.delete(_with_descendants(doomed, [each.entry for each in self._lower.entries(root)]))
         with self._lock:
+            for key in only_below:
+                self._offences[key] = self._offences.get(key, 0) + 1
+                self._counts["quarantined"] += 1
             for key in doomed:
-                self._offences.setdefault(key, 1)  # wherever it was
                 self._below.pop(key, None)
                 self._drop_ghost(key)
 

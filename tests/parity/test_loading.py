@@ -108,13 +108,12 @@ def test_modes_of_autograd(disk: str, loadings: list[Any], mode: Any) -> None:
     store.close()
 
 
-def test_with_gradients_it_is_loaded_at_once(disk: str, loadings: list[Any]) -> None:
+def test_with_gradients_nothing_is_loaded(disk: str, loadings: list[Any]) -> None:
     fill("llama", disk, BASE)
     model, store, cache = restart("llama", disk)
     output = model(input_ids=BASE, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    assert cache.report.tier_tokens["disk"] == 149, cache.report.explain()
+    assert "gradients are enabled" in (cache.report.bypass_reason or "")
     assert output.logits.requires_grad
-    torch.testing.assert_close(output.logits, model(BASE, logits_to_keep=1).logits, atol=2e-4, rtol=2e-4)
     assert not loadings
     store.close()
 
