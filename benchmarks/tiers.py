@@ -7,11 +7,11 @@ its first long prompt, which ends in 32 tokens never seen, from a tier: from the
 host, look-ups, reading and checking checksums included. Host memory is timed in the same process, from the same store,
 once what was read has come back to it.
 
-Before the clock starts the process has made the model and the store (which writes and reads a probe of 2 MB), has run
-one short unrelated prompt without any tier, for PyTorch's own start, and one through the store, for the checksum of the
-weights and the probe of the model, both done once; what these take is given apart. "disk, cold" asks the kernel to
-forget the files first (posix_fadvise); otherwise it may have them in its page cache, as after a restart of a program on
-a machine that stays up.
+Before the clock starts the process has made the model and the store (which reads something of it to see how fast it
+is), has run one short unrelated prompt without any tier, for PyTorch's own start, and one through the store, for the
+checksum of the weights and the probe of the model, both done once; what these take is given apart. "disk, cold" asks
+the kernel to forget the files first (posix_fadvise); otherwise it may have them in its page cache, as after a restart
+of a program on a machine that stays up.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from kvboost_hf.cache.hook import install
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
 
@@ -17,8 +17,14 @@ Salt = str | bytes | None
 class _Attachment:
     """Makes a fresh `ChunkReuseCache` for each call; calls may come from several threads."""
 
-    def __init__(self, store: ChunkStore | None, policy: ReusePolicy | None, salt: Salt | Callable[[], Salt]) -> None:
-        self._store, self._policy, self._salt = store, policy, salt
+    def __init__(
+        self,
+        store: ChunkStore | None,
+        policy: ReusePolicy | None,
+        salt: Salt | Callable[[], Salt],
+        live_quant: KVQuantConfig | None,
+    ) -> None:
+        self._store, self._policy, self._salt, self._live_quant = store, policy, salt, live_quant
         self._last = threading.local()
 
     def __call__(self, model: PreTrainedModel) -> ChunkReuseCache:
@@ -28,7 +34,7 @@ class _Attachment:
         if last is not None:
             last.store_tails()
         salt = self._salt() if callable(self._salt) else self._salt
-        cache = ChunkReuseCache(model, self._store, self._policy, salt)
+        cache = ChunkReuseCache(model, self._store, self._policy, salt, live_quant=self._live_quant)
         self._last.cache = cache
         return cache
 
@@ -43,6 +49,8 @@ def attach(
     store: ChunkStore | None = None,
     policy: ReusePolicy | None = None,
     salt: Salt | Callable[[], Salt] = None,
+    *,
+    live_quant: KVQuantConfig | None = None,
 ) -> PreTrainedModel:
     """Give every later `generate()` call on `model` that passes no cache a `ChunkReuseCache`.
 
@@ -55,6 +63,7 @@ def attach(
         policy: How stored K/V may be used.
         salt: Separates those who must not see each other's prompts; None takes the store's. A function is asked
             at each call, such as the `get` of a context variable.
+        live_quant: Hold K/V as codes, see `ChunkReuseCache`.
 
     Returns:
         `model`.
@@ -68,11 +77,10 @@ def attach(
         >>> model, tokenizer = load_embedded()
         >>> pipe = pipeline("text-generation", model=attach(model), tokenizer=tokenizer)
     """
-    ChunkReuseCache(
-        model, store, policy, None if callable(salt) else salt
-    )  # refuses what it must refuse now, not at the first call
+    known = None if callable(salt) else salt
+    ChunkReuseCache(model, store, policy, known, live_quant=live_quant)  # refuses now, not at the first call
     install(model)
-    ModelState.of(model).attached = _Attachment(store, policy, salt)
+    ModelState.of(model).attached = _Attachment(store, policy, salt, live_quant)
     return model
 
 

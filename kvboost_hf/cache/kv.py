@@ -195,7 +195,8 @@ class LayerKV:
         return self._with_planes(lambda block: {name: _own(p, block.device) for name, p in block.planes.items()})
 
     def moved(self) -> "LayerKV":
-        """A copy where the model computes."""
+        """A copy where the model computes, checked."""
+        self.check()
         return self._with_planes(
             lambda block: {name: p.to(block.device, non_blocking=True, copy=True) for name, p in block.planes.items()}
         )

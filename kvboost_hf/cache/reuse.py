@@ -48,8 +48,8 @@ class ChunkReuseCache(ServingCache):
 
     Raises:
         ValueError: for a model that cannot be served, or not with `max_cache_len`; a store that was made for another
-            model; `live_quant` with `max_cache_len` or audits; and later, for a generate() call that may take more
-            than `max_cache_len` tokens.
+            model; `live_quant` with `max_cache_len`; audits of lossy K/V; and later, for a generate() call that may
+            take more than `max_cache_len` tokens.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -79,9 +79,18 @@ class ChunkReuseCache(ServingCache):
                 "ChunkStore(model), or None for the model's default store."
             )
         policy = policy if policy is not None else ReusePolicy()
-        if live_quant is not None:
-            _require_growing(max_cache_len, policy)
+        if live_quant is not None and max_cache_len is not None:
+            raise ValueError(
+                f"`max_cache_len` must be None with `live_quant`, whose buffers grow, got {max_cache_len}. Leave out "
+                "one of the two."
+            )
         store = store if store is not None else _default_store(model)
+        if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
+            lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
+            raise ValueError(
+                f"`audit_rate` must be 0 with {lossy}, whose answers may differ, got {policy.audit_rate}. Measure "
+                "them with verify_correctness()."
+            )
         salt = store.salt if salt is None else salt_bytes(salt)
         super().__init__(model, store, policy, salt, max_cache_len, live_quant)
         self._user_defined = False
@@ -199,19 +208,6 @@ class ChunkReuseCache(ServingCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ChunkReuseCache":
         return self.fork()
-
-
-def _require_growing(max_cache_len: int | None, policy: ReusePolicy) -> None:
-    """Refuse what a cache of codes cannot do."""
-    if max_cache_len is not None:
-        raise ValueError(
-            f"`max_cache_len` must be None with `live_quant`, whose buffers grow, got {max_cache_len}. Leave out one "
-            "of the two."
-        )
-    if policy.audit_rate:
-        raise ValueError(
-            f"`audit_rate` must be 0 with `live_quant`, whose answers may differ, got {policy.audit_rate}."
-        )
 
 
 def _default_store(model: PreTrainedModel) -> ChunkStore:

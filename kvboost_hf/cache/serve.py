@@ -303,6 +303,8 @@ class ServingCache(BlendingCache):
             plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful, without=lost)
             wanted = needed_for(plan)
             fetched = self.store.fetch(wanted, check=not self._may_overlap(model, plan, inputs, limit, prompt))
+            if all(fetched.get(each.key) is each for each in wanted):  # nothing had to be loaded
+                return plan
             if fetched.keys() >= {each.key for each in wanted}:
                 return with_loaded(plan, fetched)
             lost |= {each.key for each in wanted if each.key not in fetched}

@@ -3,6 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -63,15 +64,14 @@ class TieredShelf(Shelf):
 
     def moved_index(self, root: bytes) -> ContentIndex[StoredChunk]:
         """See `Shelf.moved_index`. What other processes have stored in lower tiers appears within seconds."""
-        index = super().moved_index(root)
-        now = time.monotonic()
-        if root in self._durable_roots and now - self._listed.get(root, -_LISTED_ANEW_AFTER) >= _LISTED_ANEW_AFTER:
+        listed, now = self._listed.get(root), time.monotonic()
+        if root in self._durable_roots and (listed is None or now - listed >= _LISTED_ANEW_AFTER):
             self._listed[root] = now
-            found = list(self._lower.entries(root))
-            with self._lock:
-                for each in found:
-                    self._add_ghost(each)
-        return index
+            if listed is None:
+                self._add_ghosts(self._lower.entries(root))
+            else:  # a prompt need not wait for it
+                self._lower.run(lambda: self._add_ghosts(self._lower.entries(root)))
+        return super().moved_index(root)
 
     def fetch(self, wanted: Iterable[Stored], *, check: bool = True) -> dict[bytes, Stored]:
         """Load what is in lower tiers only.
@@ -111,12 +111,17 @@ class TieredShelf(Shelf):
             self._drop_ghost(gone.key)
 
     def promote(self, chunks: Sequence[StoredChunk | StoredStates]) -> None:
-        """Let what was loaded from lower tiers come back to host memory, and to nearer tiers, in a while.
+        """Let what has served come nearer: to the device, and from lower tiers to host memory, in a while.
 
         It takes time that a forward under way has more use for.
         """
         for each in chunks:
-            if each.found is not None and each.loaded is not None:
+            if each.loaded is None:
+                continue
+            if isinstance(each, StoredChunk) and not each.on_device:
+                with suppress(DamagedBlobError):  # whoever reads it next finds out
+                    self._device.put(each.key, each.kv)
+            if each.found is not None:
                 with self._lock:
                     remember(self._below, each.key, None)
                 self._lower.run(lambda each=each, generation=self._generation: self._take_back(each, generation))  # type: ignore[misc]
@@ -127,9 +132,6 @@ class TieredShelf(Shelf):
         """See `Shelf.record_use`."""
         super().record_use(chunks, missed=missed, states=states, moved=moved)
         used: list[StoredChunk | StoredStates] = [*chunks, *([states] if states is not None else [])]
-        if self._device.max_bytes:
-            for chunk in chunks:
-                self._device.put(chunk.key, chunk.kv)
         if durable := [each.key for each in used if each.root in self._durable_roots]:
             self._lower.touch(durable)
 
@@ -167,6 +169,7 @@ class TieredShelf(Shelf):
         self._device.clear()
         for root in {found.entry.root for found in below.values()}:
             self._lower.delete(_with_descendants(doomed, [each.entry for each in self._lower.entries(root)]))
+        self.flush()
         with self._lock:
             for key in only_below:
                 self._offences[key] = self._offences.get(key, 0) + 1
@@ -282,15 +285,14 @@ class TieredShelf(Shelf):
         return None
 
     def _add_ghosts(self, found: Iterable[Found]) -> None:
-        with self._lock:
-            for each in found:
-                self._add_ghost(each)
-
-    def _add_ghost(self, found: Found) -> None:
-        entry = found.entry
-        if entry.kind is not Kind.STATES and entry.key not in self._chunks and entry.key not in self._ghosts:
-            self._ghosts[entry.key] = ghost = unloaded_chunk(found)
-            self._content_index(entry.root).add(ghost)
+        """Enter into the content indexes what is in lower tiers only."""
+        for each in found:
+            entry = each.entry
+            with self._lock:
+                known = entry.key in self._chunks or entry.key in self._ghosts
+                if not known and entry.kind is not Kind.STATES:
+                    self._ghosts[entry.key] = ghost = unloaded_chunk(each)
+                    self._content_index(entry.root).add(ghost)
 
     def _drop_ghost(self, key: bytes) -> None:
         if (ghost := self._ghosts.pop(key, None)) is not None:

@@ -180,7 +180,7 @@ def check_blending(model: PreTrainedModel) -> None:
             model(input_ids=MOVED, position_ids=positions, **{cache_argument(model): cache}, use_cache=True)
         tokens = np.concatenate([np.full(shift, 2), MOVED[0].numpy()])
 
-        def copies(start: int, stop: int, layers: Any = layers) -> Any:
+        def copies(start: int, stop: int, layers: Any = layers, store: ChunkStore = store) -> Any:
             if (start - shift) // 32 % 3 == 1:
                 return 0, None
             return copier(0, start - shift, stop - shift, layers, store.column_format)

@@ -30,8 +30,11 @@ class TieredMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.stored: set[tuple[bytes, Words]] = set()  # since the folder was last known to hold all
-        self.written: set[tuple[bytes, Words]] = set()  # must be found, whatever happens to the process
+        self.stored: set[tuple[bytes, Words]] = set()  # may be found
+        self.waiting: set[tuple[bytes, Words]] = set()  # will be written
+        self.written: set[tuple[bytes, Words]] = set()  # must be found
+        self.puts = 0
+        self.sure = True  # memory holds nothing that the folder has lost
 
     @initialize(room=st.integers(2, 12))
     def begin(self, room: int) -> None:
@@ -49,16 +52,19 @@ class TieredMachine(RuleBasedStateMachine):
 
     @rule(words=PROMPTS, pinned=st.booleans(), salt=st.sampled_from([b"", b"other"]))
     def put(self, words: Words, pinned: bool, salt: bytes) -> None:
+        self.puts += 1
         pinned = pinned and not self.store.pinned_keys()
         results = put_all(self.store, tokens_of(words), pinned=pinned, salt=salt)
         kept = next((n for n, put in enumerate(results) if put not in (Put.STORED, Put.PRESENT)), len(words))
-        self.stored |= {(salt, words[:n]) for n in range(1, kept + 1)}
+        new = {(salt, words[:n]) for n in range(1, kept + 1)}
+        self.stored |= new
+        self.waiting |= new
 
     @rule(words=PROMPTS, salt=st.sampled_from([b"", b"other", b"nobody"]))
     def look_up(self, words: Words, salt: bytes) -> None:
         found = found_of(self.store, tokens_of(words), salt)
         for n in range(1, len(words) + 1):
-            if (salt, words[:n]) in self.written:
+            if self.sure and (salt, words[:n]) in self.written:
                 assert found >= n * CHUNK
         longest = max((_common(words, other) for tenant, other in self.stored if tenant == salt), default=0)
         assert found <= longest * CHUNK
@@ -82,7 +88,12 @@ class TieredMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.store.flush()
-        self.written |= self.stored
+        self.note_written()
+
+    def note_written(self) -> None:
+        if self.sure:
+            self.written |= self.waiting
+        self.waiting.clear()
 
     @rule()
     def unpin(self) -> None:
@@ -91,22 +102,28 @@ class TieredMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.store.close()
-        self.written |= self.stored
+        self.note_written()
+        self.sure = True
         self.store = self.opened()
 
     @rule()
     def crash(self) -> None:
         """What waits to be written is lost, but for what the thread is at."""
-        executor = self.store._lower._executor
-        if executor is not None:
-            executor.shutdown(wait=True, cancel_futures=True)
+        lower = self.store._lower
+        with lower._lock:
+            lower._closed = True
+        if lower._executor is not None:
+            lower._executor.shutdown(wait=True, cancel_futures=True)
         self.store._close_tiers.detach()
+        lower._close_opened()
+        self.waiting.clear()
+        self.sure = True
         self.store = self.opened()
 
     @rule(words=PROMPTS)
     def lose_a_file(self, words: Words) -> None:
         """Or damage it: whatever needs it is no longer there for certain."""
-        self.store.flush()
+        self.flush()
         files = sorted((self.folder / "blobs").rglob("*.safetensors"))
         if files:
             path = files[sum(words) % len(files)]
@@ -116,14 +133,20 @@ class TieredMachine(RuleBasedStateMachine):
                 data = bytearray(path.read_bytes())
                 data[len(data) - 1 - sum(words)] ^= 1
                 path.write_bytes(data)
-            self.written.clear()
+            self.lose()
 
-    @precondition(lambda self: len(self.stored) > 12)
+    def lose(self) -> None:
+        self.written.clear()
+        self.waiting.clear()
+        self.sure = False
+
+    @precondition(lambda self: self.puts > 8)
     @rule()
     def clear(self) -> None:
         self.store.clear()
-        self.stored.clear()
-        self.written.clear()
+        self.puts = 0
+        for texts in (self.stored, self.waiting, self.written):
+            texts.clear()
 
     @rule(words=PROMPTS)
     def quarantine(self, words: Words) -> None:
@@ -135,7 +158,7 @@ class TieredMachine(RuleBasedStateMachine):
             chunk, start, _ = chain[-1]
             self.store.quarantine([chunk.key])
             assert found_of(self.store, tokens_of(words)[: start + CHUNK]) <= start
-            self.written.clear()
+            self.lose()
 
     @invariant()
     def memory_is_counted_and_within_its_budget(self) -> None:

@@ -81,11 +81,13 @@ class Tiers:
         ram: Bytes of host memory.
         device: Bytes where the model computes; 0 for none.
         lower: Those below host memory, the nearest first.
+        opened: Those of them that were not given as objects: whoever asked for them closes them.
     """
 
     ram: int
     device: int
     lower: tuple[Tier, ...]
+    opened: tuple[Tier, ...]
 
 
 def open_tiers(tiers: Sequence[str | Tier], max_bytes: int | None) -> Tiers:
@@ -111,22 +113,24 @@ def open_tiers(tiers: Sequence[str | Tier], max_bytes: int | None) -> Tiers:
             hint = ", `max_bytes` being one" if kind == "ram" and max_bytes is not None else ""
             raise ValueError(f"`tiers` must give one size of {kind!r} at most, got {sizes}{hint}.")
     lower: list[Tier] = []
+    opened: list[Tier] = []
     try:
         for spec in specs:
             if not isinstance(spec, TierSpec):
                 lower.append(spec)
             elif spec.kind not in memory:
-                lower.append(open_tier(spec))
+                opened.append(open_tier(spec))
+                lower.append(opened[-1])
+        names = [tier.name for tier in lower]
+        if len(set(names)) < len(names):  # they would be one in reports and stats
+            raise ValueError(f"`tiers` must have one tier of each kind at most, got {names}.")
     except BaseException:
-        for tier in lower:
+        for tier in opened:
             tier.close()
         raise
-    names = [tier.name for tier in lower]
-    if len(set(names)) < len(names):  # they would be one in reports and stats
-        raise ValueError(f"`tiers` must have one tier of each kind at most, got {names}.")
     (ram,) = memory["ram"] or [DEFAULT_RAM_BYTES]
     (device,) = memory["device"] or [0]
-    return Tiers(ram, device, tuple(lower))
+    return Tiers(ram, device, tuple(lower), tuple(opened))
 
 
 def open_tier(spec: TierSpec) -> Tier:

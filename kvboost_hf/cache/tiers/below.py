@@ -101,9 +101,14 @@ class LowerTiers:
 
     What is written to them is written by a thread of its own. What waits to be written is bounded; what does not fit
     is not written (yet), and whoever offered it is told.
+
+    Args:
+        tiers: The nearest first.
+        opened: Those that are to be closed, too, by `close()`.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[Tier], opened: Sequence[Tier] = ()) -> None:
+        self._opened = opened
         self.tiers = [MeasuredTier(tier) for tier in tiers]
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
@@ -156,7 +161,11 @@ class LowerTiers:
             make: Called by the thread.
             above: The `MeasuredTier` that has it already, and from which on it is not to be written.
         """
+        tiers = self.tiers if above is None else self.tiers[: self.tiers.index(above)]
+        if not tiers:
+            return True
         with self._lock:
+            self._start_over_after_fork()
             if self._waiting and self._waiting + nbytes > _MAX_WAITING:
                 self.refused += 1
                 return False
@@ -164,11 +173,9 @@ class LowerTiers:
 
         def job() -> None:
             try:
-                tiers = self.tiers if above is None else self.tiers[: self.tiers.index(above)]
-                if tiers:
-                    entry, parts = make()
-                    for tier in tiers:
-                        tier.tier.write(entry, parts)
+                entry, parts = make()
+                for tier in tiers:
+                    tier.tier.write(entry, parts)
             finally:
                 with self._lock:
                     self._waiting -= nbytes
@@ -202,16 +209,23 @@ class LowerTiers:
         with self._lock:
             if self._closed:
                 return
-            if self._executor is None or self._pid != os.getpid():  # threads do not live on in a forked process
-                self._executor, self._pid = ThreadPoolExecutor(1, "kvboost_hf-tiers", self._note_thread), os.getpid()
-                self._waiting = 0
-            self._last = self._executor.submit(_logged, job)
+            self._start_over_after_fork()
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, "kvboost_hf-tiers", self._note_thread)
+            with suppress(RuntimeError):  # at the end of the interpreter, no more is taken
+                self._last = self._executor.submit(_logged, job)
+
+    def _start_over_after_fork(self) -> None:
+        """Threads do not live on in a forked process, nor what they were to do."""
+        if self._pid != os.getpid():
+            self._pid, self._executor, self._last, self._waiting = os.getpid(), None, None, 0
 
     def flush(self) -> None:
         """Wait until all that was given to the thread is done."""
         with self._lock:
-            last = self._last if self._pid == os.getpid() else None
-        if last is not None and threading.get_ident() != self._thread:
+            self._start_over_after_fork()
+            last = self._last if threading.get_ident() != self._thread else None
+        if last is not None:
             last.exception()
 
     def close(self) -> None:
@@ -222,15 +236,15 @@ class LowerTiers:
             self._closed = True
             executor, self._executor = self._executor, None
             if executor is not None and own:
-                executor.submit(self._close_tiers)
-        if executor is not None and self._pid == os.getpid():
+                executor.submit(self._close_opened)
+        if executor is not None:
             executor.shutdown(wait=not own)
         if not own:
-            self._close_tiers()
+            self._close_opened()
 
-    def _close_tiers(self) -> None:
-        for tier in self.tiers:
-            tier.tier.close()
+    def _close_opened(self) -> None:
+        for tier in self._opened:
+            tier.close()
 
     def _note_thread(self) -> None:
         self._thread = threading.get_ident()

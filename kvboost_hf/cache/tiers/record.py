@@ -34,6 +34,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 64
+_UNCHECKED = "0" * 32  # stands where the checksum of the header goes
 
 
 class DamagedBlobError(ValueError):
@@ -68,9 +69,9 @@ def dump(entry: Entry, tensors: Mapping[str, torch.Tensor], layout: Any) -> tupl
         sums[name] = [xxhash.xxh3_64_intdigest(_memory(part)) for part in tensor]
         at += tensor.nbytes
     told = {"entry": json.dumps(_entry_as_json(entry)), "layout": json.dumps(layout), "sums": json.dumps(sums)}
-    metadata = {"format": _FORMAT, **told, "check": _check(header, told)}
-    text = json.dumps({"__metadata__": metadata, **header}).encode()
+    text = json.dumps({"__metadata__": {"check": _UNCHECKED, "format": _FORMAT, **told}, **header}).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text = text.replace(_UNCHECKED.encode(), xxhash.xxh3_128_hexdigest(text).encode(), 1)
     return replace(entry, nbytes=8 + len(text) + at), [len(text).to_bytes(8, "little") + text, *parts]
 
 
@@ -90,10 +91,11 @@ class Blob:
         )  # tensors are views that may be written
         try:
             size = int.from_bytes(data[:8], "little")
-            header = json.loads(bytes(self._data[8 : 8 + size]))
-            metadata = header.pop("__metadata__")
-            told = {name: metadata[name] for name in ("entry", "layout", "sums")}
-            if metadata["format"] != _FORMAT or metadata["check"] != _check(header, told):
+            text = bytes(self._data[8 : 8 + size])
+            header = json.loads(text)
+            told = header.pop("__metadata__")
+            unchecked = text.replace(told["check"].encode(), _UNCHECKED.encode(), 1)
+            if told["format"] != _FORMAT or told["check"] != xxhash.xxh3_128_hexdigest(unchecked):
                 raise DamagedBlobError("The header of a blob does not have its checksum.")
             self._header: dict[str, Any] = header
             self._sums: dict[str, list[int]] = json.loads(told["sums"])
@@ -152,11 +154,6 @@ def read_entry(blob: memoryview) -> Entry:
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _check(header: dict[str, Any], told: dict[str, str]) -> str:
-    text = json.dumps([header, told], sort_keys=True)
-    return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
 
 def _entry_as_json(entry: Entry) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""Tiers, codecs and live quantization on a CUDA device: K/V that goes to pinned memory, to disk, and back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, check_model_compatibility
+from tests.conftest import counted, left_pad, make_model, random_ids
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+BASE = random_ids(2000, seed=1)
+
+
+def on_gpu(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: value.cuda() for name, value in left_pad(ids).items()}
+
+
+def reader(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    model = make_model("llama").to("cuda", dtype)
+    check_model_compatibility(model)
+    return model
+
+
+def tokens(model: PreTrainedModel, ids: torch.Tensor, cache: ChunkReuseCache | None = None) -> torch.Tensor:
+    return model.generate(**on_gpu(ids), max_new_tokens=8, do_sample=False, past_key_values=cache)
+
+
+def test_what_is_stored_is_in_pinned_memory_and_arrives_whole() -> None:
+    model = reader()
+    store = ChunkStore(model, chunk_size=64)
+    cache = ChunkReuseCache(model, store)
+    tokens(model, BASE, cache)
+    held = cache._layers[0].columns(0, 64, 128)
+    chunk = next(chunk for chunk in store._chunks.values() if chunk.start == 64)
+    assert all(plane.is_pinned() for plane in chunk.kv.tensors)
+    for found, expected in zip(chunk.kv.reader().layer(0) or (), held or (), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_restart(tmp_path: Path, dtype: torch.dtype) -> None:
+    plain = tokens(reader(dtype), BASE)
+    for place in ("disk", "disk again"):
+        model = reader(dtype)
+        store = ChunkStore(model, chunk_size=64, tiers=[f"disk:{tmp_path}:1GB"])
+        if place == "disk":
+            tokens(model, BASE, ChunkReuseCache(model, store))
+            store.close()
+            continue
+        for tier in ("disk", "ram"):
+            cache = ChunkReuseCache(model, store)
+            with counted(model) as work:
+                found = tokens(model, BASE, cache)
+            assert cache.report.tier_tokens[tier] >= 1920
+            assert work.tokens < 100
+            if dtype == torch.float32:
+                assert torch.equal(found, plain)
+            store.flush()
+        assert all(plane.is_pinned() for chunk in store._chunks.values() for plane in chunk.kv.tensors)
+        store.close()
+
+
+def test_the_device_tier() -> None:
+    model = reader()
+    store = ChunkStore(model, chunk_size=64, tiers=["device:1GB"])
+    plain = tokens(model, BASE)
+    for tier in ("live", "ram", "device"):
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(tokens(model, BASE, cache), plain)
+        if tier != "live":
+            assert cache.report.tier_tokens[tier] >= 1920
+    assert store.stats()["tiers"]["device"]["bytes"] > 0
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "turboquant", "turboquant:3.5", "turboquant:2"])
+def test_codecs_give_on_the_device_what_they_give_on_the_host(codec: str) -> None:
+    model = reader()
+    store = ChunkStore(model, chunk_size=64, codec=codec)
+    on_device = ChunkReuseCache(model, store)
+    tokens(model, BASE, on_device)
+    block = next(iter(store._chunks.values())).kv.blocks[0]
+    decoded = block.decode({name: plane.cuda() for name, plane in block.planes.items()}, 0)
+    torch.testing.assert_close(decoded.cpu(), block.decode(block.planes, 0), rtol=1e-3, atol=1e-3)
+    again = ChunkReuseCache(model, store)
+    tokens(model, BASE, again)
+    assert again.report.reused_tokens >= 1920
+
+
+@pytest.mark.parametrize("config", [KVQuantConfig(method="kivi", key_bits=8, value_bits=8), KVQuantConfig()])
+def test_live_quantization(config: KVQuantConfig) -> None:
+    model = reader()
+    plain = tokens(model, BASE)
+    cache = ChunkReuseCache(model, live_quant=config)
+    found = tokens(model, BASE, cache)
+    assert found.shape == plain.shape
+    exact = ChunkReuseCache(model)
+    tokens(model, BASE, exact)
+    assert cache.nbytes < exact.nbytes
+    if config.method == "kivi":
+        assert torch.equal(found, plain)
