@@ -207,7 +207,10 @@ class TieredShelf(Shelf):
                 self._lower.run(lambda: self._add_ghosts(self._lower.find([entry.key]).values()))
 
     def _replace(self, old: StoredChunk, new: StoredChunk) -> None:
-        super()._replace(old, new)
+        if old.key in self._ghosts:
+            self._drop_ghost(old.key)
+        else:
+            super()._replace(old, new)
         if old.root in self._durable_roots:
             self._below.pop(old.key, None)
             self._lower.delete([old.key])

@@ -72,7 +72,7 @@ def test_much_is_loaded_meanwhile(tmp_path: Path, disk: str, loadings: list[Any]
     store.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "gpt2", "bloom", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bloom", "deepseek_v3"])
 def test_the_same_answers(name: str, disk: str, loadings: list[Any]) -> None:
     fill(name, disk, BASE)
     for ids in (BASE, BASE[:, :77], torch.cat([BASE[:, :77], random_ids(50, seed=2)], dim=1)):
@@ -118,10 +118,9 @@ def test_with_gradients_nothing_is_loaded(disk: str, loadings: list[Any]) -> Non
     store.close()
 
 
-@pytest.mark.parametrize("part", [0.0, 0.4, 0.99])
-@pytest.mark.parametrize("which", [0, 2, 4])
+@pytest.mark.parametrize(("which", "part"), [(0, 0.0), (2, 0.4), (4, 0.99), (1, 0.6)])
 def test_damage_in_the_middle_of_a_forward(
-    tmp_path: Path, disk: str, loadings: list[Any], part: float, which: int
+    tmp_path: Path, disk: str, loadings: list[Any], which: int, part: float
 ) -> None:
     fill("llama", disk, BASE)
     harmed = blobs(tmp_path)[which]
@@ -175,7 +174,7 @@ def test_a_row_that_is_padding_where_others_are_served(disk: str, loadings: list
     short = random_ids(30, seed=9)
     fill("llama", disk, BASE[:, :64], short)
     model, store, cache = restart("llama", disk)
-    longer = torch.cat([BASE[:, :64], random_ids(66, seed=10)], dim=1)
+    longer = torch.cat([BASE[:, :64], random_ids(40, seed=10)], dim=1)
     batch = left_pad(short, longer)
     report = same_as_plain(model, cache, batch)
     assert report.tier_tokens["disk"] >= 64
@@ -195,9 +194,10 @@ def test_an_exception_in_the_forward(disk: str, loadings: list[Any], monkeypatch
     model, store, cache = restart("llama", disk)
 
     layer = type(model.model.layers[1].mlp)
-    with monkeypatch.context() as patched, pytest.raises(Interrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(layer, "forward", _raise)
-        generate(model, as_inputs(BASE), cache)
+        with pytest.raises(Interrupt):
+            generate(model, as_inputs(BASE), cache)
     assert same_as_plain(model, cache, BASE).reused_tokens == 149
     store.close()
 
@@ -213,9 +213,10 @@ def test_an_exception_before_the_first_layer(disk: str, loadings: list[Any], mon
         fill_layer(self, idx)
 
     monkeypatch.setattr(loading.Loading, "_fill", slow)
-    with monkeypatch.context() as patched, pytest.raises(Interrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(type(model.model.rotary_emb), "forward", _raise)
-        generate(model, as_inputs(BASE), cache)
+        with pytest.raises(Interrupt):
+            generate(model, as_inputs(BASE), cache)
     goes_on.set()
     assert same_as_plain(model, cache, BASE).reused_tokens == 149
     store.close()

@@ -1,4 +1,4 @@
-"""Whatever happens to a tier in mid-use: no exception out of generate(), no other token, and reuse goes on after it."""
+"""Whatever happens to a tier in mid-use: no exception out of generate(), no other token, and reuse afterwards."""
 
 import errno
 import logging

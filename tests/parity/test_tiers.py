@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,6 +15,8 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, ReuseReport, ch
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache import tiered
 from kvboost_hf.cache.pace import ComputePace
+from kvboost_hf.cache.tiers.base import Kind
+from kvboost_hf.cache.tiers.record import read_entry
 from tests.conftest import FULL_ATTENTION, STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
 
 CHUNK = 32
@@ -94,7 +97,16 @@ def restart(name: str, address: str, **settings: Any) -> tuple[PreTrainedModel, 
 
 
 @pytest.mark.parametrize("name", [*FULL_ATTENTION, *WINDOWED, *STATEFUL])
-def test_a_restart_loses_nothing(name: str, address: str) -> None:
+def test_a_restart_loses_nothing(name: str, disk: str) -> None:
+    check_restart(name, disk)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_restart_loses_nothing_elsewhere(name: str, address: str) -> None:
+    check_restart(name, address)
+
+
+def check_restart(name: str, address: str) -> None:
     fill(name, address, BASE)
     model, store, cache = restart(name, address)
     report = serve(model, cache, BASE)
@@ -108,10 +120,10 @@ def test_a_restart_loses_nothing(name: str, address: str) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "qwen3_next"])
-def test_other_prompts_after_a_restart(name: str, address: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next"])
+def test_other_prompts_after_a_restart(name: str, disk: str) -> None:
     """Shorter, longer, diverging inside a chunk and at a border, of one token, and with nothing in common."""
-    fill(name, address, BASE)
+    fill(name, disk, BASE)
     other = random_ids(60, seed=2)
     prompts = {
         "shorter": BASE[:, :77],
@@ -124,7 +136,7 @@ def test_other_prompts_after_a_restart(name: str, address: str) -> None:
     }
     reused = {}
     for what, ids in prompts.items():
-        model, store, cache = restart(name, address)
+        model, store, cache = restart(name, disk)
         reused[what] = serve(model, cache, ids).reused_tokens
         store.close()
     assert reused["longer"] >= 128
@@ -134,7 +146,7 @@ def test_other_prompts_after_a_restart(name: str, address: str) -> None:
         assert (reused["shorter"], reused["diverging inside a chunk"], reused["diverging at a border"]) == (76, 77, 96)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_batch_of_unequal_rows_after_a_restart(name: str, address: str) -> None:
     rows = [BASE, BASE[:, :90], random_ids(40, seed=3), torch.cat([BASE[:, :64], random_ids(30, seed=4)], dim=1)]
     fill(name, address, rows[0], rows[2])
@@ -207,7 +219,7 @@ def test_half_precision(disk: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "qwen3_next"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_codecs_give_the_same_from_every_tier(name: str, codec: str, disk: str) -> None:
     model = make_model(name)
@@ -276,18 +288,18 @@ OTHERS: dict[str, tuple[Callable[[PreTrainedModel], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_nothing_of_another_model_is_found(what: str, address: str) -> None:
+def test_nothing_of_another_model_is_found(what: str, disk: str) -> None:
     change, settings = OTHERS[what]
-    fill("llama", address, BASE)
+    fill("llama", disk, BASE)
     model = make_model("llama")
     change(model)
     check_model_compatibility(model)
-    store = open_store(model, address, **settings)
+    store = open_store(model, disk, **settings)
     cache = ChunkReuseCache(model, store)
     assert serve(model, cache, BASE).reused_tokens == 0
     cache.reset()
     store.close()
-    model, store, cache = restart("llama", address)  # and what was there is there
+    model, store, cache = restart("llama", disk)  # and what was there is there
     assert serve(model, cache, BASE).reused_tokens == 149
     store.close()
 
@@ -415,14 +427,19 @@ def test_what_was_given_up_by_ram_is_still_moved(disk: str) -> None:
     store.close()
 
 
+def damage(tmp_path: Path, kind: Kind) -> None:
+    for path in (tmp_path / "tier" / "blobs").rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        if read_entry(memoryview(data)).kind is kind:
+            data[-9] ^= 4
+            path.write_bytes(data)
+
+
 def test_a_damaged_moved_chunk_is_computed(disk: str, tmp_path: Path) -> None:
     model, store, _ = restart("llama", disk)
     store.warm(documents=DOCUMENTS)
     store.close()
-    for path in (tmp_path / "tier" / "blobs").rglob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-9] ^= 4
-        path.write_bytes(data)
+    damage(tmp_path, Kind.CONTENT)
     model, store, _ = restart("llama", disk)
     assert serve_blended(model, store, prompt_of(0, 1)).moved_tokens == 0
     store.flush()
@@ -431,19 +448,17 @@ def test_a_damaged_moved_chunk_is_computed(disk: str, tmp_path: Path) -> None:
 
 
 def test_damage_in_the_exact_part_of_a_blended_batch(disk: str, tmp_path: Path) -> None:
-    """What a longer row could have had beyond the batch's cut is only loaded for the blend."""
-    first = random_ids(128, seed=8)
+    """Too little for a batch to be served exactly is only loaded for the blend; its loss must not go on for ever."""
+    first = random_ids(32, seed=8)
     fill("llama", disk, first)
     model, store, _ = restart("llama", disk)
     store.warm(documents=DOCUMENTS)
     store.close()
-    for path in (tmp_path / "tier" / "blobs").rglob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-9] ^= 4
-        path.write_bytes(data)
+    damage(tmp_path, Kind.CHUNK)
     model, store, _ = restart("llama", disk)
     rows = left_pad(torch.cat([first, DOCUMENTS[0], BASE[:, :20]], dim=1), torch.cat([DOCUMENTS[1], BASE], dim=1))
-    cache = ChunkReuseCache(model, store, BLEND)
+    cache = ChunkReuseCache(model, store, replace(BLEND, min_prefill_saving=64))
     found = generate(model, rows, cache)
     assert found.sequences.tolist() == generate(model, rows).sequences.tolist()
+    assert store.stats()["lost"] == 1
     store.close()

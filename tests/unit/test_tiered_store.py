@@ -378,7 +378,16 @@ def segment(start: int, stop: int, key: bytes = b"") -> Segment:
 
 @pytest.mark.parametrize(
     ("savings", "kept"),
-    [([1, 1, 1], 3), ([1, -1, 1], 3), ([1, -2, 1], 1), ([-1, -1, 5], 3), ([-1], 0), ([], 0), ([0, 0], 2), ([1, -1], 1)],
+    [
+        ([1, 1, 1], 3),
+        ([1, -1, 1], 3),
+        ([1, -2, 1], 1),
+        ([-1, -1, 5], 3),
+        ([-1], 0),
+        ([], 0),
+        ([0, 0], 2),
+        ([1, -1], 1),
+    ],
 )
 def test_trim_row(savings: list[float], kept: int) -> None:
     segments = tuple(segment(at * 10, at * 10 + 10) for at in range(len(savings)))
