@@ -5,6 +5,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from kvboost_hf.cache.chunks import FixedChunker
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.cache.tiers.addresses import open_tiers
+from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier
+from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.contents import as_json, as_tables, contents
 from kvboost_hf.errors import KVBoostError
@@ -324,7 +326,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     console = Console(stderr=options.json == Path("-"))
-    lower = open_tiers(options.tiers, None).lower
+    lower = open_tiers([_as_it_is(address) for address in options.tiers], None).lower
     if not lower:
         raise ValueError(f"`--tiers` must have one that outlives a process, got {options.tiers}.")
     try:
@@ -342,6 +344,16 @@ def _inspect(options: argparse.Namespace) -> int:
     if options.json is not None:
         _write(options.json, json.dumps(as_json(lines), indent=2, ensure_ascii=False))
     return 0
+
+
+def _as_it_is(address: str) -> str | Tier:
+    """A tier that must be there, and gives nothing up for a budget."""
+    spec = parse_tier(address)
+    if spec.kind != "disk":
+        return address
+    if not Path(spec.location).expanduser().is_dir():
+        raise ValueError(f"`--tiers` must name what is there, but there is no folder {spec.location!r}.")
+    return open_tier(replace(spec, max_bytes=sys.maxsize))
 
 
 def _read_prompts(path: Path) -> list[Any]:

@@ -18,7 +18,8 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.plan import HEAD_TOKENS
-from kvboost_hf.cache.store import ChunkStore, StoredChunk
+from kvboost_hf.cache.store import ChunkStore, StoredChunk, StoredStates
+from kvboost_hf.cache.tiered import Row
 from kvboost_hf.compat import cache_argument, difference, tolerance
 
 _log = logging.getLogger("kvboost_hf")
@@ -94,7 +95,9 @@ def _culprits(fresh: Sequence[ReuseLayer], ledger: Ledger, store: ChunkStore, al
                 found.add(chunk.prefix_key)
         for border in ledger.borders[row]:
             if len(rest := tokens[border.at :]) >= HEAD_TOKENS:
-                found |= {saved.key for saved in store.states_after(border.key, rest[:HEAD_TOKENS])}
+                row_of = Row(tokens, border, store.chunker, stateful=True)
+                states = store.view(ledger.root, row_of).states_after(border.key, rest[:HEAD_TOKENS])
+                found |= {saved.key for saved in states if isinstance(saved, StoredStates)}
     return found
 
 

@@ -9,7 +9,8 @@ What happens before it, and in it:
     scatter   the caller's forward over the chosen columns      scatter.py
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -22,7 +23,7 @@ from kvboost_hf.cache.held import HoldingCache, Running
 from kvboost_hf.cache.hook import Kwargs
 from kvboost_hf.cache.inputs import ForwardInputs
 from kvboost_hf.cache.ledger import Ledger
-from kvboost_hf.cache.plan import ReusePlan
+from kvboost_hf.cache.plan import ReusePlan, RowPlan, trim_row
 from kvboost_hf.cache.repair import REPAIRS, Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.scatter import Columns, Narrowing, ScatterPass
 from kvboost_hf.cache.scout import attention_of_the_end, num_queries
@@ -55,13 +56,13 @@ class BlendingCache(HoldingCache):
             return None
         pads = ledger.log.pads.tolist()
         index = self.store.moved_index(ledger.root)
-        plan = plan_blend(ids, pads, held, inputs.logits, exact.rows, index, self.policy.sink_tokens)
-        while plan is not None:
+        rows = exact.rows
+        while (plan := plan_blend(ids, pads, held, inputs.logits, rows, index, self.policy.sink_tokens)) is not None:
             fetched = self.store.fetch(plan.chunks)
             if fetched.keys() >= {chunk.key for chunk in plan.chunks}:
                 plan = plan.with_loaded(fetched)
                 break
-            plan = plan_blend(ids, pads, held, inputs.logits, exact.rows, index, self.policy.sink_tokens)
+            rows = tuple(_up_to_lost(row, fetched.keys()) for row in rows)
         if plan is None:
             self._tally.moved_reason = "no stored chunk has the same tokens as a part of it"
             return None
@@ -193,3 +194,8 @@ class BlendingCache(HoldingCache):
         missed = any(row.computed.any() for row in plan.rows)
         self.store.record_use([piece.chunk for piece in pieces], missed=missed, moved=True)
         self._fetched += [piece.chunk for piece in pieces]
+
+
+def _up_to_lost(plan: RowPlan, there: Collection[bytes]) -> RowPlan:
+    """The plan of a row up to the first chunk that could not be loaded."""
+    return trim_row(plan, lambda segment: 0.0 if segment.chunk.prefix_key in there else -math.inf)

@@ -80,7 +80,7 @@ class ModelFingerprint:
 
         Args:
             model: The one that is followed.
-            full: Read every weight again.
+            full: Read every weight again. It never equals one without `full`, under which a change may be missed.
         """
         with self._lock:
             found = _walk(model)
@@ -93,10 +93,11 @@ class ModelFingerprint:
                     return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
                 codes.add(name)
             switches = (*found.switches, *sorted(found.files), *sorted(codes))
-            state = (switches, checksum(found.tensors) if full else self._weights.epoch(found.tensors), self._bumps)
+            weights: Hashable = checksum(found.tensors) if full else self._weights.epoch(found.tensors)
+            state = (switches, full, weights, self._bumps)
             if self._durable is None or self._durable[0] != state:
-                weights = checksum(found.tensors)
-                self._durable = state, self._digest(model, (switches, self._bumps, library_versions()), weights)
+                read = checksum(found.tensors)
+                self._durable = state, self._digest(model, (switches, full, library_versions()), read)
             return self._durable[1]
 
     def bump(self) -> None:

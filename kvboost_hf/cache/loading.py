@@ -23,8 +23,7 @@ _MIN_BYTES = 2**20  # less is loaded at once
 
 def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
     """Whether what serves a plan may be loaded while the model computes, and it is enough to be worth it."""
-    chunks = {chunk.key: chunk for row in plan.rows for chunk in map(stored_chunk, row.segments)}
-    nbytes = sum(chunk.found.entry.nbytes for chunk in chunks.values() if chunk.found is not None)
+    nbytes = sum(chunk.found.entry.nbytes for chunk in _chunks_of(plan) if chunk.found is not None)
     return (
         nbytes >= _MIN_BYTES
         and not torch.is_grad_enabled()
@@ -54,6 +53,7 @@ class Loading:
         self.computed = False  # something was damaged
         self._plan, self._compute, self._lose = plan, compute, lose
         self._readers = readers_of(plan)
+        self._chunks = [chunk for chunk in _chunks_of(plan) if chunk.loaded is not None]
         self._ready = [threading.Event() for _ in layers]
         self._stopped = self._damaged = False
         self._opened = [self._open(layer, idx) for idx, layer in enumerate(layers)]
@@ -84,7 +84,7 @@ class Loading:
         self._thread.join()
 
     def _open(self, layer: ReuseLayer, layer_idx: int) -> tuple[torch.Tensor, ...]:
-        chunk = next(stored_chunk(segment) for row in self._plan.rows for segment in row.segments)
+        chunk = self._chunks[0]
         places = chunk.kv.places[layer_idx]
         if places is None:
             return ()
@@ -105,7 +105,7 @@ class Loading:
                         return
                     self._fill(idx)
                     self._ready[idx].set()
-            _note(self._plan, time.perf_counter() - begin)
+            _note(self._chunks, time.perf_counter() - begin)
         except DamagedBlobError:
             self._damaged = True
         except BaseException:
@@ -130,13 +130,12 @@ class Loading:
         """Compute what could not be loaded."""
         self._damaged, self.computed = False, True
         self._thread.join()
-        for plan in self._plan.rows:
-            for chunk in map(stored_chunk, plan.segments):
-                if chunk.found is not None:
-                    try:
-                        chunk.kv.check()
-                    except DamagedBlobError:
-                        self._lose(chunk)
+        for chunk in self._chunks:
+            if chunk.found is not None:
+                try:
+                    chunk.kv.check()
+                except DamagedBlobError:
+                    self._lose(chunk)
         with torch.inference_mode(False), torch.no_grad():
             for opened, rows in zip(self._opened, self._compute(), strict=True):
                 for row, piece in enumerate(rows):
@@ -153,9 +152,13 @@ def _write(opened: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
             torch.cat(own, dim=1, out=out[:, padding:])
 
 
-def _note(plan: ReusePlan, seconds: float) -> None:
+def _chunks_of(plan: ReusePlan) -> list[StoredChunk]:
+    """All chunks of a plan, each once."""
+    return list({chunk.key: chunk for row in plan.rows for chunk in map(stored_chunk, row.segments)}.values())
+
+
+def _note(chunks: Sequence[StoredChunk], seconds: float) -> None:
     """Tell the tiers how fast they were."""
-    chunks = {chunk.key: chunk for row in plan.rows for chunk in map(stored_chunk, row.segments)}
-    found = [chunk.found for chunk in chunks.values() if chunk.found is not None]
+    found = [chunk.found for chunk in chunks if chunk.found is not None]
     for tier in {each.tier for each in found}:
         tier.took(sum(each.entry.nbytes for each in found if each.tier is tier), seconds)

@@ -248,7 +248,7 @@ class ServingCache(BlendingCache):
         limit = columns - inputs.logits
         # Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
         min_saving = self.policy.min_prefill_saving if not self._regime else columns * len(ids)
-        plan = self._plan(model, inputs, ledger, ids, held, limit, min_saving)
+        plan = self._plan(model, inputs, ledger, ids, held, limit, min_saving, prompt)
         cuts = self._cuts(plan, ledger, ids, limit, prompt)
         first = columns - inputs.input_ids.shape[1]  # column of the first id that the caller passed
         media = prompt.media.any()
@@ -265,7 +265,7 @@ class ServingCache(BlendingCache):
         self._running = Running(held)
         loading = None
         if plan.filled > held:
-            if self._may_overlap(model, plan, inputs, limit):
+            if self._may_overlap(model, plan, inputs, limit, prompt):
                 loading = self._load_meanwhile(model, plan, inputs, first)
             else:
                 self._tally.forwarded += fill_layers(model, self._layers, plan, inputs, first)
@@ -295,26 +295,30 @@ class ServingCache(BlendingCache):
         held: int,
         limit: int,
         min_saving: int,
+        prompt: Prompt,
     ) -> ReusePlan:
         """What serves the columns [held, limit), all of it loaded."""
         lost: frozenset[bytes] = frozenset()
         while True:
             plan = ledger.plan(ids, held, limit, self.store, min_saving, stateful=self._stateful, without=lost)
             wanted = needed_for(plan)
-            fetched = self.store.fetch(wanted, check=not self._may_overlap(model, plan, inputs, limit))
+            fetched = self.store.fetch(wanted, check=not self._may_overlap(model, plan, inputs, limit, prompt))
             if all(fetched.get(each.key) is each for each in wanted):  # nothing had to be loaded
                 return plan
             if fetched.keys() >= {each.key for each in wanted}:
                 return with_loaded(plan, fetched)
             lost |= {each.key for each in wanted if each.key not in fetched}
 
-    def _may_overlap(self, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs, limit: int) -> bool:
+    def _may_overlap(
+        self, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs, limit: int, prompt: Prompt
+    ) -> bool:
         """Whether K/V may still be loading while the model computes.
 
         Damage that is only found then takes a forward in the middle of a forward, which not every model can take.
         """
         return (
             self.policy.mode == "exact"
+            and not prompt.media.any()  # where images are cut, the plan is not yet the last one
             and self._static is None
             and "forward" not in model.__dict__
             and not getattr(model, "hf_device_map", None)
@@ -481,7 +485,8 @@ class ServingCache(BlendingCache):
             ledger.unconfirmed = not running.confirmed
         self._running = None  # only now: an interrupt before this undoes the forward
         fetched, self._fetched = self._fetched, []
-        self.store.promote(fetched)
+        if running.loading is None or not running.loading.computed:
+            self.store.promote(fetched)
         if running.commit is None or ledger is None:
             self._release(running.stop)
         elif running.confirmed:

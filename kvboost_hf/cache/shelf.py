@@ -148,6 +148,9 @@ class Shelf:
 
     def moved_index(self, root: bytes) -> ContentIndex[StoredChunk]:
         """The chunks under `root` by their content, for `match.find_moved`; follows what is stored from then on."""
+        return self._content_index(root)
+
+    def _content_index(self, root: bytes) -> ContentIndex[StoredChunk]:
         with self._lock:
             return self._contents.setdefault(root, ContentIndex(self._lock))
 
@@ -248,9 +251,10 @@ class Shelf:
         history = parent if parent is not None else os.urandom(KEY_BYTES)
         key = content_only_key(root, history, start, tokens)
         nbytes += tokens.nbytes
+        index = self.moved_index(root)
 
         def holder() -> bytes | None:
-            nearest = self.moved_index(root).variants(tokens)[:1]
+            nearest = index.variants(tokens)[:1]
             return nearest[0].prefix_key if nearest and nearest[0].start <= start else None
 
         def insert(kv: LayerKV) -> None:
@@ -377,6 +381,8 @@ class Shelf:
         key = holder()
         if key is None:
             return None
+        if pinned and key not in self._order:  # there was no room to bring it back from a lower tier
+            return Put.NO_ROOM
         if pinned:
             self._order.pin(key)
         return Put.PRESENT
@@ -456,7 +462,7 @@ class Shelf:
             if chunk.parent == chunk.root:
                 salt = self._salts.get(chunk.root, b"")
                 remember(self._first_heads, head_key(salt, chunk.tokens[:HEAD_TOKENS]), chunk.root)
-        index = self.moved_index(chunk.root)
+        index = self._content_index(chunk.root)
         index.add(chunk)
         for other in index.variants(chunk.tokens):
             if other is not chunk and other.content_only and other.start >= chunk.start:
@@ -473,7 +479,7 @@ class Shelf:
             by_head = self._states_by_head
         else:
             gone, by_head = self._chunks.pop(key), self._by_head
-            self.moved_index(gone.root).remove(gone)
+            self._content_index(gone.root).remove(gone)
         self._used -= gone.nbytes
         head = head_key(gone.parent, gone.tokens[:HEAD_TOKENS])
         if key in by_head.get(head, ()):  # what is found by content only is not

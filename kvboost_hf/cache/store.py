@@ -16,10 +16,10 @@ from kvboost_hf.cache.fingerprint import model_name
 from kvboost_hf.cache.kv import ColumnFormat
 from kvboost_hf.cache.on_device import DeviceShelf
 from kvboost_hf.cache.pace import ComputePace
-from kvboost_hf.cache.plan import HEAD_TOKENS, RowPlan, Segment, trim_row
+from kvboost_hf.cache.plan import HEAD_TOKENS, Border, RowPlan, Segment, trim_row
 from kvboost_hf.cache.shelf import Put, Shelf, StoredChunk, StoredStates, remember
 from kvboost_hf.cache.state import ModelState
-from kvboost_hf.cache.tiered import TieredShelf
+from kvboost_hf.cache.tiered import Row, TieredShelf
 from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
@@ -153,11 +153,13 @@ class ChunkStore(TieredShelf):
     def chain(self, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
         """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
         found: list[tuple[StoredChunk, int, int]] = []
+        index = self.view(root, Row(tokens, Border(0, root), self.chunker, stateful=False))
         key, at = root, 0
         while at < len(tokens):
             rest = tokens[at:]
-            siblings = self.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else ()
-            found += [(chunk, at, common_length(chunk.tokens, rest)) for chunk in siblings]
+            siblings = index.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else ()
+            loaded = self.fetch(chunk for chunk in siblings if isinstance(chunk, StoredChunk))
+            found += [(chunk, at, common_length(chunk.tokens, rest)) for chunk in loaded.values()]
             cut = self.chunker.next_cut(tokens, at)
             if cut is None:
                 break

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -14,7 +14,7 @@ from kvboost_hf.cache.content_index import ContentIndex
 from kvboost_hf.cache.kv import ColumnFormat, LayerKV, LayerStates
 from kvboost_hf.cache.on_device import DeviceShelf
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, Chunk, ChunkIndex, SavedState
-from kvboost_hf.cache.shelf import Shelf, StoredChunk, StoredStates, head_key, remember
+from kvboost_hf.cache.shelf import Put, Shelf, StoredChunk, StoredStates, head_key, remember
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.below import Found, LowerTiers
 from kvboost_hf.cache.tiers.record import DamagedBlobError, dump
@@ -122,6 +122,8 @@ class TieredShelf(Shelf):
                 with suppress(DamagedBlobError):  # whoever reads it next finds out
                     self._device.put(each.key, each.kv)
             if each.found is not None:
+                with self._lock:
+                    remember(self._below, each.key, None)
                 self._lower.run(lambda each=each, generation=self._generation: self._take_back(each, generation))  # type: ignore[misc]
 
     def record_use(
@@ -133,6 +135,24 @@ class TieredShelf(Shelf):
         if durable := [each.key for each in used if each.root in self._durable_roots]:
             self._lower.touch(durable)
 
+    def put_content(
+        self,
+        root: bytes,
+        tokens: Tokens,
+        start: int,
+        nbytes: int,
+        copy_kv: Callable[[], LayerKV] | None,
+        *,
+        parent: bytes | None = None,
+        pinned: bool = False,
+    ) -> Put:
+        """See `Shelf.put_content`; what is in a lower tier comes back to host memory if it is to be pinned."""
+        for nearest in self.moved_index(root).variants(tokens)[:1] if pinned else ():
+            if nearest.loaded is None and nearest.start <= start:
+                for loaded in self.fetch([nearest]).values():
+                    self._take_back(loaded, self._generation)
+        return super().put_content(root, tokens, start, nbytes, copy_kv, parent=parent, pinned=pinned)
+
     def flush(self) -> None:
         """Wait until everything stored so far has been written to the lower tiers."""
         self._lower.flush()
@@ -142,15 +162,21 @@ class TieredShelf(Shelf):
     def quarantine(self, keys: Iterable[bytes]) -> None:
         """See `Shelf.quarantine`; in lower tiers, too."""
         doomed = set(keys)
-        roots = {self._chunks[key].root for key in doomed if key in self._chunks}
+        self.flush()  # what was on its way to host memory is there
+        below = self._lower.find(list(doomed))
+        only_below = below.keys() - self._chunks.keys() - self._states.keys()
         super().quarantine(doomed)
         self._device.clear()
-        for root in roots & self._durable_roots:
-            self.flush()
+        for root in {found.entry.root for found in below.values()}:
             self._lower.delete(_with_descendants(doomed, [each.entry for each in self._lower.entries(root)]))
+        self.flush()
         with self._lock:
+            for key in only_below:
+                self._offences[key] = self._offences.get(key, 0) + 1
+                self._counts["quarantined"] += 1
             for key in doomed:
                 self._below.pop(key, None)
+                self._drop_ghost(key)
 
     def clear(self) -> None:
         """Drop everything stored for this model, pinned or not, in all tiers: what other processes stored, too."""
@@ -181,7 +207,10 @@ class TieredShelf(Shelf):
                 self._lower.run(lambda: self._add_ghosts(self._lower.find([entry.key]).values()))
 
     def _replace(self, old: StoredChunk, new: StoredChunk) -> None:
-        super()._replace(old, new)
+        if old.key in self._ghosts:
+            self._drop_ghost(old.key)
+        else:
+            super()._replace(old, new)
         if old.root in self._durable_roots:
             self._below.pop(old.key, None)
             self._lower.delete([old.key])
@@ -244,7 +273,9 @@ class TieredShelf(Shelf):
             there = stored.key in self._order
             if held is None or there or self._closed or generation != self._generation:
                 return None
-            if self._continues(stored.root, stored.parent) and self._make_room(stored.nbytes, keep=stored.parent):
+            if stored.key in self._offences:
+                return None
+            if self._make_room(stored.nbytes, keep=stored.parent):
                 self._used += stored.nbytes
                 if isinstance(stored, StoredStates):
                     assert isinstance(held, LayerStates)
@@ -264,11 +295,11 @@ class TieredShelf(Shelf):
                 known = entry.key in self._chunks or entry.key in self._ghosts
                 if not known and entry.kind is not Kind.STATES:
                     self._ghosts[entry.key] = ghost = unloaded_chunk(each)
-                    super().moved_index(entry.root).add(ghost)
+                    self._content_index(entry.root).add(ghost)
 
     def _drop_ghost(self, key: bytes) -> None:
         if (ghost := self._ghosts.pop(key, None)) is not None:
-            super().moved_index(ghost.root).remove(ghost)
+            self._content_index(ghost.root).remove(ghost)
 
 
 def unloaded_chunk(found: Found) -> StoredChunk:

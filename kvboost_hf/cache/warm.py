@@ -64,6 +64,14 @@ class _Uncut:
         return None
 
 
+class _Unstored(ChunkStore):
+    """Takes no chunks, under the roots of the store that is to have them."""
+
+    def __init__(self, model: PreTrainedModel, store: ChunkStore) -> None:
+        super().__init__(model, chunker=_Uncut(), max_bytes=2**62)
+        self.root = store.root  # type: ignore[method-assign]
+
+
 @torch.no_grad()
 def warm_documents(
     model: PreTrainedModel,
@@ -99,7 +107,7 @@ def warm_documents(
         history = ids.cpu().numpy().astype(np.int64)[0]
     else:
         history = np.empty(0, dtype=np.int64)
-    unstored = ChunkStore(model, chunker=_Uncut(), max_bytes=2**62, salt=salt)
+    unstored = _Unstored(model, store)
     for n, row in enumerate(rows):
         tokens = np.concatenate([history, row.cpu().numpy()[0]])
         results = offer_content(store, root, tokens, start, lambda at, stop: (0, None), pinned=pin)

@@ -21,6 +21,7 @@ _log = logging.getLogger("kvboost_hf")
 
 _MAX_WAITING = 512 * 2**20  # bytes that may wait to be written
 _PROBE_BYTES = 2 * 2**20
+_PROBE_KEY = b"kvboost_hf/the/probe"  # the same for all: one that was left behind is taken away by the next
 _PROBED = 16  # blobs that are looked at for one that is large enough to be timed
 _LEAST_BYTES = 2**16  # less says more of latency
 _WEIGHT = 0.2  # of the newest measurement in a running average
@@ -68,7 +69,7 @@ class MeasuredTier:
         return nbytes * self.seconds_per_byte
 
     def _measure(self) -> None:
-        """Read a blob: one that is there, or one that is written for it."""
+        """Read a blob: one that is there, or one that is written for it, if nothing has to go."""
         start = time.perf_counter()
         self.tier.find([os.urandom(20)])
         self.latency = time.perf_counter() - start
@@ -76,13 +77,15 @@ class MeasuredTier:
         if entry is not None:
             self._time(entry)
             return
-        key = os.urandom(20)
+        stats = self.tier.stats()
+        if "max_bytes" in stats and int(stats["bytes"]) + 2 * _PROBE_BYTES > int(stats["max_bytes"]):
+            return
         tokens = np.zeros(1, dtype=np.int64)
-        entry = Entry(key, Kind.CONTENT, b"probe", b"probe", b"probe", b"", 0, tokens, 0)
+        entry = Entry(_PROBE_KEY, Kind.CONTENT, b"probe", b"probe", b"probe", b"", 0, tokens, 0)
         entry, parts = dump(entry, {"probe": torch.zeros(1, _PROBE_BYTES, dtype=torch.uint8)}, None)
         self.tier.write(entry, parts)
         self._time(entry)
-        self.tier.delete([key])
+        self.tier.delete([_PROBE_KEY])
 
     def _time(self, entry: Entry) -> None:
         start = time.perf_counter()
@@ -110,6 +113,7 @@ class LowerTiers:
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
+        self._thread: int | None = None
         self._waiting = 0
         self._last: Future[None] | None = None
         self._closed = False
@@ -157,6 +161,9 @@ class LowerTiers:
             make: Called by the thread.
             above: The `MeasuredTier` that has it already, and from which on it is not to be written.
         """
+        tiers = self.tiers if above is None else self.tiers[: self.tiers.index(above)]
+        if not tiers:
+            return True
         with self._lock:
             self._start_over_after_fork()
             if self._waiting and self._waiting + nbytes > _MAX_WAITING:
@@ -166,11 +173,9 @@ class LowerTiers:
 
         def job() -> None:
             try:
-                tiers = self.tiers if above is None else self.tiers[: self.tiers.index(above)]
-                if tiers:
-                    entry, parts = make()
-                    for tier in tiers:
-                        tier.tier.write(entry, parts)
+                entry, parts = make()
+                for tier in tiers:
+                    tier.tier.write(entry, parts)
             finally:
                 with self._lock:
                     self._waiting -= nbytes
@@ -206,8 +211,9 @@ class LowerTiers:
                 return
             self._start_over_after_fork()
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, "kvboost_hf-tiers")
-            self._last = self._executor.submit(_logged, job)
+                self._executor = ThreadPoolExecutor(1, "kvboost_hf-tiers", self._note_thread)
+            with suppress(RuntimeError):  # at the end of the interpreter, no more is taken
+                self._last = self._executor.submit(_logged, job)
 
     def _start_over_after_fork(self) -> None:
         """Threads do not live on in a forked process, nor what they were to do."""
@@ -218,20 +224,30 @@ class LowerTiers:
         """Wait until all that was given to the thread is done."""
         with self._lock:
             self._start_over_after_fork()
-            last = self._last
+            last = self._last if threading.get_ident() != self._thread else None
         if last is not None:
             last.exception()
 
     def close(self) -> None:
         """Finish what is waiting, and let go of the tiers."""
         self.flush()
+        own = threading.get_ident() == self._thread  # a job was the last to hold on to the store
         with self._lock:
             self._closed = True
             executor, self._executor = self._executor, None
+            if executor is not None and own:
+                executor.submit(self._close_opened)
         if executor is not None:
-            executor.shutdown()
+            executor.shutdown(wait=not own)
+        if not own:
+            self._close_opened()
+
+    def _close_opened(self) -> None:
         for tier in self._opened:
             tier.close()
+
+    def _note_thread(self) -> None:
+        self._thread = threading.get_ident()
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Of each tier by its name, with how fast it was found to be."""

@@ -1,0 +1,104 @@
+"""`kvboost-hf warm` and `inspect` on a folder, as a person runs them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvboost_hf import ChunkReuseCache, ChunkStore
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.cache.pace import ComputePace
+from kvboost_hf.cli import main
+
+TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    paths = [tmp_path / f"{name}.txt" for name in "ab"]
+    for number, path in enumerate(paths):
+        path.write_text(f"Text {number}. {TEXT}", encoding="utf-8")
+    return [str(path) for path in paths]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> str:
+    return f"disk:{tmp_path / 'tier'}"
+
+
+def listed(disk: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    found = tmp_path / "found.json"
+    assert main(["inspect", "--tiers", disk, "--tokenizer", "embedded", "--json", str(found)]) == 0
+    capsys.readouterr()
+    lines: list[dict[str, object]] = json.loads(found.read_text(encoding="utf-8"))
+    return lines
+
+
+def test_what_is_warmed_is_reused(
+    tmp_path: Path, files: list[str], disk: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
+    assert main(["warm", *files, "--tiers", disk, "--chunk-size", "64", "--dtype", "float32"]) == 0
+    shown = capsys.readouterr().out
+    assert "a.txt: prompt" in shown
+    assert "chunks" in shown
+    model, tokenizer = load_embedded()
+    store = ChunkStore(model.float(), chunk_size=64, tiers=[disk])
+    inputs = tokenizer(Path(files[1]).read_text(encoding="utf-8") + "Who?", return_tensors="pt")
+    cache = ChunkReuseCache(model, store)
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+    assert cache.report.tier_tokens["disk"] > 100
+    store.close()
+    assert main(["warm", *files, "--tiers", disk, "--chunk-size", "64", "--dtype", "float32"]) == 0
+    assert "(0%)" not in capsys.readouterr().out
+
+
+def test_inspect_shows_it(
+    tmp_path: Path, files: list[str], disk: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["warm", *files, "--tiers", disk, "--documents", "--salt", "me", "--codec", "int8"]) == 0
+    capsys.readouterr()
+    lines = listed(disk, tmp_path, capsys)
+    assert {line["kind"] for line in lines} == {"content"}
+    assert any("Anna lives in Oslo" in str(line["text"]) for line in lines)
+    assert main(["inspect", "--tiers", disk, "--json", "-"]) == 0
+    out = capsys.readouterr()
+    assert len(json.loads(out.out)) == len(lines)
+    assert f"{len(lines)} stored" in out.err
+    assert main(["inspect", "--tiers", disk, "--limit", "1"]) == 0
+    assert f"1 of {len(lines)} shown" in capsys.readouterr().out
+
+
+def test_inspect_gives_nothing_up(
+    tmp_path: Path, files: list[str], disk: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever budget its address names, or does not."""
+    assert main(["warm", *files, "--tiers", disk]) == 0
+    before = listed(disk, tmp_path, capsys)
+    assert listed(f"{disk}:1KB", tmp_path, capsys) == before
+    assert listed(disk, tmp_path, capsys) == before != []
+
+
+@pytest.mark.parametrize("tiers", [["nonsense"], ["disk:"], ["disk:/x:0GB"], ["ram:1GB"], ["ram:lots"]])
+def test_bad_addresses(tiers: list[str], files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["inspect", "--tiers", *tiers], ["warm", *files, "--tiers", *tiers]):
+        if command[0] == "warm" and tiers == ["ram:1GB"]:
+            continue  # of use to nobody, but no mistake
+        assert main(command) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("kvboost-hf: ")
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "missing"
+    assert main(["inspect", "--tiers", f"disk:{missing}"]) == 2
+    assert f"there is no folder '{missing}'" in capsys.readouterr().err
+    assert not missing.exists()
+
+
+def test_a_bad_codec_and_a_prefix_without_documents(
+    files: list[str], disk: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["warm", *files, "--tiers", disk, "--codec", "zip"]) == 2
+    assert "zip" in capsys.readouterr().err
+    assert main(["warm", *files, "--tiers", disk, "--prefix", files[0]]) == 2
+    assert "needs `--documents`" in capsys.readouterr().err

@@ -1,0 +1,469 @@
+"""The store over lower tiers: what is written when, who may close it, and what is worth loading."""
+
+import gc
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, StoreClosedError, StoreFullError
+from kvboost_hf.cache import pace
+from kvboost_hf.cache.chunks import Tokens, prefix_key
+from kvboost_hf.cache.pace import ComputePace
+from kvboost_hf.cache.plan import Border, RowPlan, Segment, plan_row, trim_row
+from kvboost_hf.cache.store import Put, StoredChunk
+from kvboost_hf.cache.tiered import Row
+from kvboost_hf.cache.tiers.base import Entry, Tier
+from kvboost_hf.cache.tiers.disk import DiskTier
+from tests.conftest import as_inputs, make_model, random_ids
+from tests.property.test_store import BYTES_PER_TOKEN, kv_of
+
+MODEL = make_model("llama")
+CHUNK = 32
+IDS = random_ids(150, seed=1)
+
+
+class Recording:
+    """A tier that notes the calls and their keys, on another one."""
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner, self.name, self.location = inner, inner.name, inner.location
+        self.calls: list[tuple[str, int]] = []
+        self.keys: set[bytes] = set()
+
+    def _note(self, what: str, keys: Iterable[bytes]) -> list[bytes]:
+        asked = list(keys)
+        self.calls.append((what, len(asked)))
+        self.keys |= set(asked)
+        return asked
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        return self.inner.find(self._note("find", keys))
+
+    def find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
+        return self.inner.find_alike(self._note("find_alike", heads))
+
+    def entries(self, root: bytes | None = None) -> Iterator[Entry]:
+        self._note("entries", [root] if root is not None else [])
+        return self.inner.entries(root)
+
+    def read(self, key: bytes) -> memoryview | None:
+        return self.inner.read(self._note("read", [key])[0])
+
+    def write(self, entry: Entry, blob: Sequence[bytes | memoryview]) -> bool:
+        self._note("write", [entry.key])
+        return self.inner.write(entry, blob)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.inner.touch(self._note("touch", keys))
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        self.inner.delete(self._note("delete", keys))
+
+    def clear(self, model: bytes) -> None:
+        self.inner.clear(model)
+
+    def stats(self) -> Mapping[str, int | float | str]:
+        return self.inner.stats()
+
+    def hits(self) -> Mapping[bytes, int]:
+        return self.inner.hits()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+def open_store(folder: Path, **settings: Any) -> ChunkStore:
+    return ChunkStore(MODEL, **{"chunk_size": CHUNK, "tiers": [f"disk:{folder}:1GB"], **settings})
+
+
+def put_all(store: ChunkStore, tokens: Tokens, *, pinned: bool = False, salt: bytes = b"") -> list[Put]:
+    """Store whole chunks whose K/V tells their tokens."""
+    root = store.root(salt)
+    assert root is not None
+    key, results = root, []
+    for at in range(0, len(tokens) // CHUNK * CHUNK, CHUNK):
+        part = tokens[at : at + CHUNK]
+        copy = partial(kv_of, part, at)
+        results.append(store.put(root, key, at, part, BYTES_PER_TOKEN * CHUNK, copy, pinned=pinned))
+        key = prefix_key(key, part)
+    return results
+
+
+def found_of(store: ChunkStore, tokens: Tokens, salt: bytes = b"") -> int:
+    """How many tokens the store serves; all of its K/V must be right."""
+    root = store.root(salt)
+    assert root is not None
+    border = Border(0, root)
+    view = store.view(root, Row(tokens, border, store.chunker, stateful=False))
+    plan = plan_row(tokens, 0, border, len(tokens), store.chunker, view)
+    chunks = [segment.chunk for segment in plan.segments]
+    loaded = store.fetch(chunk for chunk in chunks if isinstance(chunk, StoredChunk))
+    for segment in plan.segments:
+        chunk = loaded.get(segment.chunk.prefix_key)
+        if chunk is None:
+            return segment.start
+        keys, values = chunk.kv.reader().layer(0)  # type: ignore[misc]
+        length = segment.stop - segment.start
+        assert keys[0, :length, 0].tolist() == tokens[segment.start : segment.stop].tolist()
+        assert values[0, :length, 0].tolist() == list(range(segment.start, segment.stop))
+    store.promote(list(loaded.values()))
+    return plan.hit
+
+
+# Budgets
+
+
+def test_what_ram_gives_up_is_found_on_disk(folder: Path) -> None:
+    store = open_store(folder)
+    store.max_bytes = 4 * CHUNK * (BYTES_PER_TOKEN + 8)
+    texts = [np.arange(n * 1000, n * 1000 + 4 * CHUNK) for n in range(5)]
+    for text in texts:
+        put_all(store, text)
+    assert store.stats()["evictions"] == 16
+    for text in texts:
+        assert found_of(store, text) == len(text)
+        store.flush()
+        assert store.stats()["bytes"] <= store.max_bytes
+    assert store.stats()["loaded"] >= 16
+    store.close()
+
+
+def test_ram_smaller_than_the_prompt(folder: Path) -> None:
+    store = open_store(folder)
+    store.max_bytes = 2 * CHUNK * (BYTES_PER_TOKEN + 8)
+    text = np.arange(10 * CHUNK)
+    put_all(store, text)
+    store.flush()
+    assert store.stats()["tiers"]["disk"]["chunks"] >= 2
+    store.close()
+
+
+def test_pinned_chunks_stay_and_are_on_disk(folder: Path) -> None:
+    store = open_store(folder)
+    store.max_bytes = 4 * CHUNK * (BYTES_PER_TOKEN + 8)
+    pinned = np.arange(3 * CHUNK)
+    put_all(store, pinned, pinned=True)
+    for n in range(1, 6):
+        put_all(store, np.arange(n * 1000, n * 1000 + CHUNK))
+    assert store.stats()["pinned_chunks"] == 3
+    store.close()
+    store = open_store(folder)
+    assert found_of(store, pinned) == len(pinned)
+    assert store.stats()["pinned_chunks"] == 0  # a pin is of this process
+    store.close()
+
+
+def test_pinning_documents_that_are_on_disk(folder: Path) -> None:
+    documents = [random_ids(64, seed=seed) for seed in range(4)]
+    store = open_store(folder)
+    store.warm(documents=documents)
+    store.close()
+    store = open_store(folder)
+    assert store.warm(documents=documents).forwarded_tokens == 0
+    assert store.stats()["pinned_chunks"] == 8
+    store.close()
+    store = open_store(folder, max_bytes=60_000)  # of 17 KB each
+    with pytest.raises(StoreFullError, match="does not fit"):
+        store.warm(documents=documents)
+    assert store.stats()["pinned_chunks"] == 0
+    store.close()
+
+
+def test_a_full_tier_keeps_what_it_has_when_it_is_opened(folder: Path) -> None:
+    """How fast a tier is, is not worth giving anything up for."""
+    tokens = np.arange(20 * CHUNK)
+    store = ChunkStore(MODEL, chunk_size=CHUNK, tiers=[f"disk:{folder}:3MB"])
+    put_all(store, tokens)
+    store.flush()
+    before = store.stats()["tiers"]["disk"]["chunks"]
+    store.close()
+    filler = DiskTier(folder, 10**9)
+    assert {entry.model for entry in filler.entries()} == {store._model_name}
+    size = int(filler.stats()["bytes"])
+    filler.close()
+    store = ChunkStore(MODEL, chunk_size=CHUNK, tiers=[f"disk:{folder}:{size + 100_000}B"])
+    assert store.stats()["tiers"]["disk"]["chunks"] == before == 20
+    assert store.stats()["tiers"]["disk"]["evictions"] == 0
+    store.close()
+
+
+def test_a_probe_that_was_left_behind_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskTier, "delete", lambda self, keys: None)  # killed before it
+        open_store(folder).close()
+    tier = DiskTier(folder, 10**9)
+    assert tier.stats()["chunks"] == 1
+    tier.close()
+    for _ in range(2):
+        store = open_store(folder)
+        chunks = store.stats()["tiers"]["disk"]["chunks"]
+        store.close()
+    assert chunks <= 1
+
+
+# Closing
+
+
+def test_close_reopen_and_use_after_close(folder: Path) -> None:
+    store = open_store(folder)
+    put_all(store, np.arange(64))
+    cache = ChunkReuseCache(MODEL, store)
+    store.close()
+    store.close()
+    store.flush()
+    with pytest.raises(StoreClosedError, match="was closed"):
+        store.root(b"")
+    with pytest.raises(StoreClosedError, match="was closed"):
+        store.warm(IDS)
+    cache.reset()
+    store = open_store(folder)
+    assert found_of(store, np.arange(64)) == 64
+    store.close()
+
+
+def test_a_store_that_is_let_go_of_is_written_whole(folder: Path) -> None:
+    store = open_store(folder)
+    put_all(store, np.arange(10 * CHUNK))
+    del store
+    gc.collect()
+    store = open_store(folder)
+    assert found_of(store, np.arange(10 * CHUNK)) == 10 * CHUNK
+    store.close()
+
+
+def test_the_thread_may_be_the_last_to_hold_a_store(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its jobs hold it: what is found in the end must not wait for itself."""
+    for _ in range(3):
+        store = open_store(folder)
+        goes_on = threading.Event()
+        store._lower.run(goes_on.wait)
+        put_all(store, np.arange(10 * CHUNK))
+        lower = store._lower
+        lower.run(lambda store=store: None)  # type: ignore[misc]
+        lower.touch([b"something"])  # and one that does not
+        executor = lower._executor
+        assert executor is not None
+        (thread,) = executor._threads
+        del store
+        gc.collect()
+        goes_on.set()
+        thread.join(20)
+        assert not thread.is_alive()
+    store = open_store(folder)
+    assert found_of(store, np.arange(10 * CHUNK)) == 10 * CHUNK
+    assert not caplog.records
+    store.close()
+
+
+def test_two_stores_on_one_folder(folder: Path) -> None:
+    one, other = open_store(folder), open_store(folder)
+    put_all(one, np.arange(128))
+    one.flush()
+    assert found_of(other, np.arange(128)) == 128
+    other.flush()
+    one.clear()
+    assert found_of(one, np.arange(128)) == 0
+    assert found_of(other, np.arange(128)) == 128  # in its own memory
+    one.close()
+    other.close()
+
+
+SECOND = """
+import sys
+from tests.conftest import as_inputs, make_model, random_ids
+from kvboost_hf import ChunkReuseCache, ChunkStore
+from kvboost_hf.cache.pace import ComputePace
+ComputePace.seconds_per_token = lambda self, model: 1.0
+model = make_model("llama")
+store = ChunkStore(model, chunk_size=32, tiers=[f"disk:{sys.argv[1]}:1GB"])
+cache = ChunkReuseCache(model, store)
+model.generate(**as_inputs(random_ids(150, seed=1)), past_key_values=cache, max_new_tokens=2, do_sample=False)
+sys.stdout.write(f"reused {cache.report.reused_tokens}")
+"""
+
+
+def test_another_process_finds_what_is_stored(folder: Path) -> None:
+    """Nothing that it is found by depends on the process, such as the seed of hash()."""
+    store = open_store(folder)
+    cache = ChunkReuseCache(MODEL, store)
+    MODEL.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=1)
+    cache.reset()
+    store.flush()
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    command = [sys.executable, "-c", SECOND, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "reused 149", done.stderr
+    store.close()
+
+
+def test_a_forked_child_has_a_store_of_its_own(folder: Path) -> None:
+    parent = open_store(folder)
+    put_all(parent, np.arange(128))
+    parent.flush()
+
+    def work() -> None:
+        store = open_store(folder)
+        assert found_of(store, np.arange(128)) == 128
+        put_all(store, np.arange(1000, 1128))
+        store.close()
+        parent.close()  # a copy of it: nothing of the parent's goes
+        os._exit(7)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(60)
+    torch.set_num_threads(threads)
+    assert child.exitcode == 7
+    assert found_of(parent, np.arange(1000, 1128)) == 128
+    put_all(parent, np.arange(2000, 2128))
+    parent.close()
+    store = open_store(folder)
+    assert found_of(store, np.arange(2000, 2128)) == 128
+    store.close()
+
+
+# Isolation
+
+
+def test_tenants_find_nothing_of_each_other_and_cannot_tell(folder: Path) -> None:
+    """For a prompt that another tenant has stored, the same work as for one that nobody has."""
+    text, unseen = np.arange(128), np.arange(5000, 5128)
+    store = open_store(folder)
+    put_all(store, text, salt=b"one")
+    put_all(store, np.arange(9000, 9128), salt=b"other")
+    store.close()
+    calls = []
+    for asked in (text, unseen):
+        tier = Recording(DiskTier(folder, 10**9))
+        keys = {entry.key for entry in tier.inner.entries()}
+        store = ChunkStore(MODEL, chunk_size=CHUNK, tiers=[tier])
+        tier.calls.clear()
+        tier.keys.clear()
+        assert found_of(store, asked, salt=b"other") == 0
+        index = store.moved_index(store.root(b"other") or b"")
+        assert index.whole(asked) is None
+        store.flush()
+        assert not tier.keys & keys
+        calls.append(tier.calls)
+        store.close()
+    assert calls[0] == calls[1]
+    assert calls[0]
+
+
+# What is worth loading
+
+
+def segment(start: int, stop: int, key: bytes = b"") -> Segment:
+    chunk = StoredChunk(key, b"", b"", start, np.arange(start, stop), None, 0)
+    return Segment(chunk, start, start, stop)
+
+
+@pytest.mark.parametrize(
+    ("savings", "kept"),
+    [
+        ([1, 1, 1], 3),
+        ([1, -1, 1], 3),
+        ([1, -2, 1], 1),
+        ([-1, -1, 5], 3),
+        ([-1], 0),
+        ([], 0),
+        ([0, 0], 2),
+        ([1, -1], 1),
+    ],
+)
+def test_trim_row(savings: list[float], kept: int) -> None:
+    segments = tuple(segment(at * 10, at * 10 + 10) for at in range(len(savings)))
+    borders = tuple(Border(at * 10 + 10, b"") for at in range(len(savings)))
+    states: dict[int, Any] = {at * 10 + 5: None for at in range(len(savings))}
+    plan = RowPlan(len(savings) * 10, segments, borders, None, states)
+    told = dict(zip([each.start for each in segments], savings, strict=True))
+    trimmed = trim_row(plan, lambda each: told[each.start])
+    assert trimmed.hit == kept * 10
+    assert trimmed.segments == segments[:kept]
+    assert trimmed.borders == borders[:kept]
+    assert set(trimmed.states or {}) == {at * 10 + 5 for at in range(kept)}
+
+
+def test_pace_follows_what_is_observed() -> None:
+    found = ComputePace()
+    estimated = found.seconds_per_token(MODEL)
+    assert 0 < estimated < 1
+    found.observe(pace._TOKENS - 1, 1000.0)  # too few to tell
+    assert found.seconds_per_token(MODEL) == estimated
+    found.observe(100, 50.0)
+    assert found.seconds_per_token(MODEL) == 0.5
+    found.observe(100, 150.0)
+    assert found.seconds_per_token(MODEL) == pytest.approx(0.5 + pace._WEIGHT * 1.0)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_takes_longer_to_load_than_to_compute_is_computed(
+    folder: Path, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1e-3)
+    store = open_store(folder)
+    cache = ChunkReuseCache(MODEL, store)
+    MODEL.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=1)
+    cache.reset()
+    store.close()
+    store = open_store(folder)
+    (tier,) = store._lower.tiers
+    tier.seconds_per_byte = 1e-3 / 512 * (1.5 if slow else 0.5)  # 512 bytes of K/V are a token's
+    cache = ChunkReuseCache(MODEL, store)
+    MODEL.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=1)
+    assert cache.report.reused_tokens == (0 if slow else 149)
+    assert store.stats()["not_worth_loading"] == (149 if slow else 0)
+    cache.reset()
+    again = ChunkReuseCache(MODEL, store)  # what is in host memory is always worth it
+    MODEL.generate(**as_inputs(IDS), past_key_values=again, max_new_tokens=1)
+    assert again.report.reused_tokens == 149
+    store.close()
+
+
+# Failures of the store's own thread
+
+
+def test_a_failing_job_is_logged_and_the_next_one_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(folder)
+    with caplog.at_level(logging.ERROR, "kvboost_hf"):
+        store._lower.run(lambda: 1 / 0)
+        put_all(store, np.arange(64))
+        store.flush()
+    assert "what it wrote is lost" in caplog.text
+    assert store.stats()["tiers"]["disk"]["chunks"] == 2
+    store.close()
+
+
+def test_too_much_that_waits_is_written_when_ram_gives_it_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_hf.cache.tiers.below._MAX_WAITING", 600)
+    store = open_store(folder)
+    goes_on = threading.Event()
+    store._lower.run(goes_on.wait)
+    store.max_bytes = 4 * CHUNK * (BYTES_PER_TOKEN + 8)
+    put_all(store, np.arange(4 * CHUNK))
+    assert store._lower.refused == 3
+    goes_on.set()
+    store.flush()
+    for n in range(1, 9):
+        put_all(store, np.arange(n * 1000, n * 1000 + CHUNK))
+        store.flush()
+    assert found_of(store, np.arange(4 * CHUNK)) == 4 * CHUNK
+    store.close()
