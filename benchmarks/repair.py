@@ -37,10 +37,10 @@ from reuse import Result, in_turn, make_model, measured_on, medians, provenance,
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.demo.run import timed_generate
-from kvboost_hf.demo.workloads import encode
 
 NUM_DOCUMENTS, NUM_WORDS, NUM_LAYERS = 6, 512, (8, 16)  # of ttft
 MAX_NEW_TOKENS = 12

@@ -26,10 +26,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Fact, Turn, chat_messages, make_documents
 from kvboost_hf.cache.store import Put
 from kvboost_hf.compat.rotation import LayerRotation
-from kvboost_hf.demo.workloads import encode
 
 NUM_WORDS = (48, 64, 96)  # of each document; a case has one of them
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import Turn, chat_messages, make_documents
 from kvboost_hf.compat import bytes_per_token
-from kvboost_hf.demo.workloads import encode
 
 POOL, DRAWN, NUM_WORDS = 200, 6, 192
 STEADY_FROM = 3  # batches that the store is given to fill up

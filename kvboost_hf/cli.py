@@ -23,7 +23,8 @@ from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.contents import as_json, as_tables, contents
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.verify import figure as draw_report
-from kvboost_hf.verify import verify_correctness
+from kvboost_hf.verify import validate_turboquant, verify_correctness
+from kvboost_hf.verify.turboquant import CODECS
 
 _VERIFIED_PROMPTS = 16  # where the user brings none
 
@@ -78,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--min-agreement", type=float, default=0.99, help="threshold: share of steps (default: 0.99)")
     verify.add_argument("--figure", type=Path, metavar="PNG", help="draw quality against computed tokens")
     verify.add_argument("--json", type=Path, metavar="FILE", help="write all figures ('-' for standard output)")
+    verify.add_argument(
+        "--turboquant",
+        nargs="*",
+        metavar="CODEC",
+        help="instead, measure what codecs do to the model's K/V (default: turboquant with 4, 3.5, 3 and 2 bits)",
+    )
     verify.set_defaults(run=_verify)
 
     warm = commands.add_parser("warm", help="compute K/V of files ahead of the first request, and keep it")
@@ -190,11 +197,14 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    if options.turboquant is not None:
+        return _validate(options)
     try:
         from rich.console import Console
         from rich.progress import Progress
 
-        from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, encode, linked_documents
+        from kvboost_hf.assets.chat import encode
+        from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, linked_documents
     except ModuleNotFoundError as error:
         raise ValueError(f"`kvboost-hf verify` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
 
@@ -225,6 +235,34 @@ def _verify(options: argparse.Namespace) -> int:
     if options.figure is not None:
         draw_report(options.figure, report)
         console.print(f"Figure: {options.figure}")
+    if options.json is not None:
+        _write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
+    return 0 if report else 1
+
+
+def _validate(options: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ModuleNotFoundError as error:
+        raise ValueError(f"`kvboost-hf verify` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
+
+    if options.figure is not None or options.documents is not None:
+        raise ValueError(
+            "`--figure` and `--documents` do not go with `--turboquant`: write the figures with `--json`."
+        )
+    console = Console(stderr=options.json == Path("-"))
+    model, tokenizer, name = _load(options)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+        report = validate_turboquant(
+            model,
+            tokenizer,
+            prompts=_read_prompts(options.prompts) if options.prompts is not None else None,
+            codecs=options.turboquant or CODECS,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    console.print(f"{name}, {report.dtype}\n\n{report}", highlight=False, markup=False, soft_wrap=True)
     if options.json is not None:
         _write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
     return 0 if report else 1

@@ -178,9 +178,9 @@ class CodedTensor:
             part = plane.view()[rows, 0, first:last]
             planes[name] = part.reshape(-1, *self._shapes[name])
         _, heads, _, dim = self.like.shape
-        shape = (heads, self._window, dim)
+        shape = (len(next(iter(planes.values()))), heads, self._window, dim)
         blocks = self._codec.decode(planes, shape, self.like.dtype, self._role, self._rotation)
-        columns = blocks.view(-1, last - first, *shape).transpose(1, 2).flatten(2, 3)
+        columns = blocks.view(-1, last - first, *shape[1:]).transpose(1, 2).flatten(2, 3)
         sizes = self._blocks[first:last]
         if min(sizes) == self._window:
             return columns

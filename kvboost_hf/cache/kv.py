@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from kvboost_hf.cache.tiers.record import Blob
 from kvboost_hf.compat import KeyRotation, LayerRotation
 
 _RAW = Raw()
+_RUN = 1 << 17  # numbers to decode at once
 
 Place = tuple[int, int]  # block, and index in it
 
@@ -107,10 +109,18 @@ class Block:
             for name in self.planes:
                 self.blob.check(f"{self.number}.{name}", index)
 
-    def decode(self, planes: Mapping[str, torch.Tensor], index: int) -> torch.Tensor:
-        """A tensor [heads, tokens, head_dim], from planes that may have been moved."""
-        own = {name: plane[index] for name, plane in planes.items()}
-        return self.codec.decode(own, self.shape, self.dtype, self.role, self.rotations[index])
+    def run(self, start: int) -> range:
+        """Tensors from `start` on to decode at once: fewer calls, for little memory."""
+        most = 1 if self.codec.lossless else max(1, _RUN // max(1, prod(self.shape)))
+        stop = start + 1
+        while stop < min(start + most, len(self.rotations)) and self.rotations[stop] is self.rotations[start]:
+            stop += 1
+        return range(start, stop)
+
+    def decode(self, planes: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
+        """Tensors [len(run), heads, tokens, head_dim], from planes that may have been moved."""
+        own = {name: plane[run.start : run.stop] for name, plane in planes.items()}
+        return self.codec.decode(own, (len(run), *self.shape), self.dtype, self.role, self.rotations[run.start])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,6 +224,7 @@ class LayerKVReader:
     def __init__(self, kv: LayerKV) -> None:
         self._kv = kv
         self._planes: dict[int, Planes] = {}
+        self._decoded: dict[int, tuple[range, torch.Tensor]] = {}
         self._last: tuple[int, Piece | None] | None = None  # pieces of one chunk are read one after the other
 
     def layer(self, index: int) -> Piece | None:
@@ -229,12 +240,18 @@ class LayerKVReader:
 
     def _tensor(self, number: int, at: int) -> torch.Tensor:
         block = self._kv.blocks[number]
-        block.check(at)
         if number not in self._planes:
             block.wait()
             moved = {name: plane.to(block.device, non_blocking=True) for name, plane in block.planes.items()}
             self._planes[number] = moved
-        return block.decode(self._planes[number], at)
+        run, decoded = self._decoded.get(number, (range(0), None))
+        if decoded is None or at not in run:
+            run = block.run(at)
+            for index in run:
+                block.check(index)
+            decoded = block.decode(self._planes[number], run)
+            self._decoded[number] = run, decoded
+        return decoded[at - run.start]
 
 
 def copy_columns(

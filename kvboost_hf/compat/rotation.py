@@ -47,6 +47,14 @@ class LayerRotation:
         """Write keys [..., heads, tokens, head_dim], token t moved by `shifts[t]`, to `out`, and return it."""
         return self._turn(keys, _cos_sin_each(self, shifts, keys.device), out)
 
+    def partners(self, keys: torch.Tensor) -> torch.Tensor:
+        """A copy of keys [..., head_dim], in which dimensions that rotate together have changed places."""
+        pairs = (2, -1) if self.style == "half" else (-1, 2)
+        swapped = keys.clone()
+        rotated = torch.unflatten(keys[..., self.offset : self.stop], -1, pairs)
+        swapped[..., self.offset : self.stop] = rotated.flip(-2 if self.style == "half" else -1).flatten(-2)
+        return swapped
+
     def _turn(self, keys: torch.Tensor, cos_sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         cos, sin = cos_sin
         turn = _turn_half if self.style == "half" else _turn_interleaved

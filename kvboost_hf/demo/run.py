@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvboost_hf.assets.chat import Message, encode
 from kvboost_hf.assets.world import Document
 from kvboost_hf.cache.chunks import Chunker
 from kvboost_hf.cache.cutting import ContentChunker
@@ -21,10 +22,8 @@ from kvboost_hf.demo.workloads import (
     CHAT_SHAPE,
     LONG_DOCUMENT_TOKENS,
     NUM_QUESTIONS,
-    Message,
     Question,
     chat_turn,
-    encode,
     long_document,
     shuffled_documents,
 )

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
+from kvboost_hf.assets.chat import Message, encode
 from kvboost_hf.assets.world import ATTRIBUTES, Document, Fact, make_documents
 
 # Prompt tokens by turn of a replayed chat, as published for KVBoost's ShareGPT run.
@@ -14,8 +15,6 @@ CHAT_SHAPE = (54, 206, 371, 532, 690, 826, 964, 1114)
 LONG_DOCUMENT_TOKENS = 1000
 NUM_QUESTIONS = 6
 NUM_DOCUMENTS = 6
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +155,6 @@ def _words_for(
 
 def _text(documents: Sequence[Document]) -> str:
     return "\n\n".join(document.text for document in documents)
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Ids of a chat up to where the answer starts; plain labels where the tokenizer has no chat template."""
-    if tokenizer.chat_template is not None:
-        prompt = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-        return list(tokenizer.encode(prompt, add_special_tokens=False))
-    lines = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
-    return list(tokenizer.encode("\n\n".join([*lines, "Assistant:"])))
 
 
 def _closest(size: Callable[[int], int], target: int) -> int:

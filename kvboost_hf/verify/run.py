@@ -82,7 +82,7 @@ def verify_correctness(
         >>> bool(report), report.exact.diverged
         (True, 0)
     """
-    _require_plain(model)
+    require_plain(model)
     _require_between("max_new_tokens", max_new_tokens, 1, None, integer=True)
     _require_between("max_kl", max_kl, 0, None)
     _require_between("min_agreement", min_agreement, 0, 1)
@@ -154,7 +154,8 @@ def _computed_plainly(tokens: int) -> ReuseReport:
     return ReuseReport(prompt_tokens=tokens, forwarded_tokens=tokens)
 
 
-def _require_plain(model: PreTrainedModel) -> None:
+def require_plain(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that cannot be served, is in training mode or is attached."""
     require_cache(model)
     if model.training:
         raise ValueError("`model` must be in eval mode, got one in training mode. Call model.eval() first.")

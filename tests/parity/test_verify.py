@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, ReusePolicy, attach, detach, verify_correctness
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.assets.chat import encode
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.config import Repair
-from kvboost_hf.demo.workloads import encode, linked_documents, shuffled_documents
+from kvboost_hf.demo.workloads import linked_documents, shuffled_documents
 from kvboost_hf.verify import CorrectnessReport
 from tests.conftest import counted, make_model, random_ids
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
+from kvboost_hf.cache.codecs.rotation import random_rotation, rotated, rotated_back
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
 
@@ -53,6 +54,33 @@ def test_halves_share_bytes(half: int, byte: int, seed: int) -> None:
 
 
 @given(
+    st.sampled_from([1, 2, 2.5, 3, 4]),
+    st.sampled_from([32, 64, 128, 256]),
+    st.lists(st.integers(1, 70), min_size=1, max_size=5),
+    st.integers(0, 2**32),
+)
+@settings(deadline=None)
+def test_a_vector_has_the_same_codes_in_any_company(bits: float, dim: int, sizes: list[int], seed: int) -> None:
+    """All at once, in chunks or one by one; but for the mean, which is that of the chunk."""
+    codec = make_codec(KVQuantConfig(value_bits=bits))
+    x = torch.randn(2, 3, sum(sizes), dim, generator=torch.Generator().manual_seed(seed))
+    bulk = codec.encode(x, "values", [None, None])
+    for chunks in (sizes, [1] * min(sum(sizes), 5)):
+        parts = [codec.encode(part, "values", [None, None]) for part in x[:, :, : sum(chunks)].split(chunks, dim=2)]
+        for name, plane in bulk.items():
+            assert torch.equal(torch.cat([part[name] for part in parts], dim=2), plane[:, :, : sum(chunks)])
+
+
+@given(st.sampled_from([32, 64, 128, 256]), st.integers(1, 40), st.integers(0, 2**32))
+@settings(deadline=None)
+def test_passes_are_the_product_of_matrices(dim: int, rows: int, seed: int) -> None:
+    x = torch.randn(2, rows, dim, generator=torch.Generator().manual_seed(seed))
+    found = rotated(x.clone(), "hadamard", 3)
+    torch.testing.assert_close(found, x @ random_rotation("hadamard", dim, 3, x.device).mT, atol=1e-5, rtol=0)
+    torch.testing.assert_close(rotated_back(found, "hadamard", 3), x, atol=1e-5, rtol=0)
+
+
+@given(
     CONFIGS,
     st.sampled_from(["keys", "values"]),
     st.lists(ROTATIONS, min_size=1, max_size=4),
@@ -75,5 +103,7 @@ def test_layers_one_by_one_are_all_at_once(config, role, rotations, tokens, head
             assert int((planes[name][i : i + 1] != plane).sum()) <= 2 + plane.numel() // 1000
         layer = {name: plane[i] for name, plane in planes.items()}
         found = codec.decode(layer, tuple(x.shape[1:]), dtype, role, rotation)
+        run = {name: plane[i : i + 1] for name, plane in planes.items()}
+        assert torch.equal(found, codec.decode(run, (1, *x.shape[1:]), dtype, role, rotation)[0])
         assert (found.shape, found.dtype) == (x.shape[1:], dtype)
         assert torch.equal(found, codec.decode(layer, tuple(x.shape[1:]), dtype, role, rotation))

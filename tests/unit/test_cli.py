@@ -80,6 +80,18 @@ def test_verify_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["verify", "--prompts", str(tmp_path / "missing")]) == 2
 
 
+def test_verify_turboquant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The lamp is red. " * 40, encoding="utf-8")
+    assert main(["verify", "--prompts", str(prompts), "--json", "-", "--turboquant", "turboquant:4"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is True
+    assert result["checks"][-1]["name"] == "needles, turboquant:4"
+    assert main(["verify", "--turboquant", "--figure", "verify.png"]) == 2
+    assert main(["verify", "--turboquant", "int3"]) == 2
+    assert "A codec must be" in capsys.readouterr().err
+
+
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check"]) == 0
     assert "exact reuse: yes" in capsys.readouterr().out

@@ -3,8 +3,9 @@
 import pytest
 
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.evaluate import answer
-from kvboost_hf.demo.workloads import encode, linked_documents, shuffled_documents
+from kvboost_hf.demo.workloads import linked_documents, shuffled_documents
 
 
 @pytest.mark.parametrize("make", [shuffled_documents, linked_documents])

@@ -8,7 +8,7 @@ from kvboost_hf.cache.codecs.raw import Raw
 from kvboost_hf.cache.codecs.turboquant import TurboQuant
 from kvboost_hf.config import KVQuantConfig
 
-__all__ = ["Codec", "Planes", "Role", "make_codec"]
+__all__ = ["Codec", "Planes", "Role", "config_of", "make_codec"]
 
 _SPECS = "'raw', 'int8', 'int4', 'int2', 'turboquant', 'turboquant:BITS' or 'turboquant:KEY_BITS:VALUE_BITS'"
 
@@ -29,15 +29,18 @@ def make_codec(spec: str | KVQuantConfig | None) -> Codec:
         >>> make_codec("int4").nbytes((1, 2, 128, 128), torch.bfloat16, "values")
         18432
     """
-    if spec is None or spec == "raw":
+    config = config_of(spec)
+    if config is None:
         return Raw()
-    config = spec if isinstance(spec, KVQuantConfig) else _parse(spec)
     if config.method == "kivi":
         return Kivi(int(config.key_bits), int(config.value_bits), config.group_size)
     return TurboQuant(config)
 
 
-def _parse(spec: str) -> KVQuantConfig:
+def config_of(spec: str | KVQuantConfig | None) -> KVQuantConfig | None:
+    """The settings that are meant by a spec of `make_codec`; None for K/V as it is."""
+    if spec is None or spec == "raw" or isinstance(spec, KVQuantConfig):
+        return spec if isinstance(spec, KVQuantConfig) else None
     if spec in ("int8", "int4", "int2"):
         return KVQuantConfig(method="kivi", key_bits=int(spec[3:]), value_bits=int(spec[3:]))
     bits = re.fullmatch(r"turboquant(?::(\d+(?:\.\d+)?))?(?::(\d+(?:\.\d+)?))?", str(spec))

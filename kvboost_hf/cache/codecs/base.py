@@ -4,7 +4,7 @@ A codec has no state: whatever it needs besides planes follows from its `name`. 
 there were tensors, so that one layer can be read without the others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -13,6 +13,8 @@ from kvboost_hf.compat import LayerRotation
 
 Role = Literal["keys", "values"]
 Planes = dict[str, torch.Tensor]
+
+_BLOCK = 1 << 19  # numbers; as float32 two megabytes
 
 
 class Codec(Protocol):
@@ -43,28 +45,39 @@ class Codec(Protocol):
     def decode(
         self,
         planes: Mapping[str, torch.Tensor],
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         role: Role,
         rotation: LayerRotation | None,
     ) -> torch.Tensor:
-        """Decode one layer.
+        """Decode one layer, or several that rotate alike.
 
         Args:
-            planes: What `encode` made: one entry of each, or several, which the result has in front of its shape then.
-            shape: heads, tokens, head_dim.
+            planes: What `encode` made, one entry of each, or entries [layers, …].
+            shape: heads, tokens, head_dim, or the same behind the number of layers.
             dtype: Of the result.
             role: What they are.
             rotation: As it was for `encode`; the same for all entries.
 
         Returns:
-            [heads, tokens, head_dim] on the device of the planes.
+            A tensor of this shape on the device of the planes.
         """
         ...
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """Bytes of the planes for `x` of this shape and dtype; exact."""
         ...
+
+
+def in_blocks(
+    encode: Callable[[torch.Tensor, Sequence[LayerRotation | None]], Planes],
+    x: torch.Tensor,
+    rotations: Sequence[LayerRotation | None],
+) -> Planes:
+    """Encode so many layers at a time that what is in between stays in the cache of a CPU; on a GPU all of them."""
+    layers = len(x) if x.is_cuda else max(1, _BLOCK // max(1, x[0].numel()))
+    parts = [encode(x[i : i + layers], rotations[i : i + layers]) for i in range(0, len(x), layers)]
+    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ class Raw:
     def decode(
         self,
         planes: Mapping[str, torch.Tensor],
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         role: Role,
         rotation: LayerRotation | None,

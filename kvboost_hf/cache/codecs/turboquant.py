@@ -14,16 +14,17 @@ error, as does everything that float32 rounds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from math import floor, pi, prod, sqrt
 
 import torch
 
-from kvboost_hf.cache.codecs.base import Planes, Role, narrowed
+from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed
 from kvboost_hf.cache.codecs.kivi import Kivi
-from kvboost_hf.cache.codecs.lloyd_max import look_up, round_to
+from kvboost_hf.cache.codecs.lloyd_max import look_up, round_to, squared_length
 from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
-from kvboost_hf.cache.codecs.rotation import random_projection, random_rotation
+from kvboost_hf.cache.codecs.rotation import random_projection, rotated, rotated_back
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
 
@@ -57,16 +58,20 @@ class TurboQuant:
         """See `Codec.encode`; numbers beyond 1e16 are cut off there."""
         if role == "values" and self._grouped is not None:
             return self._grouped.encode(x, role, rotations)
+        return in_blocks(lambda part, own: self._encode(part, role, own), x, rotations)
+
+    def _encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
         planes: Planes = {}
         x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format).clamp_(-_LARGEST, _LARGEST)
         if self._removes_mean(role):
             planes["mean"] = _remove_mean(x, rotations)
         dim = x.shape[-1]
-        x = x @ random_rotation(self._config.rotation, dim, self._config.seed, x.device).mT
+        x = rotated(x, self._config.rotation, self._config.seed)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         x.mul_(sqrt(dim) / norm.clamp_min(_LEAST))
-        codes = [(round_to(part, bits), bits) for part, bits in self._parts(x, role)]
-        planes["codes"] = torch.cat([pack(*part) for part in codes], dim=-1)
+        own = x.clone() if self._has_signs(role) else x
+        codes = [(round_to(part, bits), bits) for part, bits in self._parts(own, role)]
+        planes["codes"] = _joined([pack(*part) for part in codes])
         if self._has_signs(role):
             left = x.sub_(_looked_up(codes))
             projection = random_projection(dim, self._config.seed, x.device)
@@ -74,15 +79,15 @@ class TurboQuant:
             left_norm = torch.linalg.vector_norm(left, dim=-1, keepdim=True)
             planes["left"] = (left_norm * norm).div_(sqrt(dim)).squeeze(-1).to(_SCALE)
         corrected = self._config.norm_correction and not self._has_signs(role)
-        length = torch.linalg.vector_norm(_looked_up(codes), dim=-1, keepdim=True) if corrected else sqrt(dim)
-        planes["scale"] = (norm / length).squeeze(-1).to(_SCALE)
+        squares = torch.stack([squared_length(*part) for part in codes]).sum(0) if corrected else norm.new_tensor(dim)
+        planes["scale"] = (norm * squares.rsqrt()).squeeze(-1).to(_SCALE)
         return planes
 
     @torch.no_grad()
     def decode(
         self,
         planes: Mapping[str, torch.Tensor],
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         role: Role,
         rotation: LayerRotation | None,
@@ -97,9 +102,9 @@ class TurboQuant:
             signs = unpack(planes["signs"], 1, dim, torch.float32).mul_(2).sub_(1)
             signs.mul_(planes["left"].float().unsqueeze(-1) * (sqrt(pi / 2) / dim))
             x.add_(signs @ random_projection(dim, self._config.seed, device))
-        x = x @ random_rotation(self._config.rotation, dim, self._config.seed, device)
+        x = rotated_back(x, self._config.rotation, self._config.seed)
         if self._removes_mean(role):
-            x.add_(_turned(planes["mean"], shape[1], rotation))
+            _add_mean(x, planes["mean"], rotation)
         return narrowed(x, dtype)
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
@@ -140,30 +145,50 @@ class TurboQuant:
 
 
 def _looked_up(codes: Iterable[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    return torch.cat([look_up(part, bits) for part, bits in codes], dim=-1)
+    return _joined([look_up(part, bits) for part, bits in codes])
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 def _remove_mean(keys: torch.Tensor, rotations: Sequence[LayerRotation | None]) -> torch.Tensor:
-    """Subtract what `_turned` makes of the means [layers, heads, head_dim], and return these."""
-    layers, heads, tokens, dim = keys.shape
-    means = torch.empty(layers, heads, dim, dtype=_SCALE, device=keys.device)
+    """Subtract from keys [layers, heads, tokens, head_dim] what `_add_mean` adds, and return the means."""
+    tokens = keys.shape[-2]
+    means: list[torch.Tensor] = []
     at = 0
     for rotation, alike in groupby(rotations):
         stop = at + len(list(alike))
         part = keys[at:stop]
-        straight = part
-        if rotation is not None:
-            straight = rotation.rotate_each(part, range(0, -tokens, -1), torch.empty_like(part))
-        means[at:stop] = straight.sum(dim=-2).div_(max(tokens, 1))
-        part.sub_(_turned(means[at:stop], tokens, rotation))
+        if rotation is None:
+            mean = part.sum(dim=-2)
+        else:
+            cos, sin = _turns(rotation, tokens, keys.shape[-1], keys.device)
+            mean = (part * cos).sum(dim=-2).add_(rotation.partners((part * sin).sum(dim=-2)))
+        means.append(mean.div_(max(tokens, 1)).to(_SCALE))
+        _add_mean(part, -means[-1], rotation)
         at = stop
-    return means
+    return torch.cat(means)
 
 
-def _turned(mean: torch.Tensor, tokens: int, rotation: LayerRotation | None) -> torch.Tensor:
-    """The mean [..., heads, head_dim] at each position from 0 on, [..., heads, tokens, head_dim] or 1 token."""
-    keys = mean.float().unsqueeze(-2)
+def _add_mean(keys: torch.Tensor, mean: torch.Tensor, rotation: LayerRotation | None) -> None:
+    """Add the mean [..., heads, head_dim], as it is at each position from 0 on, to keys [..., tokens, head_dim]."""
+    mean = mean.float().unsqueeze(-2)
     if rotation is None:
-        return keys
-    keys = keys.expand(*keys.shape[:-2], tokens, -1)
-    return rotation.rotate_each(keys, range(tokens), torch.empty(keys.shape, device=keys.device))
+        keys.add_(mean)
+    else:
+        cos, sin = _turns(rotation, keys.shape[-2], keys.shape[-1], keys.device)
+        keys.addcmul_(mean, cos).addcmul_(rotation.partners(mean), sin)
+
+
+@lru_cache(maxsize=16)  # layers that rotate alike share it, and so do chunks of the same length
+def _turns(rotation: LayerRotation, tokens: int, dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and signed sines [tokens, dim]: a key at position t is `key * cos[t] + partners(key) * sin[t]`.
+
+    Turned back, it is `key * cos[t] + partners(key * sin[t])`.
+    """
+    ones = torch.ones(1, tokens, dim, device=device)
+    there, back = (
+        rotation.rotate_each(ones, shifts, torch.empty_like(ones)) for shifts in (range(tokens), range(0, -tokens, -1))
+    )
+    return (there + back)[0] / 2, (there - back)[0] / 2

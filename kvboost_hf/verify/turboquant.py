@@ -1,0 +1,175 @@
+"""`validate_turboquant`: what its paper shows, shown again on a model's own K/V."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvboost_hf.cache.codecs import config_of, make_codec
+from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.verify.checks import Check, Figures
+from kvboost_hf.verify.distortion import distortion_checks
+from kvboost_hf.verify.heads import read_heads
+from kvboost_hf.verify.inner_products import inner_product_checks
+from kvboost_hf.verify.needle import make_needles, needle_checks
+from kvboost_hf.verify.prompts import Prompt, as_ids
+from kvboost_hf.verify.run import require_plain
+from kvboost_hf.verify.sabotage import controls
+
+CODECS = ("turboquant:4", "turboquant:3.5", "turboquant:3", "turboquant:2")
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurboQuantReport:
+    """What `validate_turboquant` found; true if every check passed. Printed, a table and a verdict.
+
+    Args:
+        model: Its class.
+        dtype: Of its weights.
+        own_queries: Whether queries are the model's own, or drawn at random, as long and as wide as its keys.
+        checks: All of them.
+    """
+
+    model: str
+    dtype: str
+    own_queries: bool
+    checks: tuple[Check, ...]
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """Checks that do not hold, or that a codec that is broken on purpose passes, too."""
+        return tuple(check for check in self.checks if not check.passed)
+
+    def __bool__(self) -> bool:
+        return not self.failed
+
+    @property
+    def verdict(self) -> str:
+        """What follows, in a sentence or two."""
+        judged = [check for check in self.checks if check.allowed]
+        broken = sum(len(check.controls) for check in judged)
+        undetected = sum(len(check.undetected) for check in judged)
+        queries = "the model's own" if self.own_queries else "drawn at random, as long and as wide as the keys"
+        said = (
+            f"{len(judged) - len(self.failed)} of {len(judged)} checks passed. Of {broken} runs with codecs that were "
+            f"broken on purpose (zeros, tokens shuffled, another seed), {broken - undetected} failed, as they should. "
+            f"Queries were {queries}."
+        )
+        return said + "".join(f"\n{check.name}: {_why(check)}" for check in self.failed)
+
+    def __str__(self) -> str:
+        lines = [("check", "found", "allowed", "broken on purpose", ""), *map(_cells, self.checks)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        rows = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        return "\n".join([*rows, "", self.verdict])
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {
+            "ok": bool(self),
+            "verdict": self.verdict,
+            **{name: getattr(self, name) for name in ("model", "dtype", "own_queries")},
+            "checks": [check.as_dict() for check in self.checks],
+        }
+
+
+def validate_turboquant(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompts: Sequence[Prompt] | torch.Tensor | None = None,
+    codecs: Sequence[str | KVQuantConfig] = CODECS,
+    num_tokens: int = 1000,
+    depths: Sequence[float] = DEPTHS,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> TurboQuantReport:
+    """Rerun the checks of the TurboQuant paper (https://arxiv.org/abs/2504.19874) on a model's own K/V.
+
+    - Distortion of keys and values at 1 to 4 bits, against what the paper proves.
+    - Products of queries and keys at 2 to 4 bits, in the paper's two forms: MSE, which makes them smaller, and PROD,
+      which does not, but errs more at random.
+    - Needles: facts in a long made-up text, found with K/V that has been through a codec.
+
+    Each check is made again with codecs that are broken on purpose: what is decoded are zeros, belongs to other
+    tokens, or was encoded with another seed. A check that one of these passes fails.
+
+    Args:
+        model: A causal language model in eval mode, not attached.
+        tokenizer: Its tokenizer.
+        prompts: Texts or ids whose K/V is measured, the first 4 of them, up to 1,024 tokens of each; None takes the
+            first text with a needle.
+        codecs: What is checked besides the paper's forms, as `ChunkStore(codec=...)` takes it. Of KIVI nothing is
+            claimed but that it finds needles.
+        num_tokens: Of the text around a needle.
+        depths: Where needles are, from 0, the beginning, to 1.
+        seed: Of the made-up texts.
+        progress: Called with how many steps are done and how many there will be.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: for what is no codec or prompt, a depth out of range, a model that cannot be served, is in training
+            mode or is attached.
+
+    Example:
+        >>> from kvboost_hf.assets import load_embedded
+        >>> report = validate_turboquant(*load_embedded(), codecs=["turboquant:4"], num_tokens=300, depths=[0.5])
+        >>> bool(report)
+        True
+    """
+    require_plain(model)
+    if not depths or not all(0 <= depth <= 1 for depth in depths):
+        raise ValueError(f"`depths` must be from 0 to 1, and at least one, got {list(depths)}.")
+    configs = {
+        spec if isinstance(spec, str) else make_codec(spec).name: config
+        for spec in codecs
+        if (config := config_of(spec)) is not None
+    }
+    needles = make_needles(tokenizer, num_tokens, depths, seed)
+    texts = as_ids(prompts if prompts is not None else [needles[0].ids], tokenizer)[:4]
+    done, total = 0, 1 + sum(1 + len(controls(config)) for config in configs.values())
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    read = [read_heads(model, ids[:, :1024]) for ids in texts]
+    layers = [layer for found, _ in read for layer in found]
+    return TurboQuantReport(
+        model=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        own_queries=all(own for _, own in read),
+        checks=(
+            *distortion_checks(layers, configs),
+            *inner_product_checks(layers, configs),
+            *needle_checks(model, tokenizer, needles, configs, advance),
+        ),
+    )
+
+
+def _cells(check: Check) -> tuple[str, ...]:
+    broken = "; ".join(f"{kind}: {_shown(found, check.allowed)}" for kind, found in check.controls.items())
+    passed = ("ok" if check.passed else "FAILED") if check.allowed else ""
+    allowed = f"{_limits(check)} (known: {check.claim})" if check.claim else _limits(check)
+    return check.name, _shown(check.found, check.found), allowed, broken, passed
+
+
+def _shown(figures: Figures, names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {figures[name]:.2g}" for name in names)
+
+
+def _limits(check: Check) -> str:
+    return ", ".join(f"{name} {low:.2g} to {high:.2g}" for name, (low, high) in check.allowed.items())
+
+
+def _why(check: Check) -> str:
+    if not check.holds:
+        return f"{_shown(check.found, check.allowed)}, where {_limits(check)} is right"
+    return f"it tells nothing, since it is passed with what is broken on purpose, too ({', '.join(check.undetected)})"
