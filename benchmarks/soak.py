@@ -6,6 +6,10 @@ Each round forks writers, kills them with SIGKILL one after the other, and opens
 without an error and hold, unharmed, every blob that a writer was told is kept; the one that each was writing may be
 lost. In every other round the budget is tight, so that older blobs are given up; the latest must be there. No file and
 no row may be left over, and the budget must hold.
+
+Then the same with whole stores: each process generates from prompts through a `ChunkStore` on the folder, and flushes
+it now and then. Whatever a store finds afterwards must be the K/V that the model computes plainly, and give the plain
+tokens; what was flushed must be found while there is room.
 """
 
 import argparse
@@ -22,11 +26,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b, shake_128
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from reuse import Result, measured_on, provenance
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cache.tiers.record import Blob, dump
@@ -36,6 +44,10 @@ MAX_LIFE_S = 0.05  # of a writer; opening the folder takes a few milliseconds of
 ROOMY, TIGHT = 2**26, 2**18
 LATEST = 3  # blobs that a tight budget does not give up
 BEGUN, KEPT = b"b", b"k"
+
+CHUNK, WORDS, LENGTH = 16, 6, 3  # tokens in a chunk; a prompt has so many words, out of so many, of a chunk each
+STORE_LIFE_S = 0.15  # of a process with a store
+COMPARED = 2  # prompts in each round
 
 Tell = Callable[[bytes, int], None]  # what happened, and to which blob
 Work = Callable[[Path, int, int, Tell], None]  # folder, budget, number of the first blob
@@ -64,6 +76,21 @@ class Tally:
 
     def is_clean(self) -> bool:
         return not (self.lost or self.wrong or self.failures or self.leftovers or self.over_budget)
+
+
+@dataclass
+class StoreTally:
+    rounds: int = 0
+    generated: int = 0  # prompts that a process began with
+    flushed: int = 0  # prompts that a process was told are written
+    compared: int = 0  # chunks
+    wrong: int = 0  # chunks that are not what is computed plainly
+    wrong_tokens: int = 0  # prompts with other tokens than plain ones
+    lost: int = 0  # prompts that were flushed, and are not found whole
+    failures: int = 0
+
+    def is_clean(self) -> bool:
+        return not (self.wrong or self.wrong_tokens or self.lost or self.failures)
 
 
 def key_of(n: int) -> bytes:
@@ -107,7 +134,9 @@ def write_blobs(folder: Path, max_bytes: int, first: int, tell: Tell) -> None:
             raise RuntimeError(f"A writer failed: {tier.stats()}")
 
 
-def run_and_kill(work: Work, folder: Path, max_bytes: int, first: list[int], draw: random.Random) -> list[Writer]:
+def run_and_kill(
+    work: Work, folder: Path, max_bytes: int, first: list[int], draw: random.Random, max_life_s: float = MAX_LIFE_S
+) -> list[Writer]:
     """Fork one writer for each `first` blob, and kill them at random instants."""
     children = []
     for n in first:
@@ -124,7 +153,7 @@ def run_and_kill(work: Work, folder: Path, max_bytes: int, first: list[int], dra
         children.append((pid, read))
     writers = []
     for pid, read in children:
-        time.sleep(draw.uniform(0, MAX_LIFE_S))
+        time.sleep(draw.uniform(0, max_life_s))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         writer = Writer(failed=not os.WIFSIGNALED(status))
@@ -180,6 +209,128 @@ def soak(work: Work, rounds: int, seed: int) -> Tally:
     return tally
 
 
+class Stores:
+    """Prompts, a model, and what it says and computes without a store."""
+
+    def __init__(self) -> None:
+        config = LlamaConfig(
+            vocab_size=200,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            initializer_range=0.2,
+            eos_token_id=None,
+        )
+        torch.manual_seed(0)
+        self.model = LlamaForCausalLM(config).eval()
+        self._words = torch.randint(2, 200, (WORDS, CHUNK))
+        self._plain: dict[int, tuple[list[int], Any]] = {}
+        self._seen: set[int] = set()
+        check_model_compatibility(self.model)
+        ComputePace.of(self.model).observe(64, 64.0)  # whatever is found is worth loading
+
+    def prompt(self, n: int) -> torch.Tensor:
+        """One of `WORDS ** LENGTH`, and a few tokens that fill no chunk."""
+        words = [n // WORDS**at % WORDS for at in range(LENGTH)]
+        return torch.cat([*(self._words[word] for word in words), self._words[words[0], :5]])[None]
+
+    def open(self, folder: Path, max_bytes: int) -> ChunkStore:
+        return ChunkStore(self.model, chunk_size=CHUNK, tiers=[f"disk:{folder}:{max_bytes}B"])
+
+    def generate(self, n: int, cache: ChunkReuseCache | None = None) -> list[int]:
+        ids = self.prompt(n)
+        settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        call: Any = self.model.generate
+        found = call(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings)
+        return found[0].tolist()  # type: ignore[no-any-return]
+
+    def plain(self, n: int) -> tuple[list[int], Any]:
+        """The tokens, and the layers with the K/V of the prompt."""
+        if n not in self._plain:
+            with torch.no_grad():
+                self._plain[n] = self.generate(n), self.model(self.prompt(n), use_cache=True).past_key_values.layers
+        return self._plain[n]
+
+    def work(self, folder: Path, max_bytes: int, first: int, tell: Tell) -> None:
+        """What a process does until it is killed."""
+        store, draw, waiting = self.open(folder, max_bytes), random.Random(first), list[int]()
+        cache = ChunkReuseCache(self.model, store)
+        while True:
+            n = draw.randrange(WORDS**LENGTH)
+            tell(BEGUN, n)
+            if self.generate(n, cache) != self.plain(n)[0]:
+                raise RuntimeError(f"Prompt {n} has other tokens with a store.")
+            waiting.append(n)
+            if draw.random() < 0.3:
+                store.flush()
+                for n in waiting:
+                    tell(KEPT, n)
+                waiting.clear()
+            if store.stats()["tiers"]["disk"]["errors"]:
+                raise RuntimeError(f"A store failed: {store.stats()}")
+
+    def check(
+        self, folder: Path, max_bytes: int, writers: list[Writer], tally: StoreTally, draw: random.Random
+    ) -> None:
+        """Open a store on the folder again, and compare what it finds."""
+        begun = sorted({n for writer in writers for n in writer.begun})
+        kept = {n for writer in writers for n in writer.kept}
+        self._seen |= set(begun)
+        tally.rounds += 1
+        tally.generated += sum(len(writer.begun) for writer in writers)
+        tally.flushed += sum(len(writer.kept) for writer in writers)
+        tally.failures += sum(writer.failed for writer in writers)
+        store = self.open(folder, max_bytes)
+        for n in draw.sample(begun, min(COMPARED, len(begun))):
+            found = self.compare(store, n, tally)
+            tally.lost += max_bytes == ROOMY and n in kept and found < LENGTH
+        tally.failures += int(store.stats()["tiers"]["disk"]["errors"])
+        store.close()
+
+    def check_all(self, folder: Path, tally: StoreTally) -> None:
+        """Compare all that is left in the end."""
+        store = self.open(folder, ROOMY)
+        for n in sorted(self._seen):
+            self.compare(store, n, tally)
+        store.close()
+
+    def compare(self, store: ChunkStore, n: int, tally: StoreTally) -> int:
+        """Compare the chunks of a prompt, and its tokens; returns how many of its words are found."""
+        tokens = self.prompt(n)[0].numpy()
+        plain_tokens, layers = self.plain(n)
+        root = store.root(b"")
+        assert root is not None
+        chain = store.chain(root, tokens)
+        for chunk, start, shared in chain:
+            reader = chunk.kv.reader()
+            for idx, layer in enumerate(layers):
+                for ours, plain in zip(reader.layer(idx) or (), (layer.keys, layer.values), strict=True):
+                    difference = (ours[:, :shared] - plain[0, :, start : start + shared]).abs().max()
+                    tally.wrong += not difference <= 1e-4
+            tally.compared += 1
+        tally.wrong_tokens += self.generate(n, ChunkReuseCache(self.model, store)) != plain_tokens
+        return len({start for _, start, shared in chain if shared == CHUNK})
+
+
+def soak_stores(rounds: int, seed: int) -> StoreTally:
+    draw, tally, stores = random.Random(seed), StoreTally(), Stores()
+    for n in range(WORDS**LENGTH):
+        stores.plain(n)  # once, and not in every child
+    folder = Path(tempfile.mkdtemp())
+    try:
+        for number in range(rounds):
+            max_bytes = TIGHT if number % 2 else ROOMY
+            first = [number * WRITERS + i for i in range(WRITERS)]
+            writers = run_and_kill(stores.work, folder, max_bytes, first, draw, STORE_LIFE_S)
+            stores.check(folder, max_bytes, writers, tally, draw)
+        stores.check_all(folder, tally)
+    finally:
+        shutil.rmtree(folder)
+    return tally
+
+
 def markdown(result: Result) -> str:
     tally = result["tally"]
     lines = [
@@ -198,6 +349,23 @@ def markdown(result: Result) -> str:
         f"| rounds over the budget | {tally['over_budget']} |",
         f"| seconds | {result['seconds']:.0f} |",
     ]
+    stores = result["stores"]
+    lines += [
+        "",
+        f"{WRITERS} processes that generate through a `ChunkStore` each, on one folder, killed at random instants",
+        "",
+        "| | |",
+        "| --- | ---: |",
+        f"| rounds of kills | {stores['rounds']} |",
+        f"| prompts begun | {stores['generated']} |",
+        f"| prompts flushed | {stores['flushed']} |",
+        f"| chunks compared with plain K/V | {stores['compared']} |",
+        f"| of these wrong | {stores['wrong']} |",
+        f"| prompts with other tokens than plain ones | {stores['wrong_tokens']} |",
+        f"| flushed, not given up, and lost | {stores['lost']} |",
+        f"| failures to open, to read or to write | {stores['failures']} |",
+        f"| seconds | {result['seconds_of_stores']:.0f} |",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -210,16 +378,20 @@ def main() -> None:
     torch.set_num_threads(1)  # before forks
     begin = time.perf_counter()
     tally = soak(write_blobs, options.rounds, options.seed)
+    half = time.perf_counter()
+    stores = soak_stores(options.rounds, options.seed)
     result: Result = {
         "provenance": provenance(sys.argv[1:], "soak.py"),
         "tally": asdict(tally),
-        "seconds": time.perf_counter() - begin,
+        "seconds": half - begin,
+        "stores": asdict(stores),
+        "seconds_of_stores": time.perf_counter() - half,
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "soak-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
     (options.out / "soak-cpu.md").write_text(markdown(result))
     print(markdown(result))
-    sys.exit(0 if tally.is_clean() else 1)
+    sys.exit(0 if tally.is_clean() and stores.is_clean() else 1)
 
 
 if __name__ == "__main__":

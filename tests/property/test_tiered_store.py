@@ -36,7 +36,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.stored: set[tuple[bytes, Words]] = set()  # may be found
         self.waiting: set[tuple[bytes, Words]] = set()  # will be written
         self.written: set[tuple[bytes, Words]] = set()  # must be found
-        self.puts = 0
+        self.puts = 0  # since something was lost
         self.sure = True  # memory holds nothing that the folder has lost
 
     @initialize(room=st.integers(2, 12))
@@ -54,15 +54,17 @@ class TieredMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
         tiered._LISTED_ANEW_AFTER = self.listed_anew_after
 
-    @rule(words=PROMPTS, pinned=st.booleans(), salt=st.sampled_from([b"", b"other"]))
-    def put(self, words: Words, pinned: bool, salt: bytes) -> None:
+    @rule(
+        prompts=st.lists(PROMPTS, min_size=1, max_size=4), pinned=st.booleans(), salt=st.sampled_from([b"", b"other"])
+    )
+    def put(self, prompts: list[Words], pinned: bool, salt: bytes) -> None:
         self.puts += 1
-        pinned = pinned and not self.store.pinned_keys()
-        results = put_all(self.store, tokens_of(words), pinned=pinned, salt=salt)
-        kept = next((n for n, put in enumerate(results) if put not in (Put.STORED, Put.PRESENT)), len(words))
-        new = {(salt, words[:n]) for n in range(1, kept + 1)}
-        self.stored |= new
-        self.waiting |= new
+        for words in prompts:
+            results = put_all(self.store, tokens_of(words), pinned=pinned and not self.store.pinned_keys(), salt=salt)
+            kept = next((n for n, put in enumerate(results) if put not in (Put.STORED, Put.PRESENT)), len(words))
+            new = {(salt, words[:n]) for n in range(1, kept + 1)}
+            self.stored |= new
+            self.waiting |= new
 
     @rule(words=PROMPTS, start=st.integers(0, 40), pinned=st.booleans())
     def put_content(self, words: Words, start: int, pinned: bool) -> None:
@@ -118,16 +120,14 @@ class TieredMachine(RuleBasedStateMachine):
         self.waiting.clear()
 
     @rule()
-    def unpin(self) -> None:
-        self.store.unpin(self.store.pinned_keys())
-
-    @rule()
     def restart(self) -> None:
+        self.store.unpin(self.store.pinned_keys())
         self.store.close()
         self.note_written()
         self.sure = True
         self.store = self.opened()
 
+    @precondition(lambda self: self.puts > 2)
     @rule()
     def crash(self) -> None:
         """What waits to be written is lost, but for what the thread is at."""
@@ -142,6 +142,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.sure = True
         self.store = self.opened()
 
+    @precondition(lambda self: self.puts > 3)
     @rule(words=PROMPTS)
     def lose_a_file(self, words: Words) -> None:
         """Or damage it: whatever needs it is no longer there for certain."""
@@ -158,11 +159,12 @@ class TieredMachine(RuleBasedStateMachine):
             self.lose()
 
     def lose(self) -> None:
+        self.puts = 0
         self.written.clear()
         self.waiting.clear()
         self.sure = False
 
-    @precondition(lambda self: self.puts > 8)
+    @precondition(lambda self: self.puts > 5)
     @rule()
     def clear(self) -> None:
         self.store.clear()
@@ -170,6 +172,7 @@ class TieredMachine(RuleBasedStateMachine):
         for texts in (self.stored, self.waiting, self.written):
             texts.clear()
 
+    @precondition(lambda self: self.puts > 3)
     @rule(words=PROMPTS)
     def quarantine(self, words: Words) -> None:
         """And what continues it is gone, in all tiers; what is quarantined twice is not taken again."""
@@ -207,4 +210,4 @@ def _common(one: Words, other: Words) -> int:
 
 
 TestTieredStore = TieredMachine.TestCase
-TestTieredStore.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestTieredStore.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

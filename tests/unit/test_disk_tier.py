@@ -874,8 +874,10 @@ def test_the_soak_finds_nothing(tmp_path: Path) -> None:
     command = [sys.executable, str(script), "--rounds", "30", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    tally = json.loads((tmp_path / "soak-cpu.json").read_text())["tally"]
-    assert tally["rounds"] == 30
+    result = json.loads((tmp_path / "soak-cpu.json").read_text())
+    tally, stores = result["tally"], result["stores"]
+    assert tally["rounds"] == stores["rounds"] == 30
+    assert stores["compared"] > stores["flushed"] > 10
     assert tally["kept"] > 30
     assert tally["in_flight"] > 5
 
