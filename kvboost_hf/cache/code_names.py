@@ -2,7 +2,9 @@
 
 import functools
 import importlib.metadata
+import importlib.util
 import inspect
+import os
 import sys
 import types
 from hashlib import blake2b
@@ -35,12 +37,35 @@ def code_name(code: Any) -> str | None:
         code = code.func
     if isinstance(code, types.MethodType) or not isinstance(code, types.FunctionType):
         return None
+    if not _is_written_where_it_says(code):
+        return None
     name = code.__qualname__
     # What a decorator has made bears the name of what it was made of, unless it does not care.
     if "<lambda>" in name or ("<locals>" in name and not _is_of_package(code)):
         return None
     version = _version(code.__module__)
     return f"{version} {code.__module__}.{name}" if version is not None else None
+
+
+def _is_written_where_it_says(code: Any) -> bool:
+    """Whether a function is of the file of its module, or a decorator's of a package, with all that it wraps.
+
+    `functools.wraps` gives what takes the place of a function the name of that function.
+    """
+    while isinstance(code, types.FunctionType):
+        written = code.__code__.co_filename
+        source = getattr(sys.modules.get(code.__module__), "__file__", None)
+        if not written.startswith(_folders()) and os.path.abspath(written) != source:
+            return False
+        code = getattr(code, "__wrapped__", None)
+    return code is None
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Where the packages are."""
+    specs = [importlib.util.find_spec(package) for package in sorted(_PACKAGES)]
+    return tuple(f"{place}{os.sep}" for spec in specs if spec for place in spec.submodule_search_locations or ())
 
 
 def _is_of_package(code: types.FunctionType) -> bool:

@@ -63,6 +63,9 @@ class Loading:
             stream.wait_stream(torch.cuda.current_stream(device))
         self._events: list[dict[torch.device, torch.cuda.Event]] = [{} for _ in layers]
         self._thread = threading.Thread(target=self._run, name="kvboost_hf-loading", daemon=True)
+
+    def start(self) -> None:
+        """Begin; whoever holds this can `stop` it from now on."""
         self._thread.start()
 
     def wait(self, layer_idx: int) -> None:
@@ -81,7 +84,14 @@ class Loading:
     def stop(self) -> None:
         """Give up: the columns will not be used."""
         self._stopped = True
-        self._thread.join()
+        self._join()
+
+    def _join(self) -> None:
+        """Return once nothing is written any more, by the thread or after what was given to the devices."""
+        if self._thread.is_alive():
+            self._thread.join()
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
 
     def _open(self, layer: ReuseLayer, layer_idx: int) -> tuple[torch.Tensor, ...]:
         chunk = self._chunks[0]
@@ -124,12 +134,15 @@ class Loading:
             for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
                 pieces = pieces_of(row_plan.segments, self._readers, idx, plan.held - pad, plan.filled - pad)
                 _write([part[row] for part in opened], pieces)
+            for part in opened:
+                if part.device in self._streams:  # its memory may be let go of before it is written
+                    part.record_stream(self._streams[part.device])
             self._events[idx] = {device: stream.record_event() for device, stream in self._streams.items()}
 
     def _repair(self) -> None:
         """Compute what could not be loaded."""
         self._damaged, self.computed = False, True
-        self._thread.join()
+        self._join()
         for chunk in self._chunks:
             if chunk.found is not None:
                 try:

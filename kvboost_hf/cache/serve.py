@@ -267,6 +267,8 @@ class ServingCache(BlendingCache):
         if plan.filled > held:
             if self._may_overlap(model, plan, inputs, limit, prompt):
                 loading = self._load_meanwhile(model, plan, inputs, first)
+                self._running = Running(held, loading=loading)  # before it starts: an interrupt has to stop it
+                loading.start()
             else:
                 self._tally.forwarded += fill_layers(model, self._layers, plan, inputs, first)
         self._take_over(plan, ledger, ids)

@@ -164,19 +164,27 @@ class TieredShelf(Shelf):
         doomed = set(keys)
         self.flush()  # what was on its way to host memory is there
         below = self._lower.find(list(doomed))
-        only_below = below.keys() - self._chunks.keys() - self._states.keys()
-        super().quarantine(doomed)
-        self._device.clear()
-        for root in {found.entry.root for found in below.values()}:
-            self._lower.delete(_with_descendants(doomed, [each.entry for each in self._lower.entries(root)]))
-        self.flush()
+        near = [each for key in doomed if (each := self._chunks.get(key) or self._states.get(key)) is not None]
+        roots = {each.root for each in near} | {found.entry.root for found in below.values()}
+        entries = [found.entry for root in roots for found in self._lower.entries(root)]
         with self._lock:
+            only_below = below.keys() - self._chunks.keys() - self._states.keys()
+            tree = _with_descendants(doomed, [*entries, *self._chunks.values(), *self._states.values()])
+            super().quarantine(doomed)
+            for key in tree:  # what was stored while its parent was in a lower tier only
+                if key in self._order:
+                    for inner in self._order.remove_tree(key):
+                        self._unlink(inner)
             for key in only_below:
                 self._offences[key] = self._offences.get(key, 0) + 1
                 self._counts["quarantined"] += 1
-            for key in doomed:
+            for key in tree:
                 self._below.pop(key, None)
                 self._drop_ghost(key)
+            self._device.clear()
+        if self._lower:
+            self._lower.delete(tree)
+            self.flush()
 
     def clear(self) -> None:
         """Drop everything stored for this model, pinned or not, in all tiers: what other processes stored, too."""
@@ -309,7 +317,7 @@ def unloaded_chunk(found: Found) -> StoredChunk:
     return StoredChunk(*place, None, 0, content_only=entry.kind is Kind.CONTENT, found=found)
 
 
-def _with_descendants(keys: Iterable[bytes], entries: Sequence[Entry]) -> set[bytes]:
+def _with_descendants(keys: Iterable[bytes], entries: Iterable[Entry | StoredChunk | StoredStates]) -> set[bytes]:
     """`keys`, and the keys of all that continues them."""
     children: dict[bytes, list[bytes]] = {}
     for entry in entries:

@@ -1,6 +1,7 @@
 """K/V that is still loading while the model computes: the same answers, whatever turns out to be damaged."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -272,3 +273,25 @@ def test_a_store_without_lower_tiers_loads_nothing_meanwhile(loadings: list[Any]
         generate(llama, as_inputs(BASE), cache)
         cache.reset()
     assert not loadings
+
+
+def test_an_interrupt_just_after_loading_began(disk: str, loadings: list[Any], monkeypatch: Any) -> None:
+    """Nothing may be written to columns that are used again."""
+    fill("llama", disk, BASE)
+    model, store, cache = restart("llama", disk)
+    fill_layer = loading.Loading._fill
+
+    def slowly(self: loading.Loading, idx: int) -> None:
+        time.sleep(0.3)
+        fill_layer(self, idx)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loading.Loading, "_fill", slowly)
+        patched.setattr(ChunkReuseCache, "_take_over", _raise)
+        with pytest.raises(Interrupt):
+            generate(model, as_inputs(BASE), cache)
+        assert loadings[0]._thread.is_alive()
+        cache.reset()
+        assert not loadings[0]._thread.is_alive()
+    same_as_plain(model, cache, BASE)
+    store.close()

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -332,6 +333,22 @@ def test_what_was_stored_after_invalidate_is_found_after_a_restart(disk: str) ->
     store.close()
     model, store, cache = restart("llama", disk)
     assert serve(model, cache, BASE).reused_tokens == 149
+    store.close()
+
+
+def test_code_that_bears_the_name_of_what_it_replaces(disk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill("llama", disk, BASE)
+    model, store, cache = restart("llama", disk)
+    attention = type(model.model.layers[0].self_attn)
+    original = attention.forward
+
+    @wraps(original)
+    def halved(*args: Any, **kwargs: Any) -> Any:
+        output, weights = original(*args, **kwargs)
+        return output / 2, weights
+
+    monkeypatch.setattr(attention, "forward", halved)
+    assert serve(model, cache, BASE).reused_tokens == 0
     store.close()
 
 

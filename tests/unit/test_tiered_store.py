@@ -217,6 +217,30 @@ def test_a_probe_that_was_left_behind_goes(folder: Path, monkeypatch: pytest.Mon
     assert chunks <= 1
 
 
+def test_quarantine_takes_what_was_stored_while_its_parent_was_below(folder: Path) -> None:
+    tokens = np.arange(2 * CHUNK)
+    store = open_store(folder)
+    put_all(store, tokens[:CHUNK])
+    store.close()
+    store = open_store(folder)
+    goes_on = threading.Event()
+    store._lower.run(goes_on.wait)  # nothing comes to host memory before what follows is stored
+    assert found_of(store, tokens[:CHUNK]) == CHUNK
+    root = store.root(b"")
+    assert root is not None
+    first, rest = prefix_key(root, tokens[:CHUNK]), tokens[CHUNK:]
+    copy = partial(kv_of, rest, CHUNK)
+    assert store.put(root, first, CHUNK, rest, BYTES_PER_TOKEN * len(rest), copy) is Put.STORED
+    goes_on.set()
+    store.flush()
+    assert len(store) == 2
+    store.quarantine([first])
+    assert len(store) == store.stats()["bytes"] == 0
+    put_all(store, tokens[:CHUNK])
+    assert found_of(store, tokens) == CHUNK
+    store.close()
+
+
 # Closing
 
 
