@@ -40,7 +40,7 @@ class ModelFingerprint:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bumps = 0
+        self.bumps = 0  # how often all that was computed before was declared another model's
         self._weights = WeightsWatch()
         self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
@@ -63,7 +63,7 @@ class ModelFingerprint:
                 return None
             switches = (*found.switches, *sorted(found.files), *self._serials(found.parts))
             weights: Hashable = checksum(found.tensors) if full else self._weights.epoch(found.tensors)
-            state = (switches, weights, self._bumps)
+            state = (switches, weights, self.bumps)
             known = self._digests.get(full)
             if known is None or known[0] != state:
                 known = self._digests[full] = state, self._digest(model, state, b"" if full else self._weights.sample)
@@ -94,7 +94,7 @@ class ModelFingerprint:
                 codes.add(name)
             switches = (*found.switches, *sorted(found.files), *sorted(codes))
             weights: Hashable = checksum(found.tensors) if full else self._weights.epoch(found.tensors)
-            state = (switches, full, weights, self._bumps)
+            state = (switches, full, weights, self.bumps)
             if self._durable is None or self._durable[0] != state:
                 read = checksum(found.tensors)
                 self._durable = state, self._digest(model, (switches, full, library_versions()), read)
@@ -103,7 +103,7 @@ class ModelFingerprint:
     def bump(self) -> None:
         """Make all that was computed before count as another model's."""
         with self._lock:
-            self._bumps += 1
+            self.bumps += 1
 
     def _serials(self, parts: Iterable[Any]) -> list[int]:
         """A number for each part: the same as long as it stays in place, never used again."""

@@ -26,6 +26,7 @@ from kvboost_hf.cache.plan import HEAD_TOKENS, RowPlan
 from kvboost_hf.cache.quantized import mark
 from kvboost_hf.cache.report import Tally, miss_report
 from kvboost_hf.cache.scatter import ScatterPass
+from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.static import StaticReuseLayer
 from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, StoredStates
 from kvboost_hf.compat import cache_layers, known_reason
@@ -75,6 +76,7 @@ class HoldingCache(HookedCache):
         self._used = False  # layers of a model that cannot reuse K/V hold something
         self._tally = Tally()
         self._running: Running | None = None
+        self._bumps = ModelState.of(model).fingerprint.bumps
         self._fetched: list[StoredChunk | StoredStates] = []  # from lower tiers, for the prompt under way
         self._ledger: Ledger | None = None  # None: nothing is known of what the layers hold
         self._regime = b""  # of the rotary frequencies behind what the layers hold
@@ -278,7 +280,13 @@ class HoldingCache(HookedCache):
             self._catch_up(self._static)
         if self._ledger is not None and self._ledger.version != self._layers_version():
             self._ledger = None
+        if self._bumps != (bumps := self._model_bumps()):  # store.invalidate() was called: K/V may not be the model's
+            self._bumps, self._ledger = bumps, None
         return self._ledger
+
+    def _model_bumps(self) -> int:
+        model = self._model()
+        return ModelState.of(model).fingerprint.bumps if model is not None else self._bumps
 
     def _settled(self) -> Ledger | None:
         """The ledger before a change from outside, with no interrupted forward left behind."""

@@ -198,7 +198,7 @@ class ChunkReuseCache(ServingCache):
         twin._counting = next((layer for layer in twin._layers if layer.length is not None), None)
         twin.layers[:] = [layer.native for layer in twin._layers]
         twin._user_defined, twin._call = self._user_defined, self._call
-        twin._regime, twin._columns = self._regime, self._columns
+        twin._regime, twin._columns, twin._bumps = self._regime, self._columns, self._bumps
         twin._records_for_call = self._records_for_call
         twin._ledger = self._ledger.copy() if self._ledger is not None else None
         return twin

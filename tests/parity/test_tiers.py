@@ -336,6 +336,18 @@ def test_what_was_stored_after_invalidate_is_found_after_a_restart(disk: str) ->
     store.close()
 
 
+def test_invalidate_reaches_live_caches(disk: str) -> None:
+    model, store, cache = restart("llama", disk)
+    serve(model, cache, BASE)
+    assert serve(model, cache, BASE).reused_tokens
+    twin = cache.fork()
+    store.invalidate()
+    assert serve(model, cache, BASE).reused_tokens == 0
+    store.clear()
+    assert serve(model, twin, BASE).reused_tokens == 0
+    store.close()
+
+
 def test_code_that_bears_the_name_of_what_it_replaces(disk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fill("llama", disk, BASE)
     model, store, cache = restart("llama", disk)

@@ -166,6 +166,8 @@ class LowerTiers:
             return True
         with self._lock:
             self._start_over_after_fork()
+            if self._closed:
+                return False
             if self._waiting and self._waiting + nbytes > _MAX_WAITING:
                 self.refused += 1
                 return False
