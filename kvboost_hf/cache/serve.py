@@ -485,7 +485,7 @@ class ServingCache(BlendingCache):
             ledger.unconfirmed = not running.confirmed
         self._running = None  # only now: an interrupt before this undoes the forward
         fetched, self._fetched = self._fetched, []
-        if running.loading is None or not running.loading.computed:
+        if changed is None and (running.loading is None or not running.loading.computed):  # it has served well
             self.store.promote(fetched)
         if running.commit is None or ledger is None:
             self._release(running.stop)

@@ -116,7 +116,7 @@ class TieredShelf(Shelf):
         It takes time that a forward under way has more use for.
         """
         for each in chunks:
-            if each.loaded is None:
+            if each.loaded is None or each.key in self._offences:  # somebody else has found it to be wrong
                 continue
             if isinstance(each, StoredChunk) and not each.on_device:
                 with suppress(DamagedBlobError):  # whoever reads it next finds out

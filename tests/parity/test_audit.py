@@ -1,6 +1,7 @@
 """Audited prompts: what went wrong is noticed, put right, and not served again."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,20 @@ def test_what_is_wrong_is_put_right_and_taken_out(
     # The cache itself goes on from what is right.
     longer = as_inputs(torch.cat([ids, OTHER[:, :9]], dim=1))
     assert torch.equal(generate(model, longer, past_key_values=cache), generate(model, longer))
+
+
+def test_what_is_wrong_does_not_come_nearer(llama: PreTrainedModel, tmp_path: Path) -> None:
+    check_model_compatibility(llama)
+    expected = generate(llama, as_inputs(BASE))
+    for tiers in ["device:1GB"], ["device:1GB", f"disk:{tmp_path}:1GB"]:
+        store = ChunkStore(llama, chunk_size=32, tiers=tiers)
+        generate(llama, as_inputs(BASE), past_key_values=ChunkReuseCache(llama, store))
+        corrupt(store, 64)
+        for policy in ALWAYS, ReusePolicy():
+            cache = ChunkReuseCache(llama, store, policy)
+            assert torch.equal(generate(llama, as_inputs(BASE), past_key_values=cache), expected)
+        assert cache.report.reused_tokens >= 192
+        store.close()
 
 
 def test_a_second_offence_is_final(llama: PreTrainedModel) -> None:
