@@ -60,8 +60,15 @@ def test_a_flipped_byte(tmp_path: Path, disk: str, place: float, which: int) -> 
     put_right("llama", disk)
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, 100), lambda path: os.truncate(path, 0)])
-@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("llama", Path.unlink),
+        ("llama", lambda path: os.truncate(path, 100)),
+        ("llama", lambda path: os.truncate(path, 0)),
+        ("qwen3_next", Path.unlink),
+    ],
+)
 def test_files_that_are_lost_between_find_and_read(
     tmp_path: Path, disk: str, name: str, harm: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,4 +210,4 @@ def _common(one: Words, other: Words) -> int:
 
 
 TestTieredStore = TieredMachine.TestCase
-TestTieredStore.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestTieredStore.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
