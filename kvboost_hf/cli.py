@@ -277,12 +277,12 @@ def _warm(options: argparse.Namespace) -> int:
 
     if options.prefix is not None and not options.documents:
         raise ValueError("`--prefix` needs `--documents`: what prompts start with has nothing before it.")
+    texts = [_read_text(path) for path in options.files]
     console = Console()
     model, tokenizer, name = _load(options)
     size = options.chunk_size or 128
     chunker = ContentChunker.for_tokenizer(tokenizer, chunk_size=size) if options.documents else FixedChunker(size)
     store = ChunkStore(model, chunker=chunker, tiers=options.tiers, codec=options.codec, salt=options.salt)
-    texts = [path.read_text(encoding="utf-8") for path in options.files]
     reports: list[tuple[str, ReuseReport]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("computing", total=None)
@@ -354,6 +354,16 @@ def _as_it_is(address: str) -> str | Tier:
     if not Path(spec.location).expanduser().is_dir():
         raise ValueError(f"`--tiers` must name what is there, but there is no folder {spec.location!r}.")
     return open_tier(replace(spec, max_bytes=sys.maxsize))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be a text in UTF-8: {error}.") from error
+    if not text:
+        raise ValueError(f"{path} must hold a text, but it is empty.")
+    return text
 
 
 def _read_prompts(path: Path) -> list[Any]:

@@ -53,6 +53,7 @@ def test_all_checks_pass_and_all_controls_fail(reader: Reader) -> None:
         "needles, int4",
     ]
     assert "FAILED" not in str(report)
+    assert max(map(len, str(report).splitlines())) <= 100
     told = json.loads(json.dumps(report.as_dict()))
     assert told["ok"]
     assert len(told["checks"]) == len(names)

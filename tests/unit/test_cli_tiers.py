@@ -102,3 +102,15 @@ def test_a_bad_codec_and_a_prefix_without_documents(
     assert "zip" in capsys.readouterr().err
     assert main(["warm", *files, "--tiers", disk, "--prefix", files[0]]) == 2
     assert "needs `--documents`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "why"), [(b"", "it is empty"), (b"\xff\xfe", "must be a text in UTF-8")])
+def test_a_file_without_text_is_named(
+    content: bytes, why: str, disk: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.txt"
+    path.write_bytes(content)
+    assert main(["warm", str(path), "--tiers", disk]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert why in error

@@ -3,6 +3,7 @@
 Errors are relative, of vectors of 128 dimensions. The data sets are those of `tests/codecs.py`.
 """
 
+import sys
 from itertools import pairwise
 from math import erf, exp, pi, sqrt
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.cache.codecs import Codec, Role, make_codec
+from kvboost_hf.cache.codecs import Codec, Role, lloyd_max, make_codec, turboquant
 from kvboost_hf.cache.codecs.lloyd_max import centroids, round_to
 from kvboost_hf.cache.codecs.rotation import random_projection, random_rotation
 from kvboost_hf.compat import LayerRotation
@@ -268,6 +269,30 @@ def test_what_is_encoded_is_left_as_it_was() -> None:
         assert torch.equal(x, gaussian())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("bits", [2, 4])
+def test_whatever_the_default_dtype(bits: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it has been set before the tables are made, which are kept."""
+    codec, x = turbo(bits, qjl=True), gaussian()
+    expected = through(codec, x, "keys", ROTATION)
+    for table in (lloyd_max.centroids, lloyd_max._squares_of_pairs, turboquant._turns):
+        monkeypatch.setattr(sys.modules[table.__module__], table.__name__, table.__wrapped__)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(through(codec, x, "keys", ROTATION), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: make_codec(spec).name)
+def test_under_autocast(spec: str | KVQuantConfig, dtype: torch.dtype) -> None:
+    codec, x = make_codec(spec), gaussian()
+    expected = through(codec, x, "keys", ROTATION)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(through(codec, x, "keys", ROTATION), expected)
+
+
 def test_names_tell_codecs_apart() -> None:
     names = [make_codec(spec).name for spec in SPECS]
     assert len(set(names)) == len(names)
@@ -276,6 +301,7 @@ def test_names_tell_codecs_apart() -> None:
     assert make_codec(KVQuantConfig(window=256, sink_tokens=0, exact_layers=0)).name == make_codec("turboquant").name
     assert make_codec(KVQuantConfig(seed=1)).name != make_codec("turboquant").name
     assert make_codec(KVQuantConfig(method="kivi", group_size=32)).name != make_codec("int4").name
+    assert turbo(3.5).name != turbo(3.5000001).name  # the latter has 4 bits for each of 16 coordinates
 
 
 @pytest.mark.parametrize("spec", ["", "int3", "turboquant:", "turboquant:4:4:4", "turboquant:x", "TurboQuant", 4])

@@ -46,7 +46,8 @@ class TurboQuant:
         self._config = config
         self._bits: dict[Role, float] = {"keys": config.key_bits, "values": config.value_bits}
         self._grouped: Kivi | None = None
-        parts = [f"turboquant:{config.key_bits:g}:{config.value_bits:g}", config.rotation, f"seed{config.seed}"]
+        bits = (str(float(each)).removesuffix(".0") for each in (config.key_bits, config.value_bits))
+        parts = [":".join(("turboquant", *bits)), config.rotation, f"seed{config.seed}"]
         parts += [name for name in ("qjl", "remove_key_mean", "norm_correction") if getattr(config, name)]
         if config.grouped_values:
             self._grouped = Kivi(int(config.value_bits), int(config.value_bits), config.group_size)
@@ -58,7 +59,8 @@ class TurboQuant:
         """See `Codec.encode`; numbers beyond 1e16 are cut off there."""
         if role == "values" and self._grouped is not None:
             return self._grouped.encode(x, role, rotations)
-        return in_blocks(lambda part, own: self._encode(part, role, own), x, rotations)
+        with _full_precision(x):
+            return in_blocks(lambda part, own: self._encode(part, role, own), x, rotations)
 
     def _encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
         planes: Planes = {}
@@ -95,7 +97,13 @@ class TurboQuant:
         """See `Codec.decode`."""
         if role == "values" and self._grouped is not None:
             return self._grouped.decode(planes, shape, dtype, role, rotation)
-        dim, device = shape[-1], planes["codes"].device
+        with _full_precision(planes["codes"]):
+            return narrowed(self._decode(planes, shape[-1], role, rotation), dtype)
+
+    def _decode(
+        self, planes: Mapping[str, torch.Tensor], dim: int, role: Role, rotation: LayerRotation | None
+    ) -> torch.Tensor:
+        device = planes["codes"].device
         x = _looked_up(self._unpacked(planes["codes"], role, dim))
         x.mul_(planes["scale"].float().unsqueeze(-1))
         if self._has_signs(role):
@@ -105,7 +113,7 @@ class TurboQuant:
         x = rotated_back(x, self._config.rotation, self._config.seed)
         if self._removes_mean(role):
             _add_mean(x, planes["mean"], rotation)
-        return narrowed(x, dtype)
+        return x
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
@@ -142,6 +150,11 @@ class TurboQuant:
             width = packed_width(stop - start, bits)
             yield unpack(codes[..., at : at + width], bits, stop - start, torch.int32), bits
             at += width
+
+
+def _full_precision(x: torch.Tensor) -> torch.autocast:
+    """Under a caller's autocast, products of matrices would be in half precision."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _looked_up(codes: Iterable[tuple[torch.Tensor, int]]) -> torch.Tensor:
@@ -187,7 +200,7 @@ def _turns(rotation: LayerRotation, tokens: int, dim: int, device: torch.device)
 
     Turned back, it is `key * cos[t] + partners(key * sin[t])`.
     """
-    ones = torch.ones(1, tokens, dim, device=device)
+    ones = torch.ones(1, tokens, dim, dtype=torch.float32, device=device)
     there, back = (
         rotation.rotate_each(ones, shifts, torch.empty_like(ones)) for shifts in (range(tokens), range(0, -tokens, -1))
     )
