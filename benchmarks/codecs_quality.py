@@ -322,17 +322,16 @@ def markdown(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
-# Family: colour, marker, the arm at which its name is written, and how far from it in points.
-_FAMILIES: dict[str, tuple[str, str, str, tuple[int, int]]] = {
-    "TurboQuant": ("#1f6fb2", "o", "turboquant:2", (-10, -46)),
-    "with QJL": ("#b0554f", "v", "turboquant:2, with QJL", (9, 2)),
-    "mean kept in": ("#8a5fbf", "^", "turboquant:3, mean kept in", (-38, -16)),
-    "Haar": ("#5fa8d3", "D", "turboquant:4, Haar", (8, -3)),
-    "lengths not corrected": ("#888888", "x", "turboquant:2, lengths not corrected", (-6, -16)),
-    "grouped values": ("#7a9d3a", "P", "turboquant:2, grouped values", (6, 6)),
-    "KIVI": ("#3a9d5d", "s", "int2", (10, -4)),
-    "quanto": ("#d9822b", "*", "transformers, quanto, 4 bits", (8, -8)),
-    "HQQ": ("#222222", "+", "transformers, HQQ, 4 bits", (8, 4)),
+_FAMILIES = {  # colour, marker, and whether its points are joined
+    "TurboQuant": ("#1f6fb2", "o", True),
+    "with QJL": ("#b0554f", "v", True),
+    "mean kept in": ("#8a5fbf", "^", False),
+    "Haar": ("#5fa8d3", "D", False),
+    "lengths not corrected": ("#888888", "x", False),
+    "grouped values": ("#7a9d3a", "P", False),
+    "KIVI": ("#3a9d5d", "s", True),
+    "quanto": ("#d9822b", "*", True),
+    "HQQ": ("#222222", "+", True),
 }
 
 
@@ -346,36 +345,22 @@ def figure(result: Result, path: Path) -> None:
     rows = {row["arm"]: row for row in result["rows"] if row.get("kl", 1) < 1}
     drawn, axes = pyplot.subplots(1, 2, figsize=(12, 5.2), sharex=True, layout="constrained")
     for axis, field, scale in ((axes[0], "kl_median", 1), (axes[1], "right", 100)):
-        for family, (colour, marker, labelled, offset) in _FAMILIES.items():
+        for family, (colour, marker, joined) in _FAMILIES.items():
             own = [row for row in rows.values() if row["family"] == family]
-            at, height = [row["bytes"] for row in own], [scale * row[field] for row in own]
-            axis.plot(at, height, marker, color=colour, markersize=6)
-            joined = [row for row in own if row["even"]]
-            if family in ("TurboQuant", "with QJL", "KIVI", "quanto", "HQQ"):
-                axis.plot([r["bytes"] for r in joined], [scale * r[field] for r in joined], color=colour, linewidth=1)
-            if axis is axes[0]:
-                where = (rows[labelled]["bytes"], scale * rows[labelled][field])
-                axis.annotate(family, where, offset, textcoords="offset points", color=colour, fontsize=9)
+            line = [row for row in own if row["even"] and joined]
+            axis.plot([r["bytes"] for r in own], [scale * r[field] for r in own], marker, color=colour, label=family)
+            axis.plot([r["bytes"] for r in line], [scale * r[field] for r in line], color=colour, linewidth=1)
         axis.set_xscale("log")
         axis.set_xticks((300, 400, 500, 600, 800, 1200), ("300", "400", "500", "600", "800", "1,200"))
         axis.set_xticks([], minor=True)
         axis.set_xlabel("bytes per token, scales included")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    for name, text in {f"turboquant:{bits}": bits for bits in ("4", "3.5", "3", "2", "4:2", "3:2")}.items():
-        where = (rows[name]["bytes"], rows[name]["kl_median"])
-        axes[0].annotate(
-            text,
-            where,
-            (-5, -13 if text == "3.5" else 7),
-            textcoords="offset points",
-            color="#1f6fb2",
-            fontsize=8,
-            ha="right",
-        )
-    for name in ("int8", "int4"):
-        where = (rows[name]["bytes"], rows[name]["kl_median"])
-        axes[0].annotate(name, where, (7, 4), textcoords="offset points", color="#3a9d5d", fontsize=8)
+    labels = {f"turboquant:{bits}": bits for bits in ("4", "3.5", "3", "2.5", "2", "4:3", "4:2", "3:2")}
+    for name, text in {**labels, **{name: name for name in ("int8", "int4", "int2")}}.items():
+        where, colour = (rows[name]["bytes"], rows[name]["kl_median"]), _FAMILIES[rows[name]["family"]][0]
+        axes[0].annotate(text, where, (6, 3), textcoords="offset points", color=colour, fontsize=8)
+    axes[0].legend(frameon=False, fontsize=9, loc="lower left")
     plain = 100 * result["rows"][0]["right"]
     axes[1].axhline(plain, color="#555555", linestyle="--", linewidth=1)
     axes[1].annotate("K/V as it is", (900, plain), (0, 4), textcoords="offset points", color="#555555", fontsize=9)
