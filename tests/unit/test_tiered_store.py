@@ -136,6 +136,7 @@ def test_what_ram_gives_up_is_found_on_disk(folder: Path) -> None:
     for text in texts:
         put_all(store, text)
     assert store.stats()["evictions"] == 16
+    store.flush()
     for text in texts:
         assert found_of(store, text) == len(text)
         store.flush()
