@@ -277,7 +277,9 @@ def _warm(options: argparse.Namespace) -> int:
 
     if options.prefix is not None and not options.documents:
         raise ValueError("`--prefix` needs `--documents`: what prompts start with has nothing before it.")
+    _require_lasting(options.tiers)
     texts = [_read_text(path) for path in options.files]
+    prefix = _read_text(options.prefix) if options.prefix is not None else None
     console = Console()
     model, tokenizer, name = _load(options)
     size = options.chunk_size or 128
@@ -291,7 +293,6 @@ def _warm(options: argparse.Namespace) -> int:
             progress.update(task, completed=done, total=total)
 
         if options.documents:
-            prefix = options.prefix.read_text(encoding="utf-8") if options.prefix is not None else None
             what = f"{len(texts)} documents"
             found = store.warm(documents=texts, prefix=prefix, tokenizer=tokenizer, pin=False, progress=advance)
             reports.append((what, found))
@@ -326,9 +327,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     console = Console(stderr=options.json == Path("-"))
+    _require_lasting(options.tiers)
     lower = open_tiers([_as_it_is(address) for address in options.tiers], None).lower
-    if not lower:
-        raise ValueError(f"`--tiers` must have one that outlives a process, got {options.tiers}.")
+    failed = False
     try:
         lines = contents(lower, tokenizer.decode if tokenizer is not None else None)
         shown = sorted(lines, key=lambda line: -(line.hits or 0))[: options.limit]
@@ -336,14 +337,21 @@ def _inspect(options: argparse.Namespace) -> int:
             console.print(table)
         console.print(f"{len(shown)} of {len(lines)} shown" if len(shown) < len(lines) else f"{len(lines)} stored")
         for tier in lower:
-            stats = ", ".join(f"{name} {value}" for name, value in tier.stats().items() if name != "location")
-            console.print(f"{tier.name} at {tier.location}: {stats}", highlight=False, markup=False, soft_wrap=True)
+            stats = tier.stats()
+            failed |= bool(stats["errors"])
+            told = ", ".join(f"{name} {stats[name]}" for name in ("chunks", "bytes", "errors"))
+            console.print(f"{tier.name} at {tier.location}: {told}", highlight=False, markup=False, soft_wrap=True)
     finally:
         for tier in lower:
             tier.close()
     if options.json is not None:
         _write(options.json, json.dumps(as_json(lines), indent=2, ensure_ascii=False))
-    return 0
+    return 1 if failed else 0
+
+
+def _require_lasting(tiers: Sequence[str]) -> None:
+    if all(parse_tier(address).kind in ("ram", "device") for address in tiers):
+        raise ValueError(f"`--tiers` must have one that outlives a process, got {list(tiers)}.")
 
 
 def _as_it_is(address: str) -> str | Tier:
