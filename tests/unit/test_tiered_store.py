@@ -263,10 +263,14 @@ def test_close_reopen_and_use_after_close(folder: Path) -> None:
 
 
 def test_a_store_that_is_let_go_of_is_written_whole(folder: Path) -> None:
+    before = set(threading.enumerate())
     store = open_store(folder)
     put_all(store, np.arange(10 * CHUNK))
+    writers = set(threading.enumerate()) - before
     del store
     gc.collect()
+    for writer in writers:  # which may have been the last to hold it
+        writer.join(30)
     store = open_store(folder)
     assert found_of(store, np.arange(10 * CHUNK)) == 10 * CHUNK
     store.close()
