@@ -31,7 +31,7 @@ class ComputePace(KeptOnModel):
         return self._seconds
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A forward over so many tokens of one prompt took so long, on a CPU."""
+        """A forward over so many tokens of a prompt, of all rows together, took so long, on a CPU."""
         if tokens < _TOKENS:
             return
         found = seconds / tokens

@@ -476,8 +476,9 @@ class ServingCache(BlendingCache):
             running.loading.finish()
         self._columns = running.stop
         if running.began is not None and (model := self._model()) is not None:
-            seconds, tokens = time.perf_counter() - running.began, running.stop - running.length
-            ComputePace.of(model).observe(tokens, seconds)
+            rows = ledger.log.batch_size if ledger is not None else 1
+            tokens = rows * (running.stop - running.length)
+            ComputePace.of(model).observe(tokens, time.perf_counter() - running.began)
         changed = None
         if running.commit is not None and ledger is not None:
             running.commit()

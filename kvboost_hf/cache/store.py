@@ -88,9 +88,8 @@ class ChunkStore(TieredShelf):
         self._audit_debt = 0.0
         self._format: ColumnFormat | None = None
         self._said: set[str] = set()
-        super().__init__(
-            max_bytes, LowerTiers(opened.lower, opened.opened), DeviceShelf(opened.device), model_name(model)
-        )
+        name = model_name(model) if opened.lower else b""  # nobody else asks for it
+        super().__init__(max_bytes, LowerTiers(opened.lower, opened.opened), DeviceShelf(opened.device), name)
         if self._lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
         self._close_tiers = weakref.finalize(self, self._lower.close)
