@@ -1,0 +1,5 @@
+"""`kvboost_fa2`: attention over K/V that is reused: in chunks, in codes, or in parts computed again."""
+
+from kvboost_hf.attention.tiers import active_tier, kernel_calls, use_tier
+
+__all__ = ["active_tier", "kernel_calls", "use_tier"]

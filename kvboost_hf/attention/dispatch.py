@@ -1,0 +1,95 @@
+"""From an operator to a kernel: that of the tier, where it can do what is asked, else what every device can do."""
+
+import torch
+
+from kvboost_hf.attention import cpu, reference, sdpa
+from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.tiers import Tier, active_tier, count
+from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.handles import CodePlanes, PieceTable
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    visibility: Visibility,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    partial: bool,
+) -> Part:
+    """See `ops.attend`."""
+    tier = active_tier(query.device, query.dtype)
+    if sdpa.is_faster(query, key, value, visibility, softcap, sinks, partial=partial):
+        count("sdpa", "square")
+        return sdpa.attend(query, key, value, scale=scale, visibility=visibility)
+    if tier == "triton":
+        from kvboost_hf.attention.triton import dense
+
+        if dense.can_attend(query, key, value):
+            count(tier, "attend")
+            return dense.attend(
+                query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
+            )
+    if tier == "cuda":
+        from kvboost_hf.attention import cuda
+
+        if cuda.can_attend(query, key, value, visibility):
+            count(tier, "attend")
+            return cuda.attend(
+                query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
+            )
+    if tier == "cpu":
+        count(tier, "attend")
+        return cpu.attend(
+            query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
+        )
+    if tier != "reference" and not (softcap or partial or sinks is not None):
+        count("sdpa", "attend")
+        return sdpa.attend(query, key, value, scale=scale, visibility=visibility)
+    count("reference", "attend")
+    out, lse = reference.attend(
+        query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
+    )
+    return out, lse if partial else lse.new_empty(0)
+
+
+def attend_pieces(
+    query: torch.Tensor,
+    table: PieceTable,
+    *,
+    scale: float,
+    total: int,
+    visibility: Visibility,
+    softcap: float,
+) -> Part:
+    """See `ops.attend_pieces`."""
+    tier: Tier = active_tier(query.device, query.dtype)
+    if tier == "triton":
+        from kvboost_hf.attention.triton import pieces
+
+        if pieces.can_attend(query, table):
+            count(tier, "attend_pieces")
+            return pieces.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
+    count("reference", "attend_pieces")
+    return reference.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
+
+
+def attend_codes(
+    query: torch.Tensor, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor, *, scale: float, softcap: float
+) -> Part:
+    """See `ops.attend_codes`."""
+    tier = active_tier(query.device, query.dtype)
+    if tier == "triton":
+        from kvboost_hf.attention.triton import codes
+
+        if codes.can_attend(query, keys, values):
+            count(tier, "attend_codes")
+            return codes.attend_codes(query, keys, values, lengths, scale=scale, softcap=softcap)
+    if tier == "cpu":
+        count(tier, "attend_codes")
+        return cpu.attend_codes(query, keys, values, lengths, scale=scale, softcap=softcap)
+    count("reference", "attend_codes")
+    return reference.attend_codes(query, keys, values, lengths, scale=scale, softcap=softcap)

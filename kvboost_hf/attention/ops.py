@@ -1,0 +1,212 @@
+"""The operators of `torch.library`: what is compiled, traced and profiled. Which kernel runs is decided inside.
+
+Each has tensors and numbers for arguments, as operators must; `attend`, `attend_pieces` and `attend_codes` take the
+dataclasses that these are in.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvboost_hf.attention import dispatch
+from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.handles import CodePlanes, PieceTable
+
+_MaybeTensors = Sequence[torch.Tensor | None]
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    visibility: Visibility,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    partial: bool = False,
+) -> Part:
+    """See `reference.attend`. Not differentiable. The log-sum-exp is there if `partial`, else it is empty."""
+    seen = (visibility.keep, visibility.columns, visibility.tree, visibility.mask)
+    causal, window = visibility.causal, visibility.window
+    out, lse = _attend(query, key, value, seen, sinks, scale, causal, window, softcap, partial)
+    return out, lse
+
+
+def attend_pieces(
+    query: torch.Tensor,
+    table: PieceTable,
+    *,
+    scale: float,
+    total: int,
+    visibility: Visibility,
+    softcap: float = 0.0,
+) -> Part:
+    """A part of `reference.attend`: over the first columns, in pieces.
+
+    Args:
+        query: [batch, heads, queries, head_dim].
+        table: The pieces.
+        scale: Factor of the logits.
+        total: Columns in all, of which the pieces hold the first ones; for queries that are the last of them.
+        visibility: Over all columns; without `tree`, whose columns are the last ones, and without `mask`.
+        softcap: As in `reference.attend`.
+
+    Returns:
+        [batch, queries, heads, head_dim] and [batch, heads, queries], float32.
+    """
+    assert visibility.tree is None
+    assert visibility.mask is None
+    seen, turn = (visibility.keep, visibility.columns), (table.cos, table.sin, table.partner)
+    causal, window = visibility.causal, visibility.window
+    given = table.keys, table.values, table.rows, turn, seen
+    out, lse = _attend_pieces(query, *given, table.columns, total, scale, causal, window, softcap)
+    return out, lse
+
+
+def attend_codes(
+    query: torch.Tensor,
+    keys: CodePlanes,
+    values: CodePlanes,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> Part:
+    """A part of `reference.attend`: over columns that are codes, all of which every query sees.
+
+    Args:
+        query: [batch, heads, queries, head_dim].
+        keys: Codes.
+        values: Codes of the same columns.
+        lengths: [blocks], int32: how many of the first tokens of each block there are.
+        scale: Factor of the logits.
+        softcap: As in `reference.attend`.
+
+    Returns:
+        [batch, queries, heads, head_dim] and [batch, heads, queries], float32.
+    """
+    forms = [keys.bits, keys.group_size, values.bits, values.group_size]
+    out, lse = _attend_codes(query, _planes(keys), _planes(values), forms, lengths, scale, softcap)
+    return out, lse
+
+
+def _planes(codes: CodePlanes) -> _MaybeTensors:
+    turn = codes.mean, codes.cos, codes.sin, codes.partner
+    return [codes.codes, codes.least, codes.step, codes.scale, codes.codebook, codes.rotation, *turn]
+
+
+def _as_codes(planes: _MaybeTensors, bits: int, group_size: int) -> CodePlanes:
+    codes, least, step, *others = planes
+    assert codes is not None
+    return CodePlanes(bits, codes, least, step, group_size, *others)
+
+
+@torch.library.custom_op("kvboost_hf::attend", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Sequence[torch.Tensor | None],
+    sinks: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    partial: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    visibility = Visibility(causal, window, *seen)
+    return dispatch.attend(
+        query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
+    )
+
+
+@_attend.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Sequence[torch.Tensor | None],
+    sinks: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    partial: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, queries, _ = query.shape
+    dtype = torch.float32 if partial else query.dtype
+    out = query.new_empty(batch, queries, heads, value.shape[3], dtype=dtype)
+    return out, query.new_empty((batch, heads, queries) if partial else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("kvboost_hf::attend_pieces", mutates_args=())
+def _attend_pieces(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    turn: Sequence[torch.Tensor | None],
+    seen: Sequence[torch.Tensor | None],
+    columns: int,
+    total: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    table = PieceTable(tuple(keys), tuple(values), rows, columns, *turn)
+    visibility = Visibility(causal, window, *seen)
+    return dispatch.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
+
+
+@_attend_pieces.register_fake
+def _(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    turn: Sequence[torch.Tensor | None],
+    seen: Sequence[torch.Tensor | None],
+    columns: int,
+    total: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _part_like(query)
+
+
+@torch.library.custom_op("kvboost_hf::attend_codes", mutates_args=())
+def _attend_codes(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor | None],
+    values: Sequence[torch.Tensor | None],
+    forms: Sequence[int],
+    lengths: torch.Tensor,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    planes = _as_codes(keys, forms[0], forms[1]), _as_codes(values, forms[2], forms[3])
+    return dispatch.attend_codes(query, *planes, lengths, scale=scale, softcap=softcap)
+
+
+@_attend_codes.register_fake
+def _(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor | None],
+    values: Sequence[torch.Tensor | None],
+    forms: Sequence[int],
+    lengths: torch.Tensor,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _part_like(query)
+
+
+def _part_like(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, queries, head_dim = query.shape
+    out = query.new_empty(batch, queries, heads, head_dim, dtype=torch.float32)
+    return out, query.new_empty(batch, heads, queries, dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""`attn_implementation="kvboost_fa2"`: what transformers calls."""

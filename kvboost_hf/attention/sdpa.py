@@ -1,0 +1,55 @@
+"""PyTorch's own attention: the fastest there is for a plain square prompt on a GPU, and with a mask for all else."""
+
+import torch
+import torch.nn.functional as F
+
+from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.visibility import Visibility
+
+
+def is_faster(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visibility: Visibility,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    *,
+    partial: bool,
+) -> bool:
+    """Whether this is a plain prompt on a GPU, for which the vendor's kernels are there."""
+    own = visibility.window, visibility.keep, visibility.columns, visibility.tree, visibility.mask
+    return (
+        query.is_cuda
+        and 1 < query.shape[2] == key.shape[2]
+        and not any(each is not None and each != 0 for each in own)
+        and not softcap
+        and sinks is None
+        and not partial
+        and query.dtype != torch.float32
+        and key.shape[3] == value.shape[3] <= 256
+    )
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, visibility: Visibility
+) -> Part:
+    """See `reference.attend`; differentiable. Without a log-sum-exp."""
+    queries, total = query.shape[2], key.shape[2]
+    own = (visibility.keep, visibility.columns, visibility.tree, visibility.mask)
+    plain = not visibility.window and all(each is None for each in own)
+    square = plain and visibility.causal and queries == total > 1
+    mask = None if square or (plain and (not visibility.causal or queries == 1)) else _mask(query, key, visibility)
+    if mask is not None and query.shape[1] != key.shape[1]:  # with a mask, grouped heads take the slowest kernel
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2).contiguous(), query.new_empty(0, dtype=torch.float32)
+
+
+def _mask(query: torch.Tensor, key: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+    """[batch, heads or 1, queries, columns]; a query that sees nothing sees all, rather than be no number."""
+    seen = visibility.dense(query.shape[2], key.shape[2], query.device)
+    return seen | ~seen.any(dim=-1, keepdim=True)

@@ -1,0 +1,97 @@
+"""Which kernels run: one choice for each device and dtype, said once in the log, and counted."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal, get_args
+
+import torch
+
+Tier = Literal["triton", "cuda", "cpu", "sdpa", "reference"]
+
+_logger = logging.getLogger(__name__)
+_forced: ContextVar[Tier | None] = ContextVar("kvboost_tier", default=None)
+_calls: Counter[str] = Counter()
+_lock = threading.Lock()
+
+_WHY: dict[Tier, str] = {
+    "triton": "Triton kernels",
+    "cuda": "CUDA kernels for sm_70 and sm_75, compiled at run time",
+    "cpu": "PyTorch's CPU flash attention, in parts without a mask",
+    "sdpa": "scaled_dot_product_attention with an explicit mask",
+    "reference": "plain PyTorch operations",
+}
+
+
+def active_tier(device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Tier:
+    """Which kernels `kvboost_fa2` runs on a device.
+
+    Args:
+        device: By default the GPU, or the CPU where there is none.
+        dtype: Of queries, keys and values; by default one that the device is fast in.
+
+    Returns:
+        `"triton"` (sm_80 and later, AMD), `"cuda"` (sm_70 and sm_75 in float16, with the `[cuda]` extra), `"cpu"`,
+        `"sdpa"` with an explicit mask, or `"reference"`.
+
+    Example:
+        >>> active_tier("cpu")
+        'cpu'
+    """
+    place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    forced = _forced.get()
+    return forced if forced is not None else _choose(place, dtype or torch.float16)
+
+
+@contextmanager
+def use_tier(tier: Tier) -> Iterator[None]:
+    """Run other kernels in this thread than those that would be chosen, to compare them.
+
+    Calls that the tier has no kernel for run on SDPA or as plain operations, as they always do.
+
+    Raises:
+        ValueError: for a tier that there is not.
+    """
+    if tier not in get_args(Tier):
+        raise ValueError(f"`tier` must be one of {get_args(Tier)}, got {tier!r}.")
+    token = _forced.set(tier)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def kernel_calls() -> Counter[str]:
+    """How often each kernel was called in this process, as `"<tier>.<kernel>"`."""
+    with _lock:
+        return Counter(_calls)
+
+
+def count(tier: Tier, kernel: str) -> None:
+    """Count one call."""
+    with _lock:
+        _calls[f"{tier}.{kernel}"] += 1
+
+
+@cache
+def _choose(device: torch.device, dtype: torch.dtype) -> Tier:
+    tier = _best(device, dtype)
+    _logger.info("kvboost_fa2 on %s in %s: %s.", device, str(dtype).removeprefix("torch."), _WHY[tier])
+    return tier
+
+
+def _best(device: torch.device, dtype: torch.dtype) -> Tier:
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        return "sdpa"
+    if find_spec("triton") is not None and (torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)):
+        return "triton"
+    from kvboost_hf.attention import cuda
+
+    return "cuda" if cuda.runs_on(device, dtype) else "sdpa"

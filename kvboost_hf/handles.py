@@ -1,0 +1,178 @@
+"""Keys and values as a cache holds them, for an attention that reads them there.
+
+`Cache.update` may return what is no tensor of all columns: a `Held` in place of the keys, and one in place of the
+values. `kvboost_fa2` reads what is in it; for anybody else it makes itself into the tensor that it stands for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+ATTENTION = "kvboost_fa2"  # as transformers knows the attention that can read them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodePlanes:
+    """Keys or values in blocks of as many tokens each, as codes that a kernel can decode.
+
+    Either `least` and `step` are there, and a number is `least + step * code`; or `scale` and `codebook` are, and a
+    vector is `(scale * codebook[codes]) @ rotation`, with `mean` turned to its token's position added to it.
+
+    Codes share bytes as `cache/codecs/packing.py` says: with `bits` 1, 2, 4 and `width = head_dim * bits / 8`, code j
+    is in byte `j % width`, `bits * (j // width)` bits up. With 3 bits, the lower two are so in the first
+    `head_dim / 4` bytes, and the third one in the `head_dim / 8` bytes behind them.
+
+    Args:
+        bits: 1, 2, 3, 4 or 8.
+        codes: [batch, blocks, heads, tokens, bytes], uint8. Only the first two strides are free.
+        least: Of keys, [batch, blocks, heads, groups of tokens, head_dim]; of values, [batch, blocks, heads, tokens,
+            groups of dimensions].
+        step: Like `least`.
+        group_size: Tokens, or dimensions, in a group; the last one may be shorter.
+        scale: [batch, blocks, heads, tokens].
+        codebook: [2 ** bits], float32.
+        rotation: [head_dim, head_dim], float32.
+        mean: [batch, blocks, heads, head_dim], or None.
+        cos: [tokens, head_dim], float32, or None where the mean is the same at each position.
+        sin: Like `cos`, signed: the mean at token t is `mean * cos[t] + mean[partner] * sin[t]`.
+        partner: [head_dim], int32: the dimension that each one turns with.
+    """
+
+    bits: int
+    codes: torch.Tensor
+    least: torch.Tensor | None = None
+    step: torch.Tensor | None = None
+    group_size: int = 0
+    scale: torch.Tensor | None = None
+    codebook: torch.Tensor | None = None
+    rotation: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    partner: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedKV:
+    """K/V of a layer of which some columns in the middle are codes.
+
+    Args:
+        keys: Codes of the columns from `first` on.
+        values: The same.
+        lengths: [blocks], int32: how many of the first tokens of each block are columns.
+        coded: How many columns are codes: the sum of `lengths`.
+        first: The first of them.
+        exact_keys: [batch, num_kv_heads, columns, head_dim], those before and behind the codes.
+        exact_values: The same.
+    """
+
+    keys: CodePlanes
+    values: CodePlanes
+    lengths: torch.Tensor
+    coded: int
+    first: int
+    exact_keys: torch.Tensor
+    exact_values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceTable:
+    """K/V of the first columns of a layer, in pieces that lie anywhere on the device.
+
+    Args:
+        keys: Of each piece, [num_kv_heads, tokens, head_dim]; the last stride is 1.
+        values: The same.
+        rows: [batch, pieces, 3], int64, in host memory: for each row its pieces in order, as the number of the piece,
+            the column of its first token, and the row of `cos` and `sin` that moves its keys, or -1. Rows with fewer
+            pieces end in -1, -1, -1.
+        columns: Behind the last piece; the same for all rows.
+        cos: [shifts, head_dim], float32, or None where nothing moves.
+        sin: Like `cos`, signed: a query is turned back by `query * cos + query[partner] * sin`.
+        partner: [head_dim], int32.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    rows: torch.Tensor
+    columns: int
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    partner: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PiecedKV:
+    """K/V of a layer: pieces, and tensors behind them.
+
+    Args:
+        table: The columns [0, table.columns).
+        keys: [batch, num_kv_heads, columns, head_dim], those behind them.
+        values: The same.
+    """
+
+    table: PieceTable
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+HeldKV = CodedKV | PiecedKV
+
+
+class Held(torch.Tensor):
+    """Stands for the keys or the values [batch, num_kv_heads, columns, head_dim] of a layer.
+
+    Args:
+        kv: Both, as they are held.
+        dense: Makes the tensor of all columns; called at most once.
+        like: A tensor with the batch size, heads, head_dim, dtype and device.
+        columns: How many there are.
+    """
+
+    kv: HeldKV
+
+    @staticmethod
+    def __new__(cls, kv: HeldKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> "Held":
+        shape = (*like.shape[:2], columns, like.shape[3])
+        made: Held = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, kv: HeldKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> None:
+        self.kv = kv
+        self._make, self._made = dense, None
+
+    def dense(self) -> torch.Tensor:
+        """All columns in one tensor."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Held({type(self.kv).__name__}, shape={tuple(self.shape)})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        def plain(value: Any) -> Any:
+            return value.dense() if isinstance(value, Held) else value
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+
+Reader = Callable[[type[HeldKV], torch.device], bool]
+_readers: list[Reader] = []
+
+
+def read_in_place(kind: type[HeldKV], device: torch.device) -> bool:
+    """Whether an attention is there that reads K/V of this kind on this device, faster than it is made dense."""
+    return any(reads(kind, device) for reads in _readers)
+
+
+def register_reader(reads: Reader) -> None:
+    """Have an attention asked by `read_in_place`."""
+    _readers.append(reads)
