@@ -1,5 +1,6 @@
 """kvboost_hf: plain `model.generate()` that does not compute again what it has computed before."""
 
+from kvboost_hf import attention
 from kvboost_hf.cache.attach import attach, detach, last_cache
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.quantized import live_bytes
@@ -32,6 +33,7 @@ __all__ = [
     "StoreClosedError",
     "StoreFullError",
     "attach",
+    "attention",
     "check_model_compatibility",
     "detach",
     "last_cache",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 ATTENTION = "kvboost_fa2"  # as transformers knows the attention that can read them
@@ -121,6 +122,45 @@ class PiecedKV:
 HeldKV = CodedKV | PiecedKV
 
 
+# A matrix of queries and columns is as large as their product. Instead, each column has a reach: how far behind it
+# a query may be, its own included, to see it. Padding has none. In four dimensions, as models expect of masks.
+
+
+def make_reach(
+    keep: torch.Tensor | None, window: int, device: torch.device | str, columns: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """What `kvboost_fa2` takes for a mask of causal layers.
+
+    Args:
+        keep: [batch, columns], bool: the ones that are there to attend to. None for all.
+        window: 0 for none.
+        device: Of the mask.
+        columns: [batch, queries]: the column of each query, where they are not the last ones; with `keep`.
+
+    Returns:
+        None if there is nothing to say. Else [batch, 1, 1, columns], or [1, 1, 1, 1] if all columns are alike: int64
+        for the reach of each, or, without a window, int32, 1 for those that are there. With `columns`,
+        [batch, 1, 2, columns], of which the last row begins with them.
+    """
+    dtype = torch.int64 if window else torch.int32
+    if keep is None:
+        return torch.full((1, 1, 1, 1), window, dtype=dtype, device=device) if window else None
+    rows = [keep.to(dtype) * (window or 1)]
+    if columns is not None:
+        rows.append(F.pad(columns.to(dtype), (0, keep.shape[1] - columns.shape[1])))
+    return torch.stack(rows, dim=1)[:, None]
+
+
+def read_reach(
+    mask: torch.Tensor, queries: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Of what `make_reach` has made: `keep`, `columns`, and of a window the reach [batch or 1, columns or 1]."""
+    reach = mask[:, 0, 0]
+    keep = reach > 0 if mask.shape[3] > 1 else None
+    columns = mask[:, 0, 1, :queries].int() if mask.shape[2] == 2 else None
+    return keep, columns, reach if mask.dtype == torch.int64 else None
+
+
 class Held(torch.Tensor):
     """Stands for the keys or the values [batch, num_kv_heads, columns, head_dim] of a layer.
 
@@ -155,7 +195,7 @@ class Held(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         def plain(value: Any) -> Any:
@@ -165,14 +205,14 @@ class Held(torch.Tensor):
 
 
 Reader = Callable[[type[HeldKV], torch.device], bool]
-_readers: list[Reader] = []
+_readers: dict[str, Reader] = {}
 
 
 def read_in_place(kind: type[HeldKV], device: torch.device) -> bool:
     """Whether an attention is there that reads K/V of this kind on this device, faster than it is made dense."""
-    return any(reads(kind, device) for reads in _readers)
+    return any(reads(kind, device) for reads in _readers.values())
 
 
-def register_reader(reads: Reader) -> None:
-    """Have an attention asked by `read_in_place`."""
-    _readers.append(reads)
+def register_reader(name: str, reads: Reader) -> None:
+    """Have the attention of this name asked by `read_in_place`."""
+    _readers[name] = reads

@@ -17,6 +17,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -69,6 +71,9 @@ _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "bloom": lambda: BloomForCausalLM(BloomConfig(hidden_size=64, **_ABSOLUTE)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(sliding_window=24, **_COMMON)),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(sliding_window=24, head_dim=16, **_COMMON)),
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**_COMMON, head_dim=16, sliding_window=24, num_local_experts=4, num_experts_per_tok=2)
+    ),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(
             **{**_COMMON, "num_key_value_heads": 4},

@@ -15,6 +15,7 @@ def attend(
     visibility: Visibility,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     partial: bool = False,
     compute: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,6 +29,7 @@ def attend(
         visibility: Who sees what.
         softcap: Logits are at most this far from 0, by `softcap * tanh(logits / softcap)`; 0 for no cap.
         sinks: [heads]: logits of a column that everybody sees, and that has no value.
+        bias: Added to the logits, [batch or 1, heads or 1, queries, columns].
         partial: What is computed is a part of the columns: keep float32, for `merge`.
         compute: The dtype to compute in; float64 for the truth.
 
@@ -41,6 +43,8 @@ def attend(
     logits = query.to(compute) @ keys.mT * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias.to(compute)
     seen = visibility.dense(query.shape[2], key.shape[2], query.device)
     logits = logits.masked_fill(~seen, float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)

@@ -1,1 +1,175 @@
 """`attn_implementation="kvboost_fa2"`: what transformers calls."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvboost_hf.attention import ops, reference, sdpa
+from kvboost_hf.attention.masks import make_mask
+from kvboost_hf.attention.merge import merge
+from kvboost_hf.attention.tiers import active_tier, count
+from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.handles import ATTENTION, CodedKV, Held, HeldKV, PiecedKV, read_reach, register_reader
+
+# Weights, which no kernel has; keys chosen by an index of the model's own; sinks that differ between queries.
+_NOT_TAKEN = ("output_attentions", "indices", "block_indices", "sinks")
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it.
+
+    Args:
+        module: The attention layer; tells whether it is causal.
+        query: [batch, heads, queries, head_dim].
+        key: [batch, num_kv_heads, columns, head_dim]; may be a `Held`, as `value`.
+        value: [batch, num_kv_heads, columns, value_dim].
+        attention_mask: None, [batch, 1 or heads, queries, columns] bool or numbers to add, or what
+            `handles.make_reach` makes.
+        dropout: Must be 0 where there is a cap or a sink.
+        scaling: Factor of the logits; by default 1 / sqrt(head_dim).
+        is_causal: Overrides what the module says.
+        sliding_window: Columns that a query sees, its own included; None for all.
+        softcap: Bound of the logits.
+        s_aux: [heads], the logits of attention sinks.
+        position_bias: Numbers to add to the logits, [1 or batch, heads, queries, columns].
+        **kwargs: What other implementations take.
+
+    Returns:
+        [batch, queries, heads, value_dim], and None in place of the weights.
+
+    Raises:
+        ValueError: for dropout together with a cap or a sink, for weights (`output_attentions`), and for models that
+            choose keys in ways of their own.
+    """
+    for name in _NOT_TAKEN:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ValueError(
+                f"`{name}` is not taken by 'kvboost_fa2', but {type(module).__name__} asks for it. Use "
+                "attn_implementation='sdpa' or 'eager'."
+            )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    seen, bias = _read_mask(attention_mask, query.shape[2], key.shape[2], causal=causal, window=sliding_window or 0)
+    if position_bias is not None:
+        bias = position_bias if bias is None else position_bias + bias
+    if dropout and (softcap or s_aux is not None):
+        raise ValueError(
+            f"`attention_dropout` must be 0 with 'kvboost_fa2' for a model with a softcap or attention sinks, got "
+            f"{dropout}. Set it to 0 in the model's configuration, or train with attn_implementation='eager'."
+        )
+    if isinstance(key, Held) and isinstance(value, Held):
+        if bias is None and not dropout and not query.requires_grad:
+            found = _read_in_place(query, key.kv, seen, scale, softcap or 0.0, s_aux)
+            if found is not None:
+                return found, None
+        key, value = key.dense(), value.dense()
+    differentiable = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    if dropout or differentiable or bias is not None:
+        return _with_graph(query, key, value, seen, bias, scale, softcap or 0.0, s_aux, dropout), None
+    out, _ = ops.attend(query, key, value, scale=scale, visibility=seen, softcap=softcap or 0.0, sinks=s_aux)
+    return out, None
+
+
+def _read_mask(
+    mask: torch.Tensor | None, queries: int, total: int, *, causal: bool, window: int
+) -> tuple[Visibility, torch.Tensor | None]:
+    """Who sees what, and what is to be added to the logits."""
+    if mask is None:
+        return Visibility(causal, window), None
+    if mask.is_floating_point():
+        return Visibility(causal=False), mask
+    if mask.dtype in (torch.int32, torch.int64):
+        keep, columns, reach = read_reach(mask, queries)
+        if reach is None or window:
+            return Visibility(causal, window, keep, columns), None
+        # The layer does not tell its window: by a matrix.
+        seen = Visibility(causal, keep=keep, columns=columns)
+        own = seen.columns_of(queries, total, mask.device)[:, :, None]
+        within = own - torch.arange(total, device=mask.device) < reach[:, None]
+        return replace(seen, mask=within[:, None]), None
+    if queries == mask.shape[1] == 1:
+        return Visibility(causal=False, keep=mask[:, 0, 0].bool()), None
+    return Visibility(causal=False, mask=mask.bool()), None
+
+
+def _with_graph(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Visibility,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """With operations that are differentiable, and that take numbers to add to the logits."""
+    if softcap or sinks is not None:
+        count("reference", "with_graph")
+        out, _ = reference.attend(
+            query, key, value, scale=scale, visibility=seen, softcap=softcap, sinks=sinks, bias=bias
+        )
+        return out
+    count("sdpa", "with_graph")
+    out, _ = sdpa.attend(query, key, value, scale=scale, visibility=seen, bias=bias, dropout=dropout)
+    return out
+
+
+def _read_in_place(
+    query: torch.Tensor, kv: HeldKV, seen: Visibility, scale: float, softcap: float, sinks: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Attention over K/V that is no tensor of all columns; None where it has to be made one."""
+    if seen.columns is not None or seen.mask is not None or seen.tree is not None:
+        return None
+    if isinstance(kv, PiecedKV):
+        columns = kv.table.columns
+        total = columns + kv.keys.shape[2]
+        keep = seen.keep[:, columns:] if seen.keep is not None else None
+        behind = Visibility(seen.causal, seen.window, keep)
+        parts = [
+            ops.attend_pieces(query, kv.table, scale=scale, total=total, visibility=seen, softcap=softcap),
+            ops.attend(query, kv.keys, kv.values, scale=scale, visibility=behind, softcap=softcap, partial=True),
+        ]
+        return merge(parts, sinks, query.dtype)
+    if seen.window:
+        return None
+    keep = seen.keep
+    if keep is not None:  # there is no padding among the codes
+        keep = torch.cat([keep[:, : kv.first], keep[:, kv.first + kv.coded :]], dim=1)
+    exact = Visibility(seen.causal, keep=keep)
+    parts = [
+        ops.attend_codes(query, kv.keys, kv.values, kv.lengths, scale=scale, softcap=softcap),
+        ops.attend(
+            query, kv.exact_keys, kv.exact_values, scale=scale, visibility=exact, softcap=softcap, partial=True
+        ),
+    ]
+    return merge(parts, sinks, query.dtype)
+
+
+def _reads(kind: type[HeldKV], device: torch.device) -> bool:
+    tier = active_tier(device)
+    return tier == "triton" or (tier == "cpu" and kind is CodedKV)
+
+
+def register() -> None:
+    """Make the attention known to transformers, and to caches."""
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, make_mask)
+    register_reader(ATTENTION, _reads)

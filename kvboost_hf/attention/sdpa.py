@@ -32,24 +32,35 @@ def is_faster(
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, visibility: Visibility
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    visibility: Visibility,
+    bias: torch.Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Part:
     """See `reference.attend`; differentiable. Without a log-sum-exp."""
     queries, total = query.shape[2], key.shape[2]
-    own = (visibility.keep, visibility.columns, visibility.tree, visibility.mask)
+    own = (visibility.keep, visibility.columns, visibility.tree, visibility.mask, bias)
     plain = not visibility.window and all(each is None for each in own)
     square = plain and visibility.causal and queries == total > 1
-    mask = None if square or (plain and (not visibility.causal or queries == 1)) else _mask(query, key, visibility)
+    mask = (
+        None if square or (plain and (not visibility.causal or queries == 1)) else _mask(query, key, visibility, bias)
+    )
     if mask is not None and query.shape[1] != key.shape[1]:  # with a mask, grouped heads take the slowest kernel
         key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
     grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=grouped
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=square, scale=scale, enable_gqa=grouped
     )
     return out.transpose(1, 2).contiguous(), query.new_empty(0, dtype=torch.float32)
 
 
-def _mask(query: torch.Tensor, key: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+def _mask(query: torch.Tensor, key: torch.Tensor, visibility: Visibility, bias: torch.Tensor | None) -> torch.Tensor:
     """[batch, heads or 1, queries, columns]; a query that sees nothing sees all, rather than be no number."""
     seen = visibility.dense(query.shape[2], key.shape[2], query.device)
+    if bias is not None:
+        return bias.to(query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
     return seen | ~seen.any(dim=-1, keepdim=True)

@@ -1,5 +1,6 @@
 """What each model allows, and why not."""
 
+from kvboost_hf.compat.attention import attention_kind, mask_form
 from kvboost_hf.compat.kept import KeptOnModel
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -29,6 +30,7 @@ __all__ = [
     "KeptOnModel",
     "KeyRotation",
     "LayerRotation",
+    "attention_kind",
     "bytes_per_token",
     "cache_argument",
     "cache_layers",
@@ -39,6 +41,7 @@ __all__ = [
     "input_device",
     "key_rotation",
     "known_reason",
+    "mask_form",
     "padding_reason",
     "probe_reason",
     "require_cache",

@@ -1,0 +1,108 @@
+"""The masks that transformers makes for `kvboost_fa2`: none, a number for each column, or whatever the model needs.
+
+An attention without a mask function of its own is given no mask at all, and would attend to padding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from kvboost_hf.compat import mask_form
+from kvboost_hf.handles import make_reach
+
+# Masks of a window are closures: `and_masks(sliding_window_overlay(window), causal_mask_function)`.
+_WINDOWED: Any = sliding_window_causal_mask_function(1)
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    config: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """A mask for `register.attention`.
+
+    Args:
+        batch_size: Rows.
+        q_length: Queries.
+        kv_length: Columns of keys that attention will be given.
+        q_offset: The position of the first query; a tensor if a cache has a fixed size.
+        kv_offset: The position of the first of these columns.
+        mask_function: Who sees what, by position.
+        attention_mask: [batch, positions], bool, True for what is no padding.
+        config: Of the model.
+        **kwargs: What transformers' own mask functions take.
+
+    Returns:
+        None where queries are the last columns, and see all before them, or, if the layer is not causal, all; what
+        `handles.make_reach` makes where there is padding, or a window; [batch, 1, q_length, kv_length] for everything
+        else: bool, or, for models that may compute attention themselves, numbers to add.
+    """
+    form = mask_form(config.__class__)
+    at_end = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
+    window = _window(mask_function)
+    if form == "compact" and at_end and window is not None and _is_told(mask_function, config):
+        return make_reach(_padding(attention_mask, kv_length), window, kwargs.get("device", "cpu"))
+    given = {**kwargs, "config": config, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    make: Callable[..., Any] = eager_mask if form == "additive" else sdpa_mask
+    found: torch.Tensor | None = make(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **given,
+    )
+    return found
+
+
+def _is_told(mask_function: Callable[..., Any], config: Any) -> bool:
+    """Whether layers are causal if and only if this function is: with these settings, only one of the two is."""
+    if mask_function is bidirectional_mask_function:
+        return getattr(config, "is_causal", None) is not False
+    return not getattr(config, "use_bidirectional_attention", None)
+
+
+def _window(mask_function: Callable[..., Any]) -> int | None:
+    """The window of a mask function, 0 for one without; None for one that asks something else."""
+    if mask_function in (causal_mask_function, bidirectional_mask_function):
+        return 0
+    parts, windowed = _inner(mask_function, _WINDOWED), _inner(_WINDOWED, _WINDOWED)
+    if len(parts) != 2 or parts[1] is not causal_mask_function:
+        return None
+    found = _inner(parts[0], windowed[0])
+    return found if isinstance(found, int) else None
+
+
+def _inner(function: Any, like: Any) -> Any:
+    """What a closure holds, if it was made by the same function as another one; else nothing."""
+    if getattr(function, "__code__", None) is not like.__code__:
+        return ()
+    (cell,) = function.__closure__
+    return cell.cell_contents
+
+
+def _padding(attention_mask: torch.Tensor | None, kv_length: int) -> torch.Tensor | None:
+    """[batch, kv_length], or None where it is known that there is no padding."""
+    if attention_mask is None:
+        return None
+    keep = attention_mask[:, -kv_length:].bool()
+    # A test would break the graph of torch.compile, and make a GPU wait.
+    if not torch.compiler.is_compiling() and keep.device.type == "cpu" and bool(keep.all()):
+        return None
+    return keep

@@ -1,0 +1,44 @@
+"""What a model's own code does with attention: which implementation it asks for, and which masks it can take."""
+
+from functools import cache
+from typing import Any, Literal
+
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+)
+
+MaskForm = Literal["compact", "bool", "additive"]
+
+_MAPPINGS = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
+
+
+def attention_kind(model: PreTrainedModel) -> str:
+    """The attention implementation of the decoder, as transformers names it."""
+    config: Any = model.config.get_text_config(decoder=True)
+    return str(config._attn_implementation)
+
+
+@cache
+def mask_form(config: type[Any]) -> MaskForm:
+    """What a registered attention's mask may be for models of this configuration.
+
+    Returns:
+        `"compact"` where models tell their attention everything but padding, as FlashAttention needs it: causal or
+        not, and the window. `"bool"` where they call a registered attention, but tell it less. `"additive"` where
+        they may compute attention themselves, or where nothing is known of them.
+    """
+    classes = [found for mapping in _MAPPINGS if (found := mapping.get(config, None)) is not None]
+    flat = [each for found in classes for each in (found if isinstance(found, tuple) else (found,))]
+    if flat and all(each._supports_flash_attn for each in flat):
+        return "compact"
+    told = flat and all(each._supports_attention_backend and each._supports_sdpa for each in flat)
+    return "bool" if told else "additive"
