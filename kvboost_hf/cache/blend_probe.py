@@ -13,12 +13,13 @@ from kvboost_hf.cache.blend import BlendPlan, Placed, place
 from kvboost_hf.cache.kinds import make_layers
 from kvboost_hf.cache.kv import copy_columns
 from kvboost_hf.cache.repair import BlendedRow, Measure
-from kvboost_hf.cache.scatter import Narrowing, ScatterCache, ScatterPass, attention_kind
+from kvboost_hf.cache.scatter import Narrowing, ScatterCache, ScatterPass
 from kvboost_hf.cache.scout import attention_of_the_end
 from kvboost_hf.cache.store import StoredChunk
 from kvboost_hf.compat import (
     KeptOnModel,
     KeyRotation,
+    attention_kind,
     cache_argument,
     decoder_layers,
     difference,
@@ -27,11 +28,12 @@ from kvboost_hf.compat import (
     probe_reason,
     tolerance,
 )
+from kvboost_hf.handles import ATTENTION
 
 _TOKENS = 40
 _MOVED = slice(5, 27)
 _SHIFT = 3
-_ATTENTION_KINDS = ("sdpa", "eager")
+_ATTENTION_KINDS = ("sdpa", "eager", ATTENTION)
 
 
 class _BlendFindings(KeptOnModel):

@@ -24,7 +24,8 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.windows import SlidingLayer
-from kvboost_hf.compat import decoder_layers
+from kvboost_hf.compat import attention_kind, decoder_layers, mask_form
+from kvboost_hf.handles import ATTENTION, make_reach
 
 Columns = NDArray[np.int64]  # [batch, m], ascending in each row
 
@@ -63,6 +64,7 @@ class ScatterPass:
         present: [batch, columns], columns that are there to attend to; None for all.
         narrowing: Or None where `columns` go through all layers.
         unmasked: Layers that are given a whole prompt need no mask.
+        compact: Where the attention can be told the columns of its queries, do not make a matrix of both.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ScatterPass:
         present: NDArray[np.bool_] | None = None,
         narrowing: Narrowing | None = None,
         unmasked: bool = False,
+        compact: bool = True,
     ) -> None:
         self.columns = self._all = columns
         self.layer_tokens = [0] * len(layers)  # that went through each layer, padding left out
@@ -85,8 +88,11 @@ class ScatterPass:
         self._pads = np.asarray(pads)
         self._length = max(layer.length or 0 for layer in layers)
         self._present, self._unmasked = present, unmasked
-        self._mask_dtype = None if attention_kind(model) == "sdpa" else model.dtype
-        self._masks: dict[tuple[int | None, int, torch.device], torch.Tensor] = {}
+        kind = attention_kind(model)
+        self._mask_dtype = None if kind in ("sdpa", ATTENTION) else model.dtype
+        form = mask_form(model.config.get_text_config(decoder=True).__class__)
+        self._compact = compact and kind == ATTENTION and form == "compact"
+        self._masks: dict[tuple[int | None, int, int, torch.device], torch.Tensor] = {}
         self._at: dict[torch.device, torch.Tensor] = {}
         self._scores: NDArray[np.float64] | None = None
         self._steps = 0  # how often it was narrowed
@@ -143,26 +149,30 @@ class ScatterPass:
         if self._unmasked and whole and window is None:
             return None
         # Layers without K/V of their own may be shown only those of the last tokens whose logits are wanted.
-        return self.mask(window, layer.first, hidden.device)[:, :, -hidden.shape[-2] :]
-
-    def mask(self, window: int | None, first: int, device: torch.device) -> torch.Tensor:
-        """[batch, 1, m, columns from `first`]: which columns each row's tokens attend to."""
-        key = (window, first, device)
+        key = (window, layer.first, hidden.shape[-2], hidden.device)
         if key not in self._masks:
-            queries = self._columns_on(device)[:, :, None]
-            columns = torch.arange(first, self._length, device=device)[None, None]
-            seen = (columns <= queries) & (columns >= torch.from_numpy(self._pads).to(device)[:, None, None])
-            if window is not None:
-                seen &= queries - columns < window
-            if self._present is not None:
-                seen &= torch.from_numpy(self._present[:, first:]).to(device)[:, None]
-            seen |= columns == queries  # padding, too: a row that sees nothing is not a number
-            if self._mask_dtype is not None:
-                lowest = torch.finfo(self._mask_dtype).min
-                self._masks[key] = torch.where(seen, 0.0, lowest).to(self._mask_dtype)[:, None]
-            else:
-                self._masks[key] = seen[:, None]
+            self._masks[key] = self._make_mask(*key)
         return self._masks[key]
+
+    def _make_mask(self, window: int | None, first: int, m: int, device: torch.device) -> torch.Tensor:
+        """Which of the columns from `first` on each row's last `m` tokens attend to."""
+        queries = self._columns_on(device)[:, -m:, None]
+        columns = torch.arange(first, self._length, device=device)[None, None]
+        there = columns >= torch.from_numpy(self._pads).to(device)[:, None, None]
+        if self._present is not None:
+            there &= torch.from_numpy(self._present[:, first:]).to(device)[:, None]
+        if self._compact:
+            found = make_reach(there[:, 0], window or 0, device, queries[..., 0] - first)
+            assert found is not None
+            return found
+        seen = there & (columns <= queries)
+        if window is not None:
+            seen &= queries - columns < window
+        seen |= columns == queries  # padding, too: a row that sees nothing is not a number
+        if self._mask_dtype is None:
+            return seen[:, None]
+        lowest = torch.finfo(self._mask_dtype).min
+        return torch.where(seen, 0.0, lowest).to(self._mask_dtype)[:, None]
 
     def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook of a decoder layer."""
@@ -264,12 +274,6 @@ class ScatterCache(Cache):
         assert self.running is not None
         keys, values = self.running.update(layer_idx, key_states, value_states)
         return keys, values
-
-
-def attention_kind(model: PreTrainedModel) -> str:
-    """The attention implementation of the decoder, as transformers names it."""
-    config: Any = model.config.get_text_config(decoder=True)
-    return str(config._attn_implementation)
 
 
 def _sources(model: PreTrainedModel, layers: Sequence[ReuseLayer]) -> list[int]:

@@ -16,6 +16,7 @@ from kvboost_hf.cache.scatter import ScatterCache, ScatterPass
 from kvboost_hf.compat import cache_argument
 
 _MAX_QUERIES = 32
+_OPERATOR = "kvboost_hf.attend.default"
 
 
 def attention_of_the_end(
@@ -41,7 +42,7 @@ def attention_of_the_end(
     present = plan.present
     present[:, -queries:] = True
     cache = ScatterCache(layers=[layer.native for layer in layers])
-    cache.running = ScatterPass(model, cache, layers, columns, plan.pads, present=present)
+    cache.running = ScatterPass(model, cache, layers, columns, plan.pads, present=present, compact=False)
     try:
         given = cache.running.arguments(ids, first)
         with AttentionProbe(cache.running, plan.columns) as probe:
@@ -58,7 +59,7 @@ def num_queries(plan: BlendPlan) -> int:
 
 
 class AttentionProbe(TorchFunctionMode):
-    """Sums up the attention weights of a forward in this thread, whatever computes them: SDPA, or a softmax."""
+    """Sums up the attention weights of a forward in this thread: of SDPA, of a softmax, or of `kvboost_fa2`."""
 
     def __init__(self, running: ScatterPass, columns: int) -> None:
         super().__init__()
@@ -77,6 +78,8 @@ class AttentionProbe(TorchFunctionMode):
             weights, found = _attend(*args, **kwargs)
             self._add(weights)
             return found
+        if str(func) == _OPERATOR:
+            self._add(_weights(*args, **kwargs))
         found = func(*args, **kwargs)
         if func is F.softmax and found.ndim == 4:
             self._add(found)
@@ -113,3 +116,33 @@ def _attend(
         scores = scores + attn_mask
     weights = scores.softmax(dim=-1)
     return weights, (weights @ value.float()).to(query.dtype)
+
+
+def _weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Sequence[torch.Tensor | None],
+    sinks: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    partial: bool,
+) -> torch.Tensor:
+    """The weights of the operator of `kvboost_fa2`, [batch, heads, queries, keys] in float32.
+
+    With a mask it is told all by it; the mask of a single query is `keep`.
+    """
+    keep, _, _, mask = seen
+    keys = key.float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query.float() @ keys.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    for there in (mask, keep[:, None, None] if keep is not None else None):
+        if there is not None:
+            scores = scores.masked_fill(~there, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
+    return scores.softmax(dim=-1)

@@ -45,10 +45,10 @@ from kvboost_hf.cache.media import ENCODED, Prompt, has_types_of_media, narrow_m
 from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
 from kvboost_hf.cache.report import Tally
-from kvboost_hf.cache.scatter import attention_kind
 from kvboost_hf.cache.store import StoredStates
 from kvboost_hf.cache.tokens import MaskShape
 from kvboost_hf.compat import (
+    attention_kind,
     cache_argument,
     has_own_cache,
     padding_reason,

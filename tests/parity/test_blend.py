@@ -63,7 +63,7 @@ def assert_same(found: Any, expected: Any) -> None:
     [
         (name, attention)
         for name in MOVABLE
-        for attention in ("sdpa", "eager")
+        for attention in ("sdpa", "eager", "kvboost_fa2")
         if (name, attention) != ("gemma2", "sdpa")
     ],
 )
