@@ -17,6 +17,7 @@ import torch
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
 from kvboost_hf.cache.layers import GrowingTensor
 from kvboost_hf.compat import LayerRotation
+from kvboost_hf.handles import CodePlanes
 
 _BLOCKS = 32  # encoded or decoded at once: bounds what a codec takes on its way
 
@@ -72,46 +73,70 @@ class CodedTensor:
             self._exact.room = _always(columns + 2 * self._window)
 
     @torch.no_grad()
-    def append(self, new: torch.Tensor) -> None:
-        """Append [batch, heads, m, dim], and encode what leaves the window."""
+    def append(self, new: torch.Tensor) -> torch.Tensor:
+        """Append [batch, heads, m, dim], and encode what leaves the window.
+
+        Returns:
+            All columns but those that were codes before, [batch, heads, columns, dim]; the new ones as they were
+            given. Not to be kept for longer than until the next call.
+        """
         blocks = (self._exact.stop + new.shape[2] - self._sinks) // self._window - 1
         if blocks <= 0:
             self._exact.append(new)
-            return
+            return self._exact.view()
         if self._exact.stop:
             new = torch.cat([self._exact.view(), new], dim=2)
         sinks, coded, window = new.tensor_split((self._sinks, self._sinks + blocks * self._window), dim=2)
         self._encode(coded)
         self._exact.truncate(0)
         self._exact.append(torch.cat([sinks, window], dim=2))
+        return new
 
     def append_and_view(self, new: torch.Tensor) -> torch.Tensor:
         """Append [batch, heads, m, dim] and return all columns, the new ones as they were given."""
-        held = self.stop
-        if not held:
-            seen = new
-        elif torch.is_grad_enabled():  # what a graph has seen must not be written to
-            seen = torch.cat([self.read(0, held), new], dim=2)
-        elif not self._blocks and held + new.shape[2] < self._sinks + 2 * self._window:
+        if torch.is_grad_enabled():  # what a graph has seen must not be written to
+            seen = torch.cat([self.read(0, self.stop), new], dim=2) if self.stop else new
             self.append(new)
-            return self._exact.view()
-        else:
-            seen = self.read(0, held, room=new.shape[2])
-            seen[:, :, held:].copy_(new)
-        self.append(new)
-        return seen
+            return seen
+        blocks = len(self._blocks)
+        exact = self.append(new)
+        return self.whole(blocks, exact) if blocks else exact
 
     @torch.no_grad()
-    def read(self, start: int, stop: int, rows: slice = slice(None), room: int = 0) -> torch.Tensor:
-        """Columns [start, stop) of some rows, decoded, in a new tensor with `room` for more behind them."""
-        exact = self._exact.view()[rows]
-        out = exact.new_empty((*exact.shape[:2], stop - start + room, exact.shape[3]))
+    def read(self, start: int, stop: int, rows: slice = slice(None)) -> torch.Tensor:
+        """Columns [start, stop) of some rows, decoded, in a new tensor."""
+        return self._read(start, stop, rows, len(self._blocks), self._exact.view()[rows])
+
+    @torch.no_grad()
+    def whole(self, blocks: int, exact: torch.Tensor) -> torch.Tensor:
+        """All columns: the first `blocks` blocks, decoded, between the exact ones that `append` has returned."""
+        return self._read(0, exact.shape[2] + sum(self._blocks[:blocks]), slice(None), blocks, exact)
+
+    def code_planes(self) -> CodePlanes | None:
+        """What is encoded, for an attention that reads codes; None where there is none, or none can read it."""
+        if not self._blocks:
+            return None
+        planes = {
+            name: plane.view()[:, 0].unflatten(-1, tuple(self._shapes[name])) for name, plane in self._planes.items()
+        }
+        return self._codec.code_planes(planes, self._role, self._rotation, self.like.shape[3], self._window)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Of each block, how many of its columns count."""
+        return tuple(self._blocks)
+
+    @property
+    def sinks(self) -> int:
+        """How many of the first columns stay exact."""
+        return self._sinks
+
+    def _read(self, start: int, stop: int, rows: slice, blocks: int, exact: torch.Tensor) -> torch.Tensor:
+        out = exact.new_empty((*exact.shape[:2], stop - start, exact.shape[3]))
+        coded = sum(self._blocks[:blocks])
         sinks, window = exact[:, :, : self._sinks], exact[:, :, self._sinks :]
-        for first, part in (
-            (0, sinks),
-            *self._decoded(start, stop, rows),
-            (self._sinks + sum(self._blocks), window),
-        ):
+        decoded = self._decoded(start, min(stop, self._sinks + coded), rows)
+        for first, part in ((0, sinks), *decoded, (self._sinks + coded, window)):
             begin, end = max(first, start), min(first + part.shape[2], stop)
             if begin < end:
                 out[:, :, begin - start : end - start].copy_(part[:, :, begin - first : end - first])

@@ -96,6 +96,7 @@ class ReuseLayer:
     is_stateful = False  # has a state: can only go back to where one was saved
     is_sliding = False  # needs the last columns only
     single_row = False  # cannot be taken apart by rows
+    hands_out = False  # may give the attention K/V as it is held, in place of tensors of all columns
 
     @property
     def native(self) -> Any:

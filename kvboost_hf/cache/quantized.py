@@ -1,6 +1,7 @@
 """A layer that holds its K/V as codes, and what a cache of such layers takes."""
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -11,13 +12,15 @@ from kvboost_hf.cache.coded import CodedTensor, block_capacity
 from kvboost_hf.cache.layers import ColumnLayer, ColumnSpec, Piece, capacity
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.handles import CodedKV, CodePlanes, Held, read_in_place
 
 
 class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     """Full-attention K/V of one layer, in codes but for the first and the last columns; see `coded.py`.
 
-    Attention is given all columns, decoded into tensors that nobody else keeps: at any time, those of one layer are
-    whole. What is computed within one forward attends to itself exactly. No gradient reaches earlier forwards.
+    An attention that can read codes is given them. Any other is given all columns, decoded into tensors that nobody
+    else keeps: at any time, those of one layer are whole. What is computed within one forward attends to itself
+    exactly. No gradient reaches earlier forwards.
 
     Args:
         codec: Encodes keys and values.
@@ -43,7 +46,26 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
             self.lazy_initialization(key_states, value_states)
         self.version += 1
         keys, values = self._tensors
+        if self.hands_out and not torch.is_grad_enabled() and read_in_place(CodedKV, key_states.device):
+            codes = keys.code_planes(), values.code_planes()
+            if codes[0] is not None and codes[1] is not None:
+                return self._hand_out(codes[0], codes[1], key_states, value_states)
         return keys.append_and_view(key_states), values.append_and_view(value_states)
+
+    def _hand_out(
+        self, key_codes: CodePlanes, value_codes: CodePlanes, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append, and return what was codes before as it is held."""
+        keys, values = self._tensors
+        blocks = keys.blocks
+        exact = keys.append(key_states), values.append(value_states)
+        lengths = _lengths(blocks, key_states.device)
+        kv = CodedKV(key_codes, value_codes, lengths, sum(blocks), keys.sinks, *exact)
+        made = (
+            Held(kv, partial(tensor.whole, len(blocks), part), part, part.shape[2] + kv.coded)
+            for tensor, part in zip(self._tensors, exact, strict=True)
+        )
+        return next(made), next(made)
 
     def reset(self) -> None:
         """Drop everything."""
@@ -133,6 +155,12 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     def _move(self, device: torch.device) -> None:
         for tensor in self._tensors:
             tensor.move(device)
+
+
+@lru_cache(maxsize=16)  # layers have the same blocks, and keep them for many steps
+def _lengths(blocks: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(blocks, dtype=torch.int32, device=device)
 
 
 def exact_layers(config: KVQuantConfig, layers: int) -> int:

@@ -57,6 +57,7 @@ from kvboost_hf.compat import (
     steps_reason,
 )
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
+from kvboost_hf.handles import ATTENTION
 
 _NEVER = 2**62  # tokens that an extra forward must save
 _PIECE = 512  # tokens in a forward on a CPU that follows reused ones
@@ -82,6 +83,7 @@ class ServingCache(BlendingCache):
                 f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
             )
         self._recover()
+        self._hand_out(False)
         call, self._call = self._call, None
         armed = call is not None and call.contains(sys._getframe())
         if self._lost and not armed:
@@ -115,6 +117,11 @@ class ServingCache(BlendingCache):
         step = start > 0 and not isinstance(inputs, str) and inputs.input_ids.shape[1] == 1
         static.open(self._static_layers, kwargs, step=step)
         return kwargs
+
+    def _hand_out(self, allowed: bool) -> None:
+        """Let layers give the attention K/V as it is held: if it can read that, and only padding is hidden."""
+        for layer in self._layers:
+            layer.hands_out = allowed
 
     def _run_plain(self, kwargs: Kwargs, reason: str, *, armed: bool) -> Kwargs:
         """Run a model that cannot reuse K/V on the layers that transformers would have given it."""
@@ -203,6 +210,8 @@ class ServingCache(BlendingCache):
             self._running = Running(held, held + new)
             return kwargs
         mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
+        if mask is None or in_generate():  # else it may hide anything, and to read it would make a GPU wait
+            self._hand_out(attention_kind(model) == ATTENTION)
         self._running = Running(
             held,
             held + new,
@@ -262,6 +271,7 @@ class ServingCache(BlendingCache):
             if first:  # earlier pieces of the prompt are in the layers, and must stay
                 return self._lose_track(kwargs, held, reason)
             return self._bypass(kwargs, reason)
+        self._hand_out(attention_kind(model) == ATTENTION)
         self._running = Running(held)
         loading = None
         if plan.filled > held:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 
 from kvboost_hf.compat import LayerRotation
+from kvboost_hf.handles import CodePlanes
 
 Role = Literal["keys", "values"]
 Planes = dict[str, torch.Tensor]
@@ -61,6 +62,23 @@ class Codec(Protocol):
 
         Returns:
             A tensor of this shape on the device of the planes.
+        """
+        ...
+
+    def code_planes(
+        self, planes: Mapping[str, torch.Tensor], role: Role, rotation: LayerRotation | None, dim: int, tokens: int
+    ) -> CodePlanes | None:
+        """The same planes for an attention that decodes them itself.
+
+        Args:
+            planes: What `encode` made of tensors of so many tokens, [batch, blocks, …] each.
+            role: What they are.
+            rotation: As it was for `encode`.
+            dim: head_dim.
+            tokens: Of each block.
+
+        Returns:
+            Views, or None if they are kept in a way that it cannot decode.
         """
         ...
 

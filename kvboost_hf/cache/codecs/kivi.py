@@ -16,6 +16,7 @@ import torch
 from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed
 from kvboost_hf.cache.codecs.packing import pack, packed_width, to_codes, unpack
 from kvboost_hf.compat import LayerRotation
+from kvboost_hf.handles import CodePlanes
 
 
 class Kivi:
@@ -67,6 +68,14 @@ class Kivi:
         for group, least, step in self._groups(x, planes["least"], planes["step"], _dim(role)):
             group.mul_(step).add_(least)
         return narrowed(x, dtype)
+
+    def code_planes(
+        self, planes: Mapping[str, torch.Tensor], role: Role, rotation: LayerRotation | None, dim: int, tokens: int
+    ) -> CodePlanes | None:
+        """See `Codec.code_planes`."""
+        if dim % 8:
+            return None
+        return CodePlanes(self._bits[role], planes["codes"], planes["least"], planes["step"], self._group_size)
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""

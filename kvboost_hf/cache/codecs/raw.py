@@ -7,6 +7,7 @@ import torch
 
 from kvboost_hf.cache.codecs.base import Planes, Role
 from kvboost_hf.compat import LayerRotation
+from kvboost_hf.handles import CodePlanes
 
 
 class Raw:
@@ -29,6 +30,12 @@ class Raw:
     ) -> torch.Tensor:
         """See `Codec.decode`; the plane itself."""
         return planes["exact"]
+
+    def code_planes(
+        self, planes: Mapping[str, torch.Tensor], role: Role, rotation: LayerRotation | None, dim: int, tokens: int
+    ) -> CodePlanes | None:
+        """See `Codec.code_planes`; there are none."""
+        return None
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
