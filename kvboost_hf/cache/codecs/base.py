@@ -86,6 +86,28 @@ class Codec(Protocol):
         """Bytes of the planes for `x` of this shape and dtype; exact."""
         ...
 
+    def code_planes(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        role: Role,
+        rotation: LayerRotation | None,
+        tokens: int,
+        head_dim: int,
+    ) -> CodePlanes | None:
+        """What an attention needs to read the codes of one layer where they are.
+
+        Args:
+            planes: What `encode` made of blocks of as many tokens each, as entries [batch, blocks, …].
+            role: What they are.
+            rotation: As it was for `encode`; the same for all entries.
+            tokens: In a block.
+            head_dim: Of what was encoded.
+
+        Returns:
+            None where they have to be decoded.
+        """
+        ...
+
 
 def in_blocks(
     encode: Callable[[torch.Tensor, Sequence[LayerRotation | None]], Planes],

@@ -1,0 +1,296 @@
+"""Attention over keys and values that are tensors: whole prompts, few queries behind many columns, scattered ones.
+
+After FlashAttention-2 (https://arxiv.org/abs/2307.08691) and, where queries are few, Flash-Decoding
+(https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.triton.combine import combine
+from kvboost_hf.attention.triton.tile import LOG2E, dot, load_rows, softmax_end, softmax_step, tanh
+from kvboost_hf.attention.triton.tiling import Tiling, device_of, plan_splits, plan_tiling
+from kvboost_hf.attention.visibility import Visibility
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_DIM = 256
+
+
+def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `attend` takes these."""
+    given = query, key, value
+    return (
+        query.dtype in _DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and all(each.shape[3] <= _MAX_DIM and each.stride(3) == 1 for each in given)
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    visibility: Visibility,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    partial: bool = False,
+    tiling: Tiling | None = None,
+) -> Part:
+    """See `reference.attend`. Without a log-sum-exp unless `partial`.
+
+    Args:
+        query: As there.
+        key: As there.
+        value: As there.
+        scale: As there; above 0.
+        visibility: As there.
+        softcap: As there.
+        sinks: As there.
+        partial: As there.
+        tiling: By default the best one known for these shapes.
+    """
+    tiling = tiling or plan(query, key, value, visibility)
+    batch, heads, queries, _ = query.shape
+    dtype = torch.float32 if partial else query.dtype
+    shape = (batch, queries, heads, value.shape[3])
+    split = tiling.splits > 1
+    out = query.new_empty((tiling.splits, *shape), dtype=torch.float32 if split else dtype)
+    lse = query.new_empty((tiling.splits, batch, heads, queries) if split or partial else (0,), dtype=torch.float32)
+    given = launch_arguments(
+        query, key, value, out, lse, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, tiling=tiling
+    )
+    kv_heads = key.shape[1]
+    tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
+    fwd[(tiles, batch * kv_heads, tiling.splits)](**given, num_warps=tiling.warps, num_stages=tiling.stages)
+    if not split:
+        return out[0], lse[0] if partial else lse
+    merged, total = combine(out, lse, sinks=sinks, dtype=dtype)
+    return merged, total if partial else total.new_empty(0)
+
+
+def plan(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visibility: Visibility) -> Tiling:
+    """The tiling that `attend` takes by itself."""
+    (batch, heads, queries, head_dim), (_, kv_heads, total, _) = query.shape, key.shape
+    device, rows = device_of(query.device), queries * (heads // kv_heads)
+    tiling = plan_tiling(rows, max(head_dim, value.shape[3]), query.itemsize, device)
+    programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
+    columns = min(total, visibility.window + queries) if visibility.window else total
+    per_processor = 2 if tiling.block_m <= 64 else 1
+    return replace(
+        tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor)
+    )
+
+
+def launch_arguments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    visibility: Visibility,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    tiling: Tiling,
+) -> dict[str, Any]:
+    """What `fwd` is called with, by name; what is not asked of it is None."""
+    assert scale > 0
+    (_, heads, queries, head_dim), (_, kv_heads, total, value_dim) = query.shape, value.shape
+    keep, mask = (
+        each if each is None or each.stride(-1) == 1 else each.contiguous()
+        for each in (visibility.keep, visibility.mask)
+    )
+    columns, tree = (None if each is None else each.contiguous() for each in (visibility.columns, visibility.tree))
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "out": out,
+        "lse": lse if lse.numel() else None,
+        "sinks": sinks if tiling.splits == 1 else None,
+        "keep": None if keep is None else keep.view(torch.uint8),
+        "columns": columns,
+        "tree": tree,
+        "mask": None if mask is None else mask.view(torch.uint8),
+        **_strides("query", query, 3),
+        **_strides("key", key, 3),
+        **_strides("value", value, 3),
+        "keep_batch": 0 if keep is None else _broadcast(keep, 0),
+        "mask_batch": 0 if mask is None else _broadcast(mask, 0),
+        "mask_head": 0 if mask is None else _broadcast(mask, 1),
+        "mask_row": 0 if mask is None else _broadcast(mask, 2),
+        "kv_heads": kv_heads,
+        "queries": queries,
+        "total": total,
+        "window": visibility.window or None,
+        "scale": scale / softcap if softcap else scale,
+        "softcap": softcap or None,
+        "CAUSAL": visibility.causal,
+        "GROUPS": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
+    }
+
+
+def _strides(name: str, x: torch.Tensor, dims: int) -> dict[str, int]:
+    return {f"{name}_{dim}": x.stride(i) for i, dim in enumerate(("batch", "head", "row")[:dims])}
+
+
+def _broadcast(x: torch.Tensor, dim: int) -> int:
+    return x.stride(dim) if x.shape[dim] > 1 else 0
+
+
+@triton.jit(do_not_specialize=["keep_batch", "mask_batch", "mask_head", "mask_row", "queries", "total", "window"])
+def fwd(
+    query,
+    key,
+    value,
+    out,
+    lse,
+    sinks,
+    keep,
+    columns,
+    tree,
+    mask,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    value_batch,
+    value_head,
+    value_row,
+    keep_batch,
+    mask_batch,
+    mask_head,
+    mask_row,
+    kv_heads,
+    queries,
+    total,
+    window,
+    scale,
+    softcap,
+    CAUSAL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program for BLOCK_M rows of one head of keys, and one part of the columns; row r is query r // GROUPS."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those that see most begin first
+    batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    i, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
+    there = i < queries
+
+    # Of the columns [low, high) some row of this tile sees something, and all rows see [plain_low, plain_high).
+    tail = total - queries if tree is not None else total
+    own = i + total - queries
+    if columns is not None:
+        own = tl.load(columns + batch * queries + i, mask=there, other=0)
+    earliest, latest = tl.min(tl.where(there, own, total), 0), tl.max(tl.where(there, own, 0), 0)
+    low, high, plain_low, plain_high = 0, total, 0, tail
+    if CAUSAL:
+        high, plain_high = tl.minimum(total, latest + 1), tl.minimum(tail, earliest + 1)
+    if window is not None:
+        low, plain_low = tl.maximum(earliest - window + 1, 0), tl.maximum(latest - window + 1, 0)
+    bits = None
+    if tree is not None:
+        low, high = tl.minimum(low, tail), total
+        bits = tl.load(tree + batch * queries + i, mask=there, other=0)
+    low = low // BLOCK_N * BLOCK_N
+    part = tl.cdiv(tl.cdiv(high - low, BLOCK_N), tl.num_programs(2)) * BLOCK_N
+    low += part * tl.program_id(2)
+    high = tl.minimum(high, low + part)
+    plain_low = tl.maximum(low, tl.minimum(tl.cdiv(plain_low, BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N)
+    plain_high = tl.maximum(plain_low, tl.minimum(plain_high, high) // BLOCK_N * BLOCK_N)
+
+    d = tl.arange(0, BLOCK_D)
+    at = query + batch * query_batch + head.to(tl.int64)[:, None] * query_head + i.to(tl.int64)[:, None] * query_row
+    q = tl.load(at + d[None, :], mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    key += batch * key_batch + kv_head.to(tl.int64) * key_head
+    value += batch * value_batch + kv_head.to(tl.int64) * value_head
+    if keep is not None:
+        keep += batch * keep_batch
+    if mask is not None:
+        mask += batch * mask_batch + head.to(tl.int64) * mask_head + i.to(tl.int64) * mask_row
+    sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    norm = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(plain_low, plain_high, BLOCK_N):
+        sums, peak, norm = take_block(
+            sums, peak, norm, q, key, value, keep, mask, bits, own, there, start, tail, total, key_row, value_row,
+            window, scale, softcap, CAUSAL, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, False,
+        )  # fmt: skip
+    plain = plain_high - plain_low
+    for at_border in range(low, high - plain, BLOCK_N):
+        start = at_border + tl.where(at_border >= plain_low, plain, 0)
+        sums, peak, norm = take_block(
+            sums, peak, norm, q, key, value, keep, mask, bits, own, there, start, tail, total, key_row, value_row,
+            window, scale, softcap, CAUSAL, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, True,
+        )  # fmt: skip
+
+    logit = None
+    if sinks is not None:
+        logit = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32)
+    found, log = softmax_end(sums, peak, norm, logit)
+    batches, heads = tl.num_programs(1) // kv_heads, kv_heads * GROUPS
+    batch += tl.program_id(2).to(tl.int64) * batches
+    d = tl.arange(0, BLOCK_V)
+    at = out + ((batch * queries + i) * heads + head)[:, None] * VALUE_DIM + d[None, :]
+    tl.store(at, found.to(out.dtype.element_ty), mask=there[:, None] & (d < VALUE_DIM)[None, :])
+    if lse is not None:
+        tl.store(lse + (batch * heads + head) * queries + i, log, mask=there)
+
+
+@triton.jit
+def take_block(
+    sums, peak, norm, q, key, value, keep, mask, bits, own, there, start, tail, total, key_row, value_row,
+    window, scale, softcap,
+    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BORDER: tl.constexpr,
+):  # fmt: skip
+    """The BLOCK_N columns from `start`; at a border not all rows see all of them, whatever `keep` and `mask` say."""
+    first = tl.cast(start, tl.int64)
+    k = load_rows(key + first * key_row, key_row, total - start, HEAD_DIM, BLOCK_N, BLOCK_D, not BORDER)
+    scores = dot(q, tl.trans(k))
+    factor = scale * LOG2E
+    if softcap is not None:
+        scores, factor = tanh(scores * scale), softcap * LOG2E
+    column = start + tl.arange(0, BLOCK_N)
+    if BORDER:
+        seen = (column < total)[None, :] & there[:, None]
+        if CAUSAL:
+            seen &= column[None, :] <= own[:, None]
+        if window is not None:
+            seen &= own[:, None] - column[None, :] < window
+        if bits is not None:
+            node = tl.maximum(column - tail, 0)
+            told = (bits[:, None] >> node[None, :].to(tl.int64)) & 1
+            seen = tl.where((column < tail)[None, :], seen, (told == 1) & (column < total)[None, :])
+        scores = tl.where(seen, scores, float("-inf"))
+    if keep is not None:
+        kept = tl.load(keep + column, mask=column < total, other=0) != 0
+        scores = tl.where(kept[None, :], scores, float("-inf"))
+    if mask is not None:
+        shown = tl.load(mask[:, None] + column[None, :], mask=there[:, None] & (column < total)[None, :], other=0) != 0
+        scores = tl.where(shown, scores, float("-inf"))
+    weights, fade, peak, norm = softmax_step(scores, factor, peak, norm)
+    v = load_rows(value + first * value_row, value_row, total - start, VALUE_DIM, BLOCK_N, BLOCK_V, not BORDER)
+    return sums * fade[:, None] + dot(weights.to(v.dtype), v), peak, norm
