@@ -1,0 +1,80 @@
+"""The kernels' source, compiled by NVRTC, which `kvboost_hf[cuda]` brings: no CUDA toolkit is needed."""
+
+import ctypes
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("attend.cu")
+_WHEEL = "nvidia-cuda-nvrtc-cu12"  # of CUDA 12: later ones do not know sm_70
+
+
+def library() -> Path | None:
+    """Where NVRTC is installed, or None."""
+    try:
+        found = Path(str(distribution(_WHEEL).locate_file("nvidia/cuda_nvrtc/lib/libnvrtc.so.12")))
+    except PackageNotFoundError:
+        return None
+    return found if found.exists() else None
+
+
+def compile_attend(architecture: int, head_dim: int, value_dim: int, *options: str) -> tuple[bytes, str]:
+    """Compile `attend.cu`.
+
+    Args:
+        architecture: The GPU's compute capability, without the dot: 75 for sm_75.
+        head_dim: Of queries and keys; a multiple of 16.
+        value_dim: Of values; a multiple of 16.
+        options: More of them, for NVRTC.
+
+    Returns:
+        The binary for that architecture, and what the compiler has to say.
+
+    Raises:
+        ImportError: NVRTC is not installed.
+        RuntimeError: The source does not compile; with the compiler's log.
+    """
+    nvrtc = _open()
+    program = ctypes.c_void_p()
+    source = SOURCE.read_bytes()
+    _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None))
+    try:
+        given = (
+            f"--gpu-architecture=sm_{architecture}",
+            f"--include-path={SOURCE.parent}",
+            "--std=c++17",
+            f"--define-macro=HEAD_DIM={head_dim}",
+            f"--define-macro=VALUE_DIM={value_dim}",
+            *options,
+        )
+        encoded = (ctypes.c_char_p * len(given))(*(each.encode() for each in given))
+        status = nvrtc.nvrtcCompileProgram(program, len(given), encoded)
+        log = _read(nvrtc, program, "ProgramLog").rstrip(b"\0\n").decode()
+        if status:
+            raise RuntimeError(f"NVRTC could not compile {SOURCE.name} for sm_{architecture}:\n{log}")
+        return _read(nvrtc, program, "CUBIN"), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@cache
+def _open() -> ctypes.CDLL:
+    path = library()
+    if path is None:
+        raise ImportError(f"The CUDA kernels need {_WHEEL}: pip install 'kvboost_hf[cuda]'.")
+    nvrtc = ctypes.CDLL(str(path))
+    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return nvrtc
+
+
+def _read(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check(nvrtc, nvrtc[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
+    text = ctypes.create_string_buffer(size.value)
+    _check(nvrtc, nvrtc[f"nvrtcGet{what}"](program, text))
+    return text.raw
+
+
+def _check(nvrtc: ctypes.CDLL, status: int) -> None:
+    if status:
+        raise RuntimeError(f"NVRTC failed: {nvrtc.nvrtcGetErrorString(status).decode()}.")

@@ -1,0 +1,1 @@
+"""What the CUDA kernel is asked, and a CPU that runs it."""

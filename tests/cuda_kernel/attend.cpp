@@ -1,0 +1,3 @@
+#include "attend.cu"
+
+void cpu::call() { attend(*cpu::arguments); }

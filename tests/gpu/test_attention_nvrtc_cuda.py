@@ -1,0 +1,70 @@
+"""The CUDA kernel on a GPU, whichever is there: compiled for it, and held against float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvboost_hf.attention import kernel_calls, use_tier
+from kvboost_hf.attention.cuda import nvrtc
+from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.ops import attend
+from tests.attention import Problem, assert_within_budget
+from tests.cuda_kernel.problems import PROBLEMS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(nvrtc.library() is None, reason="kvboost_hf[cuda] is not installed"),
+]
+HALF = torch.float16
+LARGE = {
+    "prompt": Problem(dtype=HALF, head_dim=128, queries=700, columns=700, heads=8, window=500),
+    "suffix of a long one": Problem(dtype=HALF, head_dim=128, queries=100, columns=9000, heads=8, padding=True),
+    "one token": Problem(dtype=HALF, head_dim=96, queries=1, columns=20_000, heads=8, sinks=True),
+}
+
+
+def solve(problem: Problem, *, partial: bool = True) -> Part:
+    calls = kernel_calls()["cuda.attend"]
+    with use_tier("cuda"):
+        found = attend(
+            *problem.tensors(),
+            scale=problem.scale,
+            visibility=problem.visibility(),
+            softcap=problem.softcap,
+            sinks=problem.sink_logits(),
+            partial=partial,
+        )
+    assert kernel_calls()["cuda.attend"] == calls + 1
+    return found
+
+
+@pytest.mark.parametrize("name", [*PROBLEMS, *LARGE])
+def test_parity(name: str) -> None:
+    problem = replace((PROBLEMS | LARGE)[name], device="cuda")
+    for each, truth, same in zip(solve(problem), problem.solve(torch.float64), problem.solve(HALF), strict=True):
+        assert_within_budget(each, truth, same, HALF)
+
+
+def test_the_same_each_time_and_in_half_precision() -> None:
+    problem = replace(LARGE["one token"], device="cuda")
+    (out, _), (again, _) = solve(problem), solve(problem)
+    assert torch.equal(out, again)
+    half, lse = solve(problem, partial=False)
+    assert torch.equal(half, out.half())
+    assert lse.numel() == 0
+
+
+def test_in_a_graph() -> None:
+    problem = replace(PROBLEMS["splits"], device="cuda")
+    given = {"scale": problem.scale, "visibility": problem.visibility(), "sinks": problem.sink_logits()}
+    query, key, value = problem.tensors()
+    with use_tier("cuda"):
+        expected, _ = attend(query, key, value, **given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found, _ = attend(query, key, value, **given)
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, expected)
