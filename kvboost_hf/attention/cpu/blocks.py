@@ -1,4 +1,4 @@
-"""A softmax that is told its logits a few columns at a time, by plain PyTorch operations in float32."""
+"""Attention a few columns at a time, whose parts are merged as they come."""
 
 import torch
 
@@ -7,29 +7,12 @@ from kvboost_hf.attention.merge import Part
 NUMBERS = 1 << 19  # handled at once: what is in between stays in the cache of a processor
 
 
-class RunningSoftmax:
-    """What `add` was given so far, weighted."""
-
-    def __init__(self) -> None:
-        self._out: torch.Tensor | None = None
-
-    def add(self, logits: torch.Tensor, values: torch.Tensor) -> None:
-        """Add columns: logits [..., rows, columns], which are written to, and values [..., columns, value_dim]."""
-        largest = logits.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).min)
-        if self._out is not None:
-            largest = torch.maximum(largest, self._largest)
-        weights = logits.sub_(largest).exp_()
-        total, out = weights.sum(dim=-1, keepdim=True), weights @ values
-        if self._out is not None:
-            fade = torch.exp(self._largest - largest)
-            total, out = total.addcmul_(self._total, fade), out.addcmul_(self._out, fade)
-        self._largest, self._total, self._out = largest, total, out
-
-    def result(self) -> Part:
-        """[..., rows, value_dim], zeros where all logits were -inf, and the log-sum-exp [..., rows]."""
-        assert self._out is not None
-        out = self._out / self._total.clamp_min(torch.finfo(torch.float32).tiny)
-        return out, (self._largest + self._total.log()).squeeze(-1)
+def join(out: torch.Tensor, lse: torch.Tensor, part: Part) -> None:
+    """Add a part to the results [..., queries, value_dim] and [..., queries], of zeros and -inf to begin with."""
+    total = torch.logaddexp(lse, part[1])
+    weight = torch.exp(part[1] - total).nan_to_num_(0.0)  # no number where nothing is seen at all
+    out.lerp_(part[0].to(out.dtype), weight[..., None])
+    lse.copy_(total)
 
 
 def attend_capped(
@@ -40,30 +23,37 @@ def attend_capped(
     scale: float,
     softcap: float,
 ) -> Part:
-    """Attention with a softcap: [batch, heads, queries, value_dim], float32, and the log-sum-exp.
+    """Attention with a softcap, which no flash attention on a CPU has.
 
     Args:
         query: [batch, heads, queries, head_dim].
         key: [batch, num_kv_heads, columns, head_dim].
         value: [batch, num_kv_heads, columns, value_dim].
-        mask: [batch or 1, heads or 1, queries, columns], bool, or None.
+        mask: [batch or 1, heads or 1, queries, columns], bool, or None where all is seen.
         scale: Factor of the logits.
         softcap: Logits are at most this far from 0.
+
+    Returns:
+        [batch, heads, queries, value_dim], float32, and the log-sum-exp.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, total = key.shape[1:3]
-    groups = heads // kv_heads
-    rows = query.float().mul(scale / softcap).reshape(batch, kv_heads, groups, queries, dim)
-    running = RunningSoftmax()
-    step = max(16, NUMBERS // (batch * heads * max(queries, dim)))
+    shape = (batch, kv_heads, heads // kv_heads, queries, -1)
+    rows = query.float().mul(scale / softcap).reshape(batch, kv_heads, -1, dim)
+    out = rows.new_zeros(*rows.shape[:3], value.shape[3])
+    lse = rows.new_full(rows.shape[:3], float("-inf"))
+    step = max(16, NUMBERS // (batch * max(heads * queries, kv_heads * dim)))
     for start in range(0, total, step):
         columns = slice(start, start + step)
         keys, values = (each[:, :, columns].float() for each in (key, value))
-        logits = (rows.flatten(2, 3) @ keys.mT).tanh_().mul_(softcap).unflatten(2, (groups, queries))
+        logits = (rows @ keys.mT).tanh_().mul_(softcap)
         if mask is not None:
             part = mask[..., columns]
-            part = part.unflatten(1, (kv_heads, groups)) if part.shape[1] > 1 else part[:, None]
-            logits.masked_fill_(~part, float("-inf"))
-        running.add(logits.flatten(2, 3), values)
-    out, lse = running.result()
-    return out.view(batch, heads, queries, -1), lse.view(batch, heads, queries)
+            part = part.reshape(len(part), kv_heads, -1, *part.shape[2:]) if part.shape[1] > 1 else part[:, None]
+            logits.view(shape).masked_fill_(~part, float("-inf"))
+        largest = logits.amax(dim=-1, keepdim=True).clamp_min_(-softcap)
+        weights = logits.sub_(largest).exp_()
+        sums = weights.sum(dim=-1, keepdim=True)
+        found = (weights @ values).div_(sums.clamp_min(torch.finfo(sums.dtype).tiny))
+        join(out, lse, (found, sums.log_().add_(largest).squeeze(-1)))
+    return out.view(shape).flatten(1, 2), lse.view(batch, heads, queries)

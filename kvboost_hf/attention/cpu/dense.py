@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 
-from kvboost_hf.attention.cpu.blocks import attend_capped
+from kvboost_hf.attention.cpu.blocks import attend_capped, join
 from kvboost_hf.attention.cpu.tiles import Tile, is_irregular, masked, square, staircase, tree
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.visibility import Visibility
@@ -116,25 +116,22 @@ def _solve(
     shape = (*query.shape[:3], value.shape[3])
     parts: list[tuple[slice, Part]] = []
     for rows, columns, mask, causal in tiles:
-        part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+        given = query[:, :, rows], key[:, :, columns], value[:, :, columns]
         kept = keep[:, None, None, columns] if keep is not None else None
         if causal and (softcap or kept is not None):
             mask = torch.ones(1, 1, shape[2], shape[2], dtype=torch.bool).tril()
         if kept is not None:
             mask = mask & kept if mask is not None else kept
         if softcap:
-            parts.append((rows, attend_capped(*part, mask, scale, softcap)))
+            parts.append((rows, attend_capped(*given, mask, scale, softcap)))
         else:
-            parts.append((rows, _flash(*part, mask, causal and mask is None, scale)))
+            parts.append((rows, _flash(*given, mask, causal and mask is None, scale)))
     if len(parts) == 1:
         return parts[0][1]
     out = query.new_zeros(shape, dtype=torch.float32)
     lse = out.new_full(shape[:3], float("-inf"))
-    for rows, (found, log) in parts:
-        before, total = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], log)
-        weight = torch.exp(log - total).nan_to_num_(0.0)  # of queries that see nothing
-        out[:, :, rows].lerp_(found.to(out.dtype), weight[..., None])
-        before.copy_(total)
+    for rows, part in parts:
+        join(out[:, :, rows], lse[:, :, rows], part)
     return out, lse
 
 
@@ -157,12 +154,28 @@ def _flash(
             key, value = (each.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for each in (key, value))
             if bias is not None and bias.shape[:2] != (1, 1):
                 bias = bias.expand(batch, heads, -1, -1).unflatten(1, (kv_heads, groups)).flatten(0, 1)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
-    )
+    out, lse = flash(query, key, value, bias, causal=causal, scale=scale)
     out = out.reshape(batch, heads, rows, -1)[..., :value_dim]
     lse = lse.reshape(batch, heads, rows)
     if mask is not None:  # what the kernel gives for queries that see nothing is not said
         nothing = ~mask.any(dim=-1)
         out, lse = out.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, float("-inf"))
+    return out, lse
+
+
+def flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    causal: bool = False,
+    scale: float,
+) -> Part:
+    """PyTorch's kernel: heads and dimensions are alike in all, and there is a column; what is hidden has a bias of -inf."""
+    out: torch.Tensor
+    lse: torch.Tensor
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+    )
     return out, lse
