@@ -1,0 +1,181 @@
+"""Keys and values as they are: one call of PyTorch's flash attention for each tile."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+
+from kvboost_hf.attention.cpu.blocks import attend_capped, join
+from kvboost_hf.attention.cpu.tiles import Tile, is_irregular, masked, square, staircase, tree
+from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.visibility import Visibility
+
+_FEW = 8  # queries for which a mask costs less than to compute the rows of a batch one after the other
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    visibility: Visibility,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    partial: bool = False,
+) -> Part:
+    """See `reference.attend`."""
+    out, lse = _attend(query, key, value, visibility, scale, softcap)
+    if sinks is not None:
+        sink = sinks.float()[:, None]
+        out = out * torch.sigmoid(lse - sink)[..., None]
+        lse = torch.logaddexp(lse, sink)
+    out = out.transpose(1, 2).to(torch.float32 if partial else query.dtype).contiguous()
+    return out, lse.contiguous() if partial else lse.new_empty(0)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Visibility, scale: float, softcap: float
+) -> Part:
+    """[batch, heads, queries, value_dim], and the log-sum-exp."""
+    queries, stop = query.shape[2], key.shape[2]
+    if is_irregular(seen):
+        dense = seen.dense(queries, stop, query.device)
+        return _solve(query, key, value, masked(dense), None, scale, softcap)
+    if len(query) > 1 and _differ(seen, queries):
+        rows = [_attend(*_row(query, key, value, seen, i), scale, softcap) for i in range(len(query))]
+        outs, logs = zip(*rows, strict=True)
+        return torch.cat(outs), torch.cat(logs)
+    own = seen.columns[0].long() if seen.columns is not None and seen.causal else None
+    if own is not None:
+        if bool((own.diff() < 0).any()):
+            own, order = own.sort()
+            ascending = Visibility(window=seen.window, keep=seen.keep, columns=own[None])
+            out, lse = _attend(query[:, :, order], key, value, ascending, scale, softcap)
+            back = order.argsort()
+            return out[:, :, back], lse[:, :, back]
+        stop = int(own[-1]) + 1
+    start, keep = _kept(seen, queries, stop)
+    blind = max(queries - (stop - start), 0) if seen.causal and seen.tree is None else 0
+    if own is not None:
+        own = own - start
+        blind = int((own < 0).sum())
+        own = own[blind:] if bool((own.diff() != 1).any()) else None
+    query, key, value = query[:, :, blind:], key[:, :, start:stop], value[:, :, start:stop]
+    out, lse = _solve(query, key, value, _tiles(seen, own, queries - blind, stop - start), keep, scale, softcap)
+    if blind:
+        out, lse = F.pad(out, (0, 0, blind, 0)), F.pad(lse, (blind, 0), value=float("-inf"))
+    return out, lse
+
+
+def _differ(seen: Visibility, queries: int) -> bool:
+    """Whether the rows of a batch are to be computed one after the other."""
+    columns = seen.columns is not None and seen.causal and bool((seen.columns != seen.columns[:1]).any())
+    return columns or (seen.keep is not None and queries > _FEW and bool((seen.keep != seen.keep[:1]).any()))
+
+
+def _row(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Visibility, row: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Visibility]:
+    one = slice(row, row + 1)
+    keep, columns, tree = (each[one] if each is not None else None for each in (seen.keep, seen.columns, seen.tree))
+    return query[one], key[one], value[one], Visibility(seen.causal, seen.window, keep, columns, tree)
+
+
+def _kept(seen: Visibility, queries: int, stop: int) -> tuple[int, torch.Tensor | None]:
+    """Where what is kept of [0, stop) begins, and from there on [batch, columns], or None where all is kept."""
+    if seen.keep is None:
+        return 0, None
+    start = int(seen.keep[:, :stop].any(dim=0).int().argmax())
+    start = start if seen.tree is None else min(start, stop - queries)
+    keep = seen.keep[:, start:stop]
+    return start, None if bool(keep.all()) else keep
+
+
+def _tiles(seen: Visibility, own: torch.Tensor | None, queries: int, total: int) -> Iterable[Tile]:
+    """Those of regular queries at columns `own`, or at the last ones, but for `keep`."""
+    if seen.tree is not None:
+        return tree(seen.tree, total)
+    if not seen.causal:
+        return [Tile(slice(0, queries), slice(0, total))]
+    if own is None and not seen.window:
+        return square(queries, total)
+    return staircase(own if own is not None else torch.arange(total - queries, total), seen.window)
+
+
+def _solve(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiles: Iterable[Tile],
+    keep: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> Part:
+    """All tiles, merged: [batch, heads, queries, value_dim], and the log-sum-exp."""
+    shape = (*query.shape[:3], value.shape[3])
+    parts: list[tuple[slice, Part]] = []
+    for rows, columns, mask, causal in tiles:
+        given = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+        kept = keep[:, None, None, columns] if keep is not None else None
+        if causal and (softcap or kept is not None):
+            mask = torch.ones(1, 1, shape[2], shape[2], dtype=torch.bool).tril()
+        if kept is not None:
+            mask = mask & kept if mask is not None else kept
+        if softcap:
+            parts.append((rows, attend_capped(*given, mask, scale, softcap)))
+        else:
+            parts.append((rows, _flash(*given, mask, causal and mask is None, scale)))
+    if len(parts) == 1:
+        return parts[0][1]
+    out = query.new_zeros(shape, dtype=torch.float32)
+    lse = out.new_full(shape[:3], float("-inf"))
+    for rows, part in parts:
+        join(out[:, :, rows], lse[:, :, rows], part)
+    return out, lse
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> Part:
+    """One tile, without a copy of the keys and values for each head of a group."""
+    batch, heads, rows, _ = query.shape
+    kv_heads, value_dim = key.shape[1], value.shape[3]
+    groups = heads // kv_heads
+    if value_dim != query.shape[3]:
+        dim = max(value_dim, query.shape[3])
+        query, key, value = (F.pad(each, (0, dim - each.shape[3])) for each in (query, key, value))
+    bias = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf")) if mask is not None else None
+    if groups > 1:
+        if not causal and (bias is None or bias.shape[1] == bias.shape[2] == 1):
+            query = query.reshape(batch, kv_heads, groups * rows, -1)
+        else:
+            query = query.unflatten(1, (kv_heads, groups)).flatten(0, 1)
+            key, value = (each.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for each in (key, value))
+            if bias is not None and bias.shape[:2] != (1, 1):
+                bias = bias.expand(batch, heads, -1, -1).unflatten(1, (kv_heads, groups)).flatten(0, 1)
+    out, lse = flash(query, key, value, bias, causal=causal, scale=scale)
+    out = out.reshape(batch, heads, rows, -1)[..., :value_dim]
+    lse = lse.reshape(batch, heads, rows)
+    if mask is not None:  # what the kernel gives for queries that see nothing is not said
+        nothing = ~mask.any(dim=-1)
+        out, lse = out.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, float("-inf"))
+    return out, lse
+
+
+def flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    causal: bool = False,
+    scale: float,
+) -> Part:
+    """PyTorch's kernel: heads and dimensions are alike in all, and there is a column; what is hidden has a bias of -inf."""
+    out: torch.Tensor
+    lse: torch.Tensor
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return out, lse

@@ -1,0 +1,127 @@
+"""The CPU tier against float64: whatever queries may see, in each dtype, and over codes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvboost_hf.attention import kernel_calls, ops, reference
+from kvboost_hf.attention.cpu import attend, codes
+from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.handles import CodePlanes
+from tests.attention import Problem, assert_within_budget
+
+PROBLEMS = {
+    "suffix": Problem(),
+    "square": Problem(queries=40),
+    "decode": Problem(queries=1),
+    "multi-head": Problem(kv_heads=4),
+    "multi-query": Problem(kv_heads=1),
+    "everything": Problem(causal=False),
+    "window": Problem(queries=300, columns=400, window=50),
+    "window, decode": Problem(queries=1, window=5),
+    "window, not causal": Problem(window=5, causal=False),
+    "padding": Problem(queries=20, columns=80, padding=True),
+    "padding, few queries": Problem(queries=3, padding=True),
+    "padding, square": Problem(queries=40, padding=True),
+    "padding, not causal": Problem(queries=20, padding=True, causal=False),
+    "padding, window": Problem(queries=40, window=9, padding=True),
+    "sparse": Problem(queries=200, columns=400, sparse=True),
+    "sparse, window": Problem(queries=200, columns=400, sparse=True, window=50),
+    "sparse, padding": Problem(queries=12, sparse=True, padding=True),
+    "sparse, one": Problem(queries=1, sparse=True),
+    "tree": Problem(tree=True),
+    "tree, window": Problem(tree=True, window=12),
+    "tree, padding": Problem(tree=True, padding=True),
+    "tree, square": Problem(queries=40, tree=True, padding=True),
+    "mask": Problem(mask=True),
+    "mask, decode": Problem(queries=1, mask=True),
+    "mask, padding": Problem(mask=True, padding=True, sparse=True),
+    "sinks": Problem(sinks=True),
+    "sinks, padding": Problem(queries=40, sinks=True, padding=True),
+    "softcap": Problem(softcap=5.0),
+    "softcap, all of it": Problem(queries=40, softcap=5.0, padding=True, sparse=True, window=9, sinks=True),
+    "softcap, tree": Problem(softcap=5.0, tree=True, padding=True),
+    "softcap, mask": Problem(softcap=5.0, mask=True),
+}
+
+
+def solve(problem: Problem, visibility: Visibility | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the CPU tier makes of it."""
+    return attend(
+        *problem.tensors(),
+        scale=problem.scale,
+        visibility=visibility or problem.visibility(),
+        softcap=problem.softcap,
+        sinks=problem.sink_logits(),
+        partial=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_parity(name: str, dtype: torch.dtype) -> None:
+    problem = replace(PROBLEMS[name], dtype=dtype)
+    for found, truth, same in zip(solve(problem), problem.solve(torch.float64), problem.solve(dtype), strict=True):
+        assert found.dtype == torch.float32
+        assert_within_budget(found, truth, same, dtype)
+
+
+def planes(form: str, tokens: int = 32, blocks: int = 9, dim: int = 32) -> tuple[CodePlanes, CodePlanes]:
+    """Keys and values of two rows with two heads, as codes that nobody encoded."""
+    draw = torch.Generator().manual_seed(3)
+    method, _, given = form.partition(":")
+    bits = int(given)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.rand(2, blocks, 2, *shape, generator=draw) + 0.1
+
+    def drawn() -> torch.Tensor:
+        return torch.randint(256, (2, blocks, 2, tokens, dim * bits // 8), generator=draw, dtype=torch.uint8)
+
+    if method == "kivi":
+        size = 24 if bits == 2 else 16
+        groups = -(-tokens // size), -(-dim // size)
+        of_keys, of_values = ((groups[0], dim), (tokens, groups[1]))
+        keys, values = (
+            CodePlanes(bits, drawn(), numbers(*shape) - 1, numbers(*shape) / 2**bits, size)
+            for shape in (of_keys, of_values)
+        )
+        return keys, values
+    codebook = torch.randn(2**bits, generator=draw)
+    rotation = torch.linalg.qr(torch.randn(dim, dim, generator=draw)).Q
+    cos, sin = torch.randn(2, tokens, dim, generator=draw).unbind(0)
+    partner = torch.arange(dim).roll(dim // 2).int()
+    turn = (cos, sin, partner) if method == "turned" else ()
+    keys = CodePlanes(
+        bits,
+        drawn(),
+        None,
+        None,
+        0,
+        numbers(tokens),
+        codebook,
+        rotation,
+        *((numbers(dim), *turn) if method != "flat" else ()),
+    )
+    return keys, CodePlanes(bits, drawn(), None, None, 0, numbers(tokens), codebook, rotation)
+
+
+FORMS = ["kivi:8", "kivi:4", "kivi:2", *(f"turned:{bits}" for bits in (1, 2, 3, 4, 8)), "mean:4", "flat:3"]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("form", FORMS)
+def test_parity_over_codes(form: str, queries: int, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codes, "NUMBERS", 2 * 2 * 32 * 32 * 4)  # so that there are several parts
+    query = Problem(queries=queries, heads=4).tensors()[0]
+    lengths = torch.tensor([32, 32, 32, 32, 0, 0, 0, 0, 17], dtype=torch.int32)
+    given = (query, *planes(form), lengths)
+    before = kernel_calls()["cpu.attend_codes"]
+    found = ops.attend_codes(*given, scale=0.1, softcap=softcap)
+    assert kernel_calls()["cpu.attend_codes"] == before + 1
+    truth = reference.attend_codes(*given, scale=0.1, softcap=softcap, compute=torch.float64)
+    same = reference.attend_codes(*given, scale=0.1, softcap=softcap)
+    for each in zip(found, truth, same, strict=True):
+        assert_within_budget(*each, torch.float32)
