@@ -112,9 +112,7 @@ class PieceTable:
             object.__setattr__(self, "places", _places(self.keys, self.values, self.rows))
 
 
-def _places(
-    keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: torch.Tensor
-) -> torch.Tensor | None:
+def _places(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor | None:
     pieces = []
     for key, value in zip(keys, values, strict=True):
         starts, strides = (key.data_ptr(), value.data_ptr()), (*key.stride()[:2], *value.stride()[:2])
@@ -198,12 +196,13 @@ class Held(torch.Tensor):
     @staticmethod
     def __new__(cls, kv: HeldKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> "Held":
         shape = (*like.shape[:2], columns, like.shape[3])
-        made: Held = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        made: Held = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         return made
 
     def __init__(self, kv: HeldKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> None:
         self.kv = kv
-        self._make, self._made = dense, None
+        self._make = dense
+        self._made: torch.Tensor | None = None
 
     def dense(self) -> torch.Tensor:
         """All columns in one tensor."""
@@ -211,10 +210,10 @@ class Held(torch.Tensor):
             self._made = self._make()
         return self._made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Held({type(self.kv).__name__}, shape={tuple(self.shape)})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

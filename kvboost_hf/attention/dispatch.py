@@ -34,7 +34,7 @@ def attend(
                 query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
             )
     if tier == "cuda":
-        from kvboost_hf.attention import cuda
+        import kvboost_hf.attention.cuda as cuda
 
         if cuda.can_attend(query, key, value, visibility):
             count(tier, "attend")

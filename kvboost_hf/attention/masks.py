@@ -51,7 +51,7 @@ def make_mask(
         `handles.make_reach` makes where there is padding, or a window; [batch, 1, q_length, kv_length] for everything
         else: bool, or, for models that may compute attention themselves, numbers to add.
     """
-    form = mask_form(config.__class__)
+    form = mask_form(config)
     at_end = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
     window = _window(mask_function)
     if form == "compact" and at_end and window is not None and _is_told(mask_function, config):

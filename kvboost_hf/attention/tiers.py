@@ -92,6 +92,6 @@ def _best(device: torch.device, dtype: torch.dtype) -> Tier:
         return "sdpa"
     if find_spec("triton") is not None and (torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)):
         return "triton"
-    from kvboost_hf.attention import cuda
+    from kvboost_hf.attention.cuda import runs_on
 
-    return "cuda" if cuda.runs_on(device, dtype) else "sdpa"
+    return "cuda" if runs_on(device, dtype) else "sdpa"

@@ -117,9 +117,10 @@ class CodedTensor:
         if not self._blocks:
             return None
         planes = {
-            name: plane.view()[:, 0].unflatten(-1, tuple(self._shapes[name])) for name, plane in self._planes.items()
+            name: torch.unflatten(plane.view()[:, 0], -1, tuple(self._shapes[name]))
+            for name, plane in self._planes.items()
         }
-        return self._codec.code_planes(planes, self._role, self._rotation, self.like.shape[3], self._window)
+        return self._codec.code_planes(planes, self._role, self._rotation, self._window, self.like.shape[3])
 
     @property
     def blocks(self) -> tuple[int, ...]:

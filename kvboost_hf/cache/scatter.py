@@ -90,7 +90,7 @@ class ScatterPass:
         self._present, self._unmasked = present, unmasked
         kind = attention_kind(model)
         self._mask_dtype = None if kind in ("sdpa", ATTENTION) else model.dtype
-        form = mask_form(model.config.get_text_config(decoder=True).__class__)
+        form = mask_form(model.config.get_text_config(decoder=True))
         self._compact = compact and kind == ATTENTION and form == "compact"
         self._masks: dict[tuple[int | None, int, int, torch.device], torch.Tensor] = {}
         self._at: dict[torch.device, torch.Tensor] = {}

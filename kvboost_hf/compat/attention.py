@@ -27,17 +27,22 @@ def attention_kind(model: PreTrainedModel) -> str:
     return str(config._attn_implementation)
 
 
-@cache
-def mask_form(config: type[Any]) -> MaskForm:
-    """What a registered attention's mask may be for models of this configuration.
+def mask_form(config: Any) -> MaskForm:
+    """What a registered attention's mask may be for models with this configuration.
 
     Returns:
         `"compact"` where models tell their attention everything but padding, as FlashAttention needs it: causal or
         not, and the window. `"bool"` where they call a registered attention, but tell it less. `"additive"` where
         they may compute attention themselves, or where nothing is known of them.
     """
-    classes = [found for mapping in _MAPPINGS if (found := mapping.get(config, None)) is not None]
-    flat = [each for found in classes for each in (found if isinstance(found, tuple) else (found,))]
+    kind: Any = type(config)
+    return _form(kind)
+
+
+@cache
+def _form(config: Any) -> MaskForm:
+    classes: list[Any] = [mapping.get(config, None) for mapping in _MAPPINGS]
+    flat: list[Any] = [each for found in classes for each in (found if isinstance(found, tuple) else (found,)) if each]
     if flat and all(each._supports_flash_attn for each in flat):
         return "compact"
     told = flat and all(each._supports_attention_backend and each._supports_sdpa for each in flat)

@@ -51,11 +51,6 @@ class Sabotaged:
             return x
         return torch.zeros_like(x) if self._damage == "zeroed" else x.roll(x.shape[-2] // 2, -2)
 
-    def code_planes(
-        self, planes: Mapping[str, torch.Tensor], role: Role, rotation: LayerRotation | None, dim: int, tokens: int
-    ) -> None:
-        """See `Codec.code_planes`: none, so that `decode` is called."""
-
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
         return self._codec.nbytes(shape, dtype, role)

@@ -3,8 +3,8 @@
 import torch
 
 from kvboost_hf.attention.cpu.blocks import NUMBERS, attend_capped, join
-from kvboost_hf.attention.cpu.dense import flash
 from kvboost_hf.attention.cpu.decoder import Decoder
+from kvboost_hf.attention.cpu.dense import flash
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.handles import CodePlanes
 

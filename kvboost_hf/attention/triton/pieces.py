@@ -76,9 +76,7 @@ def plan(query: torch.Tensor, table: PieceTable, visibility: Visibility) -> Tili
     programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
     columns = min(table.columns, visibility.window + queries) if visibility.window else table.columns
     per_processor = 2 if tiling.block_m <= 64 else 1
-    return replace(
-        tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor)
-    )
+    return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor))
 
 
 def launch_arguments(

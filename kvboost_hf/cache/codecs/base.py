@@ -65,23 +65,6 @@ class Codec(Protocol):
         """
         ...
 
-    def code_planes(
-        self, planes: Mapping[str, torch.Tensor], role: Role, rotation: LayerRotation | None, dim: int, tokens: int
-    ) -> CodePlanes | None:
-        """The same planes for an attention that decodes them itself.
-
-        Args:
-            planes: What `encode` made of tensors of so many tokens, [batch, blocks, …] each.
-            role: What they are.
-            rotation: As it was for `encode`.
-            dim: head_dim.
-            tokens: Of each block.
-
-        Returns:
-            Views, or None if they are kept in a way that it cannot decode.
-        """
-        ...
-
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """Bytes of the planes for `x` of this shape and dtype; exact."""
         ...

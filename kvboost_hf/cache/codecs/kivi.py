@@ -69,14 +69,6 @@ class Kivi:
             group.mul_(step).add_(least)
         return narrowed(x, dtype)
 
-    def code_planes(
-        self, planes: Mapping[str, torch.Tensor], role: Role, rotation: LayerRotation | None, dim: int, tokens: int
-    ) -> CodePlanes | None:
-        """See `Codec.code_planes`."""
-        if dim % 8:
-            return None
-        return CodePlanes(self._bits[role], planes["codes"], planes["least"], planes["step"], self._group_size)
-
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
         layers, heads, tokens, head_dim = shape

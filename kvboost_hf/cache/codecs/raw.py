@@ -31,12 +31,6 @@ class Raw:
         """See `Codec.decode`; the plane itself."""
         return planes["exact"]
 
-    def code_planes(
-        self, planes: Mapping[str, torch.Tensor], role: Role, rotation: LayerRotation | None, dim: int, tokens: int
-    ) -> CodePlanes | None:
-        """See `Codec.code_planes`; there are none."""
-        return None
-
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
         return prod(shape) * dtype.itemsize

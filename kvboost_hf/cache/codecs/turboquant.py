@@ -116,33 +116,6 @@ class TurboQuant:
             _add_mean(x, planes["mean"], rotation)
         return x
 
-    def code_planes(
-        self, planes: Mapping[str, torch.Tensor], role: Role, rotation: LayerRotation | None, dim: int, tokens: int
-    ) -> CodePlanes | None:
-        """See `Codec.code_planes`: None for fractions of bits, and with `qjl`."""
-        if role == "values" and self._grouped is not None:
-            return self._grouped.code_planes(planes, role, rotation, dim, tokens)
-        spans = self._spans(dim, role)
-        if len(spans) > 1 or dim % 8 or self._has_signs(role):
-            return None
-        bits, device = spans[0][2], planes["codes"].device
-        turn: tuple[torch.Tensor | None, ...] = (None, None, None)
-        if rotation is not None and self._removes_mean(role):
-            turn = (*_turns(rotation, tokens, dim, device), _partner(rotation, dim, device))
-        matrix = random_rotation(self._config.rotation, dim, self._config.seed, device)
-        cos, sin, partner = turn
-        return CodePlanes(
-            bits,
-            planes["codes"],
-            scale=planes["scale"],
-            codebook=centroids(bits, device),
-            rotation=matrix,
-            mean=planes.get("mean"),
-            cos=cos,
-            sin=sin,
-            partner=partner,
-        )
-
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
         if role == "values" and self._grouped is not None:
@@ -250,12 +223,6 @@ def _add_mean(keys: torch.Tensor, mean: torch.Tensor, rotation: LayerRotation | 
     else:
         cos, sin = _turns(rotation, keys.shape[-2], keys.shape[-1], keys.device)
         keys.addcmul_(mean, cos).addcmul_(rotation.partners(mean), sin)
-
-
-@lru_cache(maxsize=16)
-def _partner(rotation: LayerRotation, dim: int, device: torch.device) -> torch.Tensor:
-    """The dimension, [dim], int32, that each one rotates with."""
-    return rotation.partners(torch.arange(dim, device=device)).int()
 
 
 @lru_cache(maxsize=16)  # layers that rotate alike share it, and so do chunks of the same length
