@@ -210,7 +210,7 @@ class Held(torch.Tensor):
             self._made = self._make()
         return self._made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Held({type(self.kv).__name__}, shape={tuple(self.shape)})"
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl

@@ -72,7 +72,14 @@ _MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(sliding_window=24, **_COMMON)),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(sliding_window=24, head_dim=16, **_COMMON)),
     "gpt_oss": lambda: GptOssForCausalLM(
-        GptOssConfig(**_COMMON, head_dim=16, sliding_window=24, num_local_experts=4, num_experts_per_tok=2)
+        GptOssConfig(
+            **_COMMON,
+            head_dim=16,
+            sliding_window=24,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
     ),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(

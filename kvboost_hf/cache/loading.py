@@ -14,6 +14,7 @@ import torch
 
 from kvboost_hf.cache.fill import pieces_of, readers_of, stored_chunk
 from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
+from kvboost_hf.cache.pieced import PiecedLayer
 from kvboost_hf.cache.plan import ReusePlan
 from kvboost_hf.cache.shelf import StoredChunk
 from kvboost_hf.cache.tiers.record import DamagedBlobError
@@ -27,7 +28,7 @@ def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
     return (
         nbytes >= _MIN_BYTES
         and not torch.is_grad_enabled()
-        and all(type(layer) is GrowingLayer for layer in layers)
+        and all(type(layer) in (GrowingLayer, PiecedLayer) for layer in layers)
         and not plan.cold_groups
     )
 

@@ -1,0 +1,231 @@
+"""A layer whose first columns stay where they are: in the chunks that a store has given.
+
+    columns   [0, n)                              [n, length)
+    held as   pieces, shared with the store       a growing buffer
+
+Where an attention can read pieces, a hit copies nothing, and rows that share a prefix share its memory, too. Whatever
+else is done with the layer makes it a `GrowingLayer` first.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from kvboost_hf.cache.layers import ColumnSpec, GrowingLayer, GrowingTensor, Piece
+from kvboost_hf.handles import Held, PiecedKV, PieceTable, read_in_place
+
+
+class _Placed(NamedTuple):
+    start: int  # the column of its first token
+    piece: Piece  # keys and values, [num_kv_heads, tokens, head_dim]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.piece[0].shape[1]
+
+
+_Row = tuple[_Placed, ...]
+
+
+class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
+    """Full-attention K/V of one layer."""
+
+    _rows: tuple[_Row, ...] = ()  # of each row, its pieces in order; nothing if all columns are in the buffers
+    _table: PieceTable | None = None
+
+    # What transformers calls
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `GrowingLayer.update`; what is returned may be a `Held` each."""
+        if not self._may_hand_out(key_states.device):
+            self._settle()
+        return super().update(key_states, value_states)
+
+    def reset(self) -> None:
+        """Drop everything."""
+        self._rows, self._table = (), None
+        super().reset()
+
+    # What the cache calls
+
+    @property
+    def first(self) -> int:
+        """The first column that is still held."""
+        return 0 if self._rows else super().first
+
+    def truncate(self, length: int) -> None:
+        """See `ReuseLayer.truncate`."""
+        if self._table is None or length >= self._table.columns:
+            super().truncate(length)
+            return
+        if length == 0:
+            self.reset()
+            return
+        self.version += 1
+        self._tensors = [_empty_from(length) for _ in self._tensors]
+        rows = [[_up_to(placed, length) for placed in row if placed.start < length] for row in self._rows]
+        self._place(rows, length)
+
+    def columns(self, row: int, start: int, stop: int) -> Piece | None:
+        """See `ReuseLayer.columns`."""
+        if self._table is None:
+            return super().columns(row, start, stop)
+        behind = self._table.columns
+        parts = [_between(placed, start, stop) for placed in self._rows[row] if start < placed.stop]
+        if stop > behind:
+            parts.append(super().columns(row, max(start, behind), stop) or ())
+        parts = [part for part in parts if part and part[0].shape[1]]
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+        """See `ReuseLayer.fill`."""
+        like = next(piece for pieces in rows for piece in pieces)
+        behind = self._table.columns if self._table is not None else 0
+        if start != behind or start != self.length or not self._can_keep(rows, like):
+            super().fill(start, stop, rows)
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(like[0], like[1])
+        self.version += 1
+        placed = [list(row) for row in self._rows] or [[] for _ in rows]
+        for own, pieces in zip(placed, rows, strict=True):
+            column = stop - sum(piece[0].shape[1] for piece in pieces)
+            for piece in pieces:
+                own.append(_Placed(column, piece))
+                column = own[-1].stop
+        self._tensors = [_empty_from(stop) for _ in self._tensors]
+        self._place(placed, stop)
+
+    def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
+        """See `GrowingLayer.open`."""
+        self._settle()
+        return super().open(stop, like, batch)
+
+    def scatter(
+        self, columns: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `GrowingLayer.scatter`."""
+        self._settle()
+        return super().scatter(columns, key_states, value_states)
+
+    def gather(self, tensor: int, columns: torch.Tensor) -> torch.Tensor:
+        """See `GrowingLayer.gather`."""
+        self._settle()
+        return super().gather(tensor, columns)
+
+    @property
+    def column_specs(self) -> tuple[ColumnSpec, ...]:
+        """See `ReuseLayer.column_specs`."""
+        if self._table is None:
+            return super().column_specs
+        pieces = self._table.keys[0], self._table.values[0]
+        return tuple(ColumnSpec(piece.shape[0], piece.shape[2], piece.dtype) for piece in pieces)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, and of the pieces, whoever else holds them."""
+        pieces = (*self._table.keys, *self._table.values) if self._table is not None else ()
+        return super().nbytes + sum(piece.nbytes for piece in pieces)
+
+    # Pieces
+
+    def _may_hand_out(self, device: torch.device) -> bool:
+        return self.hands_out and not torch.is_grad_enabled() and read_in_place(PiecedKV, device)
+
+    def _can_keep(self, rows: Sequence[Sequence[Piece]], like: Piece) -> bool:
+        """Whether pieces can stay where they are."""
+        pieces = [each for row in rows for piece in row for each in piece]
+        return (
+            len(like) == 2
+            and like[0].shape[2] == like[1].shape[2]
+            and self._may_hand_out(like[0].device)
+            and all(each.device == like[0].device and each.dtype == like[0].dtype for each in pieces)
+            and all(each.data_ptr() % 16 == each.stride(1) * each.itemsize % 16 == 0 for each in pieces)
+        )
+
+    def _place(self, rows: Sequence[Sequence[_Placed]], columns: int) -> None:
+        """Hold these, which end at a column."""
+        self._rows = tuple(tuple(row) for row in rows)
+        self._table = _table(self._rows, columns)
+        self._view()
+
+    def _settle(self) -> None:
+        """Copy all pieces into the buffers."""
+        if self._table is None:
+            return
+        whole = [self._whole(at) for at in range(2)]
+        self._rows, self._table = (), None
+        self._tensors = [GrowingTensor() for _ in self._tensors]
+        for tensor, columns in zip(self._tensors, whole, strict=True):
+            tensor.append(columns)
+        self._view()
+
+    def _whole(self, tensor: int) -> torch.Tensor:
+        """The keys (0) or values (1) of all columns, in a new tensor [batch, num_kv_heads, length, head_dim]."""
+        heads, _, dim = self._rows[0][0].piece[tensor].shape
+        whole = self._rows[0][0].piece[tensor].new_zeros(len(self._rows), heads, self.length, dim)
+        for out, row in zip(whole, self._rows, strict=True):
+            for placed in row:
+                out[:, placed.start : placed.stop] = placed.piece[tensor]
+        if self._tensors[tensor].buffer is not None:
+            whole[:, :, self._tensors[tensor].first :] = self._tensors[tensor].view()
+        return whole
+
+    def _view(self) -> None:
+        if self._table is None:
+            super()._view()
+            return
+        like = self._rows[0][0].piece
+        none = like[0].new_empty(len(self._rows), like[0].shape[0], 0, like[0].shape[2])
+        behind = [tensor.view() if tensor.buffer is not None else none for tensor in self._tensors]
+        kv = PiecedKV(self._table, behind[0], behind[1])
+        self.keys, self.values = (Held(kv, partial(self._whole, at), none, self.length) for at in range(2))
+
+    def _select(self, rows: torch.Tensor) -> None:
+        if self._table is not None:
+            alike = bool((self._table.rows == self._table.rows[:1]).all())  # then a GPU need not be waited for
+            if not alike or len(rows) != len(self._rows):
+                self._rows = tuple(self._rows[row] for row in ([0] * len(rows) if alike else rows.tolist()))
+                self._table = _table(self._rows, self._table.columns)
+        super()._select(rows)
+
+    def _move(self, device: torch.device) -> None:
+        self._settle()
+        super()._move(device)
+
+
+def _empty_from(column: int) -> GrowingTensor:
+    tensor = GrowingTensor()
+    tensor.first = tensor.stop = column
+    return tensor
+
+
+def _up_to(placed: _Placed, length: int) -> _Placed:
+    tokens = min(placed.stop, length) - placed.start
+    return _Placed(placed.start, tuple(each[:, :tokens] for each in placed.piece))
+
+
+def _between(placed: _Placed, start: int, stop: int) -> Piece:
+    """What is in columns [start, stop)."""
+    begin = max(start - placed.start, 0)
+    return tuple(each[:, begin : max(stop - placed.start, begin)] for each in placed.piece)
+
+
+def _table(rows: Sequence[_Row], columns: int) -> PieceTable:
+    """Where all pieces are; those that are the same for several rows once."""
+    pieces: dict[tuple[int, ...], Piece] = {}
+    found: list[list[tuple[int, int, int]]] = []
+    for row in rows:
+        found.append([])
+        for placed in row:
+            key = tuple((each.data_ptr(), each.shape[1]) for each in placed.piece)
+            pieces.setdefault(sum(key, ()), placed.piece)
+            found[-1].append((list(pieces).index(sum(key, ())), placed.start, -1))
+    most = max(map(len, found))
+    filled = [row + [(-1, -1, -1)] * (most - len(row)) for row in found]
+    keys, values = zip(*pieces.values(), strict=True)
+    return PieceTable(keys, values, torch.tensor(filled, dtype=torch.int64).view(len(rows), most, 3), columns)
