@@ -68,14 +68,24 @@ __device__ int column_of(const Arguments& a, int batch, int query) {
     return a.columns[batch * a.columns_strides[0] + query * a.columns_strides[1]];
 }
 
-// Copy rows of K/V to shared memory, zeros for those at and behind `count`.
+// Copy rows of K/V to shared memory, zeros for those at and behind `count`. Four reads are on their way at once.
 template <int DIM>
 __device__ void copy(Half* to, const Half* from, long long stride, int count) {
-    for (int i = threadIdx.x; i < COLUMNS * DIM / 8; i += THREADS) {
-        const int row = i / (DIM / 8), offset = i % (DIM / 8) * 8;
-        uint4 numbers = {0, 0, 0, 0};
-        if (row < count) numbers = *reinterpret_cast<const uint4*>(from + row * stride + offset);
-        *reinterpret_cast<uint4*>(to + row * (DIM + PAD) + offset) = numbers;
+    constexpr int PARTS = DIM / 8;
+    for (int start = threadIdx.x; start < COLUMNS * PARTS; start += 4 * THREADS) {
+        uint4 numbers[4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int i = start + j * THREADS, row = i / PARTS;
+            if (row < min(count, COLUMNS)) {
+                numbers[j] = *reinterpret_cast<const uint4*>(from + row * stride + i % PARTS * 8);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int i = start + j * THREADS, row = i / PARTS;
+            if (row < COLUMNS) *reinterpret_cast<uint4*>(to + row * (DIM + PAD) + i % PARTS * 8) = numbers[j];
+        }
     }
 }
 
