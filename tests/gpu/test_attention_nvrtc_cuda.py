@@ -1,12 +1,13 @@
 """The CUDA kernel on a GPU, whichever is there: compiled for it, and held against float64."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from kvboost_hf.attention import kernel_calls, use_tier
-from kvboost_hf.attention.cuda import nvrtc
+from kvboost_hf.attention.cuda import can_attend, nvrtc
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.ops import attend
 from tests.attention import Problem, assert_within_budget
@@ -54,6 +55,16 @@ def test_the_same_each_time_and_in_half_precision() -> None:
     half, lse = solve(problem, partial=False)
     assert torch.equal(half, out.half())
     assert lse.numel() == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": torch.bfloat16}, {"head_dim": 40}, {"head_dim": 272}, {"device": "cpu"}], ids=str
+)
+def test_what_is_not_taken(changes: dict[str, Any]) -> None:
+    problem = replace(PROBLEMS["suffix"], device="cuda")
+    assert can_attend(*problem.tensors(), problem.visibility())
+    other = replace(problem, **changes)
+    assert not can_attend(*other.tensors(), other.visibility())
 
 
 def test_in_a_graph() -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvboost_hf.attention import kernel_calls, use_tier
 from kvboost_hf.attention.cuda import launch, nvrtc
 from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.ops import attend
 from tests.attention import Problem, assert_within_budget
 from tests.cuda_kernel.on_cpu import COMPILER, CpuKernel
 from tests.cuda_kernel.problems import PROBLEMS
@@ -93,6 +95,14 @@ def test_rows_anywhere(offset: int, kernels) -> None:
         processors=1,
     )
     check(found, problem)
+
+
+def test_tensors_elsewhere_are_not_taken() -> None:
+    problem = PROBLEMS["suffix"]
+    calls = kernel_calls()["cuda.attend"]
+    with use_tier("cuda"):
+        attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+    assert kernel_calls()["cuda.attend"] == calls
 
 
 def test_no_queries(kernels) -> None:

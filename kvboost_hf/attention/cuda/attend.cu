@@ -1,8 +1,8 @@
 // Attention, forward. A block takes ROWS rows of queries that share a K/V head, and one split of the columns they see.
 //
-// Row r is query r / groups of head r % groups. A warp keeps 16 rows: their queries, where registers suffice, and their
-// sums of values. How a matrix is spread over a warp is not known, so logits pass through shared memory, where two
-// lanes make weights of each row; and factors of rows return through it as a matrix, to be multiplied number by number.
+// Row r is query r / groups of head r % groups. A warp keeps 16 rows: their queries, where registers suffice, and
+// their sums of values. How a matrix is spread over a warp is not known, so logits pass through shared memory, where
+// two lanes make weights of each row; and factors of rows return through it as a matrix, multiplied number by number.
 //
 // HEAD_DIM and VALUE_DIM are given by the compiler, multiples of 16.
 #include <warp.cuh>
@@ -68,14 +68,24 @@ __device__ int column_of(const Arguments& a, int batch, int query) {
     return a.columns[batch * a.columns_strides[0] + query * a.columns_strides[1]];
 }
 
-// Copy rows of K/V to shared memory, zeros for those at and behind `count`.
+// Copy rows of K/V to shared memory, zeros for those at and behind `count`. Four reads are on their way at once.
 template <int DIM>
 __device__ void copy(Half* to, const Half* from, long long stride, int count) {
-    for (int i = threadIdx.x; i < COLUMNS * DIM / 8; i += THREADS) {
-        const int row = i / (DIM / 8), offset = i % (DIM / 8) * 8;
-        uint4 numbers = {0, 0, 0, 0};
-        if (row < count) numbers = *reinterpret_cast<const uint4*>(from + row * stride + offset);
-        *reinterpret_cast<uint4*>(to + row * (DIM + PAD) + offset) = numbers;
+    constexpr int PARTS = DIM / 8;
+    for (int start = threadIdx.x; start < COLUMNS * PARTS; start += 4 * THREADS) {
+        uint4 numbers[4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int i = start + j * THREADS, row = i / PARTS;
+            if (row < min(count, COLUMNS)) {
+                numbers[j] = *reinterpret_cast<const uint4*>(from + row * stride + i % PARTS * 8);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int i = start + j * THREADS, row = i / PARTS;
+            if (row < COLUMNS) *reinterpret_cast<uint4*>(to + row * (DIM + PAD) + i % PARTS * 8) = numbers[j];
+        }
     }
 }
 
@@ -87,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const Arguments 
     Half* const values = keys + COLUMNS * KEY_STRIDE;
     float* const logits = reinterpret_cast<float*>(queries + TILES_SIZE) + warp * 16 * LOGIT_STRIDE;
     float* const line_logits = logits + line * LOGIT_STRIDE;
-    Half* const weights = reinterpret_cast<Half*>(logits);   // in the first half of the place of the logits
+    Half* const weights = reinterpret_cast<Half*>(logits);  // in the first half of the place of the logits
     Half* const line_weights = reinterpret_cast<Half*>(line_logits);
     float* const factors = logits + COLUMNS / 2;  // in the second
     float* const line_factors = line_logits + COLUMNS / 2 + side * 8;
@@ -137,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const Arguments 
     }
 
     Floats sums[VALUE_DIM / 16] = {};
-    float top = -INFINITY, weight = 0;  // of the row: its largest logit, times LOG2E, and this lane's part of the weights
+    float top = -INFINITY, weight = 0;  // the row's largest logit, times LOG2E, and this lane's part of the weights
     const Half* const key = a.key + batch * a.key_strides.batch + kv_head * a.key_strides.head;
     const Half* const value = a.value + batch * a.value_strides.batch + kv_head * a.value_strides.head;
     for (; begin < end; begin += COLUMNS) {

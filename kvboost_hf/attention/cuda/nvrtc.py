@@ -1,21 +1,24 @@
-"""The kernels' source, compiled by NVRTC, which `kvboost_hf[cuda]` brings: no CUDA toolkit is needed."""
+"""The kernel's source, compiled by NVRTC, which `kvboost_hf[cuda]` brings: no CUDA toolkit is needed."""
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("attend.cu")
-_WHEEL = "nvidia-cuda-nvrtc-cu12"  # of CUDA 12: later ones do not know sm_70
+_WHEELS = {
+    "nvidia-cuda-nvrtc-cu12": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+    "nvidia-cuda-nvrtc": "nvidia/cu13/lib/libnvrtc.so.13",  # comes with PyTorch for CUDA 13; neither knows sm_70
+}
 
 
 def library() -> Path | None:
     """Where NVRTC is installed, or None."""
-    try:
-        found = Path(str(distribution(_WHEEL).locate_file("nvidia/cuda_nvrtc/lib/libnvrtc.so.12")))
-    except PackageNotFoundError:
-        return None
-    return found if found.exists() else None
+    for wheel, name in _WHEELS.items():
+        with suppress(PackageNotFoundError):
+            return Path(str(distribution(wheel).locate_file(name)))
+    return None
 
 
 def compile_attend(architecture: int, head_dim: int, value_dim: int, *options: str) -> tuple[bytes, str]:
@@ -61,7 +64,7 @@ def compile_attend(architecture: int, head_dim: int, value_dim: int, *options: s
 def _open() -> ctypes.CDLL:
     path = library()
     if path is None:
-        raise ImportError(f"The CUDA kernels need {_WHEEL}: pip install 'kvboost_hf[cuda]'.")
+        raise ImportError("The CUDA kernel needs NVRTC: pip install 'kvboost_hf[cuda]'.")
     nvrtc = ctypes.CDLL(str(path))
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
     return nvrtc

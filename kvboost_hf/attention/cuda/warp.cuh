@@ -48,9 +48,9 @@ DEFINE_MULTIPLY(multiply, "row.row")
 DEFINE_MULTIPLY(multiply_transposed, "row.col")
 
 __device__ __forceinline__ void store(float* to, const Floats& m, int stride) {
-    asm volatile("wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%0], {%2, %3, %4, %5, %6, %7, %8, %9}, %1;" ::"r"(
-                     shared_address(to)),
-                 "r"(stride), EIGHT("f", m)
+    asm volatile("wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%0], {%2, %3, %4, %5, %6, %7, %8, %9}, %1;"
+                 :
+                 : "r"(shared_address(to)), "r"(stride), EIGHT("f", m)
                  : "memory");
 }
 
