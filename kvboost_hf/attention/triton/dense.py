@@ -83,9 +83,7 @@ def plan(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visibility
     programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
     columns = min(total, visibility.window + queries) if visibility.window else total
     per_processor = 2 if tiling.block_m <= 64 else 1
-    return replace(
-        tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor)
-    )
+    return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor))
 
 
 def launch_arguments(
