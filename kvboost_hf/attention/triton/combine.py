@@ -7,7 +7,8 @@ import triton.language as tl
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.tile import LN2, LOG2E
 
-_BLOCK_D = 64  # dimensions of a program: with few queries there is one program each 64 dimensions of a head
+_BLOCK_D = 64  # dimensions of a program at most: with few queries there are more programs than heads
+_NUMBERS = 8192  # that a program holds
 
 
 def combine(parts: torch.Tensor, logs: torch.Tensor, *, sinks: torch.Tensor | None, dtype: torch.dtype) -> Part:
@@ -24,37 +25,43 @@ def combine(parts: torch.Tensor, logs: torch.Tensor, *, sinks: torch.Tensor | No
     """
     splits, batch, queries, heads, dim = parts.shape
     out, lse = parts.new_empty(batch, queries, heads, dim, dtype=dtype), logs.new_empty(batch, heads, queries)
-    block_p, block_d = triton.next_power_of_2(splits), min(_BLOCK_D, triton.next_power_of_2(dim))
-    grid = (batch * queries * heads, triton.cdiv(dim, block_d))
-    merge_parts[grid](parts, logs, sinks, out, lse, splits, queries, heads, dim, BLOCK_P=block_p, BLOCK_D=block_d)
+    rows, block_p, block_d = batch * queries * heads, triton.next_power_of_2(splits), triton.next_power_of_2(dim)
+    block_d = min(_BLOCK_D, block_d)
+    block_r = max(1, _NUMBERS // (block_p * block_d))
+    grid = (triton.cdiv(rows, block_r), triton.cdiv(dim, block_d))
+    blocks = {"BLOCK_P": block_p, "BLOCK_R": block_r, "BLOCK_D": block_d}
+    merge_parts[grid](parts, logs, sinks, out, lse, splits, rows, queries, heads, dim, **blocks)
     return out, lse
 
 
-@triton.jit(do_not_specialize=["splits", "queries"])
+@triton.jit(do_not_specialize=["splits", "rows", "queries"])
 def merge_parts(
-    parts, logs, sinks, out, lse, splits, queries, heads, dim, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """One program for each query of each head, and each BLOCK_D dimensions."""
-    row = tl.program_id(0).to(tl.int64)
+    parts, logs, sinks, out, lse, splits, rows, queries, heads, dim,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program for BLOCK_R queries of heads, and BLOCK_D dimensions."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     head, query, batch = row % heads, row // heads % queries, row // heads // queries
     at_log = (batch * heads + head) * queries + query
     part = tl.arange(0, BLOCK_P)
-    before = part * tl.num_programs(0).to(tl.int64)  # rows of the parts before
-    log = tl.load(logs + before + at_log, mask=part < splits, other=float("-inf"))
+    before = part[:, None] * tl.cast(rows, tl.int64)  # rows of the parts before
+    there = (part < splits)[:, None] & (row < rows)[None, :]
+    log = tl.load(logs + before + at_log[None, :], mask=there, other=float("-inf"))
     peak = tl.max(log, 0)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
         peak = tl.maximum(peak, sink)
     finite = tl.where(peak == float("-inf"), 0.0, peak)
-    weights = tl.exp2((log - finite) * LOG2E)
+    weights = tl.exp2((log - finite[None, :]) * LOG2E)
     norm = tl.sum(weights, 0)
     if sinks is not None:
         norm += tl.exp2((sink - finite) * LOG2E)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    at = (before + row)[:, None] * dim + d[None, :]
-    there = (part < splits)[:, None] & (d < dim)[None, :]
-    sums = tl.sum(tl.load(parts + at, mask=there, other=0.0) * weights[:, None], 0)
+    at = (before + row[None, :])[:, :, None] * dim + d[None, None, :]
+    numbers = tl.load(parts + at, mask=there[:, :, None] & (d < dim)[None, None, :], other=0.0)
     divisor = tl.where(norm > 0, norm, 1.0)
-    tl.store(out + row * dim + d, (sums / divisor).to(out.dtype.element_ty), mask=d < dim)
+    found = tl.sum(numbers * weights[:, :, None], 0) / divisor[:, None]
+    at = out + row.to(tl.int64)[:, None] * dim + d[None, :]
+    tl.store(at, found.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (d < dim)[None, :])
     if tl.program_id(1) == 0:
-        tl.store(lse + at_log, peak + tl.log2(divisor) * LN2)
+        tl.store(lse + at_log, peak + tl.log2(divisor) * LN2, mask=row < rows)

@@ -273,7 +273,7 @@ def take_block(
         scores, factor = tanh(scores * scale), softcap * LOG2E
     column = start + tl.arange(0, BLOCK_N)
     if BORDER:
-        seen = (column < total)[None, :] & there[:, None]
+        seen = (column < total)[None, :]
         if CAUSAL:
             seen &= column[None, :] <= own[:, None]
         if window is not None:
@@ -291,4 +291,4 @@ def take_block(
         scores = tl.where(shown, scores, float("-inf"))
     weights, fade, peak, norm = softmax_step(scores, factor, peak, norm)
     v = load_rows(value + first * value_row, value_row, total - start, VALUE_DIM, BLOCK_N, BLOCK_V, not BORDER)
-    return sums * fade[:, None] + dot(weights.to(v.dtype), v), peak, norm
+    return dot(weights.to(v.dtype), v, sums * fade[:, None]), peak, norm

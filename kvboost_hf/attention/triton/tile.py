@@ -12,11 +12,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def dot(a, b):
-    """a @ b in float32, as exact as the dtype of the operands."""
+def dot(a, b, onto=None):
+    """a @ b + onto in float32, as exact as the dtype of the operands."""
     if INTERPRET:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, input_precision="ieee")
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, onto, input_precision="ieee")
 
 
 @triton.jit
