@@ -39,7 +39,8 @@ def attend_codes(
             logits = key.logits(rows, some)
             if softcap:
                 logits.div_(softcap).tanh_().mul_(softcap)
-            logits.masked_fill_(hidden, float("-inf"))
+            if hidden.any():
+                logits.masked_fill_(hidden, float("-inf"))
             part = weighted(logits, lambda weights, some=some: value.weigh(weights, some))  # type: ignore[misc]
         else:
             bias = torch.zeros(1, 1, 1, len(hidden)).masked_fill_(hidden, float("-inf")) if hidden.any() else None

@@ -113,6 +113,7 @@ class Decoder:
             index = reference.unpack(packed, codes.bits, self._dim).to(torch.int32)
             torch.index_select(codes.codebook, 0, index.flatten(), out=out)
         else:
+            packed = packed.contiguous()
             index = (packed if codes.bits != 3 else _joined(packed, self._dim)).to(torch.int32)
             torch.index_select(self._table, 0, index.flatten(), out=out.view(self._table.dtype))
         return out.view(shape)
