@@ -1,5 +1,7 @@
 """Attention a few columns at a time, whose parts are merged as they come."""
 
+from collections.abc import Callable
+
 import torch
 
 from kvboost_hf.attention.merge import Part
@@ -13,6 +15,15 @@ def join(out: torch.Tensor, lse: torch.Tensor, part: Part) -> None:
     weight = torch.exp(part[1] - total).nan_to_num_(0.0)  # no number where nothing is seen at all
     out.lerp_(part[0].to(out.dtype), weight[..., None])
     lse.copy_(total)
+
+
+def weighted(logits: torch.Tensor, weigh: Callable[[torch.Tensor], torch.Tensor]) -> Part:
+    """The part of some columns: logits [..., queries, columns], float32, written to, and what weighs their values."""
+    largest = logits.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)
+    weights = logits.sub_(largest).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = weigh(weights).div_(total.clamp_min(torch.finfo(total.dtype).tiny))
+    return out, total.log_().add_(largest).squeeze(-1)
 
 
 def attend_capped(
@@ -51,9 +62,5 @@ def attend_capped(
             part = mask[..., columns]
             part = part.reshape(len(part), kv_heads, -1, *part.shape[2:]) if part.shape[1] > 1 else part[:, None]
             logits.view(shape).masked_fill_(~part, float("-inf"))
-        largest = logits.amax(dim=-1, keepdim=True).clamp_min_(-softcap)
-        weights = logits.sub_(largest).exp_()
-        sums = weights.sum(dim=-1, keepdim=True)
-        found = (weights @ values).div_(sums.clamp_min(torch.finfo(sums.dtype).tiny))
-        join(out, lse, (found, sums.log_().add_(largest).squeeze(-1)))
+        join(out, lse, weighted(logits, values.__rmatmul__))
     return out.view(shape).flatten(1, 2), lse.view(batch, heads, queries)

@@ -1,5 +1,7 @@
 """Decodes codes as far as attention needs it: before their rotation, and with the dimensions in an order of its own."""
 
+from math import prod
+
 import torch
 
 from kvboost_hf.attention import reference
@@ -9,14 +11,15 @@ _PLACES = {2: 4, 3: 4, 4: 2}  # bits of codes of which a byte is looked up at on
 
 
 class Decoder:
-    """Keys or values of a layer.
+    """Keys or values of a layer, some blocks at a time.
 
     Args:
         codes: Their codes.
         dim: Their head_dim.
+        blocks: So many at once, at most.
     """
 
-    def __init__(self, codes: CodePlanes, dim: int) -> None:
+    def __init__(self, codes: CodePlanes, dim: int, blocks: int) -> None:
         self._codes, self._dim, self._table = codes, dim, None
         self._turn = codes.rotation.mT if codes.rotation is not None else None
         places = _PLACES.get(codes.bits)
@@ -24,6 +27,9 @@ class Decoder:
             self._table = _table(codes.codebook, codes.bits)
             order = torch.arange(dim).view(places, -1).T.flatten()
             self._turn = (self._turn if self._turn is not None else torch.eye(dim))[:, order]
+        batch, _, heads, tokens, _ = codes.codes.shape
+        # Written to again and again: memory that the system has just given is slow to write to.
+        self._buffer = torch.empty(batch * heads * blocks * tokens * dim)
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
         """Vectors [..., dim] as `read` has them."""
@@ -34,58 +40,99 @@ class Decoder:
         return x @ self._turn.mT if self._turn is not None else x
 
     def read(self, some: slice) -> torch.Tensor:
-        """What some blocks hold but for the means, float32, [batch, heads, blocks, tokens, dim]."""
-        codes = self._codes
-        packed = codes.codes[:, some].transpose(1, 2).contiguous()
+        """What some blocks hold, float32, [batch, heads, columns, dim], until the next call."""
+        codes, numbers = self._codes, self._numbers(some)
         if codes.codebook is None:
-            numbers = reference.unpack(packed, codes.bits, self._dim).float()
-            return self._scaled(numbers, some)
-        assert codes.scale is not None
-        if self._table is None:
-            index = reference.unpack(packed, codes.bits, self._dim).int()
-            numbers = codes.codebook.index_select(0, index.flatten())
-        else:
-            index = packed.int() if codes.bits != 3 else _joined(packed, self._dim)
-            numbers = self._table.index_select(0, index.flatten()).view(torch.float32)
-        scale = codes.scale[:, some].transpose(1, 2).float()
-        return numbers.view(*packed.shape[:4], self._dim).mul_(scale[..., None])
+            least, step = self._affine(some)
+            along = 4 if self._of_tokens(least) else 3
+            size, length = codes.group_size, numbers.shape[along]
+            if along == 3 and length % size == 0:
+                grouped = torch.unflatten(numbers, 3, (-1, size))
+                torch.addcmul(least[..., None, :], grouped, step[..., None, :], out=grouped)
+            else:
+                wide = (each.repeat_interleave(size, along).narrow(along, 0, length) for each in (step, least))
+                numbers.mul_(next(wide)).add_(next(wide))
+            return numbers.flatten(2, 3)
+        numbers.mul_(self._scale(some)[..., None])
+        if codes.mean is not None:
+            mean = codes.mean[:, some].transpose(1, 2).float()[..., None, :]
+            if codes.cos is not None:
+                mean = mean * codes.cos + mean[..., codes.partner] * codes.sin
+            numbers.add_(self.turn(mean))
+        return numbers.flatten(2, 3)
 
-    def _scaled(self, numbers: torch.Tensor, some: slice) -> torch.Tensor:
-        """Codes as least + step * code, in place."""
+    def logits(self, query: torch.Tensor, some: slice) -> torch.Tensor:
+        """Products of queries [batch, heads, rows, dim], not turned, and what `read` gives: [..., rows, columns]."""
+        codes = self._codes
+        if codes.codebook is None:
+            if codes.codes.shape[3] % codes.group_size:
+                return query @ self.read(some).mT
+            least, step = self._affine(some)
+            numbers = self._numbers(some)
+            steps = query[:, :, None, None] * step[..., None, :]  # [batch, heads, blocks, groups, rows, dim]
+            products = steps @ torch.unflatten(numbers, 3, (-1, codes.group_size)).mT
+            products.add_((least @ query[:, :, None].mT)[..., None])
+            return products.flatten(2, 3).transpose(2, 3).flatten(3)
+        logits = self.turn(query) @ self._numbers(some).flatten(2, 3).mT
+        logits.mul_(self._scale(some).flatten(2)[:, :, None])
+        if codes.mean is None:
+            return logits
+        mean = codes.mean[:, some].transpose(1, 2).float()[:, :, None]
+        query = query[:, :, :, None]  # [batch, heads, rows, blocks, dim]
+        if codes.cos is None or codes.sin is None:
+            return logits.add_((query * mean).sum(-1).repeat_interleave(codes.codes.shape[3], dim=-1))
+        at = torch.cat([query * mean, query * mean[..., codes.partner]], dim=-1)
+        return logits.add_((at @ torch.cat([codes.cos, codes.sin], dim=-1).mT).flatten(3))
+
+    def weigh(self, weights: torch.Tensor, some: slice) -> torch.Tensor:
+        """Products of weights [batch, heads, rows, columns] and what `read` gives: [..., rows, dim]."""
+        codes = self._codes
+        if codes.codebook is None:
+            least, step = (each.flatten(2, 3).mT for each in self._affine(some))
+            parts = self._numbers(some).flatten(2, 3).split(codes.group_size, dim=-1)
+            return torch.cat(
+                [
+                    (weights * step[:, :, None, i]).matmul(part).add_(weights @ least[:, :, i, :, None])
+                    for i, part in enumerate(parts)
+                ],
+                dim=-1,
+            )
+        return (weights * self._scale(some).flatten(2)[:, :, None]) @ self._numbers(some).flatten(2, 3)
+
+    def _numbers(self, some: slice) -> torch.Tensor:
+        """What some codes stand for in the codebook, or themselves, [batch, heads, blocks, tokens, dim]."""
+        codes = self._codes
+        packed = codes.codes[:, some].transpose(1, 2)
+        shape = (*packed.shape[:4], self._dim)
+        out = self._buffer[: prod(shape)]
+        if codes.codebook is None:
+            return out.view(shape).copy_(
+                packed if codes.bits == 8 else reference.unpack(packed, codes.bits, self._dim)
+            )
+        if self._table is None:
+            index = reference.unpack(packed, codes.bits, self._dim).to(torch.int32)
+            torch.index_select(codes.codebook, 0, index.flatten(), out=out)
+        else:
+            packed = packed.contiguous()
+            index = (packed if codes.bits != 3 else _joined(packed, self._dim)).to(torch.int32)
+            torch.index_select(self._table, 0, index.flatten(), out=out.view(self._table.dtype))
+        return out.view(shape)
+
+    def _affine(self, some: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """`least` and `step`, [batch, heads, blocks, ..., ...]."""
         codes = self._codes
         assert codes.least is not None
         assert codes.step is not None
-        least, step = (each[:, some].transpose(1, 2).float() for each in (codes.least, codes.step))
-        along = (
-            4 if least.shape[3] == numbers.shape[3] else 3
-        )  # of values, in groups of dimensions; of keys, of tokens
-        size, length = codes.group_size, numbers.shape[along]
-        if length % size:
-            least, step = (each.repeat_interleave(size, dim=along).narrow(along, 0, length) for each in (least, step))
-            return numbers.mul_(step).add_(least)
-        grouped = numbers.unflatten(along, (-1, size))
-        torch.addcmul(least.unsqueeze(along + 1), grouped, step.unsqueeze(along + 1), out=grouped)
-        return numbers
+        return codes.least[:, some].transpose(1, 2).float(), codes.step[:, some].transpose(1, 2).float()
 
-    def add_means(self, numbers: torch.Tensor, some: slice) -> None:
-        """Add the means of keys to what `read` gave."""
-        codes = self._codes
-        assert codes.mean is not None
-        mean = codes.mean[:, some].transpose(1, 2).float()[..., None, :]
-        if codes.cos is not None:
-            mean = mean * codes.cos + mean[..., codes.partner] * codes.sin
-        numbers.add_(self.turn(mean))
+    def _scale(self, some: slice) -> torch.Tensor:
+        """[batch, heads, blocks, tokens]."""
+        assert self._codes.scale is not None
+        return self._codes.scale[:, some].transpose(1, 2).float()
 
-    def mean_logits(self, query: torch.Tensor, some: slice) -> torch.Tensor:
-        """What the means add to the products of queries [batch, heads, rows, dim] and keys: [..., rows, columns]."""
-        codes = self._codes
-        assert codes.mean is not None
-        mean = codes.mean[:, some].transpose(1, 2).float()[:, :, None]
-        query = query[:, :, :, None]  # [batch, heads, rows, blocks, dim]
-        if codes.cos is None:
-            return (query * mean).sum(-1).repeat_interleave(codes.codes.shape[3], dim=-1)
-        at = torch.cat([query * mean, query * mean[..., codes.partner]], dim=-1)
-        return (at @ torch.cat([codes.cos, codes.sin], dim=-1).mT).flatten(3)
+    def _of_tokens(self, least: torch.Tensor) -> bool:
+        """Whether a group is of the dimensions of a token, as those of values are."""
+        return least.shape[3] == self._codes.codes.shape[3]
 
 
 def _table(codebook: torch.Tensor, bits: int) -> torch.Tensor:
@@ -106,4 +153,4 @@ def _joined(packed: torch.Tensor, dim: int) -> torch.Tensor:
     both = torch.cat([upper & 0x55, upper >> 1 & 0x55], dim=-1)  # of the bits of dim / 8 dimensions each, every second
     both = (both | both >> 1) & 0x33
     both = (both | both >> 2) & 0x0F
-    return lower.int().add_(both.int(), alpha=256)
+    return lower.int().add_(both, alpha=256)

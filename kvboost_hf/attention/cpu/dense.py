@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from kvboost_hf.attention.cpu.blocks import attend_capped, join
-from kvboost_hf.attention.cpu.tiles import Tile, is_irregular, masked, square, staircase, tree
+from kvboost_hf.attention.cpu.tiles import Tile, is_irregular, is_plain, masked, square, staircase, tree
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.visibility import Visibility
 
-_FEW = 8  # queries for which a mask costs less than to compute the rows of a batch one after the other
+_FEW = 16  # queries: the rows of a batch are computed at once, and the heads of a group, with a mask of their own
+
+_SMALL = 1 << 13  # queries times columns up to which a mask takes less time than two calls; 8 times so for few queries
 
 
 def attend(
@@ -39,7 +41,10 @@ def _attend(
 ) -> Part:
     """[batch, heads, queries, value_dim], and the log-sum-exp."""
     queries, stop = query.shape[2], key.shape[2]
-    if is_irregular(seen):
+    if is_plain(seen, queries, stop) and not softcap:
+        return _flash(query, key, value, None, seen.causal and queries > 1, scale)
+    small = queries > 1 and queries * stop <= (_SMALL if queries > _FEW else 8 * _SMALL)
+    if is_irregular(seen) or (small and not softcap):
         dense = seen.dense(queries, stop, query.device)
         return _solve(query, key, value, masked(dense), None, scale, softcap)
     if len(query) > 1 and _differ(seen, queries):
@@ -147,8 +152,9 @@ def _flash(
         query, key, value = (F.pad(each, (0, dim - each.shape[3])) for each in (query, key, value))
     bias = query.new_zeros(mask.shape).masked_fill_(~mask, float("-inf")) if mask is not None else None
     if groups > 1:
-        if not causal and (bias is None or bias.shape[1] == bias.shape[2] == 1):
+        if not causal and (bias is None or (bias.shape[1] == 1 and rows <= _FEW)):
             query = query.reshape(batch, kv_heads, groups * rows, -1)
+            bias = bias.repeat(1, 1, groups, 1) if bias is not None and rows == bias.shape[2] > 1 else bias
         else:
             query = query.unflatten(1, (kv_heads, groups)).flatten(0, 1)
             key, value = (each.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for each in (key, value))
@@ -159,7 +165,8 @@ def _flash(
     lse = lse.reshape(batch, heads, rows)
     if mask is not None:  # what the kernel gives for queries that see nothing is not said
         nothing = ~mask.any(dim=-1)
-        out, lse = out.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, float("-inf"))
+        if nothing.any():
+            out, lse = out.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, float("-inf"))
     return out, lse
 
 

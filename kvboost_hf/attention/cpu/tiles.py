@@ -19,6 +19,12 @@ class Tile(NamedTuple):
     causal: bool = False  # as many rows as columns, of which row i sees the first i + 1
 
 
+def is_plain(seen: Visibility, queries: int, total: int) -> bool:
+    """Whether one rectangle, or one square, is all there is."""
+    own = seen.window or any(each is not None for each in (seen.keep, seen.columns, seen.tree, seen.mask))
+    return not own and (queries in (1, total) or not seen.causal)
+
+
 def is_irregular(seen: Visibility) -> bool:
     """Whether nothing but a mask of all queries and columns tells who sees what."""
     if seen.mask is not None:
