@@ -82,6 +82,8 @@ def _window(mask_function: Callable[..., Any]) -> int | None:
     """The window of a mask function, 0 for one without; None for one that asks something else."""
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return 0
+    if torch.compiler.is_compiling():  # which cannot look into closures
+        return None
     parts, windowed = _inner(mask_function, _WINDOWED), _inner(_WINDOWED, _WINDOWED)
     if len(parts) != 2 or parts[1] is not causal_mask_function:
         return None

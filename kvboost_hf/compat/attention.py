@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -35,12 +36,17 @@ def mask_form(config: Any) -> MaskForm:
         not, and the window. `"bool"` where they call a registered attention, but tell it less. `"additive"` where
         they may compute attention themselves, or where nothing is known of them.
     """
-    kind: Any = type(config)
-    return _form(kind)
+    found: MaskForm = _form(type(config))
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # which cannot trace what it calls
+def _form(config: Any) -> MaskForm:
+    return _form_of(config)
 
 
 @cache
-def _form(config: Any) -> MaskForm:
+def _form_of(config: Any) -> MaskForm:
     classes: list[Any] = [mapping.get(config, None) for mapping in _MAPPINGS]
     flat: list[Any] = [each for found in classes for each in (found if isinstance(found, tuple) else (found,)) if each]
     if flat and all(each._supports_flash_attn for each in flat):

@@ -1,14 +1,16 @@
 """Models with `attn_implementation="kvboost_fa2"` say what they say with eager attention."""
 
+import logging
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from kvboost_hf.attention import kernel_calls
-from tests.conftest import left_pad, make_model, random_ids
+from kvboost_hf.attention import kernel_calls, tiers, use_tier
+from tests.architectures.models import make_architecture
+from tests.conftest import as_inputs, left_pad, make_model, random_ids
 
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "phi", "gpt2", "deepseek_v3", "bloom"]
 
@@ -62,3 +64,146 @@ def test_logits_of_a_suffix(name: str, padded: bool) -> None:
         logits = torch.cat(steps, dim=1)
         found.append(logits[mask.bool()] if mask is not None else logits)
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-4)
+
+
+def test_a_window_is_obeyed_where_the_layer_does_not_tell_it() -> None:
+    """phimoe gives its attention no `sliding_window`: FlashAttention 2 attends to everything there."""
+    model = make_architecture("phimoe")
+    window = model.config.sliding_window
+    assert window
+    assert window < 60
+    ids = torch.randint(3, 60, (1, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        eager = model(ids).logits
+        model.set_attn_implementation("kvboost_fa2")
+        torch.testing.assert_close(model(ids).logits, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_prefix_that_sees_itself_is_obeyed(padded: bool) -> None:
+    """PaliGemma's layers say that they are not causal, and its masks say which tokens are."""
+    model = make_architecture("paligemma-multimodal")
+    inputs = left_pad(random_ids(40, 1) % 60, random_ids(27, 2) % 60) if padded else as_inputs(random_ids(40, 1) % 60)
+    with torch.no_grad():
+        found = []
+        for attention in ("eager", "kvboost_fa2"):
+            model.set_attn_implementation(attention)
+            found.append(model(**inputs).logits[inputs["attention_mask"].bool()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl_text", "inkling2_text"])
+def test_models_that_choose_keys_themselves_are_refused(name: str) -> None:
+    model = make_architecture(name)
+    model.set_attn_implementation("kvboost_fa2")
+    with pytest.raises(ValueError, match="is not taken by 'kvboost_fa2'"):
+        model(torch.arange(3, 40)[None])
+
+
+def test_masks_stay_small() -> None:
+    """A suffix over a long cache is given no matrix of queries and columns, padded or not, with or without window."""
+    model = make_model("gpt_oss")
+    model.set_attn_implementation("kvboost_fa2")
+    sizes: list[int] = []
+
+    def watch(module: Any, args: Any, kwargs: Any) -> None:
+        mask = kwargs["attention_mask"]
+        sizes.append(mask.numel() if mask is not None else 0)
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(watch, with_kwargs=True)
+    inputs = left_pad(random_ids(90, 1), random_ids(80, 2))
+    with torch.no_grad():
+        for start in (0, 60):
+            cache = DynamicCache(config=model.config)
+            for begin, stop in ((0, start), (start, 90)):
+                if begin < stop:
+                    given = {name: each[:, begin:stop] for name, each in inputs.items() if name == "input_ids"}
+                    model(**given, attention_mask=inputs["attention_mask"][:, :stop], past_key_values=cache)
+        model(inputs["input_ids"])
+    assert sizes
+    assert max(sizes) <= 2 * 90
+
+
+def test_from_pretrained_takes_it(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="kvboost_fa2")
+    before = kernel_calls()
+    model.generate(random_ids(9), max_new_tokens=2)
+    assert (kernel_calls() - before)["cpu.attend"] == 2 * model.config.num_hidden_layers
+
+
+def test_gradients_are_those_of_eager_attention() -> None:
+    for name in ("llama", "gpt_oss"):
+        eager, ours = both(name)
+        ids = random_ids(40, 1, batch=2)
+        for model in (eager, ours):
+            model.train()
+            model(ids, labels=ids).loss.backward()
+        for parameter, ours_too in zip(eager.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(ours_too.grad, parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_dropout() -> None:
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.set_attn_implementation("kvboost_fa2")
+    model.train()
+    ids = random_ids(40)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    model = make_model("gpt_oss").train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.set_attn_implementation("kvboost_fa2")
+    with pytest.raises(ValueError, match="`attention_dropout` must be 0"):
+        model(ids)
+
+
+def test_weights_are_refused() -> None:
+    model = make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    with pytest.raises(ValueError, match="`output_attentions` is not taken"):
+        model(random_ids(9), output_attentions=True)
+
+
+def test_a_mask_of_numbers_is_added() -> None:
+    eager, ours = both("llama")
+    bias = torch.randn(1, 1, 20, 20).tril() + torch.full((20, 20), torch.finfo(torch.float32).min).triu(1)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours(random_ids(20), attention_mask=bias).logits,
+            eager(random_ids(20), attention_mask=bias).logits,
+            rtol=1e-4,
+            atol=1e-4,
+        )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiles_as_one_graph(padded: bool) -> None:
+    model = make_model("mistral")
+    model.set_attn_implementation("kvboost_fa2")
+    inputs = left_pad(random_ids(40, 1), random_ids(31, 2)) if padded else {"input_ids": random_ids(40, 1)}
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    before = kernel_calls()
+    with torch.no_grad():
+        found = compiled(**inputs, use_cache=False).logits
+        assert (kernel_calls() - before)["cpu.attend"] == model.config.num_hidden_layers
+        torch.testing.assert_close(found, model(**inputs, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_tier_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tiers._choose.cache_clear()
+    model = make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    with caplog.at_level(logging.INFO, "kvboost_hf"):
+        model.generate(random_ids(9), max_new_tokens=3)
+    assert [record.message for record in caplog.records if record.name.startswith("kvboost_hf.attention")] == [
+        "kvboost_fa2 on cpu in float32: PyTorch's CPU flash attention, in parts without a mask."
+    ]
+
+
+def test_tiers_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match="`tier` must be one of"), use_tier("fast"):  # type: ignore[arg-type]
+        pass
