@@ -463,3 +463,25 @@ def test_another_cache_may_end_its_forward_at_any_time() -> None:
     layer.register_forward_pre_hook(lambda module, args: other.reset(), prepend=True)
     assert_same(generate(model, inputs), plain)
     assert len(layer._forward_pre_hooks) == 1
+
+
+def test_repair_tells_kvboost_fa2_where_its_queries_are() -> None:
+    """No matrix of queries and columns is made for the forward over scattered columns."""
+    model = make_model("mistral")
+    model.set_attn_implementation("kvboost_fa2")
+    inputs = as_inputs(prompt([2, 0, 3, 1]))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("first_k", 0.3))
+    calls: list[tuple[bool, bool]] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(func) == "kvboost_hf.attend.default":
+                _, columns, _, mask = args[3]
+                calls.append((columns is not None, mask is not None))
+            return func(*args, **(kwargs or {}))
+
+    assert blend_reason(model, REPAIRS["first_k"].measure) is None
+    with Watch():
+        generate(model, inputs, cache, max_new_tokens=1)
+    assert cache.report.moved_tokens > cache.report.recomputed_tokens > 0
+    assert calls == [(True, False)] * model.config.num_hidden_layers

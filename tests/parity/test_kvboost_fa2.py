@@ -207,3 +207,15 @@ def test_the_tier_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_tiers_that_there_are_not() -> None:
     with pytest.raises(ValueError, match="`tier` must be one of"), use_tier("fast"):  # type: ignore[arg-type]
         pass
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss"])
+def test_tokens_of_the_triton_kernels(name: str) -> None:
+    eager, ours = both(name)
+    inputs = left_pad(random_ids(30, 1), random_ids(19, 2))
+    given = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    before = kernel_calls()
+    with use_tier("triton"):
+        found = ours.generate(**inputs, **given)
+    assert dict(kernel_calls() - before) == {"triton.attend": 4 * ours.config.num_hidden_layers}
+    assert torch.equal(found, eager.generate(**inputs, **given))

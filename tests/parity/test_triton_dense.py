@@ -2,18 +2,14 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 
-from kvboost_hf.attention import kernel_calls, ops, use_tier
-from kvboost_hf.attention.merge import merge
 from kvboost_hf.attention.triton import dense
-from kvboost_hf.attention.triton.combine import combine
-from kvboost_hf.attention.triton.tiling import Device, Tiling, plan_splits, plan_tiling
+from kvboost_hf.attention.triton.tiling import Device, Tiling
 from kvboost_hf.attention.visibility import Visibility
 from tests.attention import Problem, assert_within_budget
 
@@ -83,7 +79,6 @@ def check(problem: Problem, splits: int = 1, **given: Any) -> None:
 
 
 CASES = list(pairwise())
-
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))

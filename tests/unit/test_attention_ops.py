@@ -1,0 +1,165 @@
+"""The operators of the attention: what torch.library asks of them, and that all tiers agree."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_hf import KVQuantConfig
+from kvboost_hf.attention import kernel_calls, merge, ops, reference, use_tier
+from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.cache.codecs import make_codec
+from kvboost_hf.handles import CodePlanes, Held, PieceTable, make_reach, read_reach
+from tests.attention import Problem, assert_within_budget
+
+OPERATORS = torch.ops.kvboost_hf
+
+
+def code_planes(method: str, role: Any, x: torch.Tensor) -> CodePlanes:
+    """Codes of x [batch, blocks, heads, tokens, head_dim]."""
+    codec = make_codec(KVQuantConfig(method=method, group_size=16))  # type: ignore[arg-type]
+    planes = codec.encode(x.flatten(0, 1), role, [None] * (x.shape[0] * x.shape[1]))
+    planes = {name: plane.unflatten(0, x.shape[:2]) for name, plane in planes.items()}
+    found = codec.code_planes(planes, role, None, *x.shape[3:])
+    assert found is not None
+    return found
+
+
+def arguments() -> dict[str, tuple[Any, ...]]:
+    """Of each operator."""
+    problem = Problem(padding=True, sinks=True)
+    query, key, value = problem.tensors()
+    keep = problem.visibility().keep
+    seen = (keep, None, None, None)
+    plain = (None, None)
+    rows = torch.tensor([[[0, 0, -1], [1, 16, -1]]] * 2)
+    pieces = ([key[0, :, :16], key[0, :, 16:]], [value[0, :, :16], value[0, :, 16:]], rows)
+    codes = torch.randn(2, 3, 2, 16, 32)
+    keys, values = (ops._planes(code_planes("turboquant", role, codes)) for role in ("keys", "values"))
+    lengths = torch.tensor([16, 9, 16], dtype=torch.int32)
+    return {
+        "attend": (query, key, value, seen, problem.sink_logits(), 0.2, True, 0, 0.0, False),
+        "attend_pieces": (query, *pieces, [None] * 3, plain, 40, 47, 0.2, True, 0, 0.0),
+        "attend_codes": (query, keys, values, [4, 0, 4, 0], lengths, 0.2, 0.0),
+    }
+
+
+@pytest.mark.parametrize("name", ["attend", "attend_pieces", "attend_codes"])
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(OPERATORS, name).default, arguments()[name])
+
+
+@pytest.mark.parametrize("tier", ["cpu", "sdpa", "reference"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"causal": False},
+        {"window": 9},
+        {"padding": True},
+        {"sparse": True},
+        {"tree": True},
+        {"mask": True},
+        {"softcap": 3.0},
+        {"sinks": True},
+    ],
+    ids=str,
+)
+def test_tiers_agree(tier: Any, given: dict[str, Any]) -> None:
+    problem = Problem(**given)
+    truth, _ = problem.solve(torch.float64)
+    same, _ = problem.solve(torch.float32)
+    with use_tier(tier):
+        out, lse = ops.attend(
+            *problem.tensors(),
+            scale=problem.scale,
+            visibility=problem.visibility(),
+            softcap=problem.softcap,
+            sinks=problem.sink_logits(),
+        )
+    assert lse.numel() == 0
+    rows = problem.visibility().dense(problem.queries, problem.columns, out.device).any(-1)
+    seen = rows.expand(problem.batch, 1, -1)[:, 0]  # what a query without columns gets is of no use to anybody
+    assert_within_budget(out[seen], truth[seen], same[seen], problem.dtype)
+
+
+def test_what_is_told_apart_is_told_apart() -> None:
+    """The tests above would not pass with another problem's solution."""
+    plain = Problem()
+    truth, _ = plain.solve(torch.float64)
+    for given in ({"causal": False}, {"window": 9}, {"padding": True}, {"sparse": True}, {"softcap": 3.0}):
+        other, _ = Problem(**given).solve(torch.float32)  # type: ignore[arg-type]
+        with pytest.raises(AssertionError, match="off by"):
+            assert_within_budget(other, truth, plain.solve(torch.float32)[0], plain.dtype)
+
+
+def test_parts_are_merged_to_the_whole() -> None:
+    problem = Problem(columns=50, sinks=True)
+    query, key, value = problem.tensors()
+    parts = []
+    for start, stop in ((0, 11), (11, 12), (12, 50)):
+        columns = torch.arange(43, 50, dtype=torch.int32).expand(2, -1) - start
+        parts.append(
+            reference.attend(
+                query,
+                key[:, :, start:stop],
+                value[:, :, start:stop],
+                scale=problem.scale,
+                visibility=Visibility(columns=columns),
+                partial=True,
+            )
+        )
+    whole = merge.merge(parts, problem.sink_logits(), torch.float32)
+    assert_within_budget(whole, problem.solve(torch.float64)[0], problem.solve(torch.float32)[0], torch.float32)
+
+
+def test_a_held_tensor_is_a_tensor_to_everybody_else() -> None:
+    whole, asked = torch.randn(2, 3, 5, 8), []
+
+    def dense() -> torch.Tensor:
+        asked.append(1)
+        return whole
+
+    table = PieceTable((whole[0],), (whole[0],), torch.tensor([[[0, 0, -1]]] * 2), 5)
+    held = Held(table, dense, whole, 5)  # type: ignore[arg-type]
+    assert (held.shape, held.dtype, held.device, held.requires_grad) == (whole.shape, whole.dtype, whole.device, False)
+    assert not asked
+    assert torch.equal(held * 2, whole * 2)
+    assert torch.equal(held.transpose(1, 2)[:, :2], whole.transpose(1, 2)[:, :2])
+    assert torch.equal(torch.cat([held, held], dim=2), torch.cat([whole, whole], dim=2))
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_reach_says_what_it_was_made_of(window: int, sparse: bool) -> None:
+    keep = torch.rand(2, 12) > 0.3
+    columns = torch.tensor([[1, 5, 11], [0, 2, 3]]) if sparse else None
+    mask = make_reach(keep, window, "cpu", columns)
+    assert mask is not None
+    assert mask.shape == (2, 1, 1 + sparse, 12)
+    found_keep, found_columns, reach = read_reach(mask, 3)
+    assert found_keep is not None
+    assert torch.equal(found_keep, keep)
+    assert (found_columns is None) == (columns is None)
+    assert columns is None or torch.equal(found_columns, columns.int())  # type: ignore[arg-type]
+    assert (reach is not None) == bool(window)
+    assert reach is None or torch.equal(reach, keep * window)
+
+
+def test_without_padding_a_reach_is_one_number() -> None:
+    assert make_reach(None, 0, "cpu") is None
+    mask = make_reach(None, 7, "cpu")
+    assert mask is not None
+    assert mask.tolist() == [[[[7]]]]
+    keep, columns, reach = read_reach(mask, 3)
+    assert keep is None
+    assert columns is None
+    assert reach is not None
+    assert reach.item() == 7
+
+
+def test_calls_are_counted() -> None:
+    problem, before = Problem(), kernel_calls()
+    ops.attend(*problem.tensors(), scale=1.0, visibility=problem.visibility())
+    assert dict(kernel_calls() - before) == {"cpu.attend": 1}
