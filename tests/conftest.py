@@ -1,10 +1,16 @@
 """Tiny models from configurations, and a counter of what really went through a model."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+# Kernels in Triton run in its interpreter, which is chosen where they are imported, unless there is a GPU to run them.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from torch.overrides import TorchFunctionMode
 from transformers import (
     BloomConfig,

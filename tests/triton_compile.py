@@ -82,14 +82,14 @@ def _compile(launch: Launch) -> Compiled:
     signature, constants, attributes = {}, {}, {}
     for parameter in kernel.params:
         value = launch.arguments[parameter.name]
-        at = (parameter.num,)
-        if parameter.is_constexpr or value is None or (value == 1 and isinstance(value, int)):
+        special = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (special and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         pointed = isinstance(value, str)
         signature[parameter.name] = value if pointed else "i32" if isinstance(value, int) else "fp32"
-        if pointed or (isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize):
-            attributes[at] = [["tt.divisibility", 16]]
+        if pointed or (special and value % 16 == 0):
+            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", launch.capability, 32)
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}

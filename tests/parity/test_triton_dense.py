@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 
+from kvboost_hf.attention import kernel_calls, ops, reference, use_tier
+from kvboost_hf.attention.merge import Part, merge
 from kvboost_hf.attention.triton import dense
-from kvboost_hf.attention.triton.tiling import Device, Tiling
+from kvboost_hf.attention.triton.combine import combine
+from kvboost_hf.attention.triton.tiling import MAX_SPLITS, Device, Tiling, plan_splits, plan_tiling
 from kvboost_hf.attention.visibility import Visibility
 from tests.attention import Problem, assert_within_budget
 
@@ -58,24 +62,42 @@ def as_problem(case: dict[str, Any]) -> tuple[Problem, int]:
     return Problem(queries=queries, columns=columns, heads=heads, kv_heads=kv_heads, **given), splits
 
 
-def solve(problem: Problem, splits: int = 1, *, visibility: Visibility | None = None, partial: bool = True) -> Any:
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def solve(
+    problem: Problem, splits: int = 1, *, visibility: Visibility | None = None, tensors: Tensors | None = None
+) -> Part:
     """What the kernel makes of it."""
     return dense.attend(
-        *problem.tensors(),
+        *(tensors or problem.tensors()),
         scale=problem.scale,
         visibility=visibility or problem.visibility(),
         softcap=problem.softcap,
         sinks=problem.sink_logits(),
-        partial=partial,
-        tiling=Tiling(block_m=32, block_n=16, warps=1, stages=1, splits=splits),
+        partial=True,
+        tiling=Tiling(block_m=32, block_n=16, warps=1, stages=1, border_stages=1, splits=splits),
     )
 
 
-def check(problem: Problem, splits: int = 1, **given: Any) -> None:
-    """Assert that the kernel is as near to the truth as PyTorch is."""
-    found = solve(problem, splits, **given)
-    for ours, truth, same in zip(found, problem.solve(torch.float64), problem.solve(problem.dtype), strict=True):
-        assert_within_budget(ours, truth, same, problem.dtype)
+def assert_right(
+    found: Part, problem: Problem, *, visibility: Visibility | None = None, tensors: Tensors | None = None
+) -> None:
+    """Assert that a result is as near to the truth as that of PyTorch is."""
+    truth, same = (
+        reference.attend(
+            *(tensors or problem.tensors()),
+            scale=problem.scale,
+            visibility=visibility or problem.visibility(),
+            softcap=problem.softcap,
+            sinks=problem.sink_logits(),
+            partial=True,
+            compute=compute,
+        )
+        for compute in (torch.float64, problem.dtype)
+    )
+    for ours, exact, plain in zip(found, truth, same, strict=True):
+        assert_within_budget(ours, exact, plain, problem.dtype)
 
 
 CASES = list(pairwise())
@@ -83,4 +105,129 @@ CASES = list(pairwise())
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_parity(case: dict[str, Any]) -> None:
-    check(*as_problem(case))
+    problem, splits = as_problem(case)
+    assert_right(solve(problem, splits), problem)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"window": 9}, {"padding": True}, {"tree": True}, {"softcap": 3.0}, {"sinks": True}], ids=str
+)
+def test_a_wrong_answer_is_found(asked: dict[str, Any]) -> None:
+    """What a kernel gives that ignores an option is out of the budget."""
+    found = solve(Problem())
+    with pytest.raises(AssertionError, match=r"off by|what is infinite"):
+        assert_right(found, Problem(**asked))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_the_operator_calls_the_kernel(partial: bool) -> None:
+    problem = Problem(dtype=torch.float16, sinks=True)
+    before = kernel_calls()
+    with use_tier("triton"):
+        out, lse = ops.attend(
+            *problem.tensors(),
+            scale=problem.scale,
+            visibility=problem.visibility(),
+            sinks=problem.sink_logits(),
+            partial=partial,
+        )
+    assert kernel_calls() - before == {"triton.attend": 1}
+    assert out.dtype == (torch.float32 if partial else torch.float16)
+    assert out.is_contiguous()
+    assert lse.numel() == (2 * 4 * 7 if partial else 0)
+    truth, same = (problem.solve(compute, partial=partial)[0] for compute in (torch.float64, torch.float16))
+    assert_within_budget(out, truth, same, problem.dtype)
+
+
+def test_views_of_larger_buffers() -> None:
+    """Keys as a cache holds them, in part, and values of fewer dimensions."""
+    problem = Problem(head_dim=48)
+    query, key, value = problem.tensors()
+    buffer = torch.full((2, 64, 2, 80), float("nan"))
+    buffer[:, 5:45, :, 16:64] = key.transpose(1, 2)
+    held = buffer[:, 5:45, :, 16:64].transpose(1, 2)
+    assert_right(
+        solve(problem, tensors=(query, held, value[..., :24])), problem, tensors=(query, key, value[..., :24])
+    )
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_columns_that_nobody_sees_are_not_read(splits: int) -> None:
+    """Whole blocks before the window and behind the last query hold what would spoil any sum."""
+    problem = Problem(queries=5, columns=120)
+    query, key, value = problem.tensors()
+    columns = torch.tensor([[70, 66, 68, 75, 64], [71, 70, 69, 67, 66]], dtype=torch.int32)  # in any order
+    visibility, spoilt = Visibility(window=20, columns=columns), (query, key.clone(), value.clone())
+    for each in spoilt[1:]:
+        each[:, :, :32] = each[:, :, 80:] = float("nan")
+    assert_right(solve(problem, splits, visibility=visibility, tensors=spoilt), problem, visibility=visibility)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_that_sees_nothing_gets_zeros(splits: int, sinks: bool) -> None:
+    problem = Problem(sinks=sinks)
+    keep = torch.ones(2, 40, dtype=torch.bool)
+    keep[1] = False
+    out, lse = solve(problem, splits, visibility=Visibility(keep=keep))
+    assert out[0].abs().min() > 0
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    logits = problem.sink_logits()
+    alone = torch.full((4,), float("-inf")) if logits is None else logits
+    torch.testing.assert_close(lse[1], alone[:, None].expand(-1, 7))
+
+
+def test_a_mask_of_its_own_for_each_head() -> None:
+    problem = Problem(columns=33)
+    mask = torch.rand(1, 4, 7, 40, generator=torch.Generator().manual_seed(0))[..., :33] > 0.3
+    visibility = Visibility(causal=False, mask=mask)
+    assert_right(solve(problem, visibility=visibility), problem, visibility=visibility)
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_combine_is_merge(splits: int, with_sinks: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    parts, logs = (torch.randn(splits, 2, *shape, generator=draw) for shape in ((3, 4, 80), (4, 3)))
+    logs[0, 0] = float("-inf")
+    parts[0, 0] = 0
+    sinks = torch.randn(4, generator=draw) if with_sinks else None
+    out, lse = combine(parts, logs, sinks=sinks, dtype=torch.float32)
+    torch.testing.assert_close(out, merge(list(zip(parts, logs, strict=True)), sinks, torch.float32))
+    rest = logs if sinks is None else torch.cat([logs, sinks[None, None, :, None].expand(1, 2, 4, 3)])
+    torch.testing.assert_close(lse, torch.logsumexp(rest, dim=0))
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    query, key, value = Problem().tensors()
+    assert dense.can_attend(query, key, value)
+    assert not dense.can_attend(query.double(), key.double(), value.double())
+    assert not dense.can_attend(query, key.half(), value)
+    assert not dense.can_attend(query, key.mT.contiguous().mT, value)
+    wide = torch.zeros(1, 1, 1, 320)
+    assert not dense.can_attend(wide, wide, wide)
+
+
+@pytest.mark.parametrize("device", [H100, A100, RTX])
+@pytest.mark.parametrize("programs", [1, 8, 40, 131, 264, 5000])
+@pytest.mark.parametrize("columns", [1, 64, 4096, 131072])
+def test_splits_keep_processors_busy_and_are_worth_merging(device: Device, programs: int, columns: int) -> None:
+    splits = plan_splits(programs, columns, 64, device)
+    assert 1 <= splits <= MAX_SPLITS
+    assert splits == 1 or programs * splits <= 2 * device.processors
+    assert splits == 1 or columns > (splits - 1) * 128
+    if columns == 131072 and programs <= device.processors:
+        assert programs * min(2 * splits, MAX_SPLITS) > device.processors or splits == MAX_SPLITS
+
+
+@pytest.mark.parametrize("device", [H100, A100, RTX])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+def test_tiles_fit(device: Device, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    for rows in (1, 4, 32, 64, 4096):
+        for itemsize in (2, 4):
+            tiling = plan_tiling(rows, dim, itemsize, device)
+            padded = max(16, 1 << (dim - 1).bit_length())
+            held = padded * itemsize * (tiling.block_m + 2 * tiling.block_n * tiling.stages)
+            assert held <= device.shared_bytes
+            assert tiling.block_m < 2 * max(rows, 16)

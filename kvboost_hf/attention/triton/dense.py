@@ -68,7 +68,7 @@ def attend(
     )
     kv_heads = key.shape[1]
     tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
-    fwd[(tiles, batch * kv_heads, tiling.splits)](**given, num_warps=tiling.warps, num_stages=tiling.stages)
+    fwd[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
     if not split:
         return out[0], lse[0] if partial else lse
     merged, total = combine(out, lse, sinks=sinks, dtype=dtype)
@@ -139,6 +139,7 @@ def launch_arguments(
         "BLOCK_N": tiling.block_n,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
+        "BORDER_STAGES": tiling.border_stages,
     }
 
 
@@ -189,6 +190,7 @@ def fwd(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BORDER_STAGES: tl.constexpr,
 ):
     """One program for BLOCK_M rows of one head of keys, and one part of the columns; row r is query r // GROUPS."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those that see most begin first
@@ -237,7 +239,7 @@ def fwd(
             window, scale, softcap, CAUSAL, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_V, False,
         )  # fmt: skip
     plain = plain_high - plain_low
-    for at_border in range(low, high - plain, BLOCK_N):
+    for at_border in tl.range(low, high - plain, BLOCK_N, num_stages=BORDER_STAGES):
         start = at_border + tl.where(at_border >= plain_low, plain, 0)
         sums, peak, norm = take_block(
             sums, peak, norm, q, key, value, keep, mask, bits, own, there, start, tail, total, key_row, value_row,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +28,13 @@ class Tiling:
     block_n: int  # columns that it takes at a time
     warps: int
     stages: int  # blocks that are on their way at a time
+    border_stages: int  # the same at borders, which are short
     splits: int = 1  # parts of the columns, each with programs of its own
+
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told."""
+        # Triton 3.10 no longer fuses products and sums by itself, and 3.9 warns of that.
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
 @cache
@@ -49,17 +56,18 @@ def plan_tiling(rows: int, dim: int, itemsize: int, device: Device) -> Tiling:
         device: Where.
     """
     if knobs.runtime.interpret:  # where a block costs the same whatever its size, but tests want several
-        return Tiling(block_m=32, block_n=16, warps=1, stages=1)
+        return Tiling(block_m=32, block_n=16, warps=1, stages=1, border_stages=1)
     padded = max(16, triton.next_power_of_2(dim))
     if itemsize == 4:  # without tensor cores
-        return Tiling(block_m=16, block_n=32, warps=4, stages=2)
-    if rows <= 64:
-        block_m, block_n, warps = max(16, triton.next_power_of_2(rows)), 64, 4
-    else:
-        block_m, block_n, warps = 128, 64, 8 if padded > 64 else 4
-    stage = 2 * block_n * padded * itemsize
-    spare = device.shared_bytes - block_m * padded * itemsize
-    return Tiling(block_m=block_m, block_n=block_n, warps=warps, stages=max(1, min(3, spare // stage)))
+        return Tiling(block_m=16, block_n=32 if padded <= 128 else 16, warps=4, stages=2, border_stages=2)
+    block_m = min(max(16, triton.next_power_of_2(rows)), 128 if padded <= 128 else 64)
+    sums = block_m * padded  # float32 in registers, beside the scores and, before sm_90, the keys of a block
+    block_n = 32 if padded == 256 or (sums > 8192 and device.shared_bytes < 200 * 1024) else 64
+    room = (device.shared_bytes - sums * itemsize) // (2 * block_n * padded * itemsize)
+    stages = max(1, min(2 if padded == 256 else 3, room))
+    border_stages = 1 if padded == 256 else stages  # a second pipeline takes registers, too
+    warps = 8 if sums >= 8192 else 4
+    return Tiling(block_m=block_m, block_n=block_n, warps=warps, stages=stages, border_stages=border_stages)
 
 
 def plan_splits(programs: int, columns: int, block_n: int, device: Device, *, per_processor: int = 2) -> int:
@@ -73,4 +81,4 @@ def plan_splits(programs: int, columns: int, block_n: int, device: Device, *, pe
         per_processor: Programs that fit onto a processor at a time.
     """
     room = device.processors * per_processor // max(programs, 1)
-    return max(1, min(room, triton.cdiv(columns, block_n * _MIN_BLOCKS), MAX_SPLITS))
+    return max(1, min(room, -(-columns // (block_n * _MIN_BLOCKS)), MAX_SPLITS))

@@ -1,0 +1,83 @@
+"""The dense kernel compiled for GPUs that are not here: on tensor cores, with nothing spilled from registers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from triton import knobs
+
+from kvboost_hf.attention.triton import dense
+from kvboost_hf.attention.triton.tiling import Device, plan_tiling
+from kvboost_hf.attention.visibility import Visibility
+from tests.triton_compile import Compiled, Launch, compile_launches, pointer
+
+pytestmark = pytest.mark.slow
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+BF16 = torch.bfloat16
+
+# head_dim, queries, what is asked, dtype
+CONFIGURATIONS = [(64, 512, "", BF16), (128, 512, "", BF16), (256, 512, "window, padding", BF16)]
+CASES = [
+    *((capability, *each) for capability in MMA for each in CONFIGURATIONS),
+    (90, 128, 1, "window, padding", BF16),
+    (90, 64, 16, "tree, softcap, sinks", BF16),
+    (80, 128, 512, "mask", torch.float16),
+    (80, 128, 512, "", torch.float32),
+]
+
+
+def launch(capability: int, head_dim: int, queries: int, asked: str, dtype: torch.dtype, **tiles: int) -> Launch:
+    """A call over 4096 columns, with 4 heads for each head of keys."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    tiling = plan_tiling(queries * 4, head_dim, dtype.itemsize, Device(132, SHARED[capability]))
+    tiling = replace(tiling, **tiles)
+    arguments = dense.launch_arguments(
+        empty(1, queries, 32, head_dim).transpose(1, 2),
+        empty(1, 8, 4096, head_dim),
+        empty(1, 8, 4096, head_dim),
+        out=empty(1, 1, queries, 32, head_dim),
+        lse=empty(1, 1, 32, queries, dtype=torch.float32),
+        scale=head_dim**-0.5,
+        visibility=Visibility(
+            window=1024 if "window" in asked else 0,
+            keep=empty(1, 4096, dtype=torch.bool) if "padding" in asked else None,
+            tree=empty(1, queries, dtype=torch.int64) if "tree" in asked else None,
+            mask=empty(1, 1, queries, 4096, dtype=torch.bool) if "mask" in asked else None,
+        ),
+        softcap=30.0 if "softcap" in asked else 0.0,
+        sinks=empty(32) if "sinks" in asked else None,
+        tiling=tiling,
+    )
+    given = {name: pointer(value) for name, value in arguments.items()}
+    return Launch("kvboost_hf.attention.triton.dense:fwd", given, capability, tiling.warps, tiling.stages)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[object, Compiled]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knobs.runtime, "interpret", False)  # whose tiles are smaller
+        launches = [launch(*case) for case in CASES]
+        launches.append(launch(*CASES[1], warps=4, block_n=64))
+    return dict(zip([*CASES, "too large"], compile_launches(launches), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel(compiled: dict[object, Compiled], case: tuple[int, int, int, str, torch.dtype]) -> None:
+    capability, _, queries, asked, dtype = case
+    found = compiled[case]
+    # A tile of few queries, with 4 heads, is smaller than what the instructions of later GPUs take.
+    expected = "mma.sync" if queries * 4 < 64 else MMA[capability]
+    assert found.mma == ([] if dtype == torch.float32 else [expected])
+    # What trees and masks ask of each pair of a query and a column takes the last registers.
+    assert found.stack_bytes <= (128 if "tree" in asked or "mask" in asked else 0)
+    assert found.shared_bytes <= SHARED[capability]
+
+
+def test_a_tile_that_is_too_large_spills(compiled: dict[object, Compiled]) -> None:
+    assert compiled["too large"].stack_bytes > 1000
