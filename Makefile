@@ -47,6 +47,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/repair.py --out benchmarks/results
 	$(BIN)/python benchmarks/tiers.py --out benchmarks/results
 	$(BIN)/python benchmarks/codecs.py --out benchmarks/results
+	PYTHONPATH=. $(BIN)/python benchmarks/attention.py --out benchmarks/results
 
 # Processes that write to one folder and are killed, 1,000 times.
 soak: $(VENV)/installed
@@ -59,6 +60,7 @@ gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/kinds.py --device cuda --out $${OUT:-benchmarks/results}
 	PYTHONPATH=. $(PYTHON) benchmarks/repair.py ttft --device cuda --out $${OUT:-benchmarks/results}
 	PYTHONPATH=. $(PYTHON) benchmarks/tiers.py --device cuda --out $${OUT:-benchmarks/results}
+	PYTHONPATH=. $(PYTHON) benchmarks/attention.py --device cuda --out $${OUT:-benchmarks/results}
 
 clean:
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .hypothesis demo.png

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvboost_hf.attention import kernel_calls, ops, reference
-from kvboost_hf.attention.cpu import attend, codes
+from kvboost_hf.attention.cpu import attend, codes, dense
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import CodePlanes
 from tests.attention import Problem, assert_within_budget
@@ -58,9 +58,12 @@ def solve(problem: Problem, visibility: Visibility | None = None) -> tuple[torch
     )
 
 
+@pytest.mark.parametrize("in_parts", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_parity(name: str, dtype: torch.dtype) -> None:
+def test_parity(name: str, dtype: torch.dtype, in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_parts:  # as large calls are
+        monkeypatch.setattr(dense, "_SMALL", 0)
     problem = replace(PROBLEMS[name], dtype=dtype)
     for found, truth, same in zip(solve(problem), problem.solve(torch.float64), problem.solve(dtype), strict=True):
         assert found.dtype == torch.float32
@@ -125,3 +128,60 @@ def test_parity_over_codes(form: str, queries: int, softcap: float, monkeypatch:
     same = reference.attend_codes(*given, scale=0.1, softcap=softcap)
     for each in zip(found, truth, same, strict=True):
         assert_within_budget(*each, torch.float32)
+
+
+@pytest.mark.parametrize("hidden", ["the first column", "the last column"])
+def test_a_column_that_is_not_read_is_noticed(hidden: str) -> None:
+    problem = Problem()
+    key, lost = problem.tensors()[1], 0 if hidden == "the first column" else problem.columns - 1
+    keep = torch.ones(problem.batch, problem.columns, dtype=torch.bool)
+    keep[:, lost] = False
+    found, _ = solve(problem, Visibility(keep=keep))
+    truth, same = problem.solve(torch.float64)[0], problem.solve(key.dtype)[0]
+    with pytest.raises(AssertionError, match="off by"):
+        assert_within_budget(found, truth, same, key.dtype)
+
+
+def test_columns_in_any_order() -> None:
+    problem = Problem(queries=200, columns=400, sparse=True, window=50)
+    query, key, value = problem.tensors()
+    columns = problem.visibility().columns
+    assert columns is not None
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    sorted_out, _ = solve(problem)
+    seen = Visibility(window=50, columns=columns[:, order])
+    out, _ = attend(query[:, :, order], key, value, scale=problem.scale, visibility=seen, partial=True)
+    torch.testing.assert_close(out, sorted_out[:, order])
+
+
+@pytest.mark.parametrize("keys_first", [True, False])
+def test_other_dimensions_of_values(keys_first: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    dims = (48, 32) if keys_first else (32, 48)
+    query, key, value = (torch.randn(2, 4, 40, dim, generator=draw) for dim in (dims[0], *dims))
+    out, _ = attend(query, key, value, scale=0.2, visibility=Visibility())
+    torch.testing.assert_close(out, reference.attend(query, key, value, scale=0.2, visibility=Visibility())[0])
+
+
+def test_the_dtype_of_the_query_comes_back_and_calls_are_counted() -> None:
+    problem = Problem(dtype=torch.bfloat16)
+    before = kernel_calls()["cpu.attend"]
+    out, lse = ops.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+    assert out.dtype == torch.bfloat16
+    assert out.is_contiguous()
+    assert lse.numel() == 0
+    assert kernel_calls()["cpu.attend"] == before + 1
+
+
+def test_what_is_hidden_is_not_computed() -> None:
+    """Columns out of reach of all queries are no numbers, which any product with them would show."""
+    problem = Problem(queries=300, columns=1000, window=20)
+    query, key, value = problem.tensors()
+    key[:, :, :600], value[:, :, :600] = float("nan"), float("nan")
+    out, _ = attend(query, key, value, scale=problem.scale, visibility=problem.visibility())
+    assert out.isfinite().all()
+    columns = torch.arange(5, 305, dtype=torch.int32)[None].expand(2, -1) * 2
+    query, key, value = problem.tensors()
+    key[:, :, 700:], value[:, :, 700:] = float("nan"), float("nan")
+    out, _ = attend(query, key, value, scale=problem.scale, visibility=Visibility(columns=columns))
+    assert out.isfinite().all()

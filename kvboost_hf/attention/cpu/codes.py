@@ -3,11 +3,10 @@
 import torch
 
 from kvboost_hf.attention.cpu.blocks import NUMBERS, join, weighted
-from kvboost_hf.attention.cpu.dense import flash
 from kvboost_hf.attention.cpu.decoder import Decoder
+from kvboost_hf.attention.cpu.dense import flash
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.handles import CodePlanes
-
 
 _FEW = 16  # rows of queries for which it is cheaper to turn and scale these than what is decoded
 
@@ -25,11 +24,12 @@ def attend_codes(
     batch, _, _, dim = query.shape
     blocks, kv_heads, tokens = keys.codes.shape[1:4]
     rows = query.float().mul(scale).reshape(batch, kv_heads, -1, dim)
-    step = min(blocks, max(1, NUMBERS // (batch * kv_heads * tokens * max(dim, rows.shape[2]))))
+    folded = rows.shape[2] <= _FEW or softcap > 0
+    widest = max(dim, rows.shape[2]) if folded else dim
+    step = min(blocks, max(1, NUMBERS // (batch * kv_heads * tokens * widest)))
     key, value = Decoder(keys, dim, step), Decoder(values, dim, step)
     turned = key.turn(rows)
     out, lse = torch.zeros_like(rows), rows.new_full(rows.shape[:3], float("-inf"))
-    folded = rows.shape[2] <= _FEW or softcap > 0
     for start in range(0, blocks, step):
         some = slice(start, start + step)
         hidden = (torch.arange(tokens) >= lengths[some, None]).flatten()

@@ -1,4 +1,4 @@
-"""Decodes codes as far as attention needs it: before their rotation, and with the dimensions in an order of its own."""
+"""Codes, decoded as far as attention needs it: before their rotation, the dimensions in whatever order is fastest."""
 
 from math import prod
 
@@ -56,7 +56,7 @@ class Decoder:
         numbers.mul_(self._scale(some)[..., None])
         if codes.mean is not None:
             mean = codes.mean[:, some].transpose(1, 2).float()[..., None, :]
-            if codes.cos is not None:
+            if codes.cos is not None and codes.sin is not None:
                 mean = mean * codes.cos + mean[..., codes.partner] * codes.sin
             numbers.add_(self.turn(mean))
         return numbers.flatten(2, 3)
@@ -89,7 +89,7 @@ class Decoder:
         codes = self._codes
         if codes.codebook is None:
             least, step = (each.flatten(2, 3).mT for each in self._affine(some))
-            parts = self._numbers(some).flatten(2, 3).split(codes.group_size, dim=-1)
+            parts = torch.split(self._numbers(some).flatten(2, 3), codes.group_size, dim=-1)
             return torch.cat(
                 [
                     (weights * step[:, :, None, i]).matmul(part).add_(weights @ least[:, :, i, :, None])

@@ -156,10 +156,10 @@ def _flash(
             query = query.reshape(batch, kv_heads, groups * rows, -1)
             bias = bias.repeat(1, 1, groups, 1) if bias is not None and rows == bias.shape[2] > 1 else bias
         else:
-            query = query.unflatten(1, (kv_heads, groups)).flatten(0, 1)
+            query = torch.unflatten(query, 1, (kv_heads, groups)).flatten(0, 1)
             key, value = (each.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for each in (key, value))
             if bias is not None and bias.shape[:2] != (1, 1):
-                bias = bias.expand(batch, heads, -1, -1).unflatten(1, (kv_heads, groups)).flatten(0, 1)
+                bias = torch.unflatten(bias.expand(batch, heads, -1, -1), 1, (kv_heads, groups)).flatten(0, 1)
     out, lse = flash(query, key, value, bias, causal=causal, scale=scale)
     out = out.reshape(batch, heads, rows, -1)[..., :value_dim]
     lse = lse.reshape(batch, heads, rows)
@@ -179,7 +179,7 @@ def flash(
     causal: bool = False,
     scale: float,
 ) -> Part:
-    """PyTorch's kernel: heads and dimensions are alike in all, and there is a column; what is hidden has a bias of -inf."""
+    """PyTorch's kernel, for as many heads and dimensions in all, and one column or more; a bias of -inf hides."""
     out: torch.Tensor
     lse: torch.Tensor
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -1,0 +1,417 @@
+"""The attention of `kvboost_fa2` against PyTorch's own, operator by operator.
+
+    PYTHONPATH=. python benchmarks/attention.py --out benchmarks/results [--device cuda] [--threads 2]
+
+Each case calls two or more ways to the same result in turn. A ratio is that of the medians of one run. Wall time is
+from the call to the result, with the device synchronized at both ends. Device time is that between two CUDA events
+around one call for each of several inputs, which on a GPU are larger than its L2 in all; decode is also timed as a
+CUDA graph of these calls. Each way has been called with each input before any clock starts, which compiles it.
+
+On a GPU all is bfloat16: squares against PyTorch's flash and cuDNN kernels and FlexAttention; suffixes and sparse rows
+with the mask that a model would be given; decode as a share of what a copy of as many bytes takes. On a CPU all is
+float32 against `sdpa` as transformers calls it, and codes against decoding all of them as a live cache does.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from reuse import Result, measured_on, provenance
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvboost_hf.attention import active_tier, kernel_calls, ops
+from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.cache.codecs import Planes, Role, make_codec
+from kvboost_hf.compat import LayerRotation
+from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.handles import CodePlanes, PieceTable
+
+Inputs = tuple[Any, ...]
+Way = Callable[..., object]
+
+L2_BYTES = 128 << 20  # inputs of a case take at least twice as much
+MOST_INPUTS = 64
+CLOCKS = ("wall", "device", "graph")
+WINDOW = 128  # tokens of a block of codes, and of a piece of a table
+CODES = {
+    "int8": KVQuantConfig(method="kivi", key_bits=8, value_bits=8),
+    "int4": KVQuantConfig(method="kivi", key_bits=4, value_bits=4),
+    **{f"turboquant {bits}": KVQuantConfig(key_bits=bits, value_bits=bits) for bits in (4, 3, 2)},
+}
+# What a ratio has to be, by the words that the name of a case and of its way begin with.
+TARGETS = {
+    ("square", "sdpa flash"): 1.0,
+    ("suffix of 1 over 32k", "masked sdpa"): 2.0,
+    ("suffix of 1 over 128k", "masked sdpa"): 2.0,
+    ("suffix of 16 over 32k", "masked sdpa"): 2.0,
+    ("suffix of 16 over 128k", "masked sdpa"): 2.0,
+    ("suffix of 128 over 32k", "masked sdpa"): 2.0,
+    ("suffix of 128 over 128k", "masked sdpa"): 2.0,
+    ("decode", "copy"): 0.7,
+    ("int8", "bfloat16"): 1.5,
+    ("int4", "bfloat16"): 2.2,
+    ("sparse 15%", "full prefill"): 4.0,
+    ("table", "contiguous"): 0.9,
+}
+
+
+class Case:
+    """Ways to one result.
+
+    Args:
+        name: What is computed.
+        ways: By name, functions of the inputs; "kvboost_fa2" is what the others are compared with.
+        make: Draws one set of inputs.
+        device: Where.
+        graph: Time a replayed CUDA graph of all calls, too.
+    """
+
+    def __init__(
+        self, name: str, ways: dict[str, Way], make: Callable[[], Inputs], device: str, *, graph: bool = False
+    ) -> None:
+        self.name, self._ways, self._device, self._graph = name, ways, device, graph
+        first = make()
+        bytes_each = sum(each.nbytes for each in first if isinstance(each, torch.Tensor))
+        count = max(2, min(-(-2 * L2_BYTES // bytes_each), MOST_INPUTS)) if device == "cuda" else 2
+        self._inputs = [first, *(make() for _ in range(count - 1))]
+
+    def measure(self, rounds: int) -> Result:
+        """Milliseconds of each way, and the ratios to ours."""
+        found: Result = {"name": self.name, "wall": {}, "device": {}, "graph": {}, "failed": {}}
+        works: dict[str, Iterator[Callable[[], object]]] = {}
+        for name, way in self._ways.items():
+            try:
+                for each in self._inputs:
+                    way(*each)
+                self._synchronize()
+            except (RuntimeError, NotImplementedError) as error:  # a kernel that this device or shape does not have
+                found["failed"][name] = str(error).splitlines()[0]
+                continue
+            works[name] = cycle([partial(way, *each) for each in self._inputs])
+        times: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(rounds):
+            for name, work in works.items():
+                times[name].append(self._wall(next(work)))
+        found["wall"] = {name: statistics.median(each) for name, each in times.items()}
+        if self._device == "cuda":
+            for name, work in works.items():
+                calls = [next(work) for _ in self._inputs]
+                found["device"][name] = statistics.median(self._events(calls) for _ in range(rounds))
+                if self._graph:
+                    found["graph"][name] = self._replayed(calls, rounds)
+        shown = found["graph"] or found["device"] or found["wall"]
+        ours = shown.get("kvboost_fa2")
+        found["ratios"] = {name: each / ours for name, each in shown.items() if name != "kvboost_fa2"} if ours else {}
+        return found
+
+    def _synchronize(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def _wall(self, call: Callable[[], object]) -> float:
+        self._synchronize()
+        begin = time.perf_counter()
+        call()
+        self._synchronize()
+        return 1000 * (time.perf_counter() - begin)
+
+    def _events(self, calls: list[Callable[[], object]]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for call in calls:
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / len(calls)
+
+    def _replayed(self, calls: list[Callable[[], object]], rounds: int) -> float:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        return statistics.median(self._events([graph.replay]) for _ in range(rounds)) / len(calls)
+
+
+def short(number: int) -> str:
+    """4096 as 4k."""
+    return f"{number // 1024}k" if number % 1024 == 0 else str(number)
+
+
+def draw(
+    queries: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype
+) -> Callable[[], Inputs]:
+    """Query, as models give it, key and value."""
+
+    def make() -> Inputs:
+        query = torch.randn(1, queries, heads[0], dim, device=device, dtype=dtype).transpose(1, 2)
+        shape = (1, heads[1], total, dim)
+        return query, *(torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+
+    return make
+
+
+def ours(visibility: Visibility) -> Way:
+    return lambda q, k, v: ops.attend(q, k, v, scale=q.shape[3] ** -0.5, visibility=visibility)
+
+
+def stock(mask: torch.Tensor | None) -> Way:
+    """`sdpa` as transformers calls it."""
+
+    def way(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> object:
+        module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=False)
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=query.shape[3] ** -0.5)[0]
+
+    return way
+
+
+def pinned(backend: SDPBackend) -> Way:
+    """One kernel of PyTorch's, on a causal square."""
+
+    def way(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> object:
+        with sdpa_kernel(backend):
+            grouped = query.shape[1] != key.shape[1]
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+    return way
+
+
+def flex(queries: int, device: str) -> Way:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, queries, queries, device=device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def suffix(queries: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+    visibility = Visibility()
+    mask = visibility.dense(queries, total, torch.device(device)) if queries > 1 else None
+    ways = {"kvboost_fa2": ours(visibility), "masked sdpa": stock(mask)}
+    name = f"suffix of {short(queries)} over {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
+    return Case(name, ways, draw(queries, total, heads, dim, device, dtype), device)
+
+
+def sparse(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+    """15% of the rows of a prompt, computed again: against a mask, and against attention of all rows."""
+    rows = torch.randperm(total, device=device)[: total * 15 // 100].sort().values
+    visibility = Visibility(columns=rows[None].int())
+    mask = visibility.dense(len(rows), total, torch.device(device))
+    ways: dict[str, Way] = {
+        "kvboost_fa2": lambda q, k, v: ours(visibility)(q[:, :, : len(rows)], k, v),
+        "masked sdpa": lambda q, k, v: stock(mask)(q[:, :, : len(rows)], k, v),
+        "full prefill": lambda q, k, v: stock(None)(q, k, v),
+    }
+    name = f"sparse 15% of {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
+    return Case(name, ways, draw(total, total, heads, dim, device, dtype), device)
+
+
+def coded(
+    name: str, queries: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype
+) -> Case:
+    """Attention over codes: against ours over as many columns of the dtype, and against decoding them all first."""
+    codec, blocks = make_codec(CODES[name]), total // WINDOW
+    turn = LayerRotation(1e6 ** -(torch.arange(dim // 2) / (dim // 2)), "half", 0)
+    rotations: dict[Role, LayerRotation | None] = {"keys": turn, "values": None}
+    lengths = torch.full((blocks,), WINDOW, dtype=torch.int32, device=device)
+    held: dict[Role, Planes] = {}
+    forms: dict[Role, CodePlanes] = {}
+    for role, rotation in rotations.items():
+        x = torch.randn(blocks, heads[1], WINDOW, dim, device=device, dtype=dtype)
+        held[role] = codec.encode(x, role, [rotation] * blocks)
+        found = codec.code_planes({name: each[None] for name, each in held[role].items()}, role, rotation, WINDOW, dim)
+        assert found is not None
+        forms[role] = found
+
+    def make() -> Inputs:
+        return *draw(queries, total, heads, dim, device, dtype)(), *(form.codes.clone() for form in forms.values())
+
+    def over_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *codes: torch.Tensor) -> object:
+        keys, values = (replace(form, codes=own) for form, own in zip(forms.values(), codes, strict=True))
+        return ops.attend_codes(q, keys, values, lengths, scale=dim**-0.5)
+
+    def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *codes: torch.Tensor) -> object:
+        shape = (blocks, heads[1], WINDOW, dim)
+        columns = [
+            codec.decode({**held[role], "codes": own[0]}, shape, dtype, role, rotation).transpose(0, 1).flatten(1, 2)
+            for (role, rotation), own in zip(rotations.items(), codes, strict=True)
+        ]
+        return ours(Visibility(causal=False))(q, *(each[None] for each in columns))
+
+    ways: dict[str, Way] = {
+        "kvboost_fa2": over_codes,
+        str(dtype).removeprefix("torch."): lambda q, k, v, *codes: ours(Visibility(causal=False))(q, k, v),
+        "decoded first": decoded,
+    }
+    return Case(f"{name}, {queries} over {short(total)}, D {dim}", ways, make, device)
+
+
+def table(queries: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+    """Pieces in any order in memory, against the same columns in order."""
+    pieces = total // WINDOW
+
+    def make() -> Inputs:
+        query, key, value = draw(queries, total, heads, dim, device, dtype)()
+        order = torch.randperm(pieces)
+        rows = torch.stack([order, torch.arange(pieces) * WINDOW, torch.full((pieces,), -1)], dim=-1)
+        parts = (tuple(each[0].split(WINDOW, dim=1)) for each in (key, value))
+        return query, key, value, PieceTable(*parts, rows[None], total)
+
+    scale, before, everything = dim**-0.5, Visibility(), Visibility(causal=False)
+    ways: dict[str, Way] = {
+        "kvboost_fa2": lambda q, k, v, pieces: ops.attend_pieces(
+            q, pieces, scale=scale, total=total + queries, visibility=before
+        ),
+        "contiguous": lambda q, k, v, pieces: ops.attend(q, k, v, scale=scale, visibility=everything, partial=True),
+    }
+    return Case(f"table, {queries} over {short(total)}, D {dim}", ways, make, device)
+
+
+def square(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+    scale = dim**-0.5
+    ways: dict[str, Way] = {
+        "kvboost_fa2": ours(Visibility()),
+        "own kernel": lambda q, k, v: ops.attend(q, k, v, scale=scale, visibility=Visibility(), partial=True),
+        "sdpa flash": pinned(SDPBackend.FLASH_ATTENTION),
+        "sdpa cudnn": pinned(SDPBackend.CUDNN_ATTENTION),
+        "flex attention": flex(total, device),
+    }
+    name = f"square of {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
+    return Case(name, ways, draw(total, total, heads, dim, device, dtype), device)
+
+
+def decode(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+    """One query; the copy reads and writes as many bytes as there are keys and values."""
+    target = torch.empty(1, heads[1], total, dim, device=device, dtype=dtype)
+    ways: dict[str, Way] = {
+        "kvboost_fa2": ours(Visibility()),
+        "sdpa": stock(None),
+        "copy": lambda q, k, v: target.copy_(k),
+    }
+    name = f"decode over {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
+    return Case(name, ways, draw(1, total, heads, dim, device, dtype), device, graph=device == "cuda")
+
+
+def cpu_cases() -> Iterator[Case]:
+    on = (32, 8), 64, "cpu", torch.float32
+    for total in (2048, 8192):
+        for queries in (8, 128, 512):
+            yield suffix(queries, total, *on)
+    for total in (512, 8192):
+        yield decode(total, *on)
+    yield sparse(4096, *on)
+    for name in CODES:
+        for queries in (1, 64):
+            yield coded(name, queries, 8192, *on)
+
+
+def gpu_cases() -> Iterator[Case]:
+    end = "cuda", torch.bfloat16
+    for dim in (64, 96, 128):
+        for total in (4096, 16384):
+            yield square(total, (32, 8), dim, *end)
+    for kv_heads in (32, 8, 4):
+        for total in (4096, 32768, 131072):
+            for queries in (1, 16, 128, 1024):
+                yield suffix(queries, total, (32, kv_heads), 128, *end)
+            yield decode(total, (32, kv_heads), 128, *end)
+    for total in (32768, 131072):
+        for name in CODES:
+            yield coded(name, 1, total, (32, 8), 128, *end)
+        for queries in (1, 16, 128):
+            yield table(queries, total, (32, 8), 128, *end)
+    for total in (4096, 16384):
+        yield sparse(total, (32, 8), 128, *end)
+
+
+def targets(found: Result) -> list[Result]:
+    """The targets of a case, and whether they are reached."""
+    return [
+        {"way": way, "least": least, "ratio": ratio, "reached": ratio >= least}
+        for (case, way), least in TARGETS.items()
+        for name, ratio in found["ratios"].items()
+        if found["name"].startswith(case) and name == way
+    ]
+
+
+def markdown(result: Result) -> str:
+    lines = [
+        f'{result["dtype"]}, batch of 1, 32 heads; tier "{result["tier"]}"; {measured_on(result["provenance"])}',
+        "",
+        "Times in ms: wall, then device, then in a CUDA graph, where these were taken. A ratio is how many times as "
+        "long as `kvboost_fa2` a way takes, by the last of its times.",
+        "",
+        "| case | kvboost_fa2 | others | targets |",
+        "| --- | ---: | --- | --- |",
+    ]
+    for row in result["cases"]:
+        times = {
+            way: " / ".join(f"{row[clock][way]:.3g}" for clock in CLOCKS if way in row[clock]) for way in row["wall"]
+        }
+        others = [f"{way} {times[way]} ({ratio:.2f}x)" for way, ratio in row["ratios"].items()]
+        others += [f"{way}: none" for way in row["failed"]]
+        aims = [
+            f"{each['way']} {each['least']}x: {'reached' if each['reached'] else 'missed'}" for each in row["targets"]
+        ]
+        lines.append(
+            f"| {row['name']} | {times.get('kvboost_fa2', 'none')} | {'; '.join(others)} | {'; '.join(aims)} |"
+        )
+    lines += ["", "Kernels called: " + ", ".join(f"{name} {calls}" for name, calls in result["calls"].items()) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for the JSON and the table; none writes neither")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="cases whose names begin so")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    result: Result = {
+        "provenance": provenance(sys.argv[1:], "attention.py"),
+        "dtype": str(dtype).removeprefix("torch."),
+        "tier": active_tier(options.device, dtype),
+        "cases": [],
+    }
+    for case in gpu_cases() if options.device == "cuda" else cpu_cases():
+        if not case.name.startswith(options.only):
+            continue
+        found = case.measure(options.rounds)
+        found["targets"] = targets(found) if options.device == "cuda" else []
+        ratios = ", ".join(f"{way} {ratio:.2f}x" for way, ratio in found["ratios"].items())
+        aims = "".join(
+            f"; {each['way']} {each['least']}x {'reached' if each['reached'] else 'missed'}"
+            for each in found["targets"]
+        )
+        print(
+            f"{case.name}: {ratios}{aims}{''.join(f'; no {way}: {why}' for way, why in found['failed'].items())}",
+            flush=True,
+        )
+        result["cases"].append(found)
+    result["calls"] = dict(sorted(kernel_calls().items()))
+    if options.out is not None:
+        where = options.device if options.device != "cpu" else f"cpu-{options.threads}"
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"attention-{where}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.out / f"attention-{where}.md").write_text(markdown(result))
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()
