@@ -21,8 +21,9 @@ from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.static import StaticReuseLayer
 from kvboost_hf.cache.tape import DecodeTape, only_mask, visible
 from kvboost_hf.compat import cache_layers, known_reason, rope_regime
+from kvboost_hf.handles import ATTENTION
 
-_ATTENTION = ("sdpa", "eager")  # others want other masks than [batch, 1, m, columns]
+_ATTENTION = ("sdpa", "eager", ATTENTION)  # others want other masks than [batch, 1, m, columns]
 
 
 class StaticDecoding:

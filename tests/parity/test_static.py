@@ -71,9 +71,12 @@ def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: 
     return model.generate(**inputs, **{"max_new_tokens": NEW, **kwargs})
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
-def test_one_graph_for_all_prompts(name: str, compiler: Compiler) -> None:
+@pytest.mark.parametrize(
+    ("name", "attention"), [("llama", "sdpa"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("llama", "kvboost_fa2")]
+)
+def test_one_graph_for_all_prompts(name: str, attention: str, compiler: Compiler) -> None:
     model = make_model(name)
+    model.set_attn_implementation(attention)
     cache = static_cache(model)
     graphs = []
     for ids, unseen in PROMPTS:
