@@ -185,3 +185,11 @@ def test_what_is_hidden_is_not_computed() -> None:
     key[:, :, 700:], value[:, :, 700:] = float("nan"), float("nan")
     out, _ = attend(query, key, value, scale=problem.scale, visibility=Visibility(columns=columns))
     assert out.isfinite().all()
+
+
+def test_no_columns() -> None:
+    query, key, value = Problem().tensors()
+    empty = (each[:, :, :0] for each in (key, value))
+    out, lse = attend(query, *empty, scale=1.0, visibility=Visibility(causal=False), partial=True)
+    assert not out.any()
+    assert (lse == float("-inf")).all()

@@ -41,6 +41,9 @@ def _attend(
 ) -> Part:
     """[batch, heads, queries, value_dim], and the log-sum-exp."""
     queries, stop = query.shape[2], key.shape[2]
+    if not stop:  # the kernel divides by it
+        out = query.new_zeros(*query.shape[:3], value.shape[3])
+        return out, torch.full(query.shape[:3], float("-inf"))
     if is_plain(seen, queries, stop) and not softcap:
         return _flash(query, key, value, None, seen.causal and queries > 1, scale)
     small = queries > 1 and queries * stop <= (_SMALL if queries > _FEW else 8 * _SMALL)
