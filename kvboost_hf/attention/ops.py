@@ -15,6 +15,23 @@ from kvboost_hf.handles import CodePlanes, PieceTable
 
 _MaybeTensors = Sequence[torch.Tensor | None]
 
+# Defined one by one: what `torch.library.custom_op` does around each call takes longer than the kernel of a small one.
+torch.library.define(
+    "kvboost_hf::attend",
+    "(Tensor query, Tensor key, Tensor value, Tensor?[] seen, Tensor? sinks, float scale, bool causal, SymInt window, "
+    "float softcap, bool partial) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "kvboost_hf::attend_pieces",
+    "(Tensor query, Tensor[] keys, Tensor[] values, Tensor rows, Tensor?[] turn, Tensor?[] seen, SymInt columns, "
+    "SymInt total, float scale, bool causal, SymInt window, float softcap) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "kvboost_hf::attend_codes",
+    "(Tensor query, Tensor?[] keys, Tensor?[] values, int[] forms, Tensor lengths, float scale, float softcap) "
+    "-> (Tensor, Tensor)",
+)
+
 
 def attend(
     query: torch.Tensor,
@@ -30,7 +47,7 @@ def attend(
     """See `reference.attend`. Not differentiable. The log-sum-exp is there if `partial`, else it is empty."""
     seen = (visibility.keep, visibility.columns, visibility.tree, visibility.mask)
     causal, window = visibility.causal, visibility.window
-    out, lse = _attend(query, key, value, seen, sinks, scale, causal, window, softcap, partial)
+    out, lse = torch.ops.kvboost_hf.attend(query, key, value, seen, sinks, scale, causal, window, softcap, partial)
     return out, lse
 
 
@@ -61,7 +78,7 @@ def attend_pieces(
     seen, turn = (visibility.keep, visibility.columns), (table.cos, table.sin, table.partner, table.places)
     causal, window = visibility.causal, visibility.window
     given = table.keys, table.values, table.rows, turn, seen
-    out, lse = _attend_pieces(query, *given, table.columns, total, scale, causal, window, softcap)
+    out, lse = torch.ops.kvboost_hf.attend_pieces(query, *given, table.columns, total, scale, causal, window, softcap)
     return out, lse
 
 
@@ -88,7 +105,7 @@ def attend_codes(
         [batch, queries, heads, head_dim] and [batch, heads, queries], float32.
     """
     forms = [keys.bits, keys.group_size, values.bits, values.group_size]
-    out, lse = _attend_codes(query, _planes(keys), _planes(values), forms, lengths, scale, softcap)
+    out, lse = torch.ops.kvboost_hf.attend_codes(query, _planes(keys), _planes(values), forms, lengths, scale, softcap)
     return out, lse
 
 
@@ -103,7 +120,7 @@ def _as_codes(planes: _MaybeTensors, bits: int, group_size: int) -> CodePlanes:
     return CodePlanes(bits, codes, least, step, group_size, *others)
 
 
-@torch.library.custom_op("kvboost_hf::attend", mutates_args=())
+@torch.library.impl("kvboost_hf::attend", "default")
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -122,7 +139,7 @@ def _attend(
     )
 
 
-@_attend.register_fake
+@torch.library.register_fake("kvboost_hf::attend")  # type: ignore[untyped-decorator]
 def _(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -141,7 +158,7 @@ def _(
     return out, query.new_empty((batch, heads, queries) if partial else (0,), dtype=torch.float32)
 
 
-@torch.library.custom_op("kvboost_hf::attend_pieces", mutates_args=())
+@torch.library.impl("kvboost_hf::attend_pieces", "default")
 def _attend_pieces(
     query: torch.Tensor,
     keys: Sequence[torch.Tensor],
@@ -161,7 +178,7 @@ def _attend_pieces(
     return dispatch.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
 
 
-@_attend_pieces.register_fake
+@torch.library.register_fake("kvboost_hf::attend_pieces")  # type: ignore[untyped-decorator]
 def _(
     query: torch.Tensor,
     keys: Sequence[torch.Tensor],
@@ -179,7 +196,7 @@ def _(
     return _part_like(query)
 
 
-@torch.library.custom_op("kvboost_hf::attend_codes", mutates_args=())
+@torch.library.impl("kvboost_hf::attend_codes", "default")
 def _attend_codes(
     query: torch.Tensor,
     keys: Sequence[torch.Tensor | None],
@@ -193,7 +210,7 @@ def _attend_codes(
     return dispatch.attend_codes(query, *planes, lengths, scale=scale, softcap=softcap)
 
 
-@_attend_codes.register_fake
+@torch.library.register_fake("kvboost_hf::attend_codes")  # type: ignore[untyped-decorator]
 def _(
     query: torch.Tensor,
     keys: Sequence[torch.Tensor | None],
