@@ -30,7 +30,7 @@ def combine(parts: torch.Tensor, logs: torch.Tensor, *, sinks: torch.Tensor | No
     block_r = max(1, _NUMBERS // (block_p * block_d))
     grid = (triton.cdiv(rows, block_r), triton.cdiv(dim, block_d))
     blocks = {"BLOCK_P": block_p, "BLOCK_R": block_r, "BLOCK_D": block_d}
-    merge_parts[grid](parts, logs, sinks, out, lse, splits, rows, queries, heads, dim, **blocks)
+    merge_parts[grid](parts, logs, sinks, out, lse, splits, rows, queries, heads, dim, **blocks, enable_fp_fusion=True)
     return out, lse
 
 

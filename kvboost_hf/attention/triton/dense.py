@@ -43,18 +43,9 @@ def attend(
     partial: bool = False,
     tiling: Tiling | None = None,
 ) -> Part:
-    """See `reference.attend`. Without a log-sum-exp unless `partial`.
+    """See `reference.attend`, with a `scale` above 0. Without a log-sum-exp unless `partial`.
 
-    Args:
-        query: As there.
-        key: As there.
-        value: As there.
-        scale: As there; above 0.
-        visibility: As there.
-        softcap: As there.
-        sinks: As there.
-        partial: As there.
-        tiling: By default the best one known for these shapes.
+    Without `tiling` it takes that of `plan`.
     """
     tiling = tiling or plan(query, key, value, visibility)
     batch, heads, queries, _ = query.shape
@@ -68,10 +59,11 @@ def attend(
     )
     kv_heads = key.shape[1]
     tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
-    fwd[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
-    if not split:
-        return out[0], lse[0] if partial else lse
-    merged, total = combine(out, lse, sinks=sinks, dtype=dtype)
+    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
+        fwd[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
+        if not split:
+            return out[0], lse[0] if partial else lse
+        merged, total = combine(out, lse, sinks=sinks, dtype=dtype)
     return merged, total if partial else total.new_empty(0)
 
 
@@ -118,9 +110,9 @@ def launch_arguments(
         "columns": columns,
         "tree": tree,
         "mask": None if mask is None else mask.view(torch.uint8),
-        **_strides("query", query, 3),
-        **_strides("key", key, 3),
-        **_strides("value", value, 3),
+        **_strides("query", query),
+        **_strides("key", key),
+        **_strides("value", value),
         "keep_batch": 0 if keep is None else _broadcast(keep, 0),
         "mask_batch": 0 if mask is None else _broadcast(mask, 0),
         "mask_head": 0 if mask is None else _broadcast(mask, 1),
@@ -143,8 +135,8 @@ def launch_arguments(
     }
 
 
-def _strides(name: str, x: torch.Tensor, dims: int) -> dict[str, int]:
-    return {f"{name}_{dim}": x.stride(i) for i, dim in enumerate(("batch", "head", "row")[:dims])}
+def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
+    return {f"{name}_{dim}": x.stride(i) for i, dim in enumerate(("batch", "head", "row"))}
 
 
 def _broadcast(x: torch.Tensor, dim: int) -> int:
@@ -153,45 +145,14 @@ def _broadcast(x: torch.Tensor, dim: int) -> int:
 
 @triton.jit(do_not_specialize=["keep_batch", "mask_batch", "mask_head", "mask_row", "queries", "total", "window"])
 def fwd(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    sinks,
-    keep,
-    columns,
-    tree,
-    mask,
-    query_batch,
-    query_head,
-    query_row,
-    key_batch,
-    key_head,
-    key_row,
-    value_batch,
-    value_head,
-    value_row,
-    keep_batch,
-    mask_batch,
-    mask_head,
-    mask_row,
-    kv_heads,
-    queries,
-    total,
-    window,
-    scale,
-    softcap,
-    CAUSAL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    query, key, value, out, lse, sinks, keep, columns, tree, mask,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    keep_batch, mask_batch, mask_head, mask_row,
+    kv_heads, queries, total, window, scale, softcap,
+    CAUSAL: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BORDER_STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """One program for BLOCK_M rows of one head of keys, and one part of the columns; row r is query r // GROUPS."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those that see most begin first
     batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
