@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvboost_hf.attention import kernel_calls, tiers, use_tier
-from tests.architectures.models import make_architecture
+from tests.architectures.models import TRIED, make_architecture
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
 
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "phi", "gpt2", "deepseek_v3", "bloom"]
@@ -95,6 +95,8 @@ def test_a_prefix_that_sees_itself_is_obeyed(padded: bool) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3_vl_text", "inkling2_text"])
 def test_models_that_choose_keys_themselves_are_refused(name: str) -> None:
+    if name not in TRIED:
+        pytest.skip("this release of transformers does not have it")
     model = make_architecture(name)
     model.set_attn_implementation("kvboost_fa2")
     with pytest.raises(ValueError, match="is not taken by 'kvboost_fa2'"):

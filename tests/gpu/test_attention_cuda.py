@@ -1,0 +1,207 @@
+"""The Triton kernels on a GPU: the cases of the interpreter, larger ones, and models."""
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy
+from kvboost_hf.attention import active_tier, kernel_calls, ops, reference, use_tier
+from kvboost_hf.attention.merge import Part
+from kvboost_hf.cache.pieced import PiecedLayer
+from tests.attention import Problem, assert_within_budget
+from tests.conftest import as_inputs, left_pad, make_model, random_ids
+from tests.parity import test_triton_codes, test_triton_dense, test_triton_pieces
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="Triton has no tensor cores"
+    ),
+]
+BF16 = torch.bfloat16
+LARGE = {
+    "prompt": Problem(dtype=BF16, head_dim=128, heads=8, queries=1500, columns=1500, window=700),
+    "suffix": Problem(dtype=BF16, head_dim=128, heads=8, queries=100, columns=20_000, padding=True),
+    "suffix in float32": Problem(head_dim=64, heads=8, queries=70, columns=9_000),
+    "one token": Problem(dtype=torch.float16, head_dim=96, heads=8, queries=1, columns=40_000, sinks=True),
+    "scattered": Problem(dtype=BF16, head_dim=128, heads=8, queries=600, columns=4_000, sparse=True),
+    "scattered in a window": Problem(dtype=BF16, head_dim=64, queries=300, columns=3_000, sparse=True, window=512),
+    "tree": Problem(dtype=BF16, head_dim=128, heads=8, queries=63, columns=5_000, tree=True),
+    "softcap": Problem(dtype=BF16, head_dim=256, heads=8, queries=200, columns=3_000, softcap=30.0),
+    "mask": Problem(dtype=BF16, head_dim=128, queries=130, columns=2_000, mask=True, causal=False),
+}
+
+
+def on_gpu(value: Any) -> Any:
+    """A tensor, or a dataclass, list or tuple of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if is_dataclass(value):
+        given = {each.name: on_gpu(getattr(value, each.name)) for each in fields(value) if each.name != "places"}
+        if "rows" in given:  # stay in host memory; where the pieces are has changed
+            given |= {"rows": value.rows, "places": None}  # type: ignore[attr-defined]
+        return replace(value, **given)  # type: ignore[type-var]
+    return type(value)(map(on_gpu, value)) if isinstance(value, tuple | list) else value
+
+
+def attend(problem: Problem) -> Part:
+    return ops.attend(
+        *problem.tensors(),
+        scale=problem.scale,
+        visibility=problem.visibility(),
+        softcap=problem.softcap,
+        sinks=problem.sink_logits(),
+        partial=True,
+    )
+
+
+def check(found: Part, truth: Part, same: Part, dtype: torch.dtype) -> None:
+    for ours, exact, plain in zip(found, truth, same, strict=True):
+        assert_within_budget(ours, exact.to(ours.device), plain.to(ours.device), dtype)
+
+
+@pytest.fixture(autouse=True)
+def _all_bits() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_it_is_the_triton_tier() -> None:
+    assert active_tier() == active_tier("cuda", torch.float32) == "triton"
+
+
+@pytest.mark.parametrize("case", test_triton_dense.CASES, ids=range(len(test_triton_dense.CASES)))
+def test_cases_of_the_interpreter(case: dict[str, Any]) -> None:
+    problem = replace(test_triton_dense.as_problem(case)[0], device="cuda")
+    before = kernel_calls()
+    found = attend(problem)
+    assert dict(kernel_calls() - before) == {"triton.attend": 1}
+    check(found, problem.solve(torch.float64), problem.solve(problem.dtype), problem.dtype)
+
+
+@pytest.mark.parametrize("problem", LARGE.values(), ids=LARGE)
+def test_large_ones(problem: Problem) -> None:
+    problem = replace(problem, device="cuda")
+    check(attend(problem), problem.solve(torch.float64), problem.solve(problem.dtype), problem.dtype)
+
+
+@pytest.mark.parametrize("case", test_triton_pieces.CASES.values(), ids=test_triton_pieces.CASES)
+def test_pieces(case: test_triton_pieces.Pieced) -> None:
+    whole, before = case.whole(), kernel_calls()
+    found = ops.attend_pieces(
+        whole.tensors()[0].cuda(),
+        on_gpu(case.table()),
+        scale=whole.scale,
+        total=whole.columns,
+        visibility=on_gpu(whole.visibility()),
+        softcap=whole.softcap,
+    )
+    assert dict(kernel_calls() - before) == {"triton.attend_pieces": 1}
+    check(found, case.solve(torch.float64), case.solve(whole.dtype), whole.dtype)
+
+
+@pytest.mark.parametrize("case", test_triton_codes.CASES.values(), ids=test_triton_codes.CASES)
+def test_codes(case: test_triton_codes.Coded) -> None:
+    problem, before = case.problem, kernel_calls()
+    found = ops.attend_codes(*map(on_gpu, case.given()), scale=problem.scale / 2, softcap=problem.softcap)
+    assert dict(kernel_calls() - before) == {"triton.attend_codes": 1}
+    check(found, case.solve(torch.float64), case.solve(problem.dtype), problem.dtype)
+
+
+def test_a_plain_prompt_goes_to_the_kernels_of_pytorch() -> None:
+    problem = Problem(dtype=BF16, queries=300, columns=300, head_dim=64, device="cuda")
+    before = kernel_calls()
+    out, _ = ops.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+    assert dict(kernel_calls() - before) == {"sdpa.square": 1}
+    truth, same = (problem.solve(compute)[0] for compute in (torch.float64, BF16))
+    assert_within_budget(out, truth, same, BF16)
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_it_can_be_captured(queries: int) -> None:
+    """A CUDA graph replays it: nothing in a call waits for the device."""
+    problem = Problem(dtype=BF16, head_dim=128, heads=8, queries=queries, columns=5_000, device="cuda")
+    given, seen = problem.tensors(), problem.visibility()
+    expected, _ = ops.attend(*given, scale=problem.scale, visibility=seen)  # compiled before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found, _ = ops.attend(*given, scale=problem.scale, visibility=seen)
+    found.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+
+
+def test_compiled_by_inductor() -> None:
+    model = make_model("llama").cuda()
+    model.set_attn_implementation("kvboost_fa2")
+    ids = random_ids(60, 1).cuda()
+    with torch.no_grad():
+        found = torch.compile(model.forward, fullgraph=True)(ids, use_cache=False).logits
+        torch.testing.assert_close(found, model(ids, use_cache=False).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss"])
+def test_tokens_are_those_of_eager_attention(name: str) -> None:
+    eager, ours = (make_model(name).cuda() for _ in range(2))
+    eager.set_attn_implementation("eager")
+    ours.set_attn_implementation("kvboost_fa2")
+    inputs = {key: each.cuda() for key, each in left_pad(random_ids(90, 1), random_ids(61, 2)).items()}
+    before = kernel_calls()
+    found = ours.generate(**inputs, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    assert dict(kernel_calls() - before) == {"triton.attend": 20 * ours.config.num_hidden_layers}
+    assert torch.equal(found, eager.generate(**inputs, max_new_tokens=20, min_new_tokens=20, do_sample=False))
+
+
+@pytest.mark.parametrize("tiers", [["ram:1GB"], ["device:1GB", "ram:1GB"]], ids=["ram", "device"])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_hits_are_read_where_they_are(tiers: list[str], how: dict[str, Any]) -> None:
+    model = make_model("llama").cuda()
+    model.set_attn_implementation("kvboost_fa2")
+    store, text = ChunkStore(model, chunk_size=32, tiers=tiers), random_ids(400, 1)
+    store.warm(text[:, :320])
+    for stop in (330, 400, 200):
+        inputs = {key: each.cuda() for key, each in as_inputs(text[:, :stop]).items()}
+        cache = ChunkReuseCache(model, store)
+        before = kernel_calls()
+        found = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False, **how)
+        assert (kernel_calls() - before)["triton.attend_pieces"]
+        assert torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False, **how))
+        assert all(layer._rows for layer in cache.layers if isinstance(layer, PiecedLayer))
+
+
+@pytest.mark.parametrize("config", [KVQuantConfig(window=32), KVQuantConfig(method="kivi", key_bits=8, value_bits=8)])
+def test_codes_are_read_where_they_are(config: KVQuantConfig) -> None:
+    model = make_model("deep_llama").cuda()
+    inputs = {key: each.cuda() for key, each in as_inputs(random_ids(700, 1)).items()}
+    answers = []
+    for attention in ("eager", "kvboost_fa2"):
+        model.set_attn_implementation(attention)
+        cache = ChunkReuseCache(model, ChunkStore(model), live_quant=config)
+        before = kernel_calls()
+        answers.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False))
+        assert bool((kernel_calls() - before)["triton.attend_codes"]) == (attention == "kvboost_fa2")
+    assert torch.equal(*answers)
+
+
+def test_moved_chunks_are_repaired() -> None:
+    model = make_model("llama").cuda()
+    model.set_attn_implementation("kvboost_fa2")
+    parts = [random_ids(96, seed) for seed in range(3)]
+    store = ChunkStore(model, chunk_size=32)
+    store.warm(torch.cat(parts, dim=1))
+    inputs = {key: each.cuda() for key, each in as_inputs(torch.cat([*parts[::-1], random_ids(20, 9)], dim=1)).items()}
+    cache = ChunkReuseCache(model, store, ReusePolicy(mode="blend", repair="first_k", recompute_ratio=1.0))
+    found = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
+    assert cache.report.moved_tokens
+    assert torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+
+
+def test_another_tier_can_be_asked_for() -> None:
+    problem = Problem(dtype=BF16, device="cuda")
+    with use_tier("sdpa"):
+        out, _ = ops.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+    truth, _ = reference.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+    torch.testing.assert_close(out, truth, rtol=2e-2, atol=2e-2)
