@@ -92,6 +92,9 @@ class PieceTable:
         cos: [shifts, head_dim], float32, or None where nothing moves.
         sin: Like `cos`, signed: a query is turned back by `query * cos + query[partner] * sin`.
         partner: [head_dim], int32.
+        places: [batch, pieces, 9], int64, on the device: for a kernel, of each piece of a row the addresses of its
+            keys and of its values, the strides of the heads and tokens of both, its tokens, the column of the first
+            one, and the row of `cos` and `sin`. Made of the other ones, where all is aligned to 16 bytes.
     """
 
     keys: tuple[torch.Tensor, ...]
@@ -101,6 +104,25 @@ class PieceTable:
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     partner: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.places is None:
+            object.__setattr__(self, "places", _places(self.keys, self.values, self.rows))
+
+
+def _places(
+    keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: torch.Tensor
+) -> torch.Tensor | None:
+    pieces = []
+    for key, value in zip(keys, values, strict=True):
+        starts, strides = (key.data_ptr(), value.data_ptr()), (*key.stride()[:2], *value.stride()[:2])
+        if any(at % 16 for at in starts) or any(stride * key.itemsize % 16 for stride in strides):
+            return None
+        pieces.append((*starts, *strides, key.shape[1]))
+    none = (0,) * 7
+    found = [[(*(pieces[i] if i >= 0 else none), column, shift) for i, column, shift in row] for row in rows.tolist()]
+    return torch.tensor(found, dtype=torch.int64).view(*rows.shape[:2], 9).to(keys[0].device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -58,7 +58,7 @@ def attend_pieces(
     """
     assert visibility.tree is None
     assert visibility.mask is None
-    seen, turn = (visibility.keep, visibility.columns), (table.cos, table.sin, table.partner)
+    seen, turn = (visibility.keep, visibility.columns), (table.cos, table.sin, table.partner, table.places)
     causal, window = visibility.causal, visibility.window
     given = table.keys, table.values, table.rows, turn, seen
     out, lse = _attend_pieces(query, *given, table.columns, total, scale, causal, window, softcap)

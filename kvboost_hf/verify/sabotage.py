@@ -9,6 +9,7 @@ import torch
 from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.handles import CodePlanes
 
 Damage = Literal["zeroed", "shuffled", "another seed"]
 
@@ -53,6 +54,17 @@ class Sabotaged:
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
         return self._codec.nbytes(shape, dtype, role)
+
+    def code_planes(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        role: Role,
+        rotation: LayerRotation | None,
+        tokens: int,
+        head_dim: int,
+    ) -> CodePlanes | None:
+        """See `Codec.code_planes`; codes have to be decoded, to be damaged."""
+        return None
 
 
 def controls(config: KVQuantConfig, role: Role | None = None) -> dict[str, Codec]:

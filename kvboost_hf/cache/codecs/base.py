@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 
 from kvboost_hf.compat import LayerRotation
+from kvboost_hf.handles import CodePlanes
 
 Role = Literal["keys", "values"]
 Planes = dict[str, torch.Tensor]
@@ -66,6 +67,28 @@ class Codec(Protocol):
 
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """Bytes of the planes for `x` of this shape and dtype; exact."""
+        ...
+
+    def code_planes(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        role: Role,
+        rotation: LayerRotation | None,
+        tokens: int,
+        head_dim: int,
+    ) -> CodePlanes | None:
+        """What an attention needs to read the codes of one layer where they are.
+
+        Args:
+            planes: What `encode` made of blocks of as many tokens each, as entries [batch, blocks, …].
+            role: What they are.
+            rotation: As it was for `encode`; the same for all entries.
+            tokens: In a block.
+            head_dim: Of what was encoded.
+
+        Returns:
+            None where they have to be decoded.
+        """
         ...
 
 

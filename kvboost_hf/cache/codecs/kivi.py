@@ -16,6 +16,7 @@ import torch
 from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed
 from kvboost_hf.cache.codecs.packing import pack, packed_width, to_codes, unpack
 from kvboost_hf.compat import LayerRotation
+from kvboost_hf.handles import CodePlanes
 
 
 class Kivi:
@@ -73,6 +74,20 @@ class Kivi:
         layers, heads, tokens, head_dim = shape
         codes = layers * heads * tokens * packed_width(head_dim, self._bits[role])
         return codes + 2 * dtype.itemsize * self._scales_shape(torch.Size(shape), role).numel()
+
+    def code_planes(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        role: Role,
+        rotation: LayerRotation | None,
+        tokens: int,
+        head_dim: int,
+    ) -> CodePlanes | None:
+        """See `Codec.code_planes`; None where the last bits of bytes are no codes."""
+        bits = self._bits[role]
+        if head_dim * bits % 8:
+            return None
+        return CodePlanes(bits, planes["codes"], planes["least"], planes["step"], self._group_size)
 
     def _scales_shape(self, shape: torch.Size, role: Role) -> torch.Size:
         groups = list(shape)

@@ -7,6 +7,7 @@ import torch
 
 from kvboost_hf.cache.codecs.base import Planes, Role
 from kvboost_hf.compat import LayerRotation
+from kvboost_hf.handles import CodePlanes
 
 
 class Raw:
@@ -33,3 +34,14 @@ class Raw:
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
         return prod(shape) * dtype.itemsize
+
+    def code_planes(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        role: Role,
+        rotation: LayerRotation | None,
+        tokens: int,
+        head_dim: int,
+    ) -> CodePlanes | None:
+        """See `Codec.code_planes`; there are no codes."""
+        return None

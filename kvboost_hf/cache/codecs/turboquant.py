@@ -22,11 +22,12 @@ import torch
 
 from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed
 from kvboost_hf.cache.codecs.kivi import Kivi
-from kvboost_hf.cache.codecs.lloyd_max import look_up, round_to, squared_length
+from kvboost_hf.cache.codecs.lloyd_max import centroids, look_up, round_to, squared_length
 from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
-from kvboost_hf.cache.codecs.rotation import random_projection, rotated, rotated_back
+from kvboost_hf.cache.codecs.rotation import random_projection, random_rotation, rotated, rotated_back
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.handles import CodePlanes
 
 _SCALE = torch.bfloat16
 _STEP = 16  # coordinates that get a bit more come in multiples of it
@@ -128,6 +129,36 @@ class TurboQuant:
         means = shape[0] * shape[1] * dim * _SCALE.itemsize if self._removes_mean(role) else 0
         return prod(vectors) * vector + means
 
+    def code_planes(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        role: Role,
+        rotation: LayerRotation | None,
+        tokens: int,
+        head_dim: int,
+    ) -> CodePlanes | None:
+        """See `Codec.code_planes`; None with fractions of bits, and with signs."""
+        if role == "values" and self._grouped is not None:
+            return self._grouped.code_planes(planes, role, rotation, tokens, head_dim)
+        (_, _, bits), *others = self._spans(head_dim, role)
+        if others or self._has_signs(role) or head_dim % 8:
+            return None
+        codes, device = planes["codes"], planes["codes"].device
+        turn: dict[str, torch.Tensor] = {}
+        if self._removes_mean(role):
+            turn["mean"] = planes["mean"]
+            if rotation is not None:
+                turn["cos"], turn["sin"] = _turns(rotation, tokens, head_dim, device)
+                turn["partner"] = _partners(rotation, head_dim, device)
+        return CodePlanes(
+            bits,
+            codes,
+            scale=planes["scale"],
+            codebook=centroids(bits, device),
+            rotation=random_rotation(self._config.rotation, head_dim, self._config.seed, device),
+            **turn,
+        )
+
     def _removes_mean(self, role: Role) -> bool:
         return role == "keys" and self._config.remove_key_mean
 
@@ -205,3 +236,9 @@ def _turns(rotation: LayerRotation, tokens: int, dim: int, device: torch.device)
         rotation.rotate_each(ones, shifts, torch.empty_like(ones)) for shifts in (range(tokens), range(0, -tokens, -1))
     )
     return (there + back)[0] / 2, (there - back)[0] / 2
+
+
+@lru_cache(maxsize=16)
+def _partners(rotation: LayerRotation, dim: int, device: torch.device) -> torch.Tensor:
+    """For each dimension the one that it turns with, or itself."""
+    return rotation.partners(torch.arange(dim, dtype=torch.int32, device=device))

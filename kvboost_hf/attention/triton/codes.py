@@ -1,0 +1,329 @@
+"""Attention over keys and values that are codes, which become numbers in registers, a block at a time.
+
+Nothing is rotated there: queries are rotated as the keys were, before, and what is found is rotated back as values
+are, behind. Scales of vectors are factors of logits and of weights, and the mean of a block's keys adds to logits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.triton.combine import combine
+from kvboost_hf.attention.triton.tile import LOG2E, dot, softmax_end, softmax_step, tanh
+from kvboost_hf.attention.triton.tiling import Tiling, device_of, plan_splits, plan_tiling
+from kvboost_hf.handles import CodePlanes
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_BITS = (1, 2, 3, 4, 8)
+_MAX_DIM = 256
+
+
+class Plane(NamedTuple):
+    """A tensor [batch, blocks, …], of which only the first two strides are free."""
+
+    data: Any
+    batch: Any  # stride
+    block: Any  # stride
+
+
+def can_attend(query: torch.Tensor, keys: CodePlanes, values: CodePlanes) -> bool:
+    """Whether `attend_codes` takes these."""
+    head_dim = query.shape[3]
+    whole = keys.least is None or _block_of(keys.group_size, keys.codes.shape[3]) >= 16
+    grouped = values.least is None or values.group_size >= head_dim or _is_power_of_2(values.group_size)
+    return (
+        query.dtype in _DTYPES
+        and head_dim <= _MAX_DIM
+        and head_dim % 16 == 0
+        and keys.bits in _BITS
+        and values.bits in _BITS
+        and values.mean is None
+        and whole
+        and grouped
+    )
+
+
+def attend_codes(
+    query: torch.Tensor,
+    keys: CodePlanes,
+    values: CodePlanes,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    tiling: Tiling | None = None,
+) -> Part:
+    """See `ops.attend_codes`.
+
+    Args:
+        query: As there.
+        keys: As there.
+        values: As there.
+        lengths: As there.
+        scale: As there; above 0.
+        softcap: As there.
+        tiling: By default the best one known for these shapes.
+    """
+    tiling = tiling or plan(query, keys)
+    batch, heads, queries, head_dim = query.shape
+    out = query.new_empty(tiling.splits, batch, queries, heads, head_dim, dtype=torch.float32)
+    lse = query.new_empty(tiling.splits, batch, heads, queries, dtype=torch.float32)
+    given = launch_arguments(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
+    kv_heads = keys.codes.shape[2]
+    tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
+    fwd_codes[(tiles, batch * kv_heads, tiling.splits)](**given, num_warps=tiling.warps, num_stages=tiling.stages)
+    found, log = (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
+    return found if values.rotation is None else found @ values.rotation, log
+
+
+def plan(query: torch.Tensor, keys: CodePlanes) -> Tiling:
+    """The tiling that `attend_codes` takes by itself."""
+    (batch, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
+    device, rows = device_of(query.device), queries * (heads // kv_heads)
+    tiling = plan_tiling(rows, head_dim, query.itemsize, device)
+    block_n = min(tiling.block_n, _block_of(keys.group_size if keys.least is not None else tokens, tokens))
+    programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
+    columns = blocks * triton.cdiv(tokens, block_n) * block_n
+    splits = plan_splits(programs, columns, block_n, device, per_processor=2 if tiling.block_m <= 64 else 1)
+    return replace(tiling, block_n=block_n, splits=splits)
+
+
+def _block_of(group: int, tokens: int) -> int:
+    """The most tokens, a power of two, of a tile that lies in one group of keys."""
+    return triton.next_power_of_2(tokens) if group >= tokens else group & -group
+
+
+def _is_power_of_2(x: int) -> bool:
+    return x & (x - 1) == 0
+
+
+def launch_arguments(
+    query: torch.Tensor,
+    keys: CodePlanes,
+    values: CodePlanes,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    tiling: Tiling,
+) -> dict[str, Any]:
+    """What `fwd_codes` is called with, by name; what there is not is None."""
+    assert scale > 0
+    (_, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
+    query = query.contiguous()
+    rotated = query
+    if keys.rotation is not None:
+        rotated = (query.float() @ keys.rotation.mT).to(query.dtype)
+    cos, sin = (each.to(query.dtype) if each is not None else None for each in (keys.cos, keys.sin))
+    padded = max(16, triton.next_power_of_2(head_dim))
+    return {
+        "query": query if keys.mean is not None else None,
+        "rotated": rotated,
+        **_planes("key", keys),
+        "mean": _plane(keys.mean),
+        "cos": cos,
+        "sin": sin,
+        "partner": keys.partner if cos is not None else None,
+        **_planes("value", values),
+        "lengths": lengths,
+        "out": out,
+        "lse": lse,
+        "kv_heads": kv_heads,
+        "queries": queries,
+        "blocks": blocks,
+        "scale": scale / softcap if softcap else scale,
+        "softcap": softcap or None,
+        "TOKENS": tokens,
+        "GROUPS": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "KEY_BITS": keys.bits,
+        "KEY_GROUP": keys.group_size,
+        "VALUE_BITS": values.bits,
+        "VALUE_GROUP": min(values.group_size, padded),
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_D": padded,
+    }
+
+
+def _planes(role: str, codes: CodePlanes) -> Mapping[str, Any]:
+    names = ("codes", "least", "step", "scale")
+    return {
+        **{f"{role}_{name}": _plane(getattr(codes, name)) for name in names},
+        f"{role}_codebook": codes.codebook,
+    }
+
+
+def _plane(x: torch.Tensor | None) -> Plane | None:
+    return Plane(x, x.stride(0), x.stride(1)) if x is not None else None
+
+
+@triton.jit(do_not_specialize=["queries", "blocks"])
+def fwd_codes(
+    query,
+    rotated,
+    key_codes,
+    key_least,
+    key_step,
+    key_scale,
+    key_codebook,
+    mean,
+    cos,
+    sin,
+    partner,
+    value_codes,
+    value_least,
+    value_step,
+    value_scale,
+    value_codebook,
+    lengths,
+    out,
+    lse,
+    kv_heads,
+    queries,
+    blocks,
+    scale,
+    softcap,
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program for BLOCK_M rows of one head of keys, and one part of the tiles; row r is query r // GROUPS.
+
+    A tile is BLOCK_N tokens of a block. First come the first ones of all blocks, then the second ones, and so on: what
+    belongs to places in blocks is loaded once for many blocks.
+    """
+    batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
+    there = i < queries
+    d = tl.arange(0, BLOCK_D)
+    heads = kv_heads * GROUPS
+    at = ((batch * heads + head) * queries + i)[:, None] * HEAD_DIM + d[None, :]
+    inside = there[:, None] & (d < HEAD_DIM)[None, :]
+    q = tl.load(rotated + at, mask=inside, other=0.0)
+    plain = q
+    if mean is not None:
+        plain = tl.load(query + at, mask=inside, other=0.0)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    norm = tl.zeros([BLOCK_M], tl.float32)
+
+    tiles = tl.cdiv(TOKENS, BLOCK_N) * blocks
+    part = tl.cdiv(tiles, tl.num_programs(2))
+    low = part * tl.program_id(2)
+    high = tl.minimum(low + part, tiles)
+    for place in range(low // blocks, tl.cdiv(high, blocks)):
+        first = place * BLOCK_N
+        token = first + tl.arange(0, BLOCK_N)
+        known = token < TOKENS
+        cosines, sines = None, None
+        if cos is not None:
+            turn = token[:, None] * HEAD_DIM + d[None, :]
+            within = known[:, None] & (d < HEAD_DIM)[None, :]
+            cosines = tl.load(cos + turn, mask=within, other=0.0)
+            sines = tl.load(sin + turn, mask=within, other=0.0)
+        for block in range(tl.maximum(low - place * blocks, 0), tl.minimum(high - place * blocks, blocks)):
+            codes = load_codes(_start(key_codes, batch, block), kv_head, token, d, TOKENS, HEAD_DIM, KEY_BITS)
+            if key_least is not None:
+                groups: tl.constexpr = (TOKENS + KEY_GROUP - 1) // KEY_GROUP
+                at_group = (kv_head * groups + first // KEY_GROUP) * HEAD_DIM + d
+                least = tl.load(_start(key_least, batch, block) + at_group, mask=d < HEAD_DIM, other=0.0)
+                step = tl.load(_start(key_step, batch, block) + at_group, mask=d < HEAD_DIM, other=0.0)
+                k = as_float(codes) * step.to(tl.float32)[None, :] + least.to(tl.float32)[None, :]
+                scores = dot(q, tl.trans(k.to(q.dtype)))
+            else:
+                scores = dot(q, tl.trans(look_up(codes, key_codebook, q.dtype, 0, KEY_BITS)))
+                size = tl.load(_start(key_scale, batch, block) + kv_head * TOKENS + token, mask=known, other=0.0)
+                scores *= size.to(tl.float32)[None, :]
+            if mean is not None:
+                of_head = _start(mean, batch, block) + kv_head * HEAD_DIM
+                own = plain.to(tl.float32) * tl.load(of_head + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+                if cos is not None:
+                    swapped = tl.load(partner + d, mask=d < HEAD_DIM, other=0)
+                    other = tl.load(of_head + swapped, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+                    other = plain.to(tl.float32) * other[None, :]
+                    scores += dot(own.to(q.dtype), tl.trans(cosines)) + dot(other.to(q.dtype), tl.trans(sines))
+                else:
+                    scores += tl.sum(own, 1)[:, None]
+            factor = scale * LOG2E
+            if softcap is not None:
+                scores, factor = tanh(scores * scale), softcap * LOG2E
+            seen = token < tl.minimum(tl.load(lengths + block), TOKENS)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            weights, fade, peak, norm = softmax_step(scores, factor, peak, norm)
+
+            codes = load_codes(_start(value_codes, batch, block), kv_head, token, d, TOKENS, HEAD_DIM, VALUE_BITS)
+            if value_least is not None:
+                groups: tl.constexpr = (HEAD_DIM + VALUE_GROUP - 1) // VALUE_GROUP
+                group = tl.arange(0, BLOCK_D // VALUE_GROUP)
+                at_group = (kv_head * TOKENS + token)[:, None] * groups + group[None, :]
+                within = known[:, None] & (group < groups)[None, :]
+                least = tl.load(_start(value_least, batch, block) + at_group, mask=within, other=0.0).to(tl.float32)
+                step = tl.load(_start(value_step, batch, block) + at_group, mask=within, other=0.0).to(tl.float32)
+                v = tl.reshape(as_float(codes), [BLOCK_N, BLOCK_D // VALUE_GROUP, VALUE_GROUP])
+                v = tl.reshape(v * step[:, :, None] + least[:, :, None], [BLOCK_N, BLOCK_D]).to(q.dtype)
+            else:
+                v = look_up(codes, value_codebook, q.dtype, 0, VALUE_BITS)
+                size = tl.load(_start(value_scale, batch, block) + kv_head * TOKENS + token, mask=known, other=0.0)
+                weights *= size.to(tl.float32)[None, :]
+            sums = sums * fade[:, None] + dot(weights.to(q.dtype), v)
+
+    found, log = softmax_end(sums, peak, norm, None)
+    batch += tl.program_id(2).to(tl.int64) * (tl.num_programs(1) // kv_heads)
+    tl.store(out + ((batch * queries + i) * heads + head)[:, None] * HEAD_DIM + d[None, :], found, mask=inside)
+    tl.store(lse + (batch * heads + head) * queries + i, log, mask=there)
+
+
+@triton.jit
+def _start(plane, batch, block):
+    """Where the numbers of a block are."""
+    return plane.data + batch * plane.batch + tl.cast(block, tl.int64) * plane.block
+
+
+@triton.jit
+def load_codes(start, head, token, d, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    """The codes [tokens, dims] of a block, int32, as `CodePlanes` says they are packed."""
+    width: tl.constexpr = HEAD_DIM * BITS // 8
+    row = start + (head * TOKENS + token)[:, None] * width
+    inside = (token < TOKENS)[:, None] & (d < HEAD_DIM)[None, :]
+    if BITS == 3:
+        return _load_part(row, d, inside, HEAD_DIM, 2) + 4 * _load_part(row + HEAD_DIM // 4, d, inside, HEAD_DIM, 1)
+    return _load_part(row, d, inside, HEAD_DIM, BITS)
+
+
+@triton.jit
+def _load_part(row, d, inside, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    width: tl.constexpr = HEAD_DIM * BITS // 8
+    found = tl.load(row + (d % width)[None, :], mask=inside, other=0).to(tl.int32)
+    return (found >> (BITS * (d // width))[None, :]) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def as_float(codes):
+    """Codes as float32, by way of the last bits of 2 ** 23: a conversion takes a GPU four times as long."""
+    return (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def look_up(codes, codebook, dtype: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """What the codes stand for, chosen bit by bit: the codebook stays in registers."""
+    if BITS == 0:
+        return tl.load(codebook + FIRST).to(dtype)
+    lower = look_up(codes, codebook, dtype, FIRST, BITS - 1)
+    upper = look_up(codes, codebook, dtype, FIRST + (1 << (BITS - 1)), BITS - 1)
+    return tl.where((codes & (1 << (BITS - 1))) != 0, upper, lower)

@@ -1,0 +1,246 @@
+"""Attention over keys and values in pieces that lie anywhere on the device, some of them moved to other positions.
+
+Keys stay as they are: with R(d) the rotation by which a piece is moved, `q · R(d) k = R(-d) q · k`, so that a tile of
+queries is turned back once for each piece.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.triton.combine import combine
+from kvboost_hf.attention.triton.dense import take_block
+from kvboost_hf.attention.triton.tile import softmax_end
+from kvboost_hf.attention.triton.tiling import Tiling, device_of, plan_splits, plan_tiling
+from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.handles import PieceTable
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_DIM = 256
+
+
+def can_attend(query: torch.Tensor, table: PieceTable) -> bool:
+    """Whether `attend_pieces` takes these."""
+    return (
+        query.dtype in _DTYPES
+        and query.stride(3) == 1
+        and query.shape[3] <= _MAX_DIM
+        and table.places is not None
+        and all(each.dtype == query.dtype for each in (*table.keys, *table.values))
+    )
+
+
+def attend_pieces(
+    query: torch.Tensor,
+    table: PieceTable,
+    *,
+    scale: float,
+    total: int,
+    visibility: Visibility,
+    softcap: float = 0.0,
+    tiling: Tiling | None = None,
+) -> Part:
+    """See `ops.attend_pieces`.
+
+    Args:
+        query: As there.
+        table: As there.
+        scale: As there; above 0.
+        total: As there.
+        visibility: As there.
+        softcap: As there.
+        tiling: By default the best one known for these shapes.
+    """
+    tiling = tiling or plan(query, table, visibility)
+    batch, heads, queries, head_dim = query.shape
+    out = query.new_empty(tiling.splits, batch, queries, heads, head_dim, dtype=torch.float32)
+    lse = query.new_empty(tiling.splits, batch, heads, queries, dtype=torch.float32)
+    given = launch_arguments(
+        query, table, out, lse, scale=scale, total=total, visibility=visibility, softcap=softcap, tiling=tiling
+    )
+    kv_heads = table.keys[0].shape[0]
+    tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
+    fwd_pieces[(tiles, batch * kv_heads, tiling.splits)](**given, num_warps=tiling.warps, num_stages=tiling.stages)
+    return (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
+
+
+def plan(query: torch.Tensor, table: PieceTable, visibility: Visibility) -> Tiling:
+    """The tiling that `attend_pieces` takes by itself: parts are of as many columns, in however many pieces."""
+    (batch, heads, queries, head_dim), kv_heads = query.shape, table.keys[0].shape[0]
+    device, rows = device_of(query.device), queries * (heads // kv_heads)
+    tiling = plan_tiling(rows, head_dim, query.itemsize, device)
+    programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
+    columns = min(table.columns, visibility.window + queries) if visibility.window else table.columns
+    per_processor = 2 if tiling.block_m <= 64 else 1
+    return replace(
+        tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor)
+    )
+
+
+def launch_arguments(
+    query: torch.Tensor,
+    table: PieceTable,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    total: int,
+    visibility: Visibility,
+    softcap: float,
+    tiling: Tiling,
+) -> dict[str, Any]:
+    """What `fwd_pieces` is called with, by name; what is not asked of it is None."""
+    assert scale > 0
+    assert table.places is not None
+    keep = visibility.keep.contiguous().view(torch.uint8) if visibility.keep is not None else None
+    columns = visibility.columns.contiguous() if visibility.columns is not None else None
+    _, heads, queries, head_dim = query.shape
+    kv_heads = table.keys[0].shape[0]
+    return {
+        "query": query,
+        "places": table.places,
+        "cos": table.cos,
+        "sin": table.sin,
+        "partner": table.partner,
+        "out": out,
+        "lse": lse,
+        "keep": keep,
+        "columns": columns,
+        "query_batch": query.stride(0),
+        "query_head": query.stride(1),
+        "query_row": query.stride(2),
+        "keep_batch": keep.shape[1] if keep is not None else 0,
+        "kv_heads": kv_heads,
+        "queries": queries,
+        "pieces": table.places.shape[1],
+        "held": table.columns,
+        "total": total,
+        "window": visibility.window or None,
+        "scale": scale / softcap if softcap else scale,
+        "softcap": softcap or None,
+        "CAUSAL": visibility.causal,
+        "GROUPS": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "PIECES": triton.next_power_of_2(table.places.shape[1]),
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "ALIGNED": 16 // query.itemsize,
+    }
+
+
+@triton.jit(do_not_specialize=["keep_batch", "queries", "pieces", "held", "total", "window"])
+def fwd_pieces(
+    query,
+    places,
+    cos,
+    sin,
+    partner,
+    out,
+    lse,
+    keep,
+    columns,
+    query_batch,
+    query_head,
+    query_row,
+    keep_batch,
+    kv_heads,
+    queries,
+    pieces,
+    held,
+    total,
+    window,
+    scale,
+    softcap,
+    CAUSAL: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """One program for BLOCK_M rows of one head of keys, and one part of the columns; row r is query r // GROUPS."""
+    batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
+    there = i < queries
+    own = i + total - queries
+    if columns is not None:
+        own = tl.load(columns + batch * queries + i, mask=there, other=0)
+    earliest, latest = tl.min(tl.where(there, own, total), 0), tl.max(tl.where(there, own, 0), 0)
+    low, high = 0, held
+    if CAUSAL:
+        high = tl.minimum(held, latest + 1)
+    if window is not None:
+        low = tl.maximum(earliest - window + 1, 0)
+    part = tl.cdiv(tl.cdiv(high - low, BLOCK_N), tl.num_programs(2)) * BLOCK_N
+    low += part * tl.program_id(2)
+    high = tl.minimum(high, low + part)
+
+    d = tl.arange(0, BLOCK_D)
+    at = query + batch * query_batch + head[:, None] * query_head + i.to(tl.int64)[:, None] * query_row
+    inside = there[:, None] & (d < HEAD_DIM)[None, :]
+    q = tl.load(at + d[None, :], mask=inside, other=0.0)
+    if keep is not None:
+        keep += batch * keep_batch
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    norm = tl.zeros([BLOCK_M], tl.float32)
+
+    # Pieces are in order: of those that begin before `high`, the last one that begins at or before `low` is the first.
+    places += batch * pieces * 9
+    piece = tl.arange(0, PIECES)
+    starts = tl.load(places + piece * 9 + 7, mask=piece < pieces, other=-1)
+    last = tl.sum(((starts >= 0) & (starts < high)).to(tl.int32), 0)
+    first = tl.maximum(tl.sum(((starts >= 0) & (starts <= low)).to(tl.int32), 0) - 1, 0)
+    for index in range(first, last):
+        place = places + index * 9
+        start = tl.load(place + 7).to(tl.int32)
+        begin = tl.maximum(start, low)
+        end = tl.maximum(tl.minimum(start + tl.load(place + 6).to(tl.int32), high), begin)
+        turned = q
+        if cos is not None:
+            shift = tl.load(place + 8)
+            moves = d < tl.where(shift >= 0, HEAD_DIM, 0)
+            cosine = tl.load(cos + shift * HEAD_DIM + d, mask=moves, other=1.0)
+            sine = tl.load(sin + shift * HEAD_DIM + d, mask=moves, other=0.0)
+            other = tl.load(at + tl.load(partner + d, mask=d < HEAD_DIM, other=0)[None, :], mask=inside, other=0.0)
+            turned = (q.to(tl.float32) * cosine[None, :] + other.to(tl.float32) * sine[None, :]).to(q.dtype)
+        key_row = tl.multiple_of(tl.load(place + 3), ALIGNED)
+        value_row = tl.multiple_of(tl.load(place + 5), ALIGNED)
+        key = tl.load(place).to(tl.pointer_type(query.dtype.element_ty)) + kv_head * tl.load(place + 2)
+        value = tl.load(place + 1).to(tl.pointer_type(query.dtype.element_ty)) + kv_head * tl.load(place + 4)
+        key = tl.multiple_of(key - start * key_row, 16)
+        value = tl.multiple_of(value - start * value_row, 16)
+
+        # Of [begin, end), all rows see [plain, plain + wholly).
+        plain, wholly = begin, end - begin
+        if CAUSAL:
+            wholly = tl.minimum(end, earliest + 1) - begin
+        if window is not None:
+            plain += tl.cdiv(tl.maximum(tl.minimum(latest - window + 1, end) - begin, 0), BLOCK_N) * BLOCK_N
+            wholly -= plain - begin
+        wholly = tl.maximum(wholly, 0) // BLOCK_N * BLOCK_N
+        for column in range(plain, plain + wholly, BLOCK_N):
+            sums, peak, norm = take_block(
+                sums, peak, norm, turned, key, value, keep, None, None, own, there, column, end, end, key_row,
+                value_row, window, scale, softcap, CAUSAL, HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_D, False,
+            )  # fmt: skip
+        for at_border in range(begin, end - wholly, BLOCK_N):
+            column = at_border + tl.where(at_border >= plain, wholly, 0)
+            sums, peak, norm = take_block(
+                sums, peak, norm, turned, key, value, keep, None, None, own, there, column, end, end, key_row,
+                value_row, window, scale, softcap, CAUSAL, HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_D, True,
+            )  # fmt: skip
+
+    found, log = softmax_end(sums, peak, norm, None)
+    batches, heads = tl.num_programs(1) // kv_heads, kv_heads * GROUPS
+    batch += tl.program_id(2).to(tl.int64) * batches
+    tl.store(out + ((batch * queries + i) * heads + head)[:, None] * HEAD_DIM + d[None, :], found, mask=inside)
+    tl.store(lse + (batch * heads + head) * queries + i, log, mask=there)
