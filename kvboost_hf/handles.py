@@ -111,9 +111,7 @@ class PieceTable:
             object.__setattr__(self, "places", _places(self.keys, self.values, self.rows))
 
 
-def _places(
-    keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: torch.Tensor
-) -> torch.Tensor | None:
+def _places(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor | None:
     pieces = []
     for key, value in zip(keys, values, strict=True):
         starts, strides = (key.data_ptr(), value.data_ptr()), (*key.stride()[:2], *value.stride()[:2])

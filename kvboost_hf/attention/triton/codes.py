@@ -240,8 +240,8 @@ def fwd_codes(
         for block in range(tl.maximum(low - place * blocks, 0), tl.minimum(high - place * blocks, blocks)):
             codes = load_codes(_start(key_codes, batch, block), kv_head, token, d, TOKENS, HEAD_DIM, KEY_BITS)
             if key_least is not None:
-                groups: tl.constexpr = (TOKENS + KEY_GROUP - 1) // KEY_GROUP
-                at_group = (kv_head * groups + first // KEY_GROUP) * HEAD_DIM + d
+                key_groups: tl.constexpr = (TOKENS + KEY_GROUP - 1) // KEY_GROUP
+                at_group = (kv_head * key_groups + first // KEY_GROUP) * HEAD_DIM + d
                 least = tl.load(_start(key_least, batch, block) + at_group, mask=d < HEAD_DIM, other=0.0)
                 step = tl.load(_start(key_step, batch, block) + at_group, mask=d < HEAD_DIM, other=0.0)
                 k = as_float(codes) * step.to(tl.float32)[None, :] + least.to(tl.float32)[None, :]
@@ -269,10 +269,10 @@ def fwd_codes(
 
             codes = load_codes(_start(value_codes, batch, block), kv_head, token, d, TOKENS, HEAD_DIM, VALUE_BITS)
             if value_least is not None:
-                groups: tl.constexpr = (HEAD_DIM + VALUE_GROUP - 1) // VALUE_GROUP
+                value_groups: tl.constexpr = (HEAD_DIM + VALUE_GROUP - 1) // VALUE_GROUP
                 group = tl.arange(0, BLOCK_D // VALUE_GROUP)
-                at_group = (kv_head * TOKENS + token)[:, None] * groups + group[None, :]
-                within = known[:, None] & (group < groups)[None, :]
+                at_group = (kv_head * TOKENS + token)[:, None] * value_groups + group[None, :]
+                within = known[:, None] & (group < value_groups)[None, :]
                 least = tl.load(_start(value_least, batch, block) + at_group, mask=within, other=0.0).to(tl.float32)
                 step = tl.load(_start(value_step, batch, block) + at_group, mask=within, other=0.0).to(tl.float32)
                 v = tl.reshape(as_float(codes), [BLOCK_N, BLOCK_D // VALUE_GROUP, VALUE_GROUP])
@@ -322,8 +322,9 @@ def as_float(codes):
 @triton.jit
 def look_up(codes, codebook, dtype: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr):
     """What the codes stand for, chosen bit by bit: the codebook stays in registers."""
-    if BITS == 0:
-        return tl.load(codebook + FIRST).to(dtype)
-    lower = look_up(codes, codebook, dtype, FIRST, BITS - 1)
-    upper = look_up(codes, codebook, dtype, FIRST + (1 << (BITS - 1)), BITS - 1)
+    if BITS > 1:
+        lower = look_up(codes, codebook, dtype, FIRST, BITS - 1)
+        upper = look_up(codes, codebook, dtype, FIRST + (1 << (BITS - 1)), BITS - 1)
+    else:
+        lower, upper = tl.load(codebook + FIRST).to(dtype), tl.load(codebook + FIRST + 1).to(dtype)
     return tl.where((codes & (1 << (BITS - 1))) != 0, upper, lower)

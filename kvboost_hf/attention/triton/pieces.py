@@ -76,9 +76,7 @@ def plan(query: torch.Tensor, table: PieceTable, visibility: Visibility) -> Tili
     programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
     columns = min(table.columns, visibility.window + queries) if visibility.window else table.columns
     per_processor = 2 if tiling.block_m <= 64 else 1
-    return replace(
-        tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor)
-    )
+    return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor))
 
 
 def launch_arguments(
@@ -212,12 +210,8 @@ def fwd_pieces(
             sine = tl.load(sin + shift * HEAD_DIM + d, mask=moves, other=0.0)
             other = tl.load(at + tl.load(partner + d, mask=d < HEAD_DIM, other=0)[None, :], mask=inside, other=0.0)
             turned = (q.to(tl.float32) * cosine[None, :] + other.to(tl.float32) * sine[None, :]).to(q.dtype)
-        key_row = tl.multiple_of(tl.load(place + 3), ALIGNED)
-        value_row = tl.multiple_of(tl.load(place + 5), ALIGNED)
-        key = tl.load(place).to(tl.pointer_type(query.dtype.element_ty)) + kv_head * tl.load(place + 2)
-        value = tl.load(place + 1).to(tl.pointer_type(query.dtype.element_ty)) + kv_head * tl.load(place + 4)
-        key = tl.multiple_of(key - start * key_row, 16)
-        value = tl.multiple_of(value - start * value_row, 16)
+        key, key_row = _first(place, 0, start, kv_head, query.dtype.element_ty, ALIGNED)
+        value, value_row = _first(place, 1, start, kv_head, query.dtype.element_ty, ALIGNED)
 
         # Of [begin, end), all rows see [plain, plain + wholly).
         plain, wholly = begin, end - begin
@@ -244,3 +238,13 @@ def fwd_pieces(
     batch += tl.program_id(2).to(tl.int64) * batches
     tl.store(out + ((batch * queries + i) * heads + head)[:, None] * HEAD_DIM + d[None, :], found, mask=inside)
     tl.store(lse + (batch * heads + head) * queries + i, log, mask=there)
+
+
+@triton.jit
+def _first(place, which: tl.constexpr, start, head, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where column 0 of a head of keys (0) or values (1) would be, and the stride of its columns."""
+    # The hints are where they survive: on what is loaded, and not on a sum, which the compiler may put differently.
+    whole = tl.multiple_of(tl.load(place + which).to(tl.pointer_type(dtype)), 16)
+    of_head = tl.multiple_of(tl.load(place + 2 + 2 * which), ALIGNED)
+    row = tl.multiple_of(tl.load(place + 3 + 2 * which), ALIGNED)
+    return whole + (head * of_head - start * row), row

@@ -1,0 +1,182 @@
+"""The Triton kernel over codes against float64, in Triton's interpreter."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_hf.attention import kernel_calls, ops, reference, use_tier
+from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.triton import codes
+from kvboost_hf.attention.triton.tiling import Tiling
+from kvboost_hf.cache.codecs import Role, make_codec
+from kvboost_hf.compat import LayerRotation
+from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.handles import CodePlanes
+from tests.attention import Problem, assert_within_budget
+
+BLOCKS = 3
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def turning(dim: int) -> LayerRotation:
+    return LayerRotation(1e2 ** -torch.linspace(0, 1, dim // 2), "half", 0)
+
+
+def encoded(
+    config: KVQuantConfig | str, x: torch.Tensor, role: Role, rotation: LayerRotation | None
+) -> tuple[CodePlanes | None, torch.Tensor]:
+    """Blocks [batch, blocks, heads, tokens, head_dim] as codes, and what their codec makes of them."""
+    codec, (batch, blocks, *shape) = make_codec(config), x.shape
+    planes = codec.encode(x.flatten(0, 1), role, [rotation] * (batch * blocks))
+    decoded = codec.decode(planes, (batch * blocks, *shape), torch.float32, role, rotation).view(x.shape)
+    buffers = {name: plane.unflatten(0, (batch, blocks)) for name, plane in planes.items()}
+    for name, plane in buffers.items():  # views of larger buffers
+        buffer = plane.new_zeros(batch, blocks + 2, *plane.shape[2:])
+        buffer[:, :blocks] = plane
+        buffers[name] = buffer[:, :blocks]
+    return codec.code_planes(buffers, role, rotation, shape[1], shape[2]), decoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """A problem of which the columns are codes."""
+
+    config: KVQuantConfig | str
+    problem: Problem = field(default_factory=lambda: Problem(queries=1))
+    tokens: int = 32
+    rotated: bool = True
+    splits: int = 1
+    block_n: int = 16
+
+    def planes(self, role: Role) -> tuple[CodePlanes, torch.Tensor]:
+        problem, draw = self.problem, torch.Generator().manual_seed(5 + len(role))
+        shape = (problem.batch, BLOCKS, problem.kv_heads, self.tokens, problem.head_dim)
+        x = torch.randn(shape, generator=draw) + 2 * torch.randn(problem.head_dim, generator=draw)
+        planes, decoded = encoded(
+            self.config, x.to(problem.dtype), role, turning(problem.head_dim) if self.rotated else None
+        )
+        assert planes is not None
+        return planes, decoded
+
+    def given(self) -> tuple[torch.Tensor, CodePlanes, CodePlanes, torch.Tensor]:
+        lengths = torch.tensor([self.tokens, self.tokens // 3, self.tokens - 1], dtype=torch.int32)
+        return self.problem.tensors()[0], self.planes("keys")[0], self.planes("values")[0], lengths
+
+    def solve(self, compute: torch.dtype) -> Part:
+        problem = self.problem
+        return reference.attend_codes(*self.given(), scale=problem.scale / 2, softcap=problem.softcap, compute=compute)
+
+    def found(self, **changed: Any) -> Part:
+        problem, given = self.problem, self.given()
+        query, keys, values, lengths = (
+            changed.get(name, each) for name, each in zip(("query", "keys", "values", "lengths"), given, strict=True)
+        )
+        assert codes.can_attend(query, keys, values)
+        tiling = Tiling(block_m=16, block_n=self.block_n, warps=1, stages=1, splits=self.splits)
+        return codes.attend_codes(
+            query, keys, values, lengths, scale=problem.scale / 2, softcap=problem.softcap, tiling=tiling
+        )
+
+
+def check(case: Coded, found: Part) -> None:
+    dtype = case.problem.dtype
+    for ours, truth, same in zip(found, case.solve(torch.float64), case.solve(dtype), strict=True):
+        assert ours.dtype == torch.float32
+        assert_within_budget(ours, truth, same, dtype)
+
+
+KIVI = KVQuantConfig(method="kivi", group_size=16)
+TURBO = KVQuantConfig()
+CASES = {
+    "int8": Coded(config="int8"),
+    "int4": Coded(config="int4", problem=Problem(queries=1, heads=8, dtype=BF16), splits=3),
+    "int2": Coded(config="int2", problem=Problem(queries=5, dtype=FP16, head_dim=64), splits=2, block_n=32),
+    "int4, small groups": Coded(config=KIVI, problem=Problem(queries=3, dtype=BF16, head_dim=64), splits=2),
+    "int8, int2": Coded(config=replace(KIVI, key_bits=8, value_bits=2), problem=Problem(heads=2, softcap=3.0)),
+    "int2, odd sizes": Coded(
+        config=replace(KIVI, key_bits=2, value_bits=8), problem=Problem(head_dim=80, dtype=FP16), tokens=40, splits=2
+    ),
+    "turboquant": Coded(config=TURBO, problem=Problem(queries=1, dtype=BF16), splits=2),
+    "turboquant:3": Coded(config="turboquant:3", problem=Problem(heads=8, kv_heads=1)),
+    "turboquant:2": Coded(config="turboquant:2", problem=Problem(queries=2, dtype=FP16, softcap=5.0), splits=5),
+    "turboquant:1": Coded(config="turboquant:1", problem=Problem(queries=1), rotated=False, splits=2),
+    "turboquant:3:1, haar": Coded(
+        config=replace(TURBO, key_bits=3, value_bits=1, rotation="haar"),
+        problem=Problem(queries=2, head_dim=80, dtype=BF16),
+    ),
+    "turboquant, with the mean": Coded(
+        config=replace(TURBO, remove_key_mean=False, norm_correction=False, value_bits=3),
+        problem=Problem(queries=20, batch=1, dtype=FP16),
+        block_n=32,
+    ),
+    "turboquant:4, int2 values": Coded(
+        config=replace(TURBO, grouped_values=True, value_bits=2, group_size=32),
+        problem=Problem(queries=1, head_dim=64, dtype=BF16),
+        tokens=48,
+        splits=3,
+    ),
+    "turboquant:2, int4 values": Coded(
+        config=replace(TURBO, grouped_values=True, key_bits=2, rotation="haar", group_size=128),
+        problem=Problem(queries=3, head_dim=48),
+        rotated=False,
+    ),
+}
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@cases
+def test_codes(case: Coded) -> None:
+    check(case, case.found())
+
+
+@cases
+@pytest.mark.parametrize("role", ["keys", "values"])
+def test_planes_are_what_the_codec_decodes(case: Coded, role: Role) -> None:
+    planes, decoded = case.planes(role)
+    found = reference.decode(planes, case.problem.head_dim, torch.float32)
+    torch.testing.assert_close(found, decoded, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", ["turboquant:3.5", KVQuantConfig(qjl=True), "raw"], ids=str)
+def test_what_cannot_be_read_is_decoded(config: KVQuantConfig | str) -> None:
+    assert encoded(config, torch.randn(1, 1, 2, 16, 32), "keys", None)[0] is None
+
+
+@pytest.mark.parametrize("config", ["int4", "turboquant"])
+@pytest.mark.parametrize("damage", ["no key codes", "no value codes", "another length", "another query"])
+def test_damage_is_found(config: str, damage: str) -> None:
+    case = Coded(config=config, problem=Problem(queries=1, dtype=BF16))
+    query, keys, values, lengths = case.given()
+    changed: dict[str, Any] = {
+        "no key codes": {"keys": replace(keys, codes=torch.zeros_like(keys.codes))},
+        "no value codes": {"values": replace(values, codes=torch.zeros_like(values.codes))},
+        "another length": {"lengths": lengths - 1},
+        "another query": {"query": query.roll(1, 3)},
+    }[damage]
+    with pytest.raises(AssertionError, match="off by"):
+        check(case, case.found(**changed))
+
+
+def test_the_mean_turns_with_its_token() -> None:
+    case = Coded(config="turboquant", problem=Problem(queries=1))
+    keys = case.given()[1]
+    assert keys.cos is not None
+    with pytest.raises(AssertionError, match="off by"):
+        check(case, case.found(keys=replace(keys, cos=keys.cos.roll(1, 0))))
+
+
+def test_the_kernel_is_called() -> None:
+    case = Coded(config="int4", problem=Problem(queries=1))
+    before = kernel_calls()
+    with use_tier("triton"):
+        found = ops.attend_codes(*case.given(), scale=case.problem.scale / 2)
+    assert kernel_calls() - before == {"triton.attend_codes": 1}
+    check(case, found)
+
+
+def test_groups_that_no_tile_fits_are_left_to_others() -> None:
+    case = Coded(config=replace(KIVI, group_size=48), problem=Problem(queries=1, head_dim=64))
+    query, *planes, _ = case.given()
+    assert not codes.can_attend(query, *planes)
