@@ -74,7 +74,7 @@ class Coded:
             changed.get(name, each) for name, each in zip(("query", "keys", "values", "lengths"), given, strict=True)
         )
         assert codes.can_attend(query, keys, values)
-        tiling = Tiling(block_m=16, block_n=self.block_n, warps=1, stages=1, splits=self.splits)
+        tiling = Tiling(block_m=16, block_n=self.block_n, warps=1, stages=1, border_stages=1, splits=self.splits)
         return codes.attend_codes(
             query, keys, values, lengths, scale=problem.scale / 2, softcap=problem.softcap, tiling=tiling
         )
