@@ -110,6 +110,7 @@ def launch_arguments(
 ) -> dict[str, Any]:
     """What `fwd_codes` is called with, by name; what there is not is None."""
     assert scale > 0
+    assert keys.least is None or tiling.block_n <= _block_of(keys.group_size, keys.codes.shape[3])
     (_, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
     query = query.contiguous()
     rotated = query
