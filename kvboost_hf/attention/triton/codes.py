@@ -51,17 +51,7 @@ def attend_codes(
     softcap: float = 0.0,
     tiling: Tiling | None = None,
 ) -> Part:
-    """See `ops.attend_codes`.
-
-    Args:
-        query: As there.
-        keys: As there.
-        values: As there.
-        lengths: As there.
-        scale: As there; above 0.
-        softcap: As there.
-        tiling: By default the best one known for these shapes.
-    """
+    """See `ops.attend_codes`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
     tiling = tiling or plan(query, keys, device_of(query.device))
     batch, heads, queries, head_dim = query.shape
     out = query.new_empty(tiling.splits, batch, queries, heads, head_dim, dtype=torch.float32)
@@ -69,8 +59,9 @@ def attend_codes(
     given = launch_arguments(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
     kv_heads = keys.codes.shape[2]
     tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
-    fwd_codes[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
-    found, log = (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
+    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
+        fwd_codes[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
+        found, log = (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
     return found if values.rotation is None else found @ values.rotation, log
 
 

@@ -45,17 +45,7 @@ def attend_pieces(
     softcap: float = 0.0,
     tiling: Tiling | None = None,
 ) -> Part:
-    """See `ops.attend_pieces`.
-
-    Args:
-        query: As there.
-        table: As there.
-        scale: As there; above 0.
-        total: As there.
-        visibility: As there.
-        softcap: As there.
-        tiling: By default the best one known for these shapes.
-    """
+    """See `ops.attend_pieces`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
     tiling = tiling or plan(query, table, visibility, device_of(query.device))
     batch, heads, queries, head_dim = query.shape
     out = query.new_empty(tiling.splits, batch, queries, heads, head_dim, dtype=torch.float32)
@@ -65,8 +55,9 @@ def attend_pieces(
     )
     kv_heads = table.keys[0].shape[0]
     tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
-    fwd_pieces[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
-    return (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
+    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
+        fwd_pieces[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
+        return (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
 
 
 def plan(query: torch.Tensor, table: PieceTable, visibility: Visibility, device: Device) -> Tiling:
