@@ -34,7 +34,7 @@ class Launch:
 
     Args:
         kernel: Its name, as `"module:name"`.
-        arguments: Of the kernel, by name: numbers, None, and for tensors their types, as `pointer` gives them.
+        arguments: Of the kernel, by name: numbers, None, for tensors their types, as `pointer` gives them, and tuples.
         capability: 80 for sm_80, and so on.
         warps: Of a program.
         stages: Of its pipelined loops.
@@ -59,6 +59,8 @@ class Compiled:
 
 def pointer(x: Any) -> Any:
     """An argument of a kernel as `Launch` has it."""
+    if isinstance(x, tuple):
+        return tuple(map(pointer, x))
     return _NAMES[x.dtype] if isinstance(x, torch.Tensor) else x
 
 
@@ -79,17 +81,25 @@ def _compile(launch: Launch) -> Compiled:
 
     module, name = launch.kernel.split(":")
     kernel = getattr(import_module(module), name)
-    signature, constants, attributes = {}, {}, {}
-    for parameter in kernel.params:
-        value = launch.arguments[parameter.name]
-        special = isinstance(value, int) and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (special and value == 1):
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def type_of(value: Any, at: tuple[int, ...], constant: bool, specialized: bool) -> Any:
+        if isinstance(value, list) and not constant:
+            return tuple(type_of(each, (*at, i), constant, specialized) for i, each in enumerate(value))
+        special = isinstance(value, int) and specialized
+        if constant or value is None or (special and value == 1):
+            constants[at] = value
+            return "constexpr"
         pointed = isinstance(value, str)
-        signature[parameter.name] = value if pointed else "i32" if isinstance(value, int) else "fp32"
         if pointed or (special and value % 16 == 0):
-            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+            attributes[at] = [["tt.divisibility", 16]]
+        return value if pointed else "i32" if isinstance(value, int) else "fp32"
+
+    signature = {
+        each.name: type_of(launch.arguments[each.name], (each.num,), each.is_constexpr, not each.do_not_specialize)
+        for each in kernel.params
+    }
     source = ASTSource(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", launch.capability, 32)
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}

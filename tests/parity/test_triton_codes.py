@@ -74,7 +74,7 @@ class Coded:
             changed.get(name, each) for name, each in zip(("query", "keys", "values", "lengths"), given, strict=True)
         )
         assert codes.can_attend(query, keys, values)
-        tiling = Tiling(block_m=16, block_n=self.block_n, warps=1, stages=1, splits=self.splits)
+        tiling = Tiling(block_m=16, block_n=self.block_n, warps=1, stages=1, border_stages=1, splits=self.splits)
         return codes.attend_codes(
             query, keys, values, lengths, scale=problem.scale / 2, softcap=problem.softcap, tiling=tiling
         )
@@ -91,20 +91,25 @@ KIVI = KVQuantConfig(method="kivi", group_size=16)
 TURBO = KVQuantConfig()
 CASES = {
     "int8": Coded(config="int8"),
-    "int4": Coded(config="int4", problem=Problem(queries=1, heads=8, dtype=BF16), splits=3),
+    "int4": Coded(config="int4", problem=Problem(queries=1, heads=8, dtype=BF16), splits=3, block_n=32),
     "int2": Coded(config="int2", problem=Problem(queries=5, dtype=FP16, head_dim=64), splits=2, block_n=32),
-    "int4, small groups": Coded(config=KIVI, problem=Problem(queries=3, dtype=BF16, head_dim=64), splits=2),
-    "int8, int2": Coded(config=replace(KIVI, key_bits=8, value_bits=2), problem=Problem(heads=2, softcap=3.0)),
+    "int4, small groups": Coded(config=KIVI, problem=Problem(queries=3, dtype=BF16, head_dim=64, batch=1), splits=2),
+    "int8, int2": Coded(
+        config=replace(KIVI, key_bits=8, value_bits=2), problem=Problem(heads=2, softcap=3.0, batch=1)
+    ),
     "int2, odd sizes": Coded(
-        config=replace(KIVI, key_bits=2, value_bits=8), problem=Problem(head_dim=80, dtype=FP16), tokens=40, splits=2
+        config=replace(KIVI, key_bits=2, value_bits=8),
+        problem=Problem(head_dim=80, dtype=FP16, batch=1),
+        tokens=40,
+        splits=2,
     ),
     "turboquant": Coded(config=TURBO, problem=Problem(queries=1, dtype=BF16), splits=2),
-    "turboquant:3": Coded(config="turboquant:3", problem=Problem(heads=8, kv_heads=1)),
+    "turboquant:3": Coded(config="turboquant:3", problem=Problem(queries=3, heads=8, kv_heads=1), block_n=32),
     "turboquant:2": Coded(config="turboquant:2", problem=Problem(queries=2, dtype=FP16, softcap=5.0), splits=5),
     "turboquant:1": Coded(config="turboquant:1", problem=Problem(queries=1), rotated=False, splits=2),
     "turboquant:3:1, haar": Coded(
         config=replace(TURBO, key_bits=3, value_bits=1, rotation="haar"),
-        problem=Problem(queries=2, head_dim=80, dtype=BF16),
+        problem=Problem(queries=2, head_dim=80, dtype=BF16, batch=1),
     ),
     "turboquant, with the mean": Coded(
         config=replace(TURBO, remove_key_mean=False, norm_correction=False, value_bits=3),
@@ -113,14 +118,15 @@ CASES = {
     ),
     "turboquant:4, int2 values": Coded(
         config=replace(TURBO, grouped_values=True, value_bits=2, group_size=32),
-        problem=Problem(queries=1, head_dim=64, dtype=BF16),
+        problem=Problem(queries=1, head_dim=64, dtype=BF16, batch=1),
         tokens=48,
         splits=3,
     ),
     "turboquant:2, int4 values": Coded(
         config=replace(TURBO, grouped_values=True, key_bits=2, rotation="haar", group_size=128),
-        problem=Problem(queries=3, head_dim=48),
+        problem=Problem(queries=3, head_dim=48, batch=1),
         rotated=False,
+        block_n=32,
     ),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -147,7 +153,7 @@ def test_what_cannot_be_read_is_decoded(config: KVQuantConfig | str) -> None:
 @pytest.mark.parametrize("config", ["int4", "turboquant"])
 @pytest.mark.parametrize("damage", ["no key codes", "no value codes", "another length", "another query"])
 def test_damage_is_found(config: str, damage: str) -> None:
-    case = Coded(config=config, problem=Problem(queries=1, dtype=BF16))
+    case = Coded(config=config, problem=Problem(queries=1, batch=1, dtype=BF16), block_n=32)
     query, keys, values, lengths = case.given()
     changed: dict[str, Any] = {
         "no key codes": {"keys": replace(keys, codes=torch.zeros_like(keys.codes))},

@@ -1,6 +1,7 @@
 """The Triton kernel over pieces against float64, in Triton's interpreter."""
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ class Pieced:
             total=whole.columns,
             visibility=visibility or whole.visibility(),
             softcap=whole.softcap,
-            tiling=Tiling(block_m=16, block_n=16, warps=1, stages=1, splits=self.splits),
+            tiling=Tiling(block_m=16, block_n=16, warps=1, stages=1, border_stages=1, splits=self.splits),
         )
 
 
@@ -158,7 +159,7 @@ def test_pieces_and_what_is_behind_them_make_all() -> None:
     query, key, value = whole.tensors()
     cuts = (0, 16, 53, 58, COLUMNS)
     rows = torch.tensor([[(i, column, -1) for i, column in enumerate(cuts[:-1])]])
-    spans = list(zip(cuts, cuts[1:], strict=False))
+    spans = list(pairwise(cuts))
     table = PieceTable(*(tuple(each[0, :, a:b] for a, b in spans) for each in (key, value)), rows, COLUMNS)
     seen = whole.visibility()
     before = kernel_calls()

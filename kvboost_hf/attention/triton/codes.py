@@ -6,7 +6,7 @@ are, behind. Scales of vectors are factors of logits and of weights, and the mea
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -15,20 +15,13 @@ import triton.language as tl
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.tile import LOG2E, dot, softmax_end, softmax_step, tanh
-from kvboost_hf.attention.triton.tiling import Tiling, device_of, plan_splits, plan_tiling
+from kvboost_hf.attention.triton.tiling import Device, Tiling, device_of, plan_splits, plan_tiling
 from kvboost_hf.handles import CodePlanes
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _BITS = (1, 2, 3, 4, 8)
 _MAX_DIM = 256
-
-
-class Plane(NamedTuple):
-    """A tensor [batch, blocks, …], of which only the first two strides are free."""
-
-    data: Any
-    batch: Any  # stride
-    block: Any  # stride
+_MAX_ROWS = 32  # of a program: more would leave its registers no room for what codes become
 
 
 def can_attend(query: torch.Tensor, keys: CodePlanes, values: CodePlanes) -> bool:
@@ -58,38 +51,30 @@ def attend_codes(
     softcap: float = 0.0,
     tiling: Tiling | None = None,
 ) -> Part:
-    """See `ops.attend_codes`.
-
-    Args:
-        query: As there.
-        keys: As there.
-        values: As there.
-        lengths: As there.
-        scale: As there; above 0.
-        softcap: As there.
-        tiling: By default the best one known for these shapes.
-    """
-    tiling = tiling or plan(query, keys)
+    """See `ops.attend_codes`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
+    tiling = tiling or plan(query, keys, device_of(query.device))
     batch, heads, queries, head_dim = query.shape
     out = query.new_empty(tiling.splits, batch, queries, heads, head_dim, dtype=torch.float32)
     lse = query.new_empty(tiling.splits, batch, heads, queries, dtype=torch.float32)
     given = launch_arguments(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
     kv_heads = keys.codes.shape[2]
     tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
-    fwd_codes[(tiles, batch * kv_heads, tiling.splits)](**given, num_warps=tiling.warps, num_stages=tiling.stages)
-    found, log = (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
+    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
+        fwd_codes[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
+        found, log = (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
     return found if values.rotation is None else found @ values.rotation, log
 
 
-def plan(query: torch.Tensor, keys: CodePlanes) -> Tiling:
+def plan(query: torch.Tensor, keys: CodePlanes, device: Device) -> Tiling:
     """The tiling that `attend_codes` takes by itself."""
     (batch, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
-    device, rows = device_of(query.device), queries * (heads // kv_heads)
-    tiling = plan_tiling(rows, head_dim, query.itemsize, device)
-    block_n = min(tiling.block_n, _block_of(keys.group_size if keys.least is not None else tokens, tokens))
+    rows = queries * (heads // kv_heads)
+    tiling = plan_tiling(min(rows, _MAX_ROWS), head_dim, query.itemsize, device)
+    largest = 64 if tiling.block_m * head_dim <= 16 * 128 else 32
+    block_n = min(tiling.block_n, largest, _block_of(keys.group_size if keys.least is not None else tokens, tokens))
     programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
     columns = blocks * triton.cdiv(tokens, block_n) * block_n
-    splits = plan_splits(programs, columns, block_n, device, per_processor=2 if tiling.block_m <= 64 else 1)
+    splits = plan_splits(programs, columns, block_n, device, per_processor=2)
     return replace(tiling, block_n=block_n, splits=splits)
 
 
@@ -116,6 +101,7 @@ def launch_arguments(
 ) -> dict[str, Any]:
     """What `fwd_codes` is called with, by name; what there is not is None."""
     assert scale > 0
+    assert keys.least is None or tiling.block_n <= _block_of(keys.group_size, keys.codes.shape[3])
     (_, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
     query = query.contiguous()
     rotated = query
@@ -161,8 +147,9 @@ def _planes(role: str, codes: CodePlanes) -> Mapping[str, Any]:
     }
 
 
-def _plane(x: torch.Tensor | None) -> Plane | None:
-    return Plane(x, x.stride(0), x.stride(1)) if x is not None else None
+def _plane(x: torch.Tensor | None) -> tuple[torch.Tensor, int, int] | None:
+    """A plane [batch, blocks, …], with the two strides that are free."""
+    return (x, x.stride(0), x.stride(1)) if x is not None else None
 
 
 @triton.jit(do_not_specialize=["queries", "blocks"])
@@ -234,9 +221,9 @@ def fwd_codes(
         cosines, sines = None, None
         if cos is not None:
             turn = token[:, None] * HEAD_DIM + d[None, :]
-            within = known[:, None] & (d < HEAD_DIM)[None, :]
-            cosines = tl.load(cos + turn, mask=within, other=0.0)
-            sines = tl.load(sin + turn, mask=within, other=0.0)
+            turns = known[:, None] & (d < HEAD_DIM)[None, :]
+            cosines = tl.load(cos + turn, mask=turns, other=0.0)
+            sines = tl.load(sin + turn, mask=turns, other=0.0)
         for block in range(tl.maximum(low - place * blocks, 0), tl.minimum(high - place * blocks, blocks)):
             codes = load_codes(_start(key_codes, batch, block), kv_head, token, d, TOKENS, HEAD_DIM, KEY_BITS)
             if key_least is not None:
@@ -292,7 +279,7 @@ def fwd_codes(
 @triton.jit
 def _start(plane, batch, block):
     """Where the numbers of a block are."""
-    return plane.data + batch * plane.batch + tl.cast(block, tl.int64) * plane.block
+    return plane[0] + batch * plane[1] + tl.cast(block, tl.int64) * plane[2]
 
 
 @triton.jit

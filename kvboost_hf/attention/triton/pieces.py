@@ -15,12 +15,13 @@ from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.dense import take_block
 from kvboost_hf.attention.triton.tile import softmax_end
-from kvboost_hf.attention.triton.tiling import Tiling, device_of, plan_splits, plan_tiling
+from kvboost_hf.attention.triton.tiling import Device, Tiling, device_of, plan_splits, plan_tiling
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import PieceTable
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_DIM = 256
+_MAX_SUMS = 64 * 128  # of a program, beside which its queries are kept as they are and as they are turned
 
 
 def can_attend(query: torch.Tensor, table: PieceTable) -> bool:
@@ -44,18 +45,8 @@ def attend_pieces(
     softcap: float = 0.0,
     tiling: Tiling | None = None,
 ) -> Part:
-    """See `ops.attend_pieces`.
-
-    Args:
-        query: As there.
-        table: As there.
-        scale: As there; above 0.
-        total: As there.
-        visibility: As there.
-        softcap: As there.
-        tiling: By default the best one known for these shapes.
-    """
-    tiling = tiling or plan(query, table, visibility)
+    """See `ops.attend_pieces`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
+    tiling = tiling or plan(query, table, visibility, device_of(query.device))
     batch, heads, queries, head_dim = query.shape
     out = query.new_empty(tiling.splits, batch, queries, heads, head_dim, dtype=torch.float32)
     lse = query.new_empty(tiling.splits, batch, heads, queries, dtype=torch.float32)
@@ -64,19 +55,23 @@ def attend_pieces(
     )
     kv_heads = table.keys[0].shape[0]
     tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
-    fwd_pieces[(tiles, batch * kv_heads, tiling.splits)](**given, num_warps=tiling.warps, num_stages=tiling.stages)
-    return (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
+    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
+        fwd_pieces[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
+        return (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
 
 
-def plan(query: torch.Tensor, table: PieceTable, visibility: Visibility) -> Tiling:
+def plan(query: torch.Tensor, table: PieceTable, visibility: Visibility, device: Device) -> Tiling:
     """The tiling that `attend_pieces` takes by itself: parts are of as many columns, in however many pieces."""
     (batch, heads, queries, head_dim), kv_heads = query.shape, table.keys[0].shape[0]
-    device, rows = device_of(query.device), queries * (heads // kv_heads)
-    tiling = plan_tiling(rows, head_dim, query.itemsize, device)
+    rows = queries * (heads // kv_heads)
+    padded = max(16, triton.next_power_of_2(head_dim))
+    tiling = plan_tiling(min(rows, _MAX_SUMS // padded), head_dim, query.itemsize, device)
+    if tiling.block_m * padded >= _MAX_SUMS // 2:
+        stages, border_stages = min(tiling.stages, 2), min(tiling.border_stages, 2)
+        tiling = replace(tiling, block_n=min(tiling.block_n, 32), warps=8, stages=stages, border_stages=border_stages)
     programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
     columns = min(table.columns, visibility.window + queries) if visibility.window else table.columns
-    per_processor = 2 if tiling.block_m <= 64 else 1
-    return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor))
+    return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=2))
 
 
 def launch_arguments(
@@ -127,6 +122,7 @@ def launch_arguments(
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BORDER_STAGES": tiling.border_stages,
         "ALIGNED": 16 // query.itemsize,
     }
 
@@ -161,6 +157,7 @@ def fwd_pieces(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BORDER_STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """One program for BLOCK_M rows of one head of keys, and one part of the columns; row r is query r // GROUPS."""
@@ -226,7 +223,7 @@ def fwd_pieces(
                 sums, peak, norm, turned, key, value, keep, None, None, own, there, column, end, end, key_row,
                 value_row, window, scale, softcap, CAUSAL, HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_D, BLOCK_D, False,
             )  # fmt: skip
-        for at_border in range(begin, end - wholly, BLOCK_N):
+        for at_border in tl.range(begin, end - wholly, BLOCK_N, num_stages=BORDER_STAGES):
             column = at_border + tl.where(at_border >= plain, wholly, 0)
             sums, peak, norm = take_block(
                 sums, peak, norm, turned, key, value, keep, None, None, own, there, column, end, end, key_row,

@@ -143,20 +143,21 @@ class TurboQuant:
         (_, _, bits), *others = self._spans(head_dim, role)
         if others or self._has_signs(role) or head_dim % 8:
             return None
-        codes, device = planes["codes"], planes["codes"].device
-        turn: dict[str, torch.Tensor] = {}
-        if self._removes_mean(role):
-            turn["mean"] = planes["mean"]
-            if rotation is not None:
-                turn["cos"], turn["sin"] = _turns(rotation, tokens, head_dim, device)
-                turn["partner"] = _partners(rotation, head_dim, device)
+        device = planes["codes"].device
+        cos = sin = partner = None
+        if rotation is not None and self._removes_mean(role):
+            cos, sin = _turns(rotation, tokens, head_dim, device)
+            partner = _partners(rotation, head_dim, device)
         return CodePlanes(
             bits,
-            codes,
+            planes["codes"],
             scale=planes["scale"],
             codebook=centroids(bits, device),
             rotation=random_rotation(self._config.rotation, head_dim, self._config.seed, device),
-            **turn,
+            mean=planes.get("mean"),
+            cos=cos,
+            sin=sin,
+            partner=partner,
         )
 
     def _removes_mean(self, role: Role) -> bool:

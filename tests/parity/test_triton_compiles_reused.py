@@ -1,0 +1,89 @@
+"""The kernels over pieces and over codes compiled for GPUs that are not here: on tensor cores, and in registers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from triton import knobs
+
+from kvboost_hf.attention.triton import codes, pieces
+from kvboost_hf.attention.triton.tiling import Device
+from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.cache.codecs import Role, make_codec
+from kvboost_hf.compat import LayerRotation
+from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.handles import CodePlanes, PieceTable
+from tests.triton_compile import Launch, compile_launches, pointer
+
+pytestmark = pytest.mark.slow
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+HEADS, KV_HEADS, BLOCKS, TOKENS = 32, 8, 4, 128
+
+
+def over_pieces(capability: int, head_dim: int, queries: int, window: int = 0) -> Launch:
+    query = torch.zeros(1, queries, HEADS, head_dim, dtype=torch.bfloat16).transpose(1, 2)
+    keys = tuple(torch.zeros(KV_HEADS, tokens, head_dim, dtype=torch.bfloat16) for tokens in (128, 70))
+    rows, turn = torch.tensor([[[0, 0, -1], [1, 128, 0]]]), torch.zeros(1, head_dim)
+    table = PieceTable(keys, keys, rows, 198, turn, turn, torch.arange(head_dim, dtype=torch.int32))
+    seen, device = Visibility(window=window), Device(132, SHARED[capability])
+    tiling = pieces.plan(query, table, seen, device)
+    out, lse = parts(query, tiling.splits)
+    given = pieces.launch_arguments(
+        query, table, out, lse, scale=1.0, total=200, visibility=seen, softcap=0.0, tiling=tiling
+    )
+    arguments = {name: pointer(each) for name, each in given.items()}
+    return Launch("kvboost_hf.attention.triton.pieces:fwd_pieces", arguments, capability, tiling.warps, tiling.stages)
+
+
+def over_codes(capability: int, head_dim: int, queries: int, config: KVQuantConfig | str) -> Launch:
+    rotation = LayerRotation(torch.ones(head_dim // 2), "half", 0)
+
+    def planes(role: Role) -> CodePlanes:
+        codec, x = make_codec(config), torch.zeros(BLOCKS, KV_HEADS, TOKENS, head_dim, dtype=torch.bfloat16)
+        encoded = codec.encode(x, role, [rotation] * BLOCKS)
+        made = codec.code_planes(
+            {name: each[None] for name, each in encoded.items()}, role, rotation, TOKENS, head_dim
+        )
+        assert made is not None
+        return made
+
+    query, keys, values = (
+        torch.zeros(1, HEADS, queries, head_dim, dtype=torch.bfloat16),
+        planes("keys"),
+        planes("values"),
+    )
+    tiling = codes.plan(query, keys, Device(132, SHARED[capability]))
+    out, lse = parts(query, tiling.splits)
+    lengths = torch.full((BLOCKS,), TOKENS, dtype=torch.int32)
+    given = codes.launch_arguments(query, keys, values, lengths, out, lse, scale=1.0, softcap=0.0, tiling=tiling)
+    arguments = {name: pointer(each) for name, each in given.items()}
+    return Launch("kvboost_hf.attention.triton.codes:fwd_codes", arguments, capability, tiling.warps, tiling.stages)
+
+
+def parts(query: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, queries, head_dim = query.shape
+    return torch.zeros(splits, batch, queries, heads, head_dim), torch.zeros(splits, batch, heads, queries)
+
+
+CASES: list[tuple[Callable[..., Launch], tuple[object, ...]]] = [
+    *((over_pieces, (capability, 128, 128)) for capability in SHARED),
+    (over_pieces, (90, 128, 1)),
+    (over_pieces, (90, 256, 1, 64)),
+    *((over_codes, (capability, 128, 1, "turboquant")) for capability in SHARED),
+    (over_codes, (80, 128, 1, "int8")),
+    (over_codes, (90, 128, 64, "int4")),
+    (over_codes, (90, 128, 1, "turboquant:3:1")),
+    (over_codes, (90, 128, 1, KVQuantConfig(grouped_values=True, key_bits=2))),
+]
+
+
+def test_kernels() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knobs.runtime, "interpret", False)  # whose tiles are smaller
+        launches = [make(*given) for make, given in CASES]
+    for (make, given), made in zip(CASES, compile_launches(launches), strict=True):
+        case = make.__name__, *given, made
+        assert made.mma, case
+        assert made.stack_bytes == 0, case
+        assert made.shared_bytes <= SHARED[given[0]], case  # type: ignore[index]
