@@ -61,6 +61,8 @@ gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/repair.py ttft --device cuda --out $${OUT:-benchmarks/results}
 	PYTHONPATH=. $(PYTHON) benchmarks/tiers.py --device cuda --out $${OUT:-benchmarks/results}
 	PYTHONPATH=. $(PYTHON) benchmarks/attention.py --device cuda --out $${OUT:-benchmarks/results}
+	PYTHONPATH=. $(PYTHON) benchmarks/attention_models.py --device cuda --dtype bfloat16 \
+		--out $${OUT:-benchmarks/results}
 
 clean:
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .hypothesis demo.png
