@@ -47,7 +47,9 @@ def attend(
     """See `reference.attend`. Not differentiable. The log-sum-exp is there if `partial`, else it is empty."""
     seen = (visibility.keep, visibility.columns, visibility.tree, visibility.mask)
     causal, window = visibility.causal, visibility.window
-    out, lse = torch.ops.kvboost_hf.attend(query, key, value, seen, sinks, scale, causal, window, softcap, partial)
+    out, lse = torch.ops.kvboost_hf.attend.default(
+        query, key, value, seen, sinks, scale, causal, window, softcap, partial
+    )
     return out, lse
 
 
@@ -78,7 +80,9 @@ def attend_pieces(
     seen, turn = (visibility.keep, visibility.columns), (table.cos, table.sin, table.partner, table.places)
     causal, window = visibility.causal, visibility.window
     given = table.keys, table.values, table.rows, turn, seen
-    out, lse = torch.ops.kvboost_hf.attend_pieces(query, *given, table.columns, total, scale, causal, window, softcap)
+    out, lse = torch.ops.kvboost_hf.attend_pieces.default(
+        query, *given, table.columns, total, scale, causal, window, softcap
+    )
     return out, lse
 
 
@@ -105,7 +109,9 @@ def attend_codes(
         [batch, queries, heads, head_dim] and [batch, heads, queries], float32.
     """
     forms = [keys.bits, keys.group_size, values.bits, values.group_size]
-    out, lse = torch.ops.kvboost_hf.attend_codes(query, _planes(keys), _planes(values), forms, lengths, scale, softcap)
+    out, lse = torch.ops.kvboost_hf.attend_codes.default(
+        query, _planes(keys), _planes(values), forms, lengths, scale, softcap
+    )
     return out, lse
 
 
