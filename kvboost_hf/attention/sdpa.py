@@ -28,14 +28,12 @@ def is_faster(
     partial: bool,
 ) -> bool:
     """Whether this is a plain prompt on a GPU, for which the vendor's kernels are there."""
-    own = visibility.window, visibility.keep, visibility.columns, visibility.tree, visibility.mask
+    told = visibility.keep, visibility.columns, visibility.tree, visibility.mask, sinks
     return (
         query.is_cuda
         and 1 < query.shape[2] == key.shape[2]
-        and not any(each is not None and each != 0 for each in own)
-        and not softcap
-        and sinks is None
-        and not partial
+        and all(each is None for each in told)
+        and not (visibility.window or softcap or partial)
         and query.dtype != torch.float32
         and key.shape[3] == value.shape[3] <= 256
     )

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvboost_hf import KVQuantConfig
-from kvboost_hf.attention import kernel_calls, merge, ops, reference, use_tier
+from kvboost_hf.attention import kernel_calls, merge, ops, reference, sdpa, use_tier
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.handles import CodePlanes, Held, PieceTable, make_reach, read_reach
@@ -81,6 +82,16 @@ def test_tiers_agree(tier: Any, given: dict[str, Any]) -> None:
     rows = problem.visibility().dense(problem.queries, problem.columns, out.device).any(-1)
     seen = rows.expand(problem.batch, 1, -1)[:, 0]  # what a query without columns gets is of no use to anybody
     assert_within_budget(out[seen], truth[seen], same[seen], problem.dtype)
+
+
+@pytest.mark.parametrize("told", ["nothing", "keep", "columns", "mask"])
+def test_a_plain_prompt_on_a_gpu_is_known_without_a_look_at_it(told: str) -> None:
+    with FakeTensorMode():  # which raises where numbers would have to come from the device
+        query, key, value = (torch.empty(2, 4, 9, 32, dtype=torch.float16, device="cuda") for _ in range(3))
+        shape = (2, 1, 9, 9) if told == "mask" else (2, 9)
+        seen = Visibility() if told == "nothing" else Visibility(**{told: torch.empty(shape, device="cuda")})  # type: ignore[arg-type]
+        found = sdpa.is_faster(query, key, value, seen, 0.0, None, partial=False)
+    assert found == (told == "nothing")
 
 
 def test_what_is_told_apart_is_told_apart() -> None:
