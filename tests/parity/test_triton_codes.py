@@ -128,6 +128,7 @@ CASES = {
         rotated=False,
         block_n=32,
     ),
+    "int4, one group": Coded(config=replace(KIVI, group_size=96), problem=Problem(queries=1, head_dim=80, batch=1)),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

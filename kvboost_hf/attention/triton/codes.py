@@ -132,7 +132,7 @@ def launch_arguments(
         "KEY_BITS": keys.bits,
         "KEY_GROUP": keys.group_size,
         "VALUE_BITS": values.bits,
-        "VALUE_GROUP": min(values.group_size, padded),
+        "VALUE_GROUP": padded if values.group_size >= head_dim else values.group_size,
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_D": padded,
