@@ -1,6 +1,7 @@
 """The CPU tier against float64: whatever queries may see, in each dtype, and over codes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -193,3 +194,20 @@ def test_no_columns() -> None:
     out, lse = attend(query, *empty, scale=1.0, visibility=Visibility(causal=False), partial=True)
     assert not out.any()
     assert (lse == float("-inf")).all()
+
+
+@pytest.mark.parametrize("asked", [{}, {"softcap": 3.0}, {"padding": True}, {"sparse": True}, {"window": 9}], ids=str)
+def test_no_queries(asked: dict[str, Any]) -> None:
+    out, lse = solve(Problem(queries=0, **asked))
+    assert out.shape == (2, 0, 4, 32)
+    assert lse.shape == (2, 4, 0)
+
+
+def test_a_sink_of_no_weight() -> None:
+    keep = torch.ones(2, 40, dtype=torch.bool)
+    keep[1] = False
+    given, sinks = Problem().tensors(), torch.full((4,), float("-inf"))
+    out, lse = attend(*given, scale=1.0, visibility=Visibility(keep=keep), sinks=sinks, partial=True)
+    without, _ = attend(*given, scale=1.0, visibility=Visibility(keep=keep), partial=True)
+    assert torch.equal(out, without)
+    assert (lse[1] == float("-inf")).all()

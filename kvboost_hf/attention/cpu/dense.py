@@ -30,7 +30,7 @@ def attend(
     out, lse = _attend(query, key, value, visibility, scale, softcap)
     if sinks is not None:
         sink = sinks.float()[:, None]
-        out = out * torch.sigmoid(lse - sink)[..., None]
+        out = out * torch.sigmoid(lse - sink).nan_to_num_(0.0)[..., None]  # no number where nothing is seen at all
         lse = torch.logaddexp(lse, sink)
     out = out.transpose(1, 2).to(torch.float32 if partial else query.dtype).contiguous()
     return out, lse.contiguous() if partial else lse.new_empty(0)
@@ -41,7 +41,7 @@ def _attend(
 ) -> Part:
     """[batch, heads, queries, value_dim], and the log-sum-exp."""
     queries, stop = query.shape[2], key.shape[2]
-    if not stop:  # the kernel divides by it
+    if not (stop and query.numel()):  # the kernel divides by these
         out = query.new_zeros(*query.shape[:3], value.shape[3])
         return out, torch.full(query.shape[:3], float("-inf"))
     if is_plain(seen, queries, stop) and not softcap:

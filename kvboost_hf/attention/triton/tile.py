@@ -77,8 +77,9 @@ def softmax_end(sums, peak, norm, logit):
     """
     if logit is not None:
         higher = tl.maximum(peak, logit * LOG2E)
-        fade = tl.exp2(peak - higher)
-        norm = norm * fade + tl.exp2(logit * LOG2E - higher)
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp2(peak - finite)
+        norm = norm * fade + tl.exp2(logit * LOG2E - finite)
         sums *= fade[:, None]
         peak = higher
     divisor = tl.where(norm > 0, norm, 1.0)
