@@ -95,7 +95,8 @@ class PieceTable:
         partner: [head_dim], int32.
         places: [batch, pieces, 9], int64, on the device: for a kernel, of each piece of a row the addresses of its
             keys and of its values, the strides of the heads and tokens of both, its tokens, the column of the first
-            one, and the row of `cos` and `sin`. Made of the other ones, where all is aligned to 16 bytes.
+            one, and the row of `cos` and `sin`. Made of the other ones, where all are of one dtype and aligned to 16
+            bytes.
     """
 
     keys: tuple[torch.Tensor, ...]
@@ -113,6 +114,8 @@ class PieceTable:
 
 
 def _places(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor | None:
+    if len({each.dtype for each in (*keys, *values)}) > 1:
+        return None
     pieces = []
     for key, value in zip(keys, values, strict=True):
         starts, strides = (key.data_ptr(), value.data_ptr()), (*key.stride()[:2], *value.stride()[:2])

@@ -177,11 +177,12 @@ def test_pieces_and_what_is_behind_them_make_all() -> None:
     assert_within_budget(found, truth, same, query.dtype)
 
 
-def test_a_piece_at_an_odd_address_is_left_to_others() -> None:
+@pytest.mark.parametrize("odd", ["address", "dtype"])
+def test_an_odd_piece_is_left_to_others(odd: str) -> None:
     whole = Problem(batch=1, queries=2, columns=10)
     buffer = torch.randn(2 * 8 * 32 + 1)
-    odd = buffer[1:].view(2, 8, 32)
-    table = PieceTable((odd,), (odd,), torch.tensor([[(0, 0, -1)]]), 8)
+    key = buffer[1:].view(2, 8, 32) if odd == "address" else buffer[:-1].view(2, 8, 32)
+    table = PieceTable((key,), (key if odd == "address" else key.half(),), torch.tensor([[(0, 0, -1)]]), 8)
     assert table.places is None
     before = kernel_calls()
     with use_tier("triton"):

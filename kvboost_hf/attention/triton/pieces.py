@@ -27,11 +27,10 @@ _MAX_SUMS = 64 * 128  # of a program, beside which its queries are kept as they 
 def can_attend(query: torch.Tensor, table: PieceTable) -> bool:
     """Whether `attend_pieces` takes these."""
     return (
-        query.dtype in _DTYPES
+        table.places is not None
+        and table.keys[0].dtype == query.dtype in _DTYPES
         and query.stride(3) == 1
         and query.shape[3] <= _MAX_DIM
-        and table.places is not None
-        and all(each.dtype == query.dtype for each in (*table.keys, *table.values))
     )
 
 
