@@ -207,8 +207,9 @@ def test_what_the_kernel_does_not_take() -> None:
     assert not dense.can_attend(query.double(), key.double(), value.double())
     assert not dense.can_attend(query, key.half(), value)
     assert not dense.can_attend(query, key.mT.contiguous().mT, value)
-    wide = torch.zeros(1, 1, 1, 320)
+    wide, many = torch.zeros(1, 1, 1, 320), torch.zeros(1).expand(1 << 15, 2, 1, 16)
     assert not dense.can_attend(wide, wide, wide)
+    assert not dense.can_attend(many, many, many)
 
 
 @pytest.mark.parametrize("device", [H100, A100, RTX])

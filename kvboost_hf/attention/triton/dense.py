@@ -19,6 +19,7 @@ from kvboost_hf.attention.visibility import Visibility
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_DIM = 256
+_MAX_GRID = 65_535  # in any dimension of a grid but the first
 
 
 def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -27,6 +28,7 @@ def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> b
     return (
         query.dtype in _DTYPES
         and query.dtype == key.dtype == value.dtype
+        and key.shape[0] * key.shape[1] <= _MAX_GRID
         and all(each.shape[3] <= _MAX_DIM and each.stride(3) == 1 for each in given)
     )
 
