@@ -12,7 +12,7 @@ from triton import knobs
 from kvboost_hf.attention import kernel_calls, ops, reference, use_tier
 from kvboost_hf.attention.merge import Part, merge
 from kvboost_hf.attention.triton import dense
-from kvboost_hf.attention.triton.combine import combine
+from kvboost_hf.attention.triton.combine import blocks_of, combine
 from kvboost_hf.attention.triton.tiling import MAX_SPLITS, Device, Tiling, plan_splits, plan_tiling
 from kvboost_hf.attention.visibility import Visibility
 from tests.attention import Problem, assert_within_budget
@@ -199,6 +199,13 @@ def test_combine_is_merge(splits: int, with_sinks: bool) -> None:
     torch.testing.assert_close(out, merge(list(zip(parts, logs, strict=True)), sinks, torch.float32))
     rest = logs if sinks is None else torch.cat([logs, sinks[None, None, :, None].expand(1, 2, 4, 3)])
     torch.testing.assert_close(lse, torch.logsumexp(rest, dim=0))
+
+
+def test_parts_are_merged_by_few_kernels() -> None:
+    """Compiling one in the middle of an answer holds up a token by a second."""
+    blocks = [blocks_of(splits, 128) for splits in range(2, MAX_SPLITS + 1)]
+    assert all(each["BLOCK_P"] >= splits for splits, each in enumerate(blocks, start=2))
+    assert len({tuple(each.values()) for each in blocks}) == 2
 
 
 def test_what_the_kernel_does_not_take() -> None:

@@ -6,8 +6,10 @@ import triton.language as tl
 
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.tile import LN2, LOG2E
+from kvboost_hf.attention.triton.tiling import MAX_SPLITS
 
 _BLOCK_D = 64  # dimensions of a program at most: with few queries there are more programs than heads
+_FEW = 16  # parts
 _NUMBERS = 8192  # that a program holds
 
 
@@ -25,13 +27,16 @@ def combine(parts: torch.Tensor, logs: torch.Tensor, *, sinks: torch.Tensor | No
     """
     splits, batch, queries, heads, dim = parts.shape
     out, lse = parts.new_empty(batch, queries, heads, dim, dtype=dtype), logs.new_empty(batch, heads, queries)
-    rows, block_p, block_d = batch * queries * heads, triton.next_power_of_2(splits), triton.next_power_of_2(dim)
-    block_d = min(_BLOCK_D, block_d)
-    block_r = max(1, _NUMBERS // (block_p * block_d))
-    grid = (triton.cdiv(rows, block_r), triton.cdiv(dim, block_d))
-    blocks = {"BLOCK_P": block_p, "BLOCK_R": block_r, "BLOCK_D": block_d}
+    rows, blocks = batch * queries * heads, blocks_of(splits, dim)
+    grid = (triton.cdiv(rows, blocks["BLOCK_R"]), triton.cdiv(dim, blocks["BLOCK_D"]))
     merge_parts[grid](parts, logs, sinks, out, lse, splits, rows, queries, heads, dim, **blocks, enable_fp_fusion=True)
     return out, lse
+
+
+def blocks_of(splits: int, dim: int) -> dict[str, int]:
+    """How much a program takes. A cache that grows has more and more parts, but the kernel is compiled twice."""
+    block_p, block_d = _FEW if splits <= _FEW else MAX_SPLITS, min(_BLOCK_D, triton.next_power_of_2(dim))
+    return {"BLOCK_P": block_p, "BLOCK_R": _NUMBERS // (block_p * block_d), "BLOCK_D": block_d}
 
 
 @triton.jit(do_not_specialize=["splits", "rows", "queries"])

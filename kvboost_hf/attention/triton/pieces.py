@@ -21,6 +21,7 @@ from kvboost_hf.handles import PieceTable
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_DIM = 256
+_MANY = 128  # pieces, up to which the kernel is compiled once
 _MAX_SUMS = 64 * 128  # of a program, beside which its queries are kept as they are and as they are turned
 
 
@@ -117,7 +118,7 @@ def launch_arguments(
         "CAUSAL": visibility.causal,
         "GROUPS": heads // kv_heads,
         "HEAD_DIM": head_dim,
-        "PIECES": triton.next_power_of_2(table.places.shape[1]),
+        "PIECES": max(_MANY, triton.next_power_of_2(table.places.shape[1])),
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
