@@ -22,7 +22,9 @@ def attend(
 ) -> Part:
     """See `ops.attend`."""
     tier = active_tier(query.device, query.dtype)
-    if sdpa.is_faster(query, key, value, visibility, softcap, sinks, partial=partial):
+    # Before sm_80, PyTorch's fast kernel takes no grouped heads.
+    own = tier == "triton" or (tier == "cuda" and query.shape[1] == key.shape[1])
+    if own and sdpa.is_faster(query, key, value, visibility, softcap, sinks, partial=partial):
         count("sdpa", "square")
         return sdpa.attend(query, key, value, scale=scale, visibility=visibility)
     if tier == "triton":

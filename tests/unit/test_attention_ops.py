@@ -94,6 +94,18 @@ def test_a_plain_prompt_on_a_gpu_is_known_without_a_look_at_it(told: str) -> Non
     assert found == (told == "nothing")
 
 
+@pytest.mark.parametrize(("tier", "called"), [("triton", "sdpa.square"), ("reference", "reference.attend")])
+def test_a_tier_that_is_asked_for_takes_plain_prompts_too(
+    tier: Any, called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "is_faster", lambda *args, **kwargs: True)  # as on a GPU
+    problem, before = Problem(queries=40), kernel_calls()
+    with use_tier(tier):
+        out, _ = ops.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+    assert dict(kernel_calls() - before) == {called: 1}
+    assert_within_budget(out, problem.solve(torch.float64)[0], problem.solve(torch.float32)[0], problem.dtype)
+
+
 def test_what_is_told_apart_is_told_apart() -> None:
     """The tests above would not pass with another problem's solution."""
     plain = Problem()
