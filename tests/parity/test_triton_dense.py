@@ -208,7 +208,7 @@ def test_parts_are_merged_by_few_kernels() -> None:
     assert len({tuple(each.values()) for each in blocks}) == 2
 
 
-def test_what_the_kernel_does_not_take() -> None:
+def test_what_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = Problem().tensors()
     assert dense.can_attend(query, key, value)
     assert not dense.can_attend(query.double(), key.double(), value.double())
@@ -217,6 +217,8 @@ def test_what_the_kernel_does_not_take() -> None:
     wide, many = torch.zeros(1, 1, 1, 320), torch.zeros(1).expand(1 << 15, 2, 1, 16)
     assert not dense.can_attend(wide, wide, wide)
     assert not dense.can_attend(many, many, many)
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    assert not dense.can_attend(query, key, value)
 
 
 @pytest.mark.parametrize("device", [H100, A100, RTX])

@@ -15,12 +15,10 @@ import triton.language as tl
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.tile import LOG2E, dot, softmax_end, softmax_step, tanh
-from kvboost_hf.attention.triton.tiling import Device, Tiling, device_of, plan_splits, plan_tiling
+from kvboost_hf.attention.triton.tiling import Device, Tiling, device_of, is_taken, plan_splits, plan_tiling
 from kvboost_hf.handles import CodePlanes
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _BITS = (1, 2, 3, 4, 8)
-_MAX_DIM = 256
 _MAX_ROWS = 32  # of a program: more would leave its registers no room for what codes become
 
 
@@ -30,8 +28,7 @@ def can_attend(query: torch.Tensor, keys: CodePlanes, values: CodePlanes) -> boo
     whole = keys.least is None or _block_of(keys.group_size, keys.codes.shape[3]) >= 16
     grouped = values.least is None or values.group_size >= head_dim or _is_power_of_2(values.group_size)
     return (
-        query.dtype in _DTYPES
-        and head_dim <= _MAX_DIM
+        is_taken(query, head_dim)
         and head_dim % 16 == 0
         and keys.bits in _BITS
         and values.bits in _BITS

@@ -14,11 +14,9 @@ import triton.language as tl
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.tile import LOG2E, dot, load_rows, softmax_end, softmax_step, tanh
-from kvboost_hf.attention.triton.tiling import Tiling, device_of, plan_splits, plan_tiling
+from kvboost_hf.attention.triton.tiling import Tiling, device_of, is_taken, plan_splits, plan_tiling
 from kvboost_hf.attention.visibility import Visibility
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_DIM = 256
 _MAX_GRID = 65_535  # in any dimension of a grid but the first
 
 
@@ -26,10 +24,10 @@ def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> b
     """Whether `attend` takes these."""
     given = query, key, value
     return (
-        query.dtype in _DTYPES
+        is_taken(query, max(query.shape[3], value.shape[3]))
         and query.dtype == key.dtype == value.dtype
         and key.shape[0] * key.shape[1] <= _MAX_GRID
-        and all(each.shape[3] <= _MAX_DIM and each.stride(3) == 1 for each in given)
+        and all(each.stride(3) == 1 for each in given)
     )
 
 

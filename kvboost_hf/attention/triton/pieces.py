@@ -15,12 +15,10 @@ from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.dense import take_block
 from kvboost_hf.attention.triton.tile import softmax_end
-from kvboost_hf.attention.triton.tiling import Device, Tiling, device_of, plan_splits, plan_tiling
+from kvboost_hf.attention.triton.tiling import Device, Tiling, device_of, is_taken, plan_splits, plan_tiling
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import PieceTable
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_DIM = 256
 _MANY = 128  # pieces, up to which the kernel is compiled once
 _MAX_SUMS = 64 * 128  # of a program, beside which its queries are kept as they are and as they are turned
 
@@ -28,10 +26,10 @@ _MAX_SUMS = 64 * 128  # of a program, beside which its queries are kept as they 
 def can_attend(query: torch.Tensor, table: PieceTable) -> bool:
     """Whether `attend_pieces` takes these."""
     return (
-        table.places is not None
-        and table.keys[0].dtype == query.dtype in _DTYPES
+        is_taken(query, query.shape[3])
+        and table.places is not None
+        and table.keys[0].dtype == query.dtype
         and query.stride(3) == 1
-        and query.shape[3] <= _MAX_DIM
     )
 
 

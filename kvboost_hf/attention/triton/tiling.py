@@ -8,8 +8,15 @@ import torch
 import triton
 from triton import knobs
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_DIM = 256
 MAX_SPLITS = 128  # what `combine` merges at once
 _MIN_BLOCKS = 2  # of a part: merging costs as much as a block
+
+
+def is_taken(query: torch.Tensor, dim: int) -> bool:
+    """Whether there are kernels for the dtype and the device of a query, and for vectors of so many dimensions."""
+    return query.dtype in _DTYPES and dim <= _MAX_DIM and (query.is_cuda or bool(knobs.runtime.interpret))
 
 
 @dataclass(frozen=True, slots=True)
