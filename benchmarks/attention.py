@@ -6,7 +6,8 @@ Each case calls two or more ways to the same result in turn. A ratio is that of 
 from the call to the result, with the device synchronized at both ends. Device time is that between two CUDA events
 around one call for each of several inputs, which on a GPU are larger than its L2 in all, and all of which are launched
 before the first one begins; decode is also timed as a CUDA graph of these calls. Each way has been called with each
-input before any clock starts, which compiles it. A way or a case that fails is named, and the others go on.
+input before these clocks start, which compiles it; what the first call with an input takes, but for the first input of
+all, is said, too, since prompts are of ever new lengths. A way or a case that fails is named, and the others go on.
 
 On a GPU all is bfloat16: squares against PyTorch's flash and cuDNN kernels and FlexAttention; suffixes and sparse rows
 against `sdpa` as transformers calls it, with a mask and keys repeated for each head of a group, and suffixes against
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,7 @@ Way = Callable[..., object]
 L2_BYTES = 128 << 20  # inputs of a case take at least twice as much
 MOST_INPUTS = 64
 LAUNCH_CYCLES = 1 << 20  # of a GPU, about half a millisecond: in which the host launches one call
-CLOCKS = ("wall", "device", "graph")
+CLOCKS = ("first", "wall", "device", "graph")
 WINDOW = 128  # tokens of a block of codes, and of a piece of a table
 CODES = {
     "int8": KVQuantConfig(method="kivi", key_bits=8, value_bits=8),
@@ -95,21 +96,20 @@ class Case:
         self.name, self._ways, self._device, self._graph = name, ways, device, graph
         first = make()
         bytes_each = bytes_each or sum(each.nbytes for each in first if isinstance(each, torch.Tensor))
-        count = max(2, min(-(-2 * L2_BYTES // bytes_each), MOST_INPUTS)) if device == "cuda" else 2
-        self._inputs = [first, *(make() for _ in range(count - 1))]
+        inputs = max(2, min(-(-2 * L2_BYTES // bytes_each), MOST_INPUTS)) if device == "cuda" else 2
+        self._inputs = [first, *(make() for _ in range(inputs - 1))]
 
     def measure(self, rounds: int) -> Result:
         """Milliseconds of each way, and the ratios to ours."""
-        found: Result = {"name": self.name, "wall": {}, "device": {}, "graph": {}, "failed": {}}
+        found: Result = {"name": self.name, **{clock: {} for clock in CLOCKS}, "failed": {}}
         works: dict[str, Iterator[Callable[[], object]]] = {}
         for name, way in self._ways.items():
             try:
-                for each in self._inputs:
-                    way(*each)
-                self._synchronize()
+                firsts = [self._wall(partial(way, *each)) for each in self._inputs]
             except Exception as error:  # a kernel that this device or shape does not have: the others are measured
                 found["failed"][name] = reason(error)
                 continue
+            found["first"][name] = statistics.median(firsts[1:])
             works[name] = cycle([partial(way, *each) for each in self._inputs])
         times: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(rounds):
@@ -328,6 +328,18 @@ def square(total: int, heads: tuple[int, int], dim: int, device: str, dtype: tor
     return Case(name, ways, draw(total, total, heads, dim, device, dtype), device)
 
 
+def new_lengths(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+    """Squares, each smaller than the one before it: what a kernel is prepared for is not there yet."""
+    lengths = count(total, -24)
+    ways = {"kvboost_fa2": ours(Visibility()), "sdpa flash": pinned(SDPBackend.FLASH_ATTENTION)}
+
+    def make() -> Inputs:
+        length = next(lengths)
+        return draw(length, length, heads, dim, device, dtype)()
+
+    return Case(f"new lengths below {short(total)}, GQA {heads[0] // heads[1]}, D {dim}", ways, make, device)
+
+
 def decode(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
     """One query; the copy, of the keys over the values, reads and writes as many bytes as there are of both."""
     ways: dict[str, Way] = {
@@ -357,6 +369,9 @@ def gpu_cases() -> Iterator[partial[Case]]:
     for dim in (64, 96, 128):
         for total in (4096, 16384):
             yield partial(square, total, (32, 8), dim, *end)
+    yield partial(square, 32768, (32, 8), 128, *end)
+    for total in (4096, 32768):
+        yield partial(new_lengths, total, (32, 8), 128, *end)
     for kv_heads in (32, 8, 4):
         for total in (4096, 32768, 131072):
             for queries in (16, 128, 1024):
@@ -385,8 +400,8 @@ def markdown(result: Result) -> str:
     lines = [
         f'{result["dtype"]}, batch of 1, 32 heads; tier "{result["tier"]}"; {measured_on(result["provenance"])}',
         "",
-        "Times in ms: wall, then device, then in a CUDA graph, where these were taken. A ratio is how many times as "
-        "long as `kvboost_fa2` a way takes, by the last of its times.",
+        "Times in ms: of first calls, then wall, then device, then in a CUDA graph, where these were taken. A ratio "
+        "is how many times as long as `kvboost_fa2` a way takes, by the last of its times.",
         "",
         "| case | kvboost_fa2 | others | targets |",
         "| --- | ---: | --- | --- |",
