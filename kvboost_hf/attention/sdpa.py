@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.visibility import Visibility
 
+_LONG = 32_768  # tokens: cuDNN plans for each length anew, for about as long as it then saves on all layers
 _BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -68,8 +69,10 @@ def attend(
 
 
 def _order(query: torch.Tensor, *, square: bool) -> AbstractContextManager[None]:
-    """Asks cuDNN first for a square prompt, on a GPU where it is faster than what PyTorch would ask first."""
-    if not square or not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) < (9, 0):
+    """Asks cuDNN first for a long square prompt, on a GPU where it is faster than what PyTorch would ask first."""
+    if not square or query.shape[2] < _LONG or not query.is_cuda or torch.version.hip:
+        return nullcontext()
+    if torch.cuda.get_device_capability(query.device) < (9, 0):
         return nullcontext()
     return sdpa_kernel(_BACKENDS, set_priority=True)
 

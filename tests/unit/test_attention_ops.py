@@ -1,5 +1,6 @@
 """The operators of the attention: what torch.library asks of them, and that all tiers agree."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -92,6 +93,14 @@ def test_a_plain_prompt_on_a_gpu_is_known_without_a_look_at_it(told: str) -> Non
         seen = Visibility() if told == "nothing" else Visibility(**{told: torch.empty(shape, device="cuda")})  # type: ignore[arg-type]
         found = sdpa.is_faster(query, key, value, seen, 0.0, None, partial=False)
     assert found == (told == "nothing")
+
+
+@pytest.mark.parametrize(("tokens", "asked"), [(2_000, False), (40_000, True)])
+def test_cudnn_plans_for_long_prompts_only(tokens: int, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        query = torch.empty(1, 4, tokens, 32, dtype=torch.float16, device="cuda")
+    assert isinstance(sdpa._order(query, square=True), nullcontext) != asked
 
 
 @pytest.mark.parametrize(("tier", "called"), [("triton", "sdpa.square"), ("reference", "reference.attend")])
