@@ -1,5 +1,6 @@
 """Hits that stay where they are: plain generate() over pieces of a store, which are not copied."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -131,6 +132,46 @@ def test_a_fork_goes_its_own_way() -> None:
     longer = torch.cat([text, random_ids(20, 2)], dim=1)
     for each, ids in ((cache, text[:, :60]), (twin, longer), (cache, longer)):
         assert torch.equal(generate(model, as_inputs(ids), past_key_values=each), generate(model, as_inputs(ids)))
+
+
+@pytest.mark.usefixtures("read_anywhere")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_row_that_is_all_padding_so_far(first: int) -> None:
+    model = model_of("llama")
+    rows = random_ids(12, 1), random_ids(100, 2)
+    inputs = left_pad(rows[first], rows[1 - first])
+    cache = ChunkReuseCache(model, warmed(model, *rows))
+    found = generate(model, inputs, past_key_values=cache, prefill_chunk_size=40)
+    assert torch.equal(found, generate(model, inputs))
+    assert pieced(cache)
+
+
+@pytest.mark.usefixtures("read_anywhere")
+@pytest.mark.parametrize("length", [30, 3])
+def test_a_crop_into_padding(length: int) -> None:
+    model = model_of("llama")
+    rows = random_ids(40, 1), random_ids(80, 2)
+    inputs = {name: torch.nn.functional.pad(each, (5, 0)) for name, each in left_pad(*rows).items()}
+    cache = ChunkReuseCache(model, warmed(model, *rows))
+    found = generate(model, inputs, past_key_values=cache)
+    assert pieced(cache)
+    cache.crop(length - cache.get_seq_length())
+    assert cache.get_seq_length() == length
+    assert torch.equal(generate(model, inputs, past_key_values=cache), found)
+
+
+@pytest.mark.usefixtures("read_anywhere")
+def test_keys_and_values_stay_what_they_were_when_they_were_read() -> None:
+    model = model_of("llama")
+    text = random_ids(80, 1)
+    cache = ChunkReuseCache(model, warmed(model, text[:, :64]))
+    generate(model, as_inputs(text), past_key_values=cache)
+    twin, keys, truth = cache.fork(), cache.layers[0].keys, cache.layers[0].keys.clone()
+    copied = copy.deepcopy(cache.layers[0])
+    cache.reset()
+    assert isinstance(twin.layers[0].keys, Held)
+    for found in (twin.layers[0].keys, keys, copied.keys):
+        assert torch.equal(found.clone(), truth)
 
 
 @pytest.mark.usefixtures("read_anywhere")
