@@ -69,6 +69,7 @@ class ServingCache(BlendingCache):
     """A cache that leaves out of each forward what it or its store holds already."""
 
     _call: GenerateCall | None = None  # the generate() call that has armed the cache
+    _hides_padding_only = True  # the mask of the last generate() call, if it went on from what the layers hold
 
     # Before a forward
 
@@ -210,7 +211,8 @@ class ServingCache(BlendingCache):
             self._running = Running(held, held + new)
             return kwargs
         mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
-        if mask is None or in_generate():  # else it may hide anything, and to read it would make a GPU wait
+        # Any other mask may hide anything, and to read it would make a GPU wait.
+        if mask is None or (in_generate() and self._hides_padding_only):
             self._hand_out(attention_kind(model) == ATTENTION)
         self._running = Running(
             held,
@@ -478,6 +480,7 @@ class ServingCache(BlendingCache):
         running, ledger = self._running, self._ledger
         if running is None:  # after a compiled step
             return None
+        self._hand_out(False)  # other forwards may be run on the layers, in a stock cache
         if self._static is not None:
             self._static.close(self._static_layers)
         if running.scatter is not None:
