@@ -38,6 +38,8 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     # What transformers calls
 
+    # A compiled model breaks its graph here, as at a `QuantizedLayer`.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -182,6 +182,13 @@ def test_a_mask_of_numbers_is_added() -> None:
         )
 
 
+def test_a_mask_of_integers_is_refused() -> None:
+    model = make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    with pytest.raises(ValueError, match=r"must be bool, or numbers to add, got torch\.int64"):
+        model(random_ids(20), attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.long).tril())
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_compiles_as_one_graph(padded: bool) -> None:
     model = make_model("mistral")

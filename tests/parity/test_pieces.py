@@ -205,6 +205,23 @@ def test_moved_chunks_are_put_in_place() -> None:
     assert cache.report.moved_tokens
 
 
+@pytest.mark.usefixtures("read_anywhere")
+def test_a_compiled_model_reads_pieces() -> None:
+    model, text, more = model_of("llama"), random_ids(70, 1), random_ids(1, 2)
+    del model.model.layers[1]  # tracing takes seconds for each
+    model.config.num_hidden_layers = 1
+    plain = model(torch.cat([text, more], dim=1)).logits[:, -1:]
+    store, compiled = ChunkStore(model, chunk_size=16), torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for hit in (0, 64):
+            cache = ChunkReuseCache(model, store)
+            compiled(text, past_key_values=cache, logits_to_keep=1)
+            logits = compiled(more, past_key_values=cache).logits
+            torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-4)
+            assert [layer._tensors[0].first for layer in pieced(cache)] == ([hit] if hit else [])
+    torch._dynamo.reset()
+
+
 def test_on_a_cpu_hits_are_copied_once_and_read_at_once() -> None:
     model = model_of("llama")
     prompt = random_ids(70, 1)
