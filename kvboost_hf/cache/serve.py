@@ -44,6 +44,7 @@ from kvboost_hf.cache.loading import Loading, can_overlap
 from kvboost_hf.cache.media import ENCODED, Prompt, has_types_of_media, narrow_media, payload, read_prompt
 from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
+from kvboost_hf.cache.positions import counts_from_padding_id
 from kvboost_hf.cache.report import Tally
 from kvboost_hf.cache.store import StoredStates
 from kvboost_hf.cache.tokens import MaskShape
@@ -151,6 +152,8 @@ class ServingCache(BlendingCache):
             return self._bypass(kwargs, "there is padding but no position_ids, so that positions do not follow it")
         if not positions_count_up(inputs.position_ids, pads, 0):
             return self._bypass(kwargs, "position_ids do not count up from 0")
+        if inputs.position_ids is None and counts_from_padding_id(model):
+            return self._bypass(kwargs, "without position_ids, which generate() passes, it does not count from 0")
         if pads.any() and (reason := padding_reason(model)):
             return self._bypass(kwargs, reason)
         prompt = _read_prompt(model, inputs, kwargs, pads)
