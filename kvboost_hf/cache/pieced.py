@@ -44,7 +44,8 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `GrowingLayer.update`; what is returned may be a `Held` each."""
-        if not self._may_hand_out(key_states.device):
+        # Who has asked for all columns once will do so at each step.
+        if not self._may_hand_out(key_states.device) or (isinstance(self.keys, Held) and self.keys.is_dense):
             self._settle()
         return super().update(key_states, value_states)
 

@@ -12,6 +12,7 @@ from kvboost_hf.attention import kernel_calls, use_tier
 from kvboost_hf.cache.pieced import PiecedLayer
 from kvboost_hf.compat import probe_reason
 from kvboost_hf.handles import Held
+from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
 
@@ -172,6 +173,17 @@ def test_keys_and_values_stay_what_they_were_when_they_were_read() -> None:
     assert isinstance(twin.layers[0].keys, Held)
     for found in (twin.layers[0].keys, keys, copied.keys):
         assert torch.equal(found.clone(), truth)
+
+
+@pytest.mark.usefixtures("read_anywhere")
+def test_a_model_that_cannot_read_pieces_is_given_tensors_from_then_on() -> None:
+    model = make_architecture("emu3")  # adds its masks to the logits
+    model.set_attn_implementation("kvboost_fa2")
+    prompt = random_ids(70, 1)
+    cache = ChunkReuseCache(model, warmed(model, prompt[:, :64]))
+    assert torch.equal(generate(model, as_inputs(prompt), past_key_values=cache), generate(model, as_inputs(prompt)))
+    assert cache.report.exact_tokens == 64
+    assert all(isinstance(layer, PiecedLayer) and type(layer.keys) is torch.Tensor for layer in cache.layers)
 
 
 @pytest.mark.usefixtures("read_anywhere")
