@@ -74,6 +74,8 @@ def attention(
             f"`attention_dropout` must be 0 with 'kvboost_fa2' for a model with a softcap or attention sinks, got "
             f"{dropout}. Set it to 0 in the model's configuration, or train with attn_implementation='eager'."
         )
+    if not query.dtype == key.dtype == value.dtype:  # as autocast may leave them
+        query, key = query.to(value.dtype), key.to(value.dtype)
     if isinstance(key, Held) and isinstance(value, Held):
         if bias is None and not dropout and not query.requires_grad:
             found = _read_in_place(query, key.kv, seen, scale, softcap or 0.0, s_aux)

@@ -163,6 +163,16 @@ def test_dropout() -> None:
         model(ids)
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2"])
+def test_autocast(name: str) -> None:
+    eager, ours = both(name)
+    ids, logits = random_ids(40), []
+    for model in (eager, ours):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            logits.append(model(ids).logits.float())
+    assert (logits[1] - logits[0]).square().mean().sqrt() < 0.05 * logits[0].std()
+
+
 def test_weights_are_refused() -> None:
     model = make_model()
     model.set_attn_implementation("kvboost_fa2")
