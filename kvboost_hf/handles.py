@@ -213,6 +213,11 @@ class Held(torch.Tensor):
             self._made = self._make()
         return self._made
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether somebody has asked for `dense`, which is kept from then on."""
+        return self._made is not None
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Held({type(self.kv).__name__}, shape={tuple(self.shape)})"
 

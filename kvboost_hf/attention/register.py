@@ -55,8 +55,8 @@ def attention(
         [batch, queries, heads, value_dim], and None in place of the weights.
 
     Raises:
-        ValueError: for dropout together with a cap or a sink, for weights (`output_attentions`), and for models that
-            choose keys in ways of their own.
+        ValueError: for dropout together with a cap or a sink, for weights (`output_attentions`), for models that
+            choose keys in ways of their own, and for a mask of queries and columns in integers.
     """
     for name in _NOT_TAKEN:
         if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -74,6 +74,8 @@ def attention(
             f"`attention_dropout` must be 0 with 'kvboost_fa2' for a model with a softcap or attention sinks, got "
             f"{dropout}. Set it to 0 in the model's configuration, or train with attn_implementation='eager'."
         )
+    if not query.dtype == key.dtype == value.dtype:  # as autocast may leave them
+        query, key = query.to(value.dtype), key.to(value.dtype)
     if isinstance(key, Held) and isinstance(value, Held):
         if bias is None and not dropout and not query.requires_grad:
             found = _read_in_place(query, key.kv, seen, scale, softcap or 0.0, s_aux)
@@ -96,6 +98,11 @@ def _read_mask(
     if mask.is_floating_point():
         return Visibility(causal=False), mask
     if mask.dtype in (torch.int32, torch.int64):
+        if mask.shape[2] > 2:
+            raise ValueError(
+                f"`attention_mask` of the shape {list(mask.shape)} must be bool, or numbers to add, got {mask.dtype}. "
+                "Pass attention_mask.bool()."
+            )
         keep, columns, reach = read_reach(mask, queries)
         if reach is None or window:
             return Visibility(causal, window, keep, columns), None

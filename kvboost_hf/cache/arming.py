@@ -40,10 +40,10 @@ class GenerateCall:
         self._ids = variables.get("input_ids")
         self._arguments = _arguments(variables)
         self._prepared: dict[str, Any] = variables.get("model_kwargs", {})
-        mask = self._prepared.get("attention_mask")
+        self.mask: torch.Tensor | None = self._prepared.get("attention_mask")
         # A mask of ones is dropped, and its length noted.
         noted = getattr(variables.get("generation_config"), "_mask_length", None)
-        self.mask_columns: int | None = mask.shape[1] if mask is not None else noted
+        self.mask_columns: int | None = self.mask.shape[1] if self.mask is not None else noted
 
     def start_over(self, model: PreTrainedModel) -> None:
         """Have the positions that generate() prepared for what the cache holds replaced by those of a whole prompt."""

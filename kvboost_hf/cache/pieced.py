@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from kvboost_hf.cache.layers import ColumnSpec, GrowingLayer, GrowingTensor, Piece
 from kvboost_hf.handles import Held, PiecedKV, PieceTable, read_in_place
@@ -37,11 +38,14 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     # What transformers calls
 
+    # A compiled model breaks its graph here, as at a `QuantizedLayer`.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `GrowingLayer.update`; what is returned may be a `Held` each."""
-        if not self._may_hand_out(key_states.device):
+        # Who has asked for all columns once will do so at each step.
+        if not self._may_hand_out(key_states.device) or (isinstance(self.keys, Held) and self.keys.is_dense):
             self._settle()
         return super().update(key_states, value_states)
 
@@ -49,6 +53,10 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         """Drop everything."""
         self._rows, self._table = (), None
         super().reset()
+
+    def __getstate__(self) -> dict[str, object]:
+        self._settle()  # a table of pieces has their addresses, which are not those of copies
+        return self.__dict__
 
     # What the cache calls
 
@@ -65,9 +73,13 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         if length == 0:
             self.reset()
             return
+        rows = [[_up_to(placed, length) for placed in row if placed.start < length] for row in self._rows]
+        if not any(rows):  # there is nothing but padding left
+            self._settle()
+            super().truncate(length)
+            return
         self.version += 1
         self._tensors = [_empty_from(length) for _ in self._tensors]
-        rows = [[_up_to(placed, length) for placed in row if placed.start < length] for row in self._rows]
         self._place(rows, length)
 
     def columns(self, row: int, start: int, stop: int) -> Piece | None:
@@ -157,33 +169,22 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         """Copy all pieces into the buffers."""
         if self._table is None:
             return
-        whole = [self._whole(at) for at in range(2)]
+        whole = self.keys, self.values
         self._rows, self._table = (), None
         self._tensors = [GrowingTensor() for _ in self._tensors]
         for tensor, columns in zip(self._tensors, whole, strict=True):
             tensor.append(columns)
         self._view()
 
-    def _whole(self, tensor: int) -> torch.Tensor:
-        """The keys (0) or values (1) of all columns, in a new tensor [batch, num_kv_heads, length, head_dim]."""
-        heads, _, dim = self._rows[0][0].piece[tensor].shape
-        whole = self._rows[0][0].piece[tensor].new_zeros(len(self._rows), heads, self.length, dim)
-        for out, row in zip(whole, self._rows, strict=True):
-            for placed in row:
-                out[:, placed.start : placed.stop] = placed.piece[tensor]
-        if self._tensors[tensor].buffer is not None:
-            whole[:, :, self._tensors[tensor].first :] = self._tensors[tensor].view()
-        return whole
-
     def _view(self) -> None:
         if self._table is None:
             super()._view()
             return
-        like = self._rows[0][0].piece
-        none = like[0].new_empty(len(self._rows), like[0].shape[0], 0, like[0].shape[2])
+        like = self._table.keys[0]
+        none = like.new_empty(len(self._rows), like.shape[0], 0, like.shape[2])
         behind = [tensor.view() if tensor.buffer is not None else none for tensor in self._tensors]
         kv = PiecedKV(self._table, behind[0], behind[1])
-        self.keys, self.values = (Held(kv, partial(self._whole, at), none, self.length) for at in range(2))
+        self.keys, self.values = (Held(kv, partial(_whole, kv, at), none, self.length) for at in range(2))
 
     def _select(self, rows: torch.Tensor) -> None:
         if self._table is not None:
@@ -196,6 +197,18 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
     def _move(self, device: torch.device) -> None:
         self._settle()
         super()._move(device)
+
+
+def _whole(kv: PiecedKV, tensor: int) -> torch.Tensor:
+    """The keys (0) or values (1) of all columns, in a new tensor [batch, num_kv_heads, columns, head_dim]."""
+    table = kv.table
+    pieces, behind = ((table.keys, kv.keys), (table.values, kv.values))[tensor]
+    whole = F.pad(behind, (0, 0, table.columns, 0))
+    for out, row in zip(whole, table.rows.tolist(), strict=True):
+        for piece, column, _ in row:
+            if piece >= 0:
+                out[:, column : column + pieces[piece].shape[1]] = pieces[piece]
+    return whole
 
 
 def _empty_from(column: int) -> GrowingTensor:

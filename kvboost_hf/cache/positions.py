@@ -90,6 +90,11 @@ def keeps_positions(model: PreTrainedModel) -> bool:
     return hasattr(model.base_model, "rope_deltas")
 
 
+def counts_from_padding_id(model: PreTrainedModel) -> bool:
+    """Whether a model that is given no positions counts them from behind its padding id, and not from 0."""
+    return hasattr(getattr(model.base_model, "embeddings", None), "create_position_ids_from_input_ids")
+
+
 def positions_from_start(
     model: PreTrainedModel, ids: torch.Tensor, arguments: dict[str, Any], prepared: dict[str, Any]
 ) -> torch.Tensor | None:

@@ -10,11 +10,13 @@ the first forward, which then sees the whole prompt.
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.arming import calling
 from kvboost_hf.cache.hook import install
+from kvboost_hf.cache.inputs import read_pads
 from kvboost_hf.cache.report import ReuseReport, Tally
 from kvboost_hf.cache.serve import ServingCache
 from kvboost_hf.cache.state import ModelState
@@ -112,12 +114,20 @@ class ChunkReuseCache(ServingCache):
         self._user_defined = value
         continues = call.continues(self._held())
         self._call = call if value and not continues else None
+        self._hides_padding_only = not continues or self._knows_padding(call.mask)
         model = self._model()
         if self._call is not None:
             self._tally = Tally(bypass=_UNUSED)  # until a forward comes with it
             self._stop_recording()
             if self._held() and model is not None:
                 self._call.start_over(model)
+
+    def _knows_padding(self, mask: torch.Tensor | None) -> bool:
+        """Whether a mask over what the cache holds, and more, hides what has been hidden so far."""
+        if mask is None or self._ledger is None:
+            return True
+        pads = read_pads(mask, *mask.shape[:2])
+        return pads is not None and np.array_equal(pads, self._ledger.log.pads)
 
     @property
     def salt(self) -> bytes:

@@ -44,6 +44,7 @@ from kvboost_hf.cache.loading import Loading, can_overlap
 from kvboost_hf.cache.media import ENCODED, Prompt, has_types_of_media, narrow_media, payload, read_prompt
 from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
+from kvboost_hf.cache.positions import counts_from_padding_id
 from kvboost_hf.cache.report import Tally
 from kvboost_hf.cache.store import StoredStates
 from kvboost_hf.cache.tokens import MaskShape
@@ -69,6 +70,7 @@ class ServingCache(BlendingCache):
     """A cache that leaves out of each forward what it or its store holds already."""
 
     _call: GenerateCall | None = None  # the generate() call that has armed the cache
+    _hides_padding_only = True  # the mask of the last generate() call, if it went on from what the layers hold
 
     # Before a forward
 
@@ -150,6 +152,8 @@ class ServingCache(BlendingCache):
             return self._bypass(kwargs, "there is padding but no position_ids, so that positions do not follow it")
         if not positions_count_up(inputs.position_ids, pads, 0):
             return self._bypass(kwargs, "position_ids do not count up from 0")
+        if inputs.position_ids is None and counts_from_padding_id(model):
+            return self._bypass(kwargs, "without position_ids, which generate() passes, it does not count from 0")
         if pads.any() and (reason := padding_reason(model)):
             return self._bypass(kwargs, reason)
         prompt = _read_prompt(model, inputs, kwargs, pads)
@@ -210,7 +214,8 @@ class ServingCache(BlendingCache):
             self._running = Running(held, held + new)
             return kwargs
         mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
-        if mask is None or in_generate():  # else it may hide anything, and to read it would make a GPU wait
+        # Any other mask may hide anything, and to read it would make a GPU wait.
+        if mask is None or (in_generate() and self._hides_padding_only):
             self._hand_out(attention_kind(model) == ATTENTION)
         self._running = Running(
             held,
@@ -478,6 +483,7 @@ class ServingCache(BlendingCache):
         running, ledger = self._running, self._ledger
         if running is None:  # after a compiled step
             return None
+        self._hand_out(False)  # other forwards may be run on the layers, in a stock cache
         if self._static is not None:
             self._static.close(self._static_layers)
         if running.scatter is not None:

@@ -22,6 +22,7 @@ from transformers import (
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility
 from kvboost_hf.compat import padding_reason, probe_reason
+from tests.architectures.models import make_architecture
 from tests.conftest import VOCAB, as_inputs, counted, left_pad, make_model, random_ids
 
 BASE = random_ids(200, seed=1)
@@ -325,3 +326,18 @@ class TestLifetimes:
     def test_pickling_says_what_to_do(self, llama: PreTrainedModel) -> None:
         with pytest.raises(TypeError, match="Make a new one"):
             pickle.dumps(ChunkReuseCache(llama))
+
+
+def test_positions_that_a_model_counts_otherwise_than_generate() -> None:
+    model = make_architecture("roberta")
+    ids = random_ids(50, 1)
+    store = ChunkStore(model, chunk_size=16)
+    assert "does not count from 0" in str(store.warm(ids[:, :32]).bypass_reason)
+    plain = model.generate(**as_inputs(ids), max_new_tokens=4)
+    for reused in (0, 48):
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(model.generate(**as_inputs(ids), past_key_values=cache, max_new_tokens=4), plain)
+        assert cache.report.exact_tokens >= reused
+    with torch.no_grad():
+        logits = model(ids, past_key_values=ChunkReuseCache(model, store), logits_to_keep=1).logits[:, -1]
+        torch.testing.assert_close(logits, model(ids).logits[:, -1])

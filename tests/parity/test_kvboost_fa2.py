@@ -163,6 +163,16 @@ def test_dropout() -> None:
         model(ids)
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2"])
+def test_autocast(name: str) -> None:
+    eager, ours = both(name)
+    ids, logits = random_ids(40), []
+    for model in (eager, ours):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            logits.append(model(ids).logits.float())
+    assert (logits[1] - logits[0]).square().mean().sqrt() < 0.05 * logits[0].std()
+
+
 def test_weights_are_refused() -> None:
     model = make_model()
     model.set_attn_implementation("kvboost_fa2")
@@ -180,6 +190,13 @@ def test_a_mask_of_numbers_is_added() -> None:
             rtol=1e-4,
             atol=1e-4,
         )
+
+
+def test_a_mask_of_integers_is_refused() -> None:
+    model = make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    with pytest.raises(ValueError, match=r"must be bool, or numbers to add, got torch\.int64"):
+        model(random_ids(20), attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.long).tril())
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, attach
 from kvboost_hf.attention import kernel_calls
 from kvboost_hf.cache.coded import CodedTensor
 from kvboost_hf.cache.quantized import QuantizedLayer
@@ -87,5 +87,34 @@ def test_a_mask_of_the_callers_own_is_obeyed() -> None:
         cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32), live_quant=CONFIGS["int8"])
         with torch.no_grad():
             model(ids, past_key_values=cache)
+            answers.append(model(random_ids(1, 5), attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_of_a_generate_call_that_goes_on_is_obeyed() -> None:
+    model = make_model()
+    mask = torch.ones(1, 92, dtype=torch.long)
+    mask[0, 20:40] = 0
+    more = {"input_ids": random_ids(1, 5), "attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6}
+    given = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    answers = []
+    for attention in ("eager", "kvboost_fa2"):
+        model.set_attn_implementation(attention)
+        _, cache = run(model, CONFIGS["int8"], as_inputs(random_ids(90, 1)), max_new_tokens=2, min_new_tokens=2)
+        answers.append(torch.stack(model.generate(**more, **given, past_key_values=cache).logits))
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)
+
+
+def test_layers_in_a_stock_cache_obey_any_mask() -> None:
+    model = attach(make_model(), live_quant=CONFIGS["int8"])
+    mask = torch.ones(1, 92, dtype=torch.long)
+    mask[0, 20:40] = 0
+    answers = []
+    for attention in ("eager", "kvboost_fa2"):
+        model.set_attn_implementation(attention)
+        cache = DynamicCache(config=model.config)
+        model.generate(**as_inputs(random_ids(90, 1)), past_key_values=cache, max_new_tokens=2, min_new_tokens=2)
+        assert isinstance(cache.layers[0], QuantizedLayer)
+        with torch.no_grad():
             answers.append(model(random_ids(1, 5), attention_mask=mask, past_key_values=cache).logits)
     torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)

@@ -1,5 +1,6 @@
 """Hits that stay where they are: plain generate() over pieces of a store, which are not copied."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kvboost_hf.attention import kernel_calls, use_tier
 from kvboost_hf.cache.pieced import PiecedLayer
 from kvboost_hf.compat import probe_reason
 from kvboost_hf.handles import Held
+from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
 
@@ -134,6 +136,57 @@ def test_a_fork_goes_its_own_way() -> None:
 
 
 @pytest.mark.usefixtures("read_anywhere")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_row_that_is_all_padding_so_far(first: int) -> None:
+    model = model_of("llama")
+    rows = random_ids(12, 1), random_ids(100, 2)
+    inputs = left_pad(rows[first], rows[1 - first])
+    cache = ChunkReuseCache(model, warmed(model, *rows))
+    found = generate(model, inputs, past_key_values=cache, prefill_chunk_size=40)
+    assert torch.equal(found, generate(model, inputs))
+    assert pieced(cache)
+
+
+@pytest.mark.usefixtures("read_anywhere")
+@pytest.mark.parametrize("length", [30, 3])
+def test_a_crop_into_padding(length: int) -> None:
+    model = model_of("llama")
+    rows = random_ids(40, 1), random_ids(80, 2)
+    inputs = {name: torch.nn.functional.pad(each, (5, 0)) for name, each in left_pad(*rows).items()}
+    cache = ChunkReuseCache(model, warmed(model, *rows))
+    found = generate(model, inputs, past_key_values=cache)
+    assert pieced(cache)
+    cache.crop(length - cache.get_seq_length())
+    assert cache.get_seq_length() == length
+    assert torch.equal(generate(model, inputs, past_key_values=cache), found)
+
+
+@pytest.mark.usefixtures("read_anywhere")
+def test_keys_and_values_stay_what_they_were_when_they_were_read() -> None:
+    model = model_of("llama")
+    text = random_ids(80, 1)
+    cache = ChunkReuseCache(model, warmed(model, text[:, :64]))
+    generate(model, as_inputs(text), past_key_values=cache)
+    twin, keys, truth = cache.fork(), cache.layers[0].keys, cache.layers[0].keys.clone()
+    copied = copy.deepcopy(cache.layers[0])
+    cache.reset()
+    assert isinstance(twin.layers[0].keys, Held)
+    for found in (twin.layers[0].keys, keys, copied.keys):
+        assert torch.equal(found.clone(), truth)
+
+
+@pytest.mark.usefixtures("read_anywhere")
+def test_a_model_that_cannot_read_pieces_is_given_tensors_from_then_on() -> None:
+    model = make_architecture("emu3")  # adds its masks to the logits
+    model.set_attn_implementation("kvboost_fa2")
+    prompt = random_ids(70, 1)
+    cache = ChunkReuseCache(model, warmed(model, prompt[:, :64]))
+    assert torch.equal(generate(model, as_inputs(prompt), past_key_values=cache), generate(model, as_inputs(prompt)))
+    assert cache.report.exact_tokens == 64
+    assert all(isinstance(layer, PiecedLayer) and type(layer.keys) is torch.Tensor for layer in cache.layers)
+
+
+@pytest.mark.usefixtures("read_anywhere")
 def test_another_attention_is_given_tensors() -> None:
     model = model_of("llama")
     text = random_ids(80, 1)
@@ -162,6 +215,23 @@ def test_moved_chunks_are_put_in_place() -> None:
     cache = ChunkReuseCache(model, store, policy)
     assert torch.equal(generate(model, moved, past_key_values=cache), generate(model, moved))
     assert cache.report.moved_tokens
+
+
+@pytest.mark.usefixtures("read_anywhere")
+def test_a_compiled_model_reads_pieces() -> None:
+    model, text, more = model_of("llama"), random_ids(70, 1), random_ids(1, 2)
+    del model.model.layers[1]  # tracing takes seconds for each
+    model.config.num_hidden_layers = 1
+    plain = model(torch.cat([text, more], dim=1)).logits[:, -1:]
+    store, compiled = ChunkStore(model, chunk_size=16), torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for hit in (0, 64):
+            cache = ChunkReuseCache(model, store)
+            compiled(text, past_key_values=cache, logits_to_keep=1)
+            logits = compiled(more, past_key_values=cache).logits
+            torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-4)
+            assert [layer._tensors[0].first for layer in pieced(cache)] == ([hit] if hit else [])
+    torch._dynamo.reset()
 
 
 def test_on_a_cpu_hits_are_copied_once_and_read_at_once() -> None:
