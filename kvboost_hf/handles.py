@@ -161,17 +161,16 @@ def make_reach(
         columns: [batch, queries]: the column of each query, where they are not the last ones; with `keep`.
 
     Returns:
-        None if there is nothing to say. Else [batch, 1, 1, columns], or [1, 1, 1, 1] if all columns are alike: int64
-        for the reach of each, or, without a window, int32, 1 for those that are there. With `columns`,
-        [batch, 1, 2, columns], of which the last row begins with them.
+        None if there is nothing to say. Else int32: [batch, 1, 1, columns], 1 for those that are there; with a window
+        the reach of each in place of 1, and that twice, [batch, 2, 1, columns], or [1, 2, 1, 1] if all columns are
+        alike. With `columns` it is followed, in the last but one dimension, by a row that begins with them.
     """
-    dtype = torch.int64 if window else torch.int32
     if keep is None:
-        return torch.full((1, 1, 1, 1), window, dtype=dtype, device=device) if window else None
-    rows = [keep.to(dtype) * (window or 1)]
+        return torch.full((1, 2, 1, 1), window, dtype=torch.int32, device=device) if window else None
+    rows = [keep.int() * (window or 1)]
     if columns is not None:
-        rows.append(F.pad(columns.to(dtype), (0, keep.shape[1] - columns.shape[1])))
-    return torch.stack(rows, dim=1)[:, None]
+        rows.append(F.pad(columns.int(), (0, keep.shape[1] - columns.shape[1])))
+    return torch.stack(rows, dim=1)[:, None].expand(-1, 2 if window else 1, -1, -1)
 
 
 def read_reach(
@@ -180,8 +179,8 @@ def read_reach(
     """Of what `make_reach` has made: `keep`, `columns`, and of a window the reach [batch or 1, columns or 1]."""
     reach = mask[:, 0, 0]
     keep = reach > 0 if mask.shape[3] > 1 else None
-    columns = mask[:, 0, 1, :queries].int() if mask.shape[2] == 2 else None
-    return keep, columns, reach if mask.dtype == torch.int64 else None
+    columns = mask[:, 0, 1, :queries] if mask.shape[2] == 2 else None
+    return keep, columns, reach if mask.shape[1] == 2 else None
 
 
 class Held(torch.Tensor):

@@ -83,6 +83,13 @@ def attend_codes(
     query: torch.Tensor, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor, *, scale: float, softcap: float
 ) -> Part:
     """See `ops.attend_codes`."""
+    with torch.autocast(query.device.type, enabled=False):  # a caller's would turn queries in half precision
+        return _attend_codes(query, keys, values, lengths, scale, softcap)
+
+
+def _attend_codes(
+    query: torch.Tensor, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor, scale: float, softcap: float
+) -> Part:
     tier = active_tier(query.device, query.dtype)
     if tier == "triton":
         from kvboost_hf.attention.triton import codes

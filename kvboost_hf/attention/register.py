@@ -97,12 +97,12 @@ def _read_mask(
         return Visibility(causal, window), None
     if mask.is_floating_point():
         return Visibility(causal=False), mask
-    if mask.dtype in (torch.int32, torch.int64):
-        if mask.shape[2] > 2:
-            raise ValueError(
-                f"`attention_mask` of the shape {list(mask.shape)} must be bool, or numbers to add, got {mask.dtype}. "
-                "Pass attention_mask.bool()."
-            )
+    if mask.dtype not in (torch.bool, torch.int32) or (mask.dtype == torch.int32 and mask.shape[2] > 2):
+        raise ValueError(
+            f"`attention_mask` of the shape {list(mask.shape)} must be bool, or numbers to add, got {mask.dtype}. "
+            "Pass attention_mask.bool()."
+        )
+    if mask.dtype == torch.int32:
         keep, columns, reach = read_reach(mask, queries)
         if reach is None or window:
             return Visibility(causal, window, keep, columns), None
@@ -112,8 +112,8 @@ def _read_mask(
         within = own - torch.arange(total, device=mask.device) < reach[:, None]
         return replace(seen, mask=within[:, None]), None
     if queries == mask.shape[1] == 1:
-        return Visibility(causal=False, keep=mask[:, 0, 0].bool()), None
-    return Visibility(causal=False, mask=mask.bool()), None
+        return Visibility(causal=False, keep=mask[:, 0, 0]), None
+    return Visibility(causal=False, mask=mask), None
 
 
 def _with_graph(

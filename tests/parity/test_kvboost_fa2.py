@@ -111,7 +111,7 @@ def test_masks_stay_small() -> None:
 
     def watch(module: Any, args: Any, kwargs: Any) -> None:
         mask = kwargs["attention_mask"]
-        sizes.append(mask.numel() if mask is not None else 0)
+        sizes.append(mask.untyped_storage().nbytes() // mask.itemsize if mask is not None else 0)
 
     for layer in model.model.layers:
         layer.register_forward_pre_hook(watch, with_kwargs=True)

@@ -169,7 +169,7 @@ def test_a_reach_says_what_it_was_made_of(window: int, sparse: bool) -> None:
     columns = torch.tensor([[1, 5, 11], [0, 2, 3]]) if sparse else None
     mask = make_reach(keep, window, "cpu", columns)
     assert mask is not None
-    assert mask.shape == (2, 1, 1 + sparse, 12)
+    assert mask.shape == (2, 1 + bool(window), 1 + sparse, 12)
     found_keep, found_columns, reach = read_reach(mask, 3)
     assert found_keep is not None
     assert torch.equal(found_keep, keep)
@@ -183,7 +183,7 @@ def test_without_padding_a_reach_is_one_number() -> None:
     assert make_reach(None, 0, "cpu") is None
     mask = make_reach(None, 7, "cpu")
     assert mask is not None
-    assert mask.tolist() == [[[[7]]]]
+    assert mask.tolist() == [[[[7]], [[7]]]]
     keep, columns, reach = read_reach(mask, 3)
     assert keep is None
     assert columns is None
@@ -195,3 +195,16 @@ def test_calls_are_counted() -> None:
     problem, before = Problem(), kernel_calls()
     ops.attend(*problem.tensors(), scale=1.0, visibility=problem.visibility())
     assert dict(kernel_calls() - before) == {"cpu.attend": 1}
+
+
+@pytest.mark.parametrize("tier", ["cpu", "triton", "reference"])
+def test_a_callers_autocast_leaves_codes_in_full_precision(tier: Any) -> None:
+    query, codes = torch.randn(2, 4, 1, 32), torch.randn(2, 3, 2, 16, 32)
+    planes = [code_planes("turboquant", role, codes) for role in ("keys", "values")]
+    lengths = torch.full((3,), 16, dtype=torch.int32)
+    with use_tier(tier):
+        expected, _ = ops.attend_codes(query, *planes, lengths, scale=0.2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, _ = ops.attend_codes(query, *planes, lengths, scale=0.2)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
