@@ -1,9 +1,12 @@
 """From an operator to a kernel: that of the tier, where it can do what is asked, else what every device can do."""
 
+from collections.abc import Sequence
+
 import torch
 
 from kvboost_hf.attention import cpu, reference, sdpa
 from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.merge import merge as merge_parts
 from kvboost_hf.attention.tiers import Tier, active_tier, count
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import CodePlanes, PieceTable
@@ -77,6 +80,19 @@ def attend_pieces(
             return pieces.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
     count("reference", "attend_pieces")
     return reference.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
+
+
+def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """See `merge.merge`."""
+    first = parts[0][0]
+    if active_tier(first.device, dtype) == "triton":
+        from kvboost_hf.attention.triton import combine, tiling
+
+        if tiling.is_taken(first, first.shape[3]):
+            count("triton", "merge")
+            outs, logs = (torch.stack(each) for each in zip(*parts, strict=True))
+            return combine.combine(outs, logs, sinks=sinks, dtype=dtype)[0]
+    return merge_parts(parts, sinks, dtype)
 
 
 def attend_codes(

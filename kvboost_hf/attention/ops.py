@@ -31,6 +31,7 @@ torch.library.define(
     "(Tensor query, Tensor?[] keys, Tensor?[] values, int[] forms, Tensor lengths, float scale, float softcap) "
     "-> (Tensor, Tensor)",
 )
+torch.library.define("kvboost_hf::merge", "(Tensor[] outs, Tensor[] logs, Tensor? sinks, ScalarType dtype) -> Tensor")
 
 
 def attend(
@@ -113,6 +114,12 @@ def attend_codes(
         query, _planes(keys), _planes(values), forms, lengths, scale, softcap
     )
     return out, lse
+
+
+def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """See `merge.merge`."""
+    merged: torch.Tensor = torch.ops.kvboost_hf.merge.default(*map(list, zip(*parts, strict=True)), sinks, dtype)
+    return merged
 
 
 def _planes(codes: CodePlanes) -> _MaybeTensors:
@@ -227,6 +234,20 @@ def _(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _part_like(query)
+
+
+@torch.library.impl("kvboost_hf::merge", "default")
+def _merge(
+    outs: Sequence[torch.Tensor], logs: Sequence[torch.Tensor], sinks: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    return dispatch.merge(list(zip(outs, logs, strict=True)), sinks, dtype)
+
+
+@torch.library.register_fake("kvboost_hf::merge")  # type: ignore[untyped-decorator]
+def _(
+    outs: Sequence[torch.Tensor], logs: Sequence[torch.Tensor], sinks: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    return outs[0].new_empty(outs[0].shape, dtype=dtype)
 
 
 def _part_like(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

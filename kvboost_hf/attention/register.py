@@ -9,7 +9,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvboost_hf.attention import ops, reference, sdpa
 from kvboost_hf.attention.masks import make_mask
-from kvboost_hf.attention.merge import merge
 from kvboost_hf.attention.tiers import active_tier, count
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import ATTENTION, CodedKV, Held, HeldKV, PiecedKV, read_reach, register_reader
@@ -154,7 +153,7 @@ def _read_in_place(
             ops.attend_pieces(query, kv.table, scale=scale, total=total, visibility=seen, softcap=softcap),
             ops.attend(query, kv.keys, kv.values, scale=scale, visibility=behind, softcap=softcap, partial=True),
         ]
-        return merge(parts, sinks, query.dtype)
+        return ops.merge(parts, sinks, query.dtype)
     if seen.window:
         return None
     keep = seen.keep
@@ -167,7 +166,7 @@ def _read_in_place(
             query, kv.exact_keys, kv.exact_values, scale=scale, visibility=exact, softcap=softcap, partial=True
         ),
     ]
-    return merge(parts, sinks, query.dtype)
+    return ops.merge(parts, sinks, query.dtype)
 
 
 def _reads(kind: type[HeldKV], device: torch.device) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvboost_hf import KVQuantConfig
-from kvboost_hf.attention import kernel_calls, merge, ops, reference, sdpa, use_tier
+from kvboost_hf.attention import kernel_calls, ops, reference, sdpa, use_tier
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.handles import CodePlanes, Held, PieceTable, make_reach, read_reach
@@ -43,10 +43,11 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "attend": (query, key, value, seen, problem.sink_logits(), 0.2, True, 0, 0.0, False),
         "attend_pieces": (query, *pieces, [None] * 3, plain, 40, 47, 0.2, True, 0, 0.0),
         "attend_codes": (query, keys, values, [4, 0, 4, 0], lengths, 0.2, 0.0),
+        "merge": ([torch.randn(2, 7, 4, 8)] * 2, [torch.randn(2, 4, 7)] * 2, problem.sink_logits(), torch.bfloat16),
     }
 
 
-@pytest.mark.parametrize("name", ["attend", "attend_pieces", "attend_codes"])
+@pytest.mark.parametrize("name", ["attend", "attend_pieces", "attend_codes", "merge"])
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(OPERATORS, name).default, arguments()[name])
 
@@ -125,7 +126,8 @@ def test_what_is_told_apart_is_told_apart() -> None:
             assert_within_budget(other, truth, plain.solve(torch.float32)[0], plain.dtype)
 
 
-def test_parts_are_merged_to_the_whole() -> None:
+@pytest.mark.parametrize("tier", ["reference", "triton"])
+def test_parts_are_merged_to_the_whole(tier: Any) -> None:
     problem = Problem(columns=50, sinks=True)
     query, key, value = problem.tensors()
     parts = []
@@ -141,7 +143,10 @@ def test_parts_are_merged_to_the_whole() -> None:
                 partial=True,
             )
         )
-    whole = merge.merge(parts, problem.sink_logits(), torch.float32)
+    before = kernel_calls()
+    with use_tier(tier):
+        whole = ops.merge(parts, problem.sink_logits(), torch.float32)
+    assert dict(kernel_calls() - before) == ({"triton.merge": 1} if tier == "triton" else {})
     assert_within_budget(whole, problem.solve(torch.float64)[0], problem.solve(torch.float32)[0], torch.float32)
 
 

@@ -29,7 +29,9 @@ def combine(parts: torch.Tensor, logs: torch.Tensor, *, sinks: torch.Tensor | No
     out, lse = parts.new_empty(batch, queries, heads, dim, dtype=dtype), logs.new_empty(batch, heads, queries)
     rows, blocks = batch * queries * heads, blocks_of(splits, dim)
     grid = (triton.cdiv(rows, blocks["BLOCK_R"]), triton.cdiv(dim, blocks["BLOCK_D"]))
-    merge_parts[grid](parts, logs, sinks, out, lse, splits, rows, queries, heads, dim, **blocks, enable_fp_fusion=True)
+    given = parts, logs, sinks, out, lse, splits, rows, queries, heads, dim
+    with torch.cuda.device_of(parts):
+        merge_parts[grid](*given, **blocks, enable_fp_fusion=True)
     return out, lse
 
 
