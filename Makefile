@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo server test style quality architectures bench soak gpu clean
+.PHONY: demo server test style quality architectures bench soak gpu gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -47,22 +47,26 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/repair.py --out benchmarks/results
 	$(BIN)/python benchmarks/tiers.py --out benchmarks/results
 	$(BIN)/python benchmarks/codecs.py --out benchmarks/results
-	PYTHONPATH=. $(BIN)/python benchmarks/attention.py --out benchmarks/results
+	$(BIN)/python benchmarks/attention.py --out benchmarks/results
+	$(BIN)/python benchmarks/attention_models.py --out benchmarks/results
 
 # Processes that write to one folder and are killed, 1,000 times.
 soak: $(VENV)/installed
 	$(BIN)/python benchmarks/soak.py --out benchmarks/results
 
-# Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network.
+# Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network. What
+# fails does not keep the rest from running. Each part can be asked for alone: `make gpu-tests`, `make gpu-attention`.
+GPU_BENCHES := reuse kinds repair tiers attention attention_models
 gpu:
+	$(MAKE) --keep-going gpu-tests $(GPU_BENCHES:%=gpu-%)
+
+gpu-tests:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:xdist tests/gpu
-	PYTHONPATH=. $(PYTHON) benchmarks/reuse.py --device cuda --out $${OUT:-benchmarks/results}
-	PYTHONPATH=. $(PYTHON) benchmarks/kinds.py --device cuda --out $${OUT:-benchmarks/results}
-	PYTHONPATH=. $(PYTHON) benchmarks/repair.py ttft --device cuda --out $${OUT:-benchmarks/results}
-	PYTHONPATH=. $(PYTHON) benchmarks/tiers.py --device cuda --out $${OUT:-benchmarks/results}
-	PYTHONPATH=. $(PYTHON) benchmarks/attention.py --device cuda --out $${OUT:-benchmarks/results}
-	PYTHONPATH=. $(PYTHON) benchmarks/attention_models.py --device cuda --dtype bfloat16 \
-		--out $${OUT:-benchmarks/results}
+
+gpu-repair: GPU_ARGUMENTS := ttft
+gpu-attention_models: GPU_ARGUMENTS := --dtype bfloat16
+$(GPU_BENCHES:%=gpu-%): gpu-%:
+	PYTHONPATH=. $(PYTHON) benchmarks/$*.py $(GPU_ARGUMENTS) --device cuda --out $${OUT:-benchmarks/results}
 
 clean:
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .hypothesis demo.png

@@ -1,6 +1,6 @@
 """The attention of `kvboost_fa2` against PyTorch's own, operator by operator.
 
-    PYTHONPATH=. python benchmarks/attention.py --out benchmarks/results [--device cuda] [--threads 2]
+    python benchmarks/attention.py --out benchmarks/results [--device cuda] [--threads 2]
 
 Each case calls two or more ways to the same result in turn. A ratio is that of the medians of one run. Wall time is
 from the call to the result, with the device synchronized at both ends. Device time is that between two CUDA events

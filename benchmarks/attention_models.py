@@ -1,6 +1,6 @@
 """Models with `kvboost_fa2` against the same models with `sdpa`, in generate().
 
-    PYTHONPATH=. python benchmarks/attention_models.py --out benchmarks/results [--device cuda] [--dtype bfloat16]
+    python benchmarks/attention_models.py --out benchmarks/results [--device cuda] [--dtype bfloat16]
 
 Two models with the same weights, one for each attention, take turns; figures are medians, and ratios are within the
 run. Times to the first token are those of `reuse.py`: from the call to the token on the host. Decoding is the time
