@@ -38,6 +38,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.written: set[tuple[bytes, Words]] = set()  # must be found
         self.puts = 0  # since something was lost
         self.sure = True  # memory holds nothing that the folder has lost
+        self.intact = True  # no file was lost or damaged: until it is asked for, another one is not written for it
 
     @initialize(room=st.integers(2, 12))
     def begin(self, room: int) -> None:
@@ -124,7 +125,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.store.unpin(self.store.pinned_keys())
         self.store.close()
         self.note_written()
-        self.sure = True
+        self.sure = self.intact
         self.store = self.opened()
 
     @precondition(lambda self: self.puts > 2)
@@ -139,7 +140,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.store._close_tiers.detach()
         lower._close_opened()
         self.waiting.clear()
-        self.sure = True
+        self.sure = self.intact
         self.store = self.opened()
 
     @precondition(lambda self: self.puts > 3)
@@ -156,6 +157,7 @@ class TieredMachine(RuleBasedStateMachine):
                 data = bytearray(path.read_bytes())
                 data[len(data) - 1 - sum(words)] ^= 1
                 path.write_bytes(data)
+            self.intact = False
             self.lose()
 
     def lose(self) -> None:
@@ -168,6 +170,7 @@ class TieredMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.store.clear()
+        self.intact = True
         self.puts = 0
         for texts in (self.stored, self.waiting, self.written):
             texts.clear()
