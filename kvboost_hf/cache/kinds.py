@@ -11,9 +11,9 @@ from kvboost_hf.cache.pieced import PiecedLayer
 from kvboost_hf.cache.quantized import QuantizedLayer, exact_layers
 from kvboost_hf.cache.states import EmptyLayer, HybridLayer, HybridSlidingLayer, OpaqueLayer, StateLayer
 from kvboost_hf.cache.windows import IndexedLayer, SlidingLayer, SparseLayer
-from kvboost_hf.compat import SERVED_LAYERS, KeyRotation, attention_kind, cache_layers, key_rotation
+from kvboost_hf.compat import SERVED_LAYERS, KeyRotation, attention_kind, cache_layers, input_device, key_rotation
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.handles import ATTENTION
+from kvboost_hf.handles import ATTENTION, PiecedKV, read_in_place
 
 # By name: some of them come and go between releases, and some live with their model. Exactly these, no subclasses: a
 # class that changes what a layer keeps would be served wrongly.
@@ -38,11 +38,11 @@ def make_layers(model: PreTrainedModel, live_quant: KVQuantConfig | None = None)
     """Our layers for a model that `compat` has found to be served.
 
     With `live_quant`, those of full attention hold codes, but for the first and the last ones. Without it, and where
-    `kvboost_fa2` attends, they can leave chunks where they are.
+    `kvboost_fa2` can read chunks where they are, they leave them there.
     """
     layers = [_MAKERS[type(stock).__name__](stock) for stock in cache_layers(model)]
     if live_quant is None:
-        if attention_kind(model) == ATTENTION:
+        if attention_kind(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
             return [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
         return layers
     codec, found = make_codec(live_quant), key_rotation(model)

@@ -52,9 +52,9 @@ def test_tokens_work_and_memory(name: str) -> None:
     store = warmed(model, prompt[:, :32])
     plain = generate(model, as_inputs(prompt), max_new_tokens=3)
     assert probe_reason(model) is None  # found out once, and not counted
-    cache = ChunkReuseCache(model, store)
     before = kernel_calls()
     with counted(model) as work, use_tier("triton"):
+        cache = ChunkReuseCache(model, store)
         found = generate(model, as_inputs(prompt), past_key_values=cache, max_new_tokens=3)
     calls = kernel_calls() - before
     assert torch.equal(found, plain)
