@@ -87,6 +87,20 @@ class TestTierInFiles(TierContract):
     def open_tier(self, tmp_path: Path) -> OpenTier:
         return lambda max_bytes=None: FilesystemTier(tmp_path.as_uri(), max_bytes=max_bytes)
 
+    def test_a_read_that_comes_too_early_takes_nothing_away(self, open_tier, monkeypatch):
+        """Another thread writes the chunk after this one has found that it is not there."""
+        tier, entry = open_tier(), make_entry(0)
+
+        def too_early(path):
+            write(tier, entry)
+            raise FileNotFoundError(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tier._fs, "cat_file", too_early)
+            assert tier.read(entry.key) is None
+        assert tier.read(entry.key) is not None
+        assert list(tier.find([entry.key])) == [entry.key]
+
 
 # Guard
 

@@ -108,7 +108,9 @@ class FilesystemTier(RemoteTier):
         try:
             return memoryview(self._fs.cat_file(self._blob_path(key)))
         except FileNotFoundError:
-            self._remove([self._entry_path(key)])  # if another process wrote it as this one, or a third, gave it up
+            with self._changing:  # another thread may have written it by now
+                if not self._fs.exists(self._blob_path(key)):  # another process wrote it as this one gave it up
+                    self._remove([self._entry_path(key)])
             return None
 
     def _write(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
