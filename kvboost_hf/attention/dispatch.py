@@ -7,7 +7,7 @@ import torch
 from kvboost_hf.attention import cpu, reference, sdpa
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.merge import merge as merge_parts
-from kvboost_hf.attention.tiers import Tier, active_tier, count
+from kvboost_hf.attention.tiers import active_tier, count
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import CodePlanes, PieceTable
 
@@ -71,7 +71,7 @@ def attend_pieces(
     softcap: float,
 ) -> Part:
     """See `ops.attend_pieces`."""
-    tier: Tier = active_tier(query.device, query.dtype)
+    tier = active_tier(query.device, query.dtype)
     if tier == "triton":
         from kvboost_hf.attention.triton import pieces
 

@@ -18,12 +18,15 @@ def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype)
     Returns:
         [batch, queries, heads, value_dim].
     """
-    logs = [lse for _, lse in parts]
+    outs, logs = (torch.stack(each) for each in zip(*parts, strict=True))
+    return merge_stacked(outs, logs, sinks)[0].to(dtype)
+
+
+def merge_stacked(outs: torch.Tensor, logs: torch.Tensor, sinks: torch.Tensor | None = None) -> Part:
+    """The same for parts [parts, …] that lie in one tensor; with the log-sum-exp of all."""
+    total = torch.logsumexp(logs, dim=0)
     if sinks is not None:
-        logs.append(sinks.float()[None, :, None].expand_as(logs[0]))
-    total = torch.logsumexp(torch.stack(logs), dim=0)
-    total = total.clamp_min(torch.finfo(torch.float32).min)  # a query that sees nothing gets zeros
-    merged = torch.zeros_like(parts[0][0])
-    for out, lse in parts:
-        merged.addcmul_(out, torch.exp(lse - total).transpose(1, 2)[..., None])
-    return merged.to(dtype)
+        total = torch.logaddexp(total, sinks.float()[:, None])
+    finite = total.clamp_min(torch.finfo(torch.float32).min)  # a query that sees nothing gets zeros
+    weights = torch.exp(logs - finite).transpose(2, 3)[..., None]
+    return (outs * weights).sum(dim=0), total

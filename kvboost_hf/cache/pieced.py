@@ -230,15 +230,18 @@ def _between(placed: _Placed, start: int, stop: int) -> Piece:
 
 def _table(rows: Sequence[_Row], columns: int) -> PieceTable:
     """Where all pieces are; those that are the same for several rows once."""
-    pieces: dict[tuple[int, ...], Piece] = {}
+    pieces: list[Piece] = []
+    numbers: dict[tuple[int, ...], int] = {}  # of pieces, by where they are
     found: list[list[tuple[int, int, int]]] = []
     for row in rows:
         found.append([])
         for placed in row:
-            key = tuple((each.data_ptr(), each.shape[1]) for each in placed.piece)
-            pieces.setdefault(sum(key, ()), placed.piece)
-            found[-1].append((list(pieces).index(sum(key, ())), placed.start, -1))
+            key = (*(each.data_ptr() for each in placed.piece), placed.stop - placed.start)
+            number = numbers.setdefault(key, len(pieces))
+            if number == len(pieces):
+                pieces.append(placed.piece)
+            found[-1].append((number, placed.start, -1))
     most = max(map(len, found))
     filled = [row + [(-1, -1, -1)] * (most - len(row)) for row in found]
-    keys, values = zip(*pieces.values(), strict=True)
+    keys, values = zip(*pieces, strict=True)
     return PieceTable(keys, values, torch.tensor(filled, dtype=torch.int64).view(len(rows), most, 3), columns)

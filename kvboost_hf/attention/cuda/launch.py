@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.merge import Part, merge_stacked
 from kvboost_hf.attention.visibility import Visibility
 
 # As in attend.cu.
@@ -121,16 +121,10 @@ def attend(
     if out.numel():
         kernel(arguments, (tiles, batch * kv_heads, splits), 32 * warps, shared_bytes(head_dim, value_dim))
     if splits > 1:
-        out, lse = _merge(out, lse)
+        out, lse = merge_stacked(out, lse)
     else:
         out, lse = out[0], lse[0]
     return (out, lse) if partial else (out.to(query.dtype), lse.new_empty(0))
-
-
-def _merge(out: torch.Tensor, lse: torch.Tensor) -> Part:
-    total = lse.logsumexp(dim=0)
-    weights = torch.exp(lse - total.clamp_min(torch.finfo(torch.float32).min))
-    return (out * weights.transpose(2, 3)[..., None]).sum(dim=0), total
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

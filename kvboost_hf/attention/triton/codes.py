@@ -58,7 +58,7 @@ def attend_codes(
     tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
     with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
         fwd_codes[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
-        found, log = (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
+    found, log = (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
     return found if values.rotation is None else found @ values.rotation, log
 
 

@@ -61,9 +61,9 @@ def attend(
     tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
     with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
         fwd[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
-        if not split:
-            return out[0], lse[0] if partial else lse
-        merged, total = combine(out, lse, sinks=sinks, dtype=dtype)
+    if not split:
+        return out[0], lse[0] if partial else lse
+    merged, total = combine(out, lse, sinks=sinks, dtype=dtype)
     return merged, total if partial else total.new_empty(0)
 
 

@@ -55,7 +55,7 @@ def attend_pieces(
     tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
     with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
         fwd_pieces[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
-        return (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
+    return (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
 
 
 def plan(query: torch.Tensor, table: PieceTable, visibility: Visibility, device: Device) -> Tiling:
