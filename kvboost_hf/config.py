@@ -8,6 +8,8 @@ Repair = Literal["query", "cacheblend", "first_k", "selective", "selective_befor
 WeightsCheck = Literal["sample", "full"]
 QuantMethod = Literal["turboquant", "kivi"]
 Rotation = Literal["hadamard", "haar"]
+ResidencyMode = Literal["partial_resident", "full_resident", "ffn_only_stream", "full_stream"]
+QuantKernel = Literal["auto", "triton", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +154,50 @@ class KVQuantConfig:
             raise ValueError(f"`key_bits` must be 2 or more with `qjl`, which spends one on signs, got {bits!r}.")
         if self.method == "turboquant" and name == "value_bits" and self.grouped_values and bits not in (2, 4):
             raise ValueError(f"`value_bits` must be 2 or 4 with `grouped_values`, got {bits!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingConfig:
+    """Which layers of a model stay on its device, and how the others get there when their turn comes.
+
+    Args:
+        residency_mode: `"partial_resident"`: some layers stay, chosen by `keep_first_k` and `keep_last_k` or by
+            `vram_budget`. `"full_resident"`: all do, and nothing is streamed. `"ffn_only_stream"`: attention and norms
+            of all layers stay, feed-forward parts are streamed. `"full_stream"`: none stays.
+        keep_first_k: So many first layers stay; with `"ffn_only_stream"` as a whole. Not with `vram_budget`.
+        keep_last_k: So many last layers.
+        vram_budget: What the model may take of its device, with K/V and activations: bytes, or text such as `"8GB"`
+            (10^9) or `"7.5GiB"` (2^30). As many layers stay as fit. Without it, and without `keep_first_k` and
+            `keep_last_k`, nine tenths of what is free when the model is loaded.
+        n_staging_slots: Places on the device that streamed layers take in turn; 2 or more.
+        quant_kernel: What multiplies by AWQ weights: `"triton"` on a GPU, `"torch"` anywhere, `"auto"` chooses.
+        pin_memory: Keep host memory from being paged out, so that copies run beside the computation.
+        host_budget: What streamed layers may take of host memory, as `vram_budget` is told; the others stay in files
+            under `disk_folder`. None: all of them.
+        disk_folder: A folder for those files. Files of the same checkpoint are used again.
+        max_tokens: Tokens in the context, of all sequences together, that a budget makes room for.
+        reserved: What else a budget leaves free on the device, such as a draft model, as `vram_budget` is told.
+
+    Raises:
+        ValueError: for an unknown mode or kernel, counts or sizes that are none, a budget beside layers to keep, or a
+            host budget without a folder.
+    """
+
+    residency_mode: ResidencyMode = "partial_resident"
+    keep_first_k: int | None = None
+    keep_last_k: int | None = None
+    vram_budget: int | str | None = None
+    n_staging_slots: int = 2
+    quant_kernel: QuantKernel = "auto"
+    pin_memory: bool = True
+    host_budget: int | str | None = None
+    disk_folder: str | None = None
+    max_tokens: int = 4096
+    reserved: int | str = 0
+
+    def __post_init__(self) -> None:
+        _require_choice("residency_mode", self.residency_mode, get_args(ResidencyMode))
+        _require_choice("quant_kernel", self.quant_kernel, get_args(QuantKernel))
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
