@@ -119,6 +119,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     if len(lists) > 1:  # one of them may be that of an encoder of images
         owner: Any = model
         lists = [module for module in owner.get_decoder().modules() if any(module is found for found in lists)]
+        towers = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.main_input_name != "input_ids"]
+        foreign = {id(module) for tower in towers if tower is not model for module in tower.modules()}
+        lists = [module for module in lists if id(module) not in foreign] or lists
     return list(lists[0]) if lists else []
 
 
