@@ -26,7 +26,8 @@ def test_sizes_as_text(text: str, nbytes: int | None) -> None:
 def test_budgets_in_bytes() -> None:
     config = StreamingConfig(vram_budget="8GB", host_budget=5, disk_folder="layers", reserved="1GiB")
     assert (config.vram_bytes, config.host_bytes, config.reserved_bytes) == (8 * 10**9, 5, 2**30)
-    assert (StreamingConfig().vram_bytes, StreamingConfig().host_bytes, StreamingConfig().reserved_bytes) == (None, None, 0)
+    config = StreamingConfig()
+    assert (config.vram_bytes, config.host_bytes, config.reserved_bytes) == (None, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,8 @@ def test_takes(arguments: dict[str, Any]) -> None:
     [
         ({"residency_mode": "auto"}, "`residency_mode` must be one of ('partial_resident', "),
         ({"quant_kernel": "cuda"}, "`quant_kernel` must be one of ('auto', 'triton', 'torch'), got 'cuda'."),
-        ({"quant_kernel": "marlin"}, "got 'marlin', which repacks weights when it loads them and cannot read streamed"),
-        ({"quant_kernel": "exllama_v2"}, "ones. Pass 'auto'."),
+        ({"quant_kernel": "marlin"}, "got 'marlin', which repacks weights when it loads them and cannot read"),
+        ({"quant_kernel": "exllama_v2"}, "read streamed ones. Pass 'auto'."),
         ({"n_staging_slots": 1}, "`n_staging_slots` must be 2 or more, got 1."),
         ({"n_staging_slots": 2.0}, "`n_staging_slots` must be an int, got 2.0."),
         ({"max_tokens": 0}, "`max_tokens` must be 1 or more, got 0."),
