@@ -3,6 +3,7 @@
 import torch
 
 from kvboost_hf.config import QuantKernel
+from kvboost_hf.offload.awq.cpu import awq_matmul_torch
 
 
 def awq_matmul(
@@ -23,4 +24,4 @@ def awq_matmul(
     Raises:
         ValueError: `kernel` is `"triton"`, and Triton is missing or cannot run on the device of `x`.
     """
-    raise NotImplementedError
+    return awq_matmul_torch(x, qweight, qzeros, scales)
