@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any
+from uuid import uuid4
 
 import torch
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
@@ -14,16 +14,16 @@ from kvboost_hf.compat import decoder_layers
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.errors import StreamingError
 from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend
-from kvboost_hf.offload.disk import LayerFiles
+from kvboost_hf.offload.disk import FileSource, LayerFolder
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.hook import LayerStreamingHook
-from kvboost_hf.offload.host import HostMemory
+from kvboost_hf.offload.host import HostMemory, HostSource, cuda_pinning
 from kvboost_hf.offload.plan import ResidencyPlan, plan_residency
 from kvboost_hf.offload.sizes import sizes_of
 from kvboost_hf.offload.sources import Source
 from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.offload.stream import LayerStream
-from kvboost_hf.offload.units import Unit, find_units, persistent_holders
+from kvboost_hf.offload.units import Unit, find_units
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +53,17 @@ class StreamBuilder:
         self.device = device
         self.units = find_units(model, self.layers, ffn_only=config.residency_mode == "ffn_only_stream")
         self.layouts = [unit.layout() for unit in self.units]
-        sizes = sizes_of(model, [layout.nbytes for layout in self.layouts], config.max_tokens)
+        sizes = sizes_of(model, self.units, config.max_tokens)
         self.plan = plan_residency(sizes, config, free_bytes=free_bytes(device))
         for note in self.plan.notes:
             logger.warning(note)
         self._model = model
-        self._memory = HostMemory(pin=config.pin_memory and device.type == "cuda" and not is_overridden())
-        self._files = LayerFiles(config.disk_folder, identity, self.layouts) if self.plan.on_disk else None
+        pinning = cuda_pinning(device) if config.pin_memory and device.type == "cuda" and not is_overridden() else None
+        self._memory = HostMemory(self.plan.host_bytes, pinning)
+        self._folder = None
+        if self.plan.on_disk:
+            assert config.disk_folder is not None
+            self._folder = LayerFolder(config.disk_folder, identity or uuid4().hex)
         self._sources: dict[int, Source] = {}
 
     def is_streamed(self, number: int) -> bool:
@@ -68,26 +72,29 @@ class StreamBuilder:
 
     def has_file(self, number: int) -> bool:
         """Whether the bytes of a layer are in a file already, so that they need not be loaded."""
-        return number in self.plan.on_disk and self._files is not None and self._files.has(number)
+        return number in self.plan.on_disk and self._file(number) is not None
 
     def take(self, number: int) -> None:
         """The tensors of a layer that is streamed are loaded: move their bytes to where they wait."""
         unit, layout = self.units[number], self.layouts[number]
         if number in self.plan.on_disk:
-            assert self._files is not None
-            if not self._files.has(number):
-                flat = torch.empty(layout.nbytes, dtype=torch.uint8)
+            source = self._file(number)
+            if source is None:
+                assert self._folder is not None
+                flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
                 _fill(unit, layout, flat)
-                self._files.write(number, flat)
-            self._sources[number] = self._files.source(number)
-            for holder in unit.holders.values():
-                tensor = holder.get()
-                holder.put(None if tensor is None else tensor.detach().to("meta"))
+                source = self._folder.write(number, flat, layout)
+            self._sources[number] = source
+            for name, tensor in unit.tensors().items():
+                unit.holders[name].put(tensor.detach().to("meta"))
             return
         flat = self._memory.allocate(layout.nbytes)
         for name, view in _fill(unit, layout, flat).items():
             unit.holders[name].put(view)
-        self._sources[number] = self._memory.source(flat)
+        self._sources[number] = HostSource(flat)
+
+    def _file(self, number: int) -> FileSource | None:
+        return None if self._folder is None else self._folder.find(number, self.layouts[number])
 
     def finish(self) -> LayerStream | None:
         """Put the hooks in place; None where all layers stay."""

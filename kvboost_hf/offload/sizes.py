@@ -1,5 +1,6 @@
 """How much memory a model takes, told from its configuration alone."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from kvboost_hf.compat import decoder_layers, feed_forward_name, kv_bytes_per_to
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
+from kvboost_hf.offload.units import Unit
 
 WORD = 8  # weights of four bits in an int32
 SAMPLING_COPIES = 4  # of the last logits in float32: as they came, processed, sorted, as probabilities
@@ -33,6 +35,25 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) 
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     of_tokens = tokens * (4 * text.hidden_size + 3 * intermediate) * dtype.itemsize
     return int(of_tokens + SAMPLING_COPIES * text.vocab_size * torch.float32.itemsize)
+
+
+def sizes_of(model: PreTrainedModel, units: Sequence[Unit], max_tokens: int) -> ModelSizes:
+    """What a model takes; its tensors may be on the meta device.
+
+    Args:
+        model: Of which
+        units: can be streamed,
+        max_tokens: with a context of so many.
+    """
+    streamed = [unit.tensors() for unit in units]
+    inside = {id(tensor) for tensors in streamed for tensor in tensors.values()}
+    everything = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return ModelSizes(
+        layer_bytes=tuple(FlatLayout(tensors).nbytes for tensors in streamed),
+        other_bytes=sum(nbytes for key, nbytes in everything.items() if key not in inside),
+        kv_bytes=max_tokens * kv_bytes_per_token(model.config, model.dtype),
+        activation_bytes=activation_bytes(model.config, max_tokens, model.dtype),
+    )
 
 
 def estimate_sizes(
