@@ -59,7 +59,8 @@ class Checkpoint:
         """Names of the modules whose weights are AWQ's."""
         names = dict.fromkeys(self._model.state_dict(), True)
         modules = {key.removesuffix(".qweight") for key in self._files if key.endswith(".qweight")}
-        return {self._rename(f"{module}.weight", names).removesuffix(".weight") for module in modules}
+        renamed = (self._rename(f"{module}.weight", names, merged=False) for module in modules)
+        return {name.removesuffix(".weight") for name in renamed}
 
     def identity(self) -> str:
         """Changes with the files and with what they are loaded as."""
@@ -153,10 +154,10 @@ class Checkpoint:
                 found[number].append(key)
         return found
 
-    def _rename(self, key: str, names: dict[str, bool]) -> str:
-        """The name in the model of a tensor in the files, or the first of those that it becomes a part of."""
+    def _rename(self, key: str, names: dict[str, bool], *, merged: bool = True) -> str:
+        """The name in the model of a tensor in the files, or of the first that it becomes a part of."""
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
+        converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter) and merged]
         found: str = rename_source_key(key, renamings, converters, self._model.base_model_prefix, names)[0]
         return found
 

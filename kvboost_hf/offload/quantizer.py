@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.linear import AwqLinear
-from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
+from kvboost_hf.offload.awq.swap import AwqSettings, expect_version, swap_linears
 from kvboost_hf.offload.build import StreamBuilder, default_device
 from kvboost_hf.offload.checkpoint import Checkpoint
 
@@ -119,6 +119,8 @@ class LayerStreamingQuantizer(HfQuantizer):  # type: ignore[misc]
         if self._awq is not None:
             swap_linears(model, self._awq, self._checkpoint.quantized(), self._streaming.quant_kernel)
         self._builder = StreamBuilder(model, self._streaming, self._device, self._checkpoint.identity())
+        if self._awq is not None:
+            expect_version(model, self._awq.version)
         self._checkpoint.take_out(self._builder.layers)
         return model
 
@@ -131,9 +133,9 @@ class LayerStreamingQuantizer(HfQuantizer):  # type: ignore[misc]
                 of_unit = {id(tensor) for tensor in unit.tensors().values()} if streamed else set()
                 if put_back - of_unit or not builder.has_file(number):
                     checkpoint.load(number, self._device, of_unit)
-                    for module in unit.layer.modules():
-                        if isinstance(module, AwqLinear):
-                            module.to_gemm_()
+                for module in unit.layer.modules():
+                    if isinstance(module, AwqLinear):
+                        module.to_gemm_()
                 if streamed:
                     builder.take(number)
             builder.finish()

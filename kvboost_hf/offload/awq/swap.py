@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from kvboost_hf.config import QuantKernel
+from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
 from kvboost_hf.offload.awq.linear import AwqLinear
 
 _VERSIONS = ("gemm", "gemv", "llm-awq")
@@ -59,7 +60,7 @@ class AwqSettings:
 
 
 def swap_linears(model: nn.Module, settings: AwqSettings, quantized: set[str], kernel: QuantKernel) -> None:
-    """Put an `AwqLinear` in place of each linear layer with quantized weights.
+    """Put linear layers on AWQ weights in place of those, and of those experts, that have them in the checkpoint.
 
     Args:
         model: On the meta device.
@@ -68,31 +69,44 @@ def swap_linears(model: nn.Module, settings: AwqSettings, quantized: set[str], k
         kernel: As `StreamingConfig` has it.
 
     Raises:
-        ValueError: there are none, or one of them is no linear layer.
+        ValueError: there are none, or one of them is neither a linear layer nor an expert.
     """
     if not quantized:
         raise ValueError(
             "config.json says that the checkpoint is AWQ's, but it has no tensor that ends in 'qweight'. Its files are "
             "those of another checkpoint."
         )
+
+    def make(in_features: int, out_features: int, bias: bool = False) -> AwqLinear:
+        with torch.device("meta"):
+            return AwqLinear(
+                in_features, out_features, bias=bias, group_size=settings.group_size, quant_kernel=kernel
+            ).eval()
+
+    modules = dict(model.named_modules())
+    experts: dict[str, tuple[str, str, str]] = {}
     for name in sorted(quantized):
         parent, _, attribute = name.rpartition(".")
-        try:
-            linear = model.get_submodule(name)
-        except AttributeError:
-            linear = None
-        if not isinstance(linear, nn.Linear):
+        linear = modules.get(name)
+        if isinstance(linear, nn.Linear):
+            swapped = make(linear.in_features, linear.out_features, linear.bias is not None)
+            setattr(modules[parent], attribute, swapped)
+            continue
+        stacked, _, number = parent.rpartition(".")
+        parts = next((parts for parts in EXPERT_PARTS if attribute in parts), None)
+        if parts is None or not number.isdigit() or stacked not in modules:
             raise ValueError(
-                f"{name} has AWQ weights in the checkpoint, but is no linear layer in {type(model).__name__}: experts "
-                "that transformers keeps in one tensor cannot be loaded this way."
+                f"{name} has AWQ weights in the checkpoint, and is no linear layer in {type(model).__name__}. "
+                "Use a checkpoint of this model that is not quantized."
             )
-        with torch.device("meta"):
-            swapped = AwqLinear(
-                linear.in_features,
-                linear.out_features,
-                bias=linear.bias is not None,
-                group_size=settings.group_size,
-                quant_kernel=kernel,
-                version=settings.version,
-            )
-        setattr(model.get_submodule(parent), attribute, swapped.train(linear.training))
+        experts[stacked] = parts
+    for name, parts in experts.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(modules[parent], attribute, AwqExperts(modules[name], parts, make).eval())
+
+
+def expect_version(model: nn.Module, version: str) -> None:
+    """Have the linear layers take what a checkpoint has."""
+    for module in model.modules():
+        if isinstance(module, AwqLinear):
+            module.expect_(version)
