@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.compat.kept import KeptOnModel
 
@@ -26,6 +26,7 @@ SERVED_LAYERS = STATEFUL_LAYERS | {
     "DummyLayer",
     "MiniMaxM3VLSparseCacheLayer",
 }
+_FEED_FORWARD = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "ff")  # as transformers' models call it
 
 
 class _Argument(KeptOnModel):
@@ -119,7 +120,26 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     if len(lists) > 1:  # one of them may be that of an encoder of images
         owner: Any = model
         lists = [module for module in owner.get_decoder().modules() if any(module is found for found in lists)]
+        towers = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.main_input_name != "input_ids"]
+        foreign = {id(module) for tower in towers if tower is not model for module in tower.modules()}
+        lists = [module for module in lists if id(module) not in foreign] or lists
     return list(lists[0]) if lists else []
+
+
+def feed_forward_name(layer: nn.Module) -> str:
+    """The name of the feed-forward part of a decoder layer.
+
+    Raises:
+        ValueError: it has none of its own.
+    """
+    children = dict(layer.named_children())
+    name = next((name for name in _FEED_FORWARD if name in children), None)
+    if name is None:
+        raise ValueError(
+            f"A {type(layer).__name__} must have its feed-forward part under one of {_FEED_FORWARD}, got "
+            f"{[*children]}. Stream whole layers."
+        )
+    return name
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -135,9 +155,14 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of K/V per token as the configuration tells it: a lower bound if layers differ, 0 if it does not say."""
-    config: Any = model.config.get_text_config(decoder=True)
-    layers: Any = getattr(config, "per_layer_config", None) or [config] * int(getattr(config, "num_hidden_layers", 0))
-    return sum(_kv_elements(layers[i]) for i in range(len(layers))) * model.dtype.itemsize
+    return kv_bytes_per_token(model.config, model.dtype)
+
+
+def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """As `bytes_per_token`, of a model that need not be there."""
+    text: Any = config.get_text_config(decoder=True)
+    layers: Any = getattr(text, "per_layer_config", None) or [text] * int(getattr(text, "num_hidden_layers", 0))
+    return sum(_kv_elements(layers[i]) for i in range(len(layers))) * dtype.itemsize
 
 
 def _kv_elements(config: Any) -> int:

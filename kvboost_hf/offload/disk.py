@@ -33,6 +33,7 @@ class FileSource:
 
     def __init__(self, path: Path, nbytes: int, mtime_ns: int) -> None:
         self.nbytes = nbytes
+        self.path = str(path)
         self._path, self._mtime_ns = path, mtime_ns
 
     def read_into(self, target: torch.Tensor, start: int) -> None:

@@ -109,7 +109,7 @@ class HostSource:
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.nbytes = flat.numel()
-        self.host = flat
+        self.host, self.path = flat, None
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
         """See `Source`."""

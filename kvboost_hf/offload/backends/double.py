@@ -69,8 +69,7 @@ class PoisoningBackend:
 
     def release(self, slot: int) -> None:
         """See `Backend`."""
-        assert slot in self._loads, f"slot {slot}: release() comes after wait()"
-        assert self._loads.pop(slot).copied, f"slot {slot}: release() comes after wait()"
+        assert slot in self._loads and self._loads[slot].copied, f"slot {slot}: release() comes after wait()"
         self.releases += 1
         self.advance(self._compute_s)
 

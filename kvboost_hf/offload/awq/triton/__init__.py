@@ -1,0 +1,1 @@
+"""Kernels in Triton for weights of four bits: GPUs, and any CPU under Triton's interpreter."""

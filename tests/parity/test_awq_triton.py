@@ -1,0 +1,230 @@
+"""Products with weights of four bits against float64, in Triton's interpreter."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from triton import knobs
+
+from kvboost_hf.attention import kernel_calls
+from kvboost_hf.offload.awq import matmul
+from kvboost_hf.offload.awq.matmul import awq_matmul
+from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
+from kvboost_hf.offload.awq.triton.tiling import Tiling, plan_tiling
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of the columns of a word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """Rows times weights.
+
+    Args:
+        rows: Of x.
+        in_features: A multiple of the group size.
+        out_features: A multiple of 8.
+        group_size: Rows of weights that share a scale and a zero.
+        dtype: Of x.
+        levels: The least of the numbers that weights and zeros are drawn from, and one more than the largest.
+        size: Of scales.
+        device: Where.
+    """
+
+    rows: int = 5
+    in_features: int = 256
+    out_features: int = 72
+    group_size: int = 128
+    dtype: torch.dtype = F16
+    levels: tuple[int, int] = (0, 16)
+    size: float = 0.02
+    device: str = "cpu"
+
+    def numbers(self) -> tuple[torch.Tensor, ...]:
+        """Rows, weights, zeros and scales, unpacked."""
+        draw = torch.Generator().manual_seed(self.rows + self.out_features)
+        groups = self.in_features // self.group_size
+        x = torch.randn(self.rows, self.in_features, generator=draw).to(self.dtype)
+        weights = torch.randint(*self.levels, (self.in_features, self.out_features), generator=draw, dtype=torch.int32)
+        zeros = torch.randint(*self.levels, (groups, self.out_features), generator=draw, dtype=torch.int32)
+        scales = self.size * (0.5 + torch.rand(groups, self.out_features, generator=draw))
+        return tuple(each.to(self.device) for each in (x, weights, zeros, scales.half()))
+
+    def tensors(self, shifts: tuple[int, ...] = SHIFTS) -> tuple[torch.Tensor, ...]:
+        """What a kernel is given."""
+        x, weights, zeros, scales = self.numbers()
+        return x, pack(weights, shifts), pack(zeros, shifts), scales
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product in float64, and that of PyTorch in the dtype of x."""
+        x, weights, zeros, scales = self.numbers()
+        wide = (weights - zeros.repeat_interleave(self.group_size, 0)) * scales.double().repeat_interleave(
+            self.group_size, 0
+        )
+        return x.double() @ wide, x @ wide.to(self.dtype)
+
+
+def pack(numbers: torch.Tensor, shifts: tuple[int, ...]) -> torch.Tensor:
+    """[rows, columns] of four bits as words of 8."""
+    at = torch.tensor(shifts, dtype=torch.int32, device=numbers.device)
+    return (numbers.unflatten(1, (-1, 8)) << at).sum(2, dtype=torch.int32)
+
+
+def check(product: Product, found: torch.Tensor) -> None:
+    """It may be off half again as much as what PyTorch makes of the same weights in the same dtype."""
+    truth, same = product.dense()
+    assert found.shape == truth.shape
+    assert found.dtype == product.dtype
+    off, allowed = ((each.double() - truth).abs().max().item() for each in (found, same))
+    # The interpreter cuts off what does not fit into bfloat16, where a GPU rounds, which errs twice as much.
+    factor = 4.0 if product.dtype == BF16 and product.device == "cpu" else 1.5
+    budget = factor * allowed + 1e-7 * truth.abs().max().item()
+    assert off <= budget, f"off by {off:.2e}, budget {budget:.2e}"
+
+
+CASES = [
+    *(Product(rows=rows, dtype=dtype) for rows in (1, 2, 5, 16, 17, 40) for dtype in (F16, BF16, F32)),
+    *(Product(rows=rows, group_size=group, dtype=F32) for rows in (1, 5) for group in (32, 64)),
+    *(Product(rows=rows, in_features=96, out_features=out, group_size=32) for rows in (1, 17) for out in (8, 24, 520)),
+    *(Product(rows=rows, levels=levels) for rows in (1, 5) for levels in ((0, 1), (15, 16))),
+    *(Product(rows=rows, size=100.0) for rows in (1, 5)),
+    *(Product(rows=rows, size=6e-6, dtype=F32) for rows in (1, 5)),
+]
+
+
+@pytest.mark.parametrize("product", CASES, ids=str)
+def test_parity(product: Product) -> None:
+    before = kernel_calls()
+    found = awq_matmul(*product.tensors(), "triton")
+    assert dict(kernel_calls() - before) == {"triton.awq_matmul": 1}
+    check(product, found)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("low", [(0, 15), (15, 0)], ids=str)
+def test_the_farthest_from_zero(rows: int, low: tuple[int, int]) -> None:
+    """All weights are one end of what four bits hold, and all zeros are the other: no nibble leaks into another."""
+    x, qweight, qzeros, scales = Product(rows=rows, dtype=F32).tensors()
+    all_ones = [torch.full_like(each, -1 if end else 0) for each, end in zip((qweight, qzeros), low, strict=True)]
+    expected = x.double().sum(1, keepdim=True) * (low[0] - low[1]) * scales[0].double()
+    same = scales[:1].expand(2, -1)
+    torch.testing.assert_close(awq_matmul(x, *all_ones, same, "triton").double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_another_order_of_nibbles_is_found_out(rows: int) -> None:
+    product = Product(rows=rows)
+    found = awq_matmul(*product.tensors(shifts=(0, 4, 8, 12, 16, 20, 24, 28)), "triton")
+    with pytest.raises(AssertionError, match="off by"):
+        check(product, found)
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_parts_add_up(rows: int, parts: int) -> None:
+    """Any number of parts, also one that the steps cannot be divided by; the same numbers twice."""
+    product = Product(rows=rows, in_features=256, out_features=40, group_size=64)
+    planned = plan_tiling(rows, 256, 40, 64, processors=1, tensor_cores=True)
+    found, again = (awq_matmul_triton(*product.tensors(), replace(planned, parts=parts)) for _ in range(2))
+    check(product, found)
+    assert torch.equal(found, again)
+
+
+def test_small_tiles() -> None:
+    """More tiles of rows and of columns than are taken together, and several steps in a group."""
+    product = Product(rows=150, in_features=64, out_features=72, group_size=64, dtype=F32)
+    tiling = Tiling(block_m=16, block_n=64, block_k=32, warps=4, stages=1, parts=2)
+    check(product, awq_matmul_triton(*product.tensors(), tiling))
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    for rows in (1, 5):
+        product = Product(rows=rows)
+        x, *weights = product.tensors()
+        apart = torch.stack([x, torch.full_like(x, float("nan"))], 1)[:, 0]
+        turned = x.T.contiguous().T
+        for each in (apart, turned):
+            check(product, awq_matmul(each, *weights, "triton"))
+    assert not apart.is_contiguous()
+    assert turned.stride(1) != 1
+
+
+def test_no_rows() -> None:
+    found = awq_matmul(*Product(rows=0).tensors(), "triton")
+    assert found.shape == (0, 72)
+    assert found.dtype == F16
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_opcheck(rows: int) -> None:
+    torch.library.opcheck(torch.ops.kvboost_hf.awq_matmul.default, (*Product(rows=rows).tensors(), "triton"))
+
+
+def test_one_operator_where_it_is_compiled() -> None:
+    x, *weights = Product(dtype=F32).tensors()
+    targets = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        targets.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    compiled = torch.compile(lambda x: awq_matmul(x, *weights, "triton"), fullgraph=True, backend=backend)
+    assert torch.equal(compiled(x), awq_matmul(x, *weights, "triton"))
+    assert targets == [torch.ops.kvboost_hf.awq_matmul.default]
+
+
+@pytest.fixture
+def _chosen_anew() -> Iterator[None]:
+    matmul._runs_triton.cache_clear()
+    yield
+    matmul._runs_triton.cache_clear()
+
+
+@pytest.mark.usefixtures("_chosen_anew")
+def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match=r"'triton' needs a GPU, or TRITON_INTERPRET=1 .* on 'cpu'; choose 'auto'"):
+        awq_matmul(*Product().tensors(), "triton")
+
+
+@pytest.mark.usefixtures("_chosen_anew")
+def test_triton_needs_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs the package triton"):
+        awq_matmul(*Product().tensors(), "triton")
+
+
+@pytest.mark.usefixtures("_chosen_anew")
+@pytest.mark.parametrize(("capability", "chosen"), [((6, 1), False), ((7, 0), True), ((9, 0), True)])
+def test_auto_on_a_gpu(capability: tuple[int, int], chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert matmul._runs_triton("auto", torch.device("cuda:0")) == chosen
+    assert not matmul._runs_triton("torch", torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_on_a_cpu_it_is_plain_pytorch(kernel: matmul.QuantKernel) -> None:
+    product, before = Product(), kernel_calls()
+    check(product, awq_matmul(*product.tensors(), kernel))
+    assert dict(kernel_calls() - before) == {"reference.awq_matmul": 1}
+
+
+SHAPES = [(i, o, group) for i in (256, 5120, 28672) for o in (8, 1024, 27648) for group in (32, 64, 128)]
+
+
+@pytest.mark.parametrize("tensor_cores", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 100, 4096])
+def test_tilings(rows: int, tensor_cores: bool) -> None:
+    for in_features, out_features, group in SHAPES:
+        shape = rows, in_features, out_features, group
+        tiling = plan_tiling(*shape, processors=132, tensor_cores=tensor_cores)
+        programs = -(-rows // tiling.block_m) * -(-out_features // tiling.block_n) * tiling.parts
+        steps = in_features // (group if rows == 1 else tiling.block_k)
+        assert (tiling.block_m == 1) == (rows == 1)
+        assert group % tiling.block_k == 0
+        assert -(-steps // tiling.parts) * (tiling.parts - 1) < steps, "a part is empty"
+        assert tiling.parts == 1 or programs <= 3 * 132, "they do not fit on the device at a time"
+        if in_features == 5120 and out_features >= 1024:
+            assert programs >= 132 // 2, "most processors stand still"
+    assert plan_tiling(1, 5120, 5120, 128, processors=1, tensor_cores=tensor_cores).parts == 1
