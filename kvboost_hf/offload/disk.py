@@ -74,7 +74,7 @@ class LayerFolder:
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._locked():
             if (self._folder / _INDEX).exists() and not self._entries():
-                _log.warning("%s holds layers of another checkpoint, which make room for %s.", folder, identity)
+                _log.warning("%s holds layers of another checkpoint. %s takes their place.", folder, identity)
                 for path in (self._folder / _INDEX, *self._folder.glob("layer-[0-9]*.bin")):
                     path.unlink(missing_ok=True)
 

@@ -33,7 +33,8 @@ def cuda_pinning(device: torch.device) -> Pinning:
     """Pinning for copies to a CUDA device."""
 
     def register(address: int, nbytes: int) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):  # on another one it would make a context, which takes memory
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
         if code:
             # CUDA would report the error once more, to the next kernel that is launched.
             with suppress(RuntimeError):

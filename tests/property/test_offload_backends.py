@@ -70,35 +70,34 @@ def perform(
     streams = [gpu.current, gpu.new_stream()] if gpu is not None else []
     addresses = [slot.data_ptr() for slot in slots]
     issued: dict[int, int] = {}
-    waited: set[int] = set()
+    waited: dict[int, set[int]] = {}  # on which streams
     asked = 0
 
     def reading(slot: int, content: torch.Tensor) -> Callable[[], None]:
         return lambda: seen.append((slots[slot][: len(content)].clone(), content))
 
     for name, slot, layer, stream in actions:
-        if gpu is not None and not waited:
+        if gpu is not None:
             gpu.current = streams[stream]
         if name == "issue":
             backend.issue(slot, layers[layer].source)
             asked += layers[layer].source.nbytes
             issued[slot] = layer
-            waited.discard(slot)
+            waited.pop(slot, None)
         elif name == "wait" and slot in issued:
             if layers[issued[slot]].content is None:
                 with pytest.raises(OSError, match="the disk is gone"):
                     backend.wait(slot)
             else:
                 backend.wait(slot)
-                waited.add(slot)
-        elif name == "compute" and slot in waited:
+                waited.setdefault(slot, set()).add(stream)
+        elif name == "compute" and stream in waited.get(slot, ()):
             content = layers[issued[slot]].content
             assert content is not None
             (gpu.launch if gpu is not None else _now)(reading(slot, content))
         elif name == "release" and slot in waited:
             backend.release(slot)
-            waited.discard(slot)
-            del issued[slot]
+            del waited[slot], issued[slot]
     if gpu is not None:
         gpu.run()
     assert backend.bytes_copied == asked
@@ -207,8 +206,14 @@ def test_a_missing_wait_gives_wrong_bytes(
     assert wrong >= 10
 
 
-def test_a_release_left_out_is_made_up_for(layers: list[Layer]) -> None:
-    actions = [action for action in passes(range(6), 4) if action.name != "release"]
+@pytest.mark.parametrize("n_streams", [1, 2])
+def test_a_release_left_out_is_made_up_for(layers: list[Layer], n_streams: int) -> None:
+    actions, stream = [], 0
+    for action in passes(range(6), 4):
+        if action.name == "release":
+            stream = (stream + 1) % n_streams  # the next layer is issued from another stream than the last one's
+        else:
+            actions.append(action._replace(stream=stream))
     for seed in range(20):
         gpu = SimulatedGpu(seed)
         seen = perform(CudaBackend(CPU, gpu, piece_bytes=PIECE_BYTES), actions, layers, gpu)

@@ -304,13 +304,16 @@ def threads() -> list[threading.Thread]:
 def test_later_bytes_win_while_earlier_ones_are_being_read(kind: str) -> None:
     gpu = SimulatedGpu(1)
     made: Backend = CudaBackend(CPU, gpu, piece_bytes=2048) if kind == "cuda" else ThreadedBackend(CPU)
-    (slot,) = made.allocate(NBYTES, 1)
-    gate, never = Gate(), Gate()
+    slot, _ = made.allocate(NBYTES, 2)
+    gate, never, behind = Gate(), Gate(), Gate()
     made.issue(0, gate)
     assert gate.begun.wait(30)
     made.issue(0, never)
     made.issue(0, HostSource(content(2)))
+    made.issue(1, behind)
+    behind.open.set()
     gate.open.set()
+    made.wait(1)  # the thread is done with all of them
     made.wait(0)
     assert torch.equal(fetched(made, slot), content(2))
     made.close()

@@ -52,6 +52,7 @@ class CudaBackend:
     def issue(self, slot: int, source: Source) -> None:
         """See `Backend`."""
         place = self._slots[slot]
+        assert source.nbytes <= place.flat.numel(), "slots are as large as the largest layer"
         if place.readers:
             self.release(slot)  # was left out, after an exception
         earlier, load = place.load, _Load(source, place.flat[: source.nbytes], place.free)

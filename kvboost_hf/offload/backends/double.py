@@ -46,6 +46,7 @@ class PoisoningBackend:
     def issue(self, slot: int, source: Source) -> None:
         """See `Backend`."""
         assert not self._closed, "nothing comes after close()"
+        assert source.nbytes <= self._slots[slot].numel(), "slots are as large as the largest layer"
         self._slots[slot].fill_(POISON)
         if self._link_bytes_per_s is not None:
             self._link_free_at = max(self._link_free_at, self.clock) + source.nbytes / self._link_bytes_per_s

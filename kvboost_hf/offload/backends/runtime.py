@@ -57,7 +57,7 @@ class CudaRuntime:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
     def new_stream(self) -> Stream:
         """See `Runtime`."""

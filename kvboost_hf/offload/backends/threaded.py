@@ -37,6 +37,7 @@ class ThreadedBackend:
 
     def issue(self, slot: int, source: Source) -> None:
         """See `Backend`. One thread does it all, so that what was issued before is done before, or not at all."""
+        assert source.nbytes <= self._slots[slot].numel(), "slots are as large as the largest layer"
         if slot in self._loads:
             self._loads[slot].cancel()
         self.bytes_copied += source.nbytes
