@@ -26,7 +26,6 @@ SERVED_LAYERS = STATEFUL_LAYERS | {
     "DummyLayer",
     "MiniMaxM3VLSparseCacheLayer",
 }
-_FEED_FORWARD = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "ff")  # as transformers' models call it
 
 
 class _Argument(KeptOnModel):
@@ -124,22 +123,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         foreign = {id(module) for tower in towers if tower is not model for module in tower.modules()}
         lists = [module for module in lists if id(module) not in foreign] or lists
     return list(lists[0]) if lists else []
-
-
-def feed_forward_name(layer: nn.Module) -> str:
-    """The name of the feed-forward part of a decoder layer.
-
-    Raises:
-        ValueError: it has none of its own.
-    """
-    children = dict(layer.named_children())
-    name = next((name for name in _FEED_FORWARD if name in children), None)
-    if name is None:
-        raise ValueError(
-            f"A {type(layer).__name__} must have its feed-forward part under one of {_FEED_FORWARD}, got "
-            f"{[*children]}. Stream whole layers."
-        )
-    return name
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

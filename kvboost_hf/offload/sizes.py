@@ -1,4 +1,4 @@
-"""How much memory a model takes, told from its configuration alone."""
+"""How much memory a model takes; where it is not there yet, told from its configuration alone."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from kvboost_hf.compat import decoder_layers, feed_forward_name, kv_bytes_per_token
+from kvboost_hf.compat import decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.flat import FlatLayout
+from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
-from kvboost_hf.offload.units import Unit
+from kvboost_hf.offload.units import Unit, find_units
 
 WORD = 8  # weights of four bits in an int32
 SAMPLING_COPIES = 4  # of the last logits in float32: as they came, processed, sorted, as probabilities
@@ -41,15 +41,14 @@ def sizes_of(model: PreTrainedModel, units: Sequence[Unit], max_tokens: int) -> 
     """What a model takes; its tensors may be on the meta device.
 
     Args:
-        model: Of which
-        units: can be streamed,
-        max_tokens: with a context of so many.
+        model: As it will be loaded.
+        units: What can be streamed of each layer.
+        max_tokens: In the context, and in the longest prompt.
     """
-    streamed = [unit.tensors() for unit in units]
-    inside = {id(tensor) for tensors in streamed for tensor in tensors.values()}
+    inside = {id(tensor) for unit in units for tensor in unit.tensors().values()}
     everything = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     return ModelSizes(
-        layer_bytes=tuple(FlatLayout(tensors).nbytes for tensors in streamed),
+        layer_bytes=tuple(unit.layout().nbytes for unit in units),
         other_bytes=sum(nbytes for key, nbytes in everything.items() if key not in inside),
         kv_bytes=max_tokens * kv_bytes_per_token(model.config, model.dtype),
         activation_bytes=activation_bytes(model.config, max_tokens, model.dtype),
@@ -66,9 +65,9 @@ def estimate_sizes(
 ) -> ModelSizes:
     """What a model takes, without its weights.
 
-    With 4 bits the `nn.Linear` modules of decoder layers are counted as AWQ checkpoints hold them: words, zeros and
-    scales, 0.5195 bytes a weight at a group size of 128. All else is counted in `dtype`: embeddings, head, norms,
-    biases, and experts whose weights are stacked in one parameter.
+    With 4 bits the linear layers of decoder layers are counted as AWQ checkpoints hold them: words, zeros and scales,
+    0.5195 bytes a weight at a group size of 128. All else is counted in `dtype`: embeddings, head, norms, biases, and
+    experts whose weights are stacked in one parameter.
 
     Args:
         config: Of a causal language model of transformers.
@@ -78,7 +77,7 @@ def estimate_sizes(
         dtype: Of what is not quantized, of K/V and of activations.
 
     Raises:
-        ValueError: other bits, or no decoder layers, or feed-forward parts that cannot be told.
+        ValueError: other bits, or as `find_units` does.
     """
     if bits not in (4, 16):
         raise ValueError(f"`bits` must be 4 or 16, got {bits!r}.")
@@ -86,24 +85,19 @@ def estimate_sizes(
     with torch.device("meta"):
         model: PreTrainedModel = build(config, dtype=dtype)
     layers = decoder_layers(model)
-    if not layers:
-        raise ValueError(f"The decoder layers of a {type(model).__name__} cannot be told, so none can be streamed.")
-    streamed, staying = [], 0
-    for layer in layers:
-        tensors = _tensors(layer, group_size if bits == 4 else 0)
-        if streaming.residency_mode == "ffn_only_stream":
-            start = f"{feed_forward_name(layer)}."
-            staying += FlatLayout({name: each for name, each in tensors.items() if not name.startswith(start)}).nbytes
-            tensors = {name: each for name, each in tensors.items() if name.startswith(start)}
-        streamed.append(FlatLayout(tensors).nbytes)
-    inside = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
-    outside = sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if id(each) not in inside)
-    return ModelSizes(
-        layer_bytes=tuple(streamed),
-        other_bytes=outside + staying,
-        kv_bytes=streaming.max_tokens * kv_bytes_per_token(config, dtype),
-        activation_bytes=activation_bytes(config, streaming.max_tokens, dtype),
-    )
+    if bits == 4:
+        inside = {id(module) for layer in layers for module in layer.modules()}
+        linears = {
+            name
+            for name, module in model.named_modules()
+            if id(module) in inside
+            and isinstance(module, nn.Linear)
+            and module.in_features % group_size == 0
+            and module.out_features % WORD == 0
+        }
+        swap_linears(model, AwqSettings(group_size=group_size, version="gemm", told={}), linears, "auto")
+    units = find_units(model, layers, ffn_only=streaming.residency_mode == "ffn_only_stream")
+    return sizes_of(model, units, streaming.max_tokens)
 
 
 def what_fits(
@@ -135,18 +129,3 @@ def what_fits(
     asked = replace(streaming or StreamingConfig(), vram_budget=vram_budget)
     sizes = estimate_sizes(config, asked, bits=bits, group_size=group_size, dtype=dtype)
     return plan_residency(sizes, asked, free_bytes=asked.vram_bytes)
-
-
-def _tensors(layer: nn.Module, group_size: int) -> dict[str, torch.Tensor]:
-    """The tensors of a layer, on the meta device; with a group size, of its quantized form."""
-    found = dict((*layer.named_parameters(), *layer.named_buffers()))
-    for name, module in layer.named_modules() if group_size else ():
-        if not isinstance(module, nn.Linear) or module.in_features % group_size or module.out_features % WORD:
-            continue
-        del found[f"{name}.weight"]
-        rows, columns, groups = module.in_features, module.out_features, module.in_features // group_size
-        with torch.device("meta"):
-            found[f"{name}.qweight"] = torch.empty(rows, columns // WORD, dtype=torch.int32)
-            found[f"{name}.qzeros"] = torch.empty(groups, columns // WORD, dtype=torch.int32)
-            found[f"{name}.scales"] = torch.empty(groups, columns, dtype=torch.float16)
-    return found
