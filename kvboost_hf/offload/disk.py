@@ -34,23 +34,23 @@ class FileSource:
     def __init__(self, path: Path, nbytes: int, mtime_ns: int) -> None:
         self.nbytes = nbytes
         self.path = str(path)
-        self._path, self._mtime_ns = path, mtime_ns
+        self._mtime_ns = mtime_ns
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
         """See `Source`. What was read does not stay in memory, where it would push out what others need."""
         wanted, done = target.numpy().data, 0
         try:
-            with _opened(self._path, os.O_RDONLY) as file:
+            with _opened(self.path, os.O_RDONLY) as file:
                 while done < len(wanted) and (count := os.preadv(file, [wanted[done:]], start + done)):
                     done += count
                 _forget_pages(file, start, done)
                 found = os.fstat(file)  # after reading, so that it was whole until then
         except FileNotFoundError as error:
-            raise FileNotFoundError(errno.ENOENT, f"A streamed layer is gone. {_REMEDY}", str(self._path)) from error
+            raise FileNotFoundError(errno.ENOENT, f"A streamed layer is gone. {_REMEDY}", self.path) from error
         if found.st_size != self.nbytes or done < len(wanted):
-            raise OSError(f"{self._path} must have {self.nbytes} bytes, has {found.st_size}. {_REMEDY}")
+            raise OSError(f"{self.path} must have {self.nbytes} bytes, has {found.st_size}. {_REMEDY}")
         if found.st_mtime_ns != self._mtime_ns:
-            raise OSError(f"{self._path} was changed after it was written. {_REMEDY}")
+            raise OSError(f"{self.path} was changed after it was written. {_REMEDY}")
 
 
 _REMEDY = "Load the model again: that writes it anew."
@@ -161,7 +161,7 @@ def _forget_pages(file: int, start: int, nbytes: int) -> None:
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def _opened(path: str | Path, flags: int) -> Iterator[int]:
     file = os.open(path, flags, 0o600)
     try:
         yield file

@@ -156,9 +156,12 @@ def _choices(sizes: ModelSizes, config: StreamingConfig) -> list[Sequence[int]]:
     count = len(sizes.layer_bytes)
     if config.residency_mode == "full_resident":
         return [range(count)]
+    given = config.keep_first_k is not None or config.keep_last_k is not None
     if config.residency_mode == "full_stream":
         return [()]
-    if config.keep_first_k is None and config.keep_last_k is None:
+    if config.residency_mode == "ffn_only_stream" and not given and config.vram_budget is None:
+        return [()]
+    if not given:
         return [_spread(sizes.layer_bytes, range(count), kept) for kept in range(count + 1)]
     first, last = config.keep_first_k or 0, config.keep_last_k or 0
     return [[layer for layer in range(count) if layer < first or layer >= count - last]]

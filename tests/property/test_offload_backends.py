@@ -97,7 +97,7 @@ def perform(
             (gpu.launch if gpu is not None else _now)(reading(slot, content))
         elif name == "release" and slot in waited:
             backend.release(slot)
-            del waited[slot], issued[slot]
+            del waited[slot]
     if gpu is not None:
         gpu.run()
     assert backend.bytes_copied == asked

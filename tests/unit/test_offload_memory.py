@@ -420,8 +420,7 @@ def test_the_double_refuses_calls_in_another_order() -> None:
     backend.wait(0)
     backend.wait(0)
     backend.release(0)
-    with pytest.raises(AssertionError, match="after issue"):
-        backend.wait(0)
+    backend.wait(0)
     backend.close()
     with pytest.raises(AssertionError, match="after close"):
         backend.issue(0, HostSource(content()))

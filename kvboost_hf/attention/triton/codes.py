@@ -14,9 +14,10 @@ import triton.language as tl
 
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.combine import combine
-from kvboost_hf.attention.triton.tile import LOG2E, dot, softmax_end, softmax_step, tanh
+from kvboost_hf.attention.triton.tile import LOG2E, softmax_end, softmax_step, tanh
 from kvboost_hf.attention.triton.tiling import Device, Tiling, device_of, is_taken, plan_splits, plan_tiling
 from kvboost_hf.handles import CodePlanes
+from kvboost_hf.triton_dot import dot
 
 _BITS = (1, 2, 3, 4, 8)
 _MAX_ROWS = 32  # of a program: more would leave its registers no room for what codes become

@@ -13,9 +13,10 @@ import triton.language as tl
 
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.combine import combine
-from kvboost_hf.attention.triton.tile import LOG2E, dot, load_rows, softmax_end, softmax_step, tanh
+from kvboost_hf.attention.triton.tile import LOG2E, load_rows, softmax_end, softmax_step, tanh
 from kvboost_hf.attention.triton.tiling import Tiling, device_of, is_taken, plan_splits, plan_tiling
 from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.triton_dot import dot
 
 _MAX_GRID = 65_535  # in any dimension of a grid but the first
 

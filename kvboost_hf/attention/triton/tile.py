@@ -2,21 +2,9 @@
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-# In Triton's interpreter a product of bfloat16 is silently wrong, and int8 becomes NaN as bfloat16:
-# https://github.com/triton-lang/triton/issues/11584. There, products are of float32.
-INTERPRET = tl.constexpr(knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def dot(a, b, onto=None):
-    """a @ b + onto in float32, as exact as the dtype of the operands."""
-    if INTERPRET:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, onto, input_precision="ieee")
 
 
 @triton.jit

@@ -11,7 +11,8 @@ class Backend(Protocol):
     """Moves bytes into slots, beside the computation, and says when each may begin.
 
     For each slot the calls come in this order, any number of times: `issue`, `wait`, computation that reads the slot,
-    `release`. After an exception `release`, or `wait` and `release`, may be left out.
+    `release`. After an exception `release`, or `wait` and `release`, may be left out. As long as nothing else is
+    issued to a slot it keeps its bytes, and the next call may be `wait`.
     """
 
     device: torch.device

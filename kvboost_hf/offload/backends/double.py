@@ -12,8 +12,7 @@ POISON = 0xFF  # NaN in floating point, -1 in integers
 class PoisoningBackend:
     """Slots on a CPU that hold poison from `issue` to `wait`, which alone copies. See `Backend`.
 
-    Calls in another order than that of `Backend` are refused. A second `wait` without `issue` is not: after an
-    exception that left `release` out, the bytes are still there.
+    Calls in another order than that of `Backend` are refused.
 
     With `link_bytes_per_s`, copies go one after the other over one link, while computation goes on: `advance` tells
     how long it takes. A `wait` for a copy that is not at its end moves `clock` there.
@@ -69,9 +68,8 @@ class PoisoningBackend:
 
     def release(self, slot: int) -> None:
         """See `Backend`."""
-        load = self._loads.get(slot)
-        assert load is not None, f"slot {slot}: release() comes after wait()"
-        assert load.copied, f"slot {slot}: release() comes after wait()"
+        assert slot in self._loads, f"slot {slot}: release() comes after issue()"
+        assert self._loads[slot].copied, f"slot {slot}: release() comes after wait()"
         self.releases += 1
         self.advance(self._compute_s)
 

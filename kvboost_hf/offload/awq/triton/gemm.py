@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from kvboost_hf.attention.triton.tile import dot
 from kvboost_hf.offload.awq.triton.words import numbers, spread, unit
+from kvboost_hf.triton_dot import dot
 
 _TOGETHER = tl.constexpr(8)  # tiles of rows that take the same weights at a time, from the second-level cache
 
