@@ -90,10 +90,10 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_never_more_than_a_tile_is_unpacked(tokens: int) -> None:
-    weight = in_gemm(random_weight(2048, 1024, 128))
+    weight = in_gemm(random_weight(4096, 1024, 128))
     assert weight.qweight.numel() * 8 == 2 * _TILE
     with Largest() as largest:
-        awq_matmul_torch(draw(tokens, 2048), *weight)
+        awq_matmul_torch(draw(tokens, 4096), *weight)
         awq_matmul_transposed_torch(draw(tokens, 1024), *weight)
     assert largest.nbytes == 4 * _TILE
     with Largest() as largest:

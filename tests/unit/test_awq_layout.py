@@ -110,7 +110,10 @@ def test_padding_of_gemv(in_features: int, group_size: int, width: int) -> None:
         (("gemm", 64, 12, 64), "`out_features` must be a multiple of 8, got 12"),
         (("gemm", 64, 64, -1), r"`group_size` must be one of \(32, 64, 128\), got -1"),
         (("llm-awq", 96, 64, 32), "`in_features` must be a multiple of 64 in the layout llm-awq, got 96"),
-        (("marlin", 64, 64, 64), "`version` must be 'gemm', 'gemv' or 'llm-awq', got 'marlin'; quantize"),
+        (
+            ("marlin", 64, 64, 64),
+            "`version` must be 'gemm', 'gemv' or 'llm-awq', got 'marlin'; take a checkpoint",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(sizes: tuple[str, int, int, int], words: str) -> None:

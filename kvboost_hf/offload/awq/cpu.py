@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-_TILE = 1 << 20  # weights that are unpacked at a time, at least one group of rows: 4 MiB as float32
+_TILE = 1 << 21  # weights that are unpacked at a time, at least one group of rows: 8 MiB as float32
 _FEW = 8  # tokens; for fewer it is cheaper to scale the products of each group than its weights
 
 

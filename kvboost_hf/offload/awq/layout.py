@@ -69,9 +69,7 @@ def layout_of(version: str, in_features: int, out_features: int, group_size: int
             "scales": ((padded, out_features), torch.float16),
             "scaled_zeros": ((padded, out_features), torch.float16),
         }
-    raise ValueError(
-        f"`version` must be 'gemm', 'gemv' or 'llm-awq', got {version!r}; quantize with AutoAWQ's version='gemm'."
-    )
+    raise ValueError(f"`version` must be 'gemm', 'gemv' or 'llm-awq', got {version!r}; take a checkpoint in gemm.")
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
