@@ -8,14 +8,21 @@ from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compatibility import CompatibilityReport, check_model_compatibility
-from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy, StreamingConfig
 from kvboost_hf.errors import (
     CacheModelMismatchError,
     InterruptedForwardError,
     KVBoostError,
     StoreClosedError,
     StoreFullError,
+    StreamingError,
 )
+from kvboost_hf.offload.build import stop_streaming, stream_layers, streaming_plan, streaming_stats
+from kvboost_hf.offload.hook import LayerStreamingHook
+from kvboost_hf.offload.load import load_streamed
+from kvboost_hf.offload.plan import ResidencyPlan
+from kvboost_hf.offload.quantizer import with_streaming
+from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 
 __all__ = [
@@ -28,17 +35,28 @@ __all__ = [
     "InterruptedForwardError",
     "KVBoostError",
     "KVQuantConfig",
+    "LayerStreamingHook",
+    "ResidencyPlan",
     "ReusePolicy",
     "ReuseReport",
     "StoreClosedError",
     "StoreFullError",
+    "StreamingConfig",
+    "StreamingError",
+    "StreamingStats",
     "attach",
     "attention",
     "check_model_compatibility",
     "detach",
     "last_cache",
     "live_bytes",
+    "load_streamed",
+    "stop_streaming",
+    "stream_layers",
+    "streaming_plan",
+    "streaming_stats",
     "verify_correctness",
+    "with_streaming",
 ]
 
 __version__ = "0.1.0"

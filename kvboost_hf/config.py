@@ -1,5 +1,6 @@
 """Settings, as frozen dataclasses that are checked once, at construction."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,6 +11,22 @@ QuantMethod = Literal["turboquant", "kivi"]
 Rotation = Literal["hadamard", "haar"]
 ResidencyMode = Literal["partial_resident", "full_resident", "ffn_only_stream", "full_stream"]
 QuantKernel = Literal["auto", "triton", "torch"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?)?B", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes that a text such as `"8GB"` (10^9) or `"7.5GiB"` (2^30) names; None if it names no positive number.
+
+    Example:
+        >>> parse_size("7.5GiB"), parse_size("500 MB"), parse_size("8")
+        (8053063680, 500000000, None)
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        return None
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper())) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +180,8 @@ class StreamingConfig:
     Args:
         residency_mode: `"partial_resident"`: some layers stay, chosen by `keep_first_k` and `keep_last_k` or by
             `vram_budget`. `"full_resident"`: all do, and nothing is streamed. `"ffn_only_stream"`: attention and norms
-            of all layers stay, feed-forward parts are streamed. `"full_stream"`: none stays.
+            of all layers stay, feed-forward parts are streamed but for those that stay, chosen likewise.
+            `"full_stream"`: none stays.
         keep_first_k: So many first layers stay; with `"ffn_only_stream"` as a whole. Not with `vram_budget`.
         keep_last_k: So many last layers.
         vram_budget: What the model may take of its device, with K/V and activations: bytes, or text such as `"8GB"`
@@ -173,14 +191,15 @@ class StreamingConfig:
         quant_kernel: What multiplies by AWQ weights: `"triton"` on a GPU, `"torch"` anywhere, `"auto"` chooses.
         pin_memory: Keep host memory from being paged out, so that copies run beside the computation.
         host_budget: What streamed layers may take of host memory, as `vram_budget` is told; the others stay in files
-            under `disk_folder`. None: all of them.
-        disk_folder: A folder for those files. Files of the same checkpoint are used again.
+            under `disk_folder`.
+        disk_folder: A folder for those files; without `host_budget`, for all streamed layers. Files of the same
+            checkpoint are used again.
         max_tokens: Tokens in the context, of all sequences together, that a budget makes room for.
         reserved: What else a budget leaves free on the device, such as a draft model, as `vram_budget` is told.
 
     Raises:
-        ValueError: for an unknown mode or kernel, counts or sizes that are none, a budget beside layers to keep, or a
-            host budget without a folder.
+        ValueError: for an unknown mode or kernel, counts or sizes that are none, a budget beside layers to keep,
+            layers to keep where all stay or none does, or a host budget without a folder.
     """
 
     residency_mode: ResidencyMode = "partial_resident"
@@ -197,7 +216,53 @@ class StreamingConfig:
 
     def __post_init__(self) -> None:
         _require_choice("residency_mode", self.residency_mode, get_args(ResidencyMode))
+        if self.quant_kernel in ("marlin", "exllama_v2"):
+            raise ValueError(
+                f"`quant_kernel` must be one of {get_args(QuantKernel)}, got {self.quant_kernel!r}, which repacks "
+                "weights when it loads them and cannot read streamed ones. Pass 'auto'."
+            )
         _require_choice("quant_kernel", self.quant_kernel, get_args(QuantKernel))
+        _require_count("n_staging_slots", self.n_staging_slots, least=2)
+        _require_count("max_tokens", self.max_tokens, least=1)
+        for name in ("keep_first_k", "keep_last_k"):
+            kept = getattr(self, name)
+            if kept is None:
+                continue
+            _require_count(name, kept)
+            if self.vram_budget is not None:
+                raise ValueError(
+                    f"`{name}` must be None with a `vram_budget`, which chooses the layers that stay, got {kept}. "
+                    "Pass one of the two."
+                )
+            if self.residency_mode in ("full_resident", "full_stream"):
+                raise ValueError(
+                    f"`{name}` must be None with residency_mode {self.residency_mode!r}, got {kept}. Pass "
+                    "'partial_resident' to choose layers."
+                )
+        for name in ("vram_budget", "host_budget"):
+            if getattr(self, name) is not None:
+                _require_size(name, getattr(self, name), least=1)
+        _require_size("reserved", self.reserved, least=0)
+        if self.host_budget is not None and self.disk_folder is None:
+            raise ValueError(
+                f"`host_budget` must be None without a `disk_folder` for what does not fit, got {self.host_budget!r}. "
+                "Pass a folder."
+            )
+
+    @property
+    def vram_bytes(self) -> int | None:
+        """`vram_budget` in bytes."""
+        return None if self.vram_budget is None else _require_size("vram_budget", self.vram_budget, least=1)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """`host_budget` in bytes."""
+        return None if self.host_budget is None else _require_size("host_budget", self.host_budget, least=1)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """`reserved` in bytes."""
+        return _require_size("reserved", self.reserved, least=0)
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -205,11 +270,20 @@ def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` must be one of {choices}, got {value!r}.")
 
 
-def _require_count(name: str, value: object) -> None:
+def _require_count(name: str, value: object, *, least: int = 0) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"`{name}` must be an int, got {value!r}.")
-    if value < 0:
-        raise ValueError(f"`{name}` must be 0 or more tokens, got {value}.")
+    if value < least:
+        raise ValueError(f"`{name}` must be {least} or more, got {value}.")
+
+
+def _require_size(name: str, value: object, *, least: int) -> int:
+    nbytes = parse_size(value) if isinstance(value, str) else value
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < least:
+        raise ValueError(
+            f"`{name}` must be {least} or more bytes, or text with a unit such as '8GB' or '7.5GiB', got {value!r}."
+        )
+    return nbytes
 
 
 def _require_share(name: str, value: object) -> None:

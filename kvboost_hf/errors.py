@@ -5,6 +5,7 @@ Exception
 └── KVBoostError                   a state that the library refuses to work in
     ├── CacheModelMismatchError    a cache met a model that it was not made for
     ├── InterruptedForwardError    a text was to be continued whose states an interrupted forward has spoilt
+    ├── StreamingError             a model whose layers are streamed was used in a way that needs all its weights
     ├── StoreClosedError           a store was used after close()
     └── StoreFullError             warm() was given more text than the byte budget can pin
 """
@@ -20,6 +21,10 @@ class CacheModelMismatchError(KVBoostError):
 
 class InterruptedForwardError(KVBoostError):
     """A `ChunkReuseCache` was to go on from states that an interrupted forward has spoilt."""
+
+
+class StreamingError(KVBoostError):
+    """A model whose layers are streamed was used in a way that needs all its weights in it."""
 
 
 class StoreClosedError(KVBoostError):

@@ -1,6 +1,6 @@
 """A checksum over all values of many tensors, computed where they are."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from hashlib import blake2b
 
@@ -11,21 +11,31 @@ _ROWS_AT_ONCE = {"cpu": 16}  # bounds the temporary product: 8 MiB on a CPU, whe
 _DEFAULT_ROWS_AT_ONCE = 256  # 128 MiB
 
 
-def checksum(tensors: Iterable[torch.Tensor]) -> bytes:
-    """Changes with every single bit of `tensors`, their order, shapes and dtypes.
+def checksum(tensors: Iterable[torch.Tensor], used_on: Mapping[int, torch.device] | None = None) -> bytes:
+    """Changes with every single bit of `tensors`, their order, shapes, dtypes and devices.
 
     Each row of 65,536 32-bit words is multiplied by fixed random 64-bit coefficients and summed, modulo 2^64: two
     contents that differ share a sum once in 2^32 at the most, wherever the difference is. Only sums leave the device.
+
+    Args:
+        tensors: To be read.
+        used_on: By the id of tensors that are kept on one device and used on another, which counts: the latter.
     """
     digest = blake2b(digest_size=20)
     sums: dict[torch.device, list[torch.Tensor]] = {}
+    places: list[tuple[torch.device, int]] = []  # of each tensor, and how many sums it has
     with torch.no_grad():
         for tensor in tensors:
-            digest.update(f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device};".encode())
+            device = (used_on or {}).get(id(tensor), tensor.device)
+            digest.update(f"{tuple(tensor.shape)} {tensor.dtype} {device};".encode())
             words = _words(tensor.detach())
-            sums.setdefault(words.device, []).extend(_row_sums(words))
-        for parts in sums.values():
-            digest.update(torch.cat(parts).cpu().numpy().tobytes())
+            found = list(_row_sums(words))
+            sums.setdefault(words.device, []).extend(found)
+            places.append((words.device, sum(part.numel() for part in found)))
+        read = {device: torch.cat(parts).cpu() if parts else torch.empty(0) for device, parts in sums.items()}
+        for device, count in places:  # in their order, wherever they are
+            digest.update(read[device][:count].numpy().tobytes())
+            read[device] = read[device][count:]
     return digest.digest()
 
 

@@ -19,7 +19,14 @@ from transformers import PreTrainedConfig
 
 from kvboost_hf.cache.checksum import checksum
 from kvboost_hf.cache.code_names import code_name, library_versions
-from kvboost_hf.cache.offloaded import FileMark, offloaded_files, offloaded_tensors, weight_maps
+from kvboost_hf.cache.offloaded import (
+    FileMark,
+    files_at_rest,
+    offloaded_files,
+    offloaded_tensors,
+    weight_maps,
+    weights_at_rest,
+)
 from kvboost_hf.cache.weights import WeightsWatch, plain_tensors
 from kvboost_hf.compat import frequencies_vary
 
@@ -62,7 +69,7 @@ class ModelFingerprint:
             if found.in_training:
                 return None
             switches = (*found.switches, *sorted(found.files), *self._serials(found.parts))
-            weights: Hashable = checksum(found.tensors) if full else self._weights.epoch(found.tensors)
+            weights: Hashable = checksum(found.tensors, found.used_on) if full else self._weights.epoch(found.tensors)
             state = (switches, weights, self.bumps)
             known = self._digests.get(full)
             if known is None or known[0] != state:
@@ -93,10 +100,10 @@ class ModelFingerprint:
                     return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
                 codes.add(name)
             switches = (*found.switches, *sorted(found.files), *sorted(codes))
-            weights: Hashable = checksum(found.tensors) if full else self._weights.epoch(found.tensors)
+            weights: Hashable = checksum(found.tensors, found.used_on) if full else self._weights.epoch(found.tensors)
             state = (switches, full, weights, self.bumps)
             if self._durable is None or self._durable[0] != state:
-                read = checksum(found.tensors)
+                read = checksum(found.tensors, found.used_on)
                 self._durable = state, self._digest(model, (switches, full, library_versions()), read)
             return self._durable[1]
 
@@ -143,6 +150,7 @@ class _Found:
     switches: list[Hashable] = field(default_factory=list)  # what can be switched without touching a tensor
     parts: list[Any] = field(default_factory=list)  # hooks and functions: told apart by identity
     files: set[FileMark] = field(default_factory=set)
+    used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of tensors that are kept elsewhere
     in_training: bool = False
 
 
@@ -158,6 +166,7 @@ def _walk(model: nn.Module) -> _Found:
     tensors, switches = found.tensors, found.switches
     switches += [_autocast(), *_config_scalars(getattr(model, "config", None))]
     maps: dict[int, Any] = {}
+    at_rest: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # of streamed layers
     kinds: dict[type, None] = {}
     todo = [model]  # by hand: the generators of model.modules() take three times as long
     while todo:
@@ -170,10 +179,20 @@ def _walk(model: nn.Module) -> _Found:
         found.in_training |= module.training
         kinds[type(module)] = None
         switches.append(type(module).__qualname__)
+        hook = attributes.get("_hf_hook")
+        if hook is not None:
+            at_rest |= weights_at_rest(hook)
+            found.files |= files_at_rest(hook)
+            maps |= {id(weights): weights for weights in weight_maps(hook)}
         for held in (attributes["_parameters"], attributes["_buffers"]):
             if held:
                 for tensor in held.values():
-                    if type(tensor) in _PLAIN:
+                    if id(tensor) in at_rest:
+                        kept = at_rest[id(tensor)][1]
+                        if kept is not None:
+                            found.used_on[id(kept)] = tensor.device
+                            tensors.append(kept)
+                    elif type(tensor) in _PLAIN:
                         if not tensor.is_meta:
                             tensors.append(tensor)
                     elif tensor is not None:
@@ -195,10 +214,8 @@ def _walk(model: nn.Module) -> _Found:
         if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
             hooks = [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values()]
             found.parts += [h for h in hooks if not _only_looks(h)]
-        if "forward" in attributes:  # replaced on the object
+        if "forward" in attributes and not getattr(hook, "leaves_kv_alone", False):  # replaced on the object
             found.parts.append(attributes["forward"])
-        if "_hf_hook" in attributes:
-            maps |= {id(weights): weights for weights in weight_maps(attributes["_hf_hook"])}
     found.parts += [getattr(kind, "forward", None) for kind in kinds]
     for weights in maps.values():
         for tensor in offloaded_tensors(weights):

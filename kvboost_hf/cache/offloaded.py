@@ -20,6 +20,23 @@ def weight_maps(hook: Any) -> Iterator[Any]:
         yield found
 
 
+def weights_at_rest(hook: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Behind a hook that streams a layer, by the id of each tensor of the layer: it, and where its values are kept.
+
+    What the layer's own tensors hold depends on when they are looked at. None stands for a file.
+    """
+    found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    for inner in getattr(hook, "hooks", (hook,)):
+        found |= getattr(inner, "weights_at_rest", {})
+    return found
+
+
+def files_at_rest(hook: Any) -> set[FileMark]:
+    """Files behind a hook that streams a layer, as they are now."""
+    paths = {path for inner in getattr(hook, "hooks", (hook,)) for path in getattr(inner, "files_at_rest", ())}
+    return _marks(paths)
+
+
 def offloaded_tensors(weights: Any) -> list[torch.Tensor]:
     """Weights in host memory."""
     held = getattr(weights, "state_dict", weights)  # OffloadedWeightsLoader, or a dict
@@ -33,5 +50,9 @@ def offloaded_files(weights: Any) -> set[FileMark]:
         info.get("safetensors_file") or os.path.join(folder, f"{name}.dat")
         for name, info in getattr(weights, "index", {}).items()
     }
+    return _marks(paths)
+
+
+def _marks(paths: set[str]) -> set[FileMark]:
     found = [(path, os.stat(path)) for path in paths]
     return {(path, stat.st_size, stat.st_mtime_ns) for path, stat in found}

@@ -10,6 +10,7 @@ from kvboost_hf.compat.models import (
     decoder_layers,
     has_own_cache,
     input_device,
+    kv_bytes_per_token,
     require_cache,
     require_reusable_model,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "input_device",
     "key_rotation",
     "known_reason",
+    "kv_bytes_per_token",
     "mask_form",
     "padding_reason",
     "probe_reason",

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.compat.kept import KeptOnModel
 
@@ -119,6 +119,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     if len(lists) > 1:  # one of them may be that of an encoder of images
         owner: Any = model
         lists = [module for module in owner.get_decoder().modules() if any(module is found for found in lists)]
+        towers = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.main_input_name != "input_ids"]
+        foreign = {id(module) for tower in towers if tower is not model for module in tower.modules()}
+        lists = [module for module in lists if id(module) not in foreign] or lists
     return list(lists[0]) if lists else []
 
 
@@ -135,9 +138,14 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of K/V per token as the configuration tells it: a lower bound if layers differ, 0 if it does not say."""
-    config: Any = model.config.get_text_config(decoder=True)
-    layers: Any = getattr(config, "per_layer_config", None) or [config] * int(getattr(config, "num_hidden_layers", 0))
-    return sum(_kv_elements(layers[i]) for i in range(len(layers))) * model.dtype.itemsize
+    return kv_bytes_per_token(model.config, model.dtype)
+
+
+def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """As `bytes_per_token`, of a model that need not be there."""
+    text: Any = config.get_text_config(decoder=True)
+    layers: Any = getattr(text, "per_layer_config", None) or [text] * int(getattr(text, "num_hidden_layers", 0))
+    return sum(_kv_elements(layers[i]) for i in range(len(layers))) * dtype.itemsize
 
 
 def _kv_elements(config: Any) -> int:

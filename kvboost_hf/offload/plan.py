@@ -1,8 +1,18 @@
-"""Which layers stay on the device, which wait in host memory and which in files: pure arithmetic, no tensors."""
+"""Which layers stay on the device, which wait in host memory and which in files: pure arithmetic, no tensors.
 
-from dataclasses import dataclass
+Layers that stay are spread evenly among the streamed ones, the first layer being one of them, so that copies go on
+while they are computed: a run of them would leave the link idle once all slots are full. `simulate.py` says by how
+much, and why the streamed layers need not be a multiple of the slots.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from kvboost_hf.config import StreamingConfig
+
+FREE_SHARE = 0.9  # of the free memory, where no budget is given
+SHOWN_RATE = 25e9  # bytes per second, about what PCIe 4.0 with 16 lanes copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +56,66 @@ class ResidencyPlan:
     reserved_bytes: int
     notes: tuple[str, ...] = ()
 
+    @property
+    def device_bytes(self) -> int:
+        """What the device holds at the peak, with what is reserved for others."""
+        return sum(self._on_device().values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Streamed layers in host memory."""
+        return self._nbytes(self.in_host)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Streamed layers in files."""
+        return self._nbytes(self.on_disk)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """What each forward copies to the device."""
+        return self.host_bytes + self.disk_bytes
+
+    def tokens_per_s(self, link_bytes_per_s: float, disk_bytes_per_s: float = math.inf) -> float:
+        """The most forwards per second that copies leave time for; infinite if nothing is streamed.
+
+        Args:
+            link_bytes_per_s: Of copies to the device.
+            disk_bytes_per_s: Of reading files, which goes on beside the copies.
+        """
+        seconds = max(self.streamed_bytes / link_bytes_per_s, self.disk_bytes / disk_bytes_per_s)
+        return 1 / seconds if seconds else math.inf
+
+    def __str__(self) -> str:
+        rows = {
+            **self._on_device(),
+            "device, in all": self.device_bytes,
+            f"{len(self.in_host)} layers in host memory": self.host_bytes,
+            f"{len(self.on_disk)} layers in files": self.disk_bytes,
+        }
+        lines = [f"{name:<28}{nbytes / 1e9:>9.3f} GB" for name, nbytes in rows.items()]
+        if self.streamed_bytes:
+            lines.append(f"At {SHOWN_RATE / 1e9:g} GB/s at most {self.tokens_per_s(SHOWN_RATE):.2f} tokens/s.")
+        return "\n".join([*lines, *self.notes])
+
+    def _on_device(self) -> dict[str, int]:
+        return {
+            f"{len(self.resident)} resident layers": self._nbytes(self.resident),
+            f"{self.n_slots} slots": self.n_slots * self.slot_bytes,
+            "embeddings, norms, head": self.sizes.other_bytes,
+            "K/V": self.sizes.kv_bytes,
+            "activations": self.sizes.activation_bytes,
+            "reserved": self.reserved_bytes,
+        }
+
+    def _nbytes(self, layers: Iterable[int]) -> int:
+        return sum(self.sizes.layer_bytes[layer] for layer in layers)
+
 
 def plan_residency(sizes: ModelSizes, config: StreamingConfig, *, free_bytes: int | None) -> ResidencyPlan:
     """Decide where each layer is.
+
+    Of layers that differ the largest stay, and of streamed ones the largest are in host memory.
 
     Args:
         sizes: What the model takes.
@@ -59,4 +126,89 @@ def plan_residency(sizes: ModelSizes, config: StreamingConfig, *, free_bytes: in
     Raises:
         ValueError: not even the slots fit into the budget; it names the smallest that would do.
     """
-    raise NotImplementedError
+    choices, shared, limit, notes = _choices(sizes, config), free_bytes is None, config.vram_bytes, []
+    if shared and (config.disk_folder is None or (limit is None and len(choices) > 1)):
+        if config.residency_mode != "full_resident":
+            notes.append(
+                "All layers stay, since host and device share their memory. With a `disk_folder` and a `vram_budget`, "
+                "what does not fit is read from files."
+            )
+        choices, limit = [range(len(sizes.layer_bytes))], None
+    elif shared and config.host_budget is not None:
+        notes.append("`host_budget` is not used, since host and device share their memory.")
+    plans = [_plan(sizes, config, resident, shared=shared) for resident in choices]
+    if free_bytes is not None and limit is not None and limit > free_bytes:
+        notes.append(f"Of the `vram_budget`, {limit} bytes, only {free_bytes} are free, and planned with.")
+        limit = free_bytes
+    elif free_bytes is not None and limit is None and len(choices) > 1:
+        limit = int(FREE_SHARE * free_bytes)
+    fitting = [plan for plan in plans if limit is None or plan.device_bytes <= limit]
+    if limit is not None and not fitting:
+        raise ValueError(_too_small(min(plans, key=lambda plan: plan.device_bytes), limit))
+    plan = fitting[-1]
+    if free_bytes is not None and plan.device_bytes > free_bytes:
+        notes.append(f"The plan takes {plan.device_bytes} bytes of the device, of which only {free_bytes} are free.")
+    return replace(plan, notes=(*notes, *plan.notes))
+
+
+def _choices(sizes: ModelSizes, config: StreamingConfig) -> list[Sequence[int]]:
+    """Layers that may stay, from the fewest to the most."""
+    count = len(sizes.layer_bytes)
+    if config.residency_mode == "full_resident":
+        return [range(count)]
+    if config.residency_mode == "full_stream":
+        return [()]
+    if config.keep_first_k is None and config.keep_last_k is None:
+        return [_spread(sizes.layer_bytes, range(count), kept) for kept in range(count + 1)]
+    first, last = config.keep_first_k or 0, config.keep_last_k or 0
+    return [[layer for layer in range(count) if layer < first or layer >= count - last]]
+
+
+def _spread(layer_bytes: Sequence[int], among: Sequence[int], count: int) -> list[int]:
+    """The `count` largest layers; of equally large ones every so-many-th, beginning with the first."""
+    chosen: list[int] = []
+    for nbytes in sorted({layer_bytes[layer] for layer in among}, reverse=True):
+        equal = [layer for layer in among if layer_bytes[layer] == nbytes]
+        taken = min(count - len(chosen), len(equal))
+        chosen += [equal[i * len(equal) // taken] for i in range(taken)]
+    return sorted(chosen)
+
+
+def _plan(sizes: ModelSizes, config: StreamingConfig, resident: Sequence[int], *, shared: bool) -> ResidencyPlan:
+    layers = range(len(sizes.layer_bytes))
+    streamed = [layer for layer in layers if layer not in set(resident)]
+    notes: tuple[str, ...] = ()
+    if 0 < len(streamed) <= config.n_staging_slots:
+        notes = (f"All layers stay: a slot for each of {len(streamed)} streamed ones would take as much memory.",)
+        resident, streamed = layers, []
+    in_host = streamed
+    if config.disk_folder is not None:
+        in_host = [] if shared else _within(sizes.layer_bytes, streamed, config.host_bytes or 0)
+    return ResidencyPlan(
+        resident=tuple(resident),
+        in_host=tuple(in_host),
+        on_disk=tuple(layer for layer in streamed if layer not in set(in_host)),
+        n_slots=config.n_staging_slots if streamed else 0,
+        slot_bytes=max((sizes.layer_bytes[layer] for layer in streamed), default=0),
+        sizes=sizes,
+        reserved_bytes=config.reserved_bytes,
+        notes=notes,
+    )
+
+
+def _within(layer_bytes: Sequence[int], streamed: Sequence[int], budget: int) -> list[int]:
+    """As many streamed layers as fit into a budget."""
+    count = nbytes = 0
+    for each in sorted((layer_bytes[layer] for layer in streamed), reverse=True):
+        nbytes += each
+        count += nbytes <= budget
+    return _spread(layer_bytes, streamed, count)
+
+
+def _too_small(least: ResidencyPlan, limit: int) -> str:
+    need = least.device_bytes
+    parts = ", ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in least._on_device().items() if nbytes)
+    return (
+        f"The budget of the device must be at least {need} bytes ({math.ceil(need / 1e7) / 100:.2f} GB) for this "
+        f"model, got {limit}: {parts}. Raise `vram_budget`, or lower `max_tokens`, `reserved` or `n_staging_slots`."
+    )

@@ -9,6 +9,7 @@ class Source(Protocol):
     """The bytes of one streamed layer."""
 
     nbytes: int
+    path: str | None  # of the file, if they are in one
 
     @property
     def host(self) -> torch.Tensor | None:

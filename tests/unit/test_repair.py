@@ -135,7 +135,7 @@ class TestBlended:
             {"max_recompute_ratio": 0.1},
             r"`max_recompute_ratio` must be at least `recompute_ratio` \(0.15\), got 0.1\.",
         ),
-        ({"seam_tokens": -1}, r"`seam_tokens` must be 0 or more tokens, got -1\."),
+        ({"seam_tokens": -1}, r"`seam_tokens` must be 0 or more, got -1\."),
         ({"overlap_k": 1.0}, r"`overlap_k` must be an int, got 1.0\."),
         ({"audit_rate": 0.1}, r"`audit_rate` must be 0 with mode 'blend', .* verify_correctness\(\)\."),
     ],

@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.guard import without_secrets
+from kvboost_hf.config import parse_size
 
 TierKind = Literal["ram", "device", "disk", "valkey", "filesystem"]
 
@@ -14,7 +15,6 @@ DEFAULT_RAM_BYTES = 4 * 2**30
 DEFAULT_DISK_BYTES = 10 * 10**9
 
 _SERVERS = ("redis", "rediss", "valkey", "valkeys", "unix")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?)?B", re.IGNORECASE)
 _EXAMPLES = (
     "Examples: 'ram:4GB', 'device:2GiB', 'disk:~/.cache/kvboost_hf:50GB', 'redis://host:6379/0', 's3://bucket/path'."
 )
@@ -156,11 +156,8 @@ def open_tier(spec: TierSpec) -> Tier:
 
 
 def _parse_size(text: str, size: str) -> int:
-    nbytes = 0
-    if match := _SIZE.fullmatch(size):
-        number, prefix, binary = match.groups()
-        nbytes = int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
-    if not nbytes:
+    nbytes = parse_size(size)
+    if nbytes is None:
         raise _invalid(text, f"its size must be a positive number with a unit such as MB, GB or GiB, got {size!r}")
     return nbytes
 

@@ -30,7 +30,8 @@ def awq_matmul_torch(
     """
     with torch.autocast(x.device.type, enabled=False):
         steps = _halves(scales.float())
-        grouped = x.float().reshape(len(x), len(scales), len(qweight) // len(scales)).transpose(0, 1)  # groups, tokens, rows of a group
+        rows = len(qweight) // len(scales)
+        grouped = x.float().contiguous().view(len(x), len(scales), rows).transpose(0, 1)
         sums = -(grouped.sum(2).T @ (_nibbles(qzeros).float() * steps))
         for tile, levels in _tiles(qweight, len(scales)):
             if len(x) < _FEW:

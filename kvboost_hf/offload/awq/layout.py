@@ -76,8 +76,9 @@ def layout_of(version: str, in_features: int, out_features: int, group_size: int
 
 def pack(values: torch.Tensor) -> torch.Tensor:
     """Put columns into the words of `gemm`: uint8 [..., columns], below 16, to int32 [..., columns / 8]."""
-    nibbles = values.reshape(*values.shape[:-1], -1, 8)[..., COLUMNS]
-    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).contiguous().view(torch.int32).squeeze(-1)
+    nibbles = values.reshape(-1, 8)[:, COLUMNS]
+    octets = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return octets.reshape(-1).view(torch.int32).view(*values.shape[:-1], values.shape[-1] // 8)
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
@@ -111,5 +112,6 @@ def gemm_from_llm_awq(
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
-    octets = words.contiguous().view(torch.uint8)
-    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
+    octets = words.reshape(-1).view(torch.uint8)
+    width = 2 * words.itemsize * words.shape[-1]
+    return torch.stack((octets & 15, octets >> 4), dim=-1).view(*words.shape[:-1], width)

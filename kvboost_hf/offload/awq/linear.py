@@ -74,6 +74,19 @@ class AwqLinear(nn.Module):
             self.register_buffer(name, tensor)
         self.version = "gemm"
 
+    def expect_(self, version: str) -> None:
+        """Have buffers for what a checkpoint of a layout has, on the meta device, in place of those of `gemm`.
+
+        Raises:
+            ValueError: sizes that do not fit the layout, or an unknown one.
+        """
+        found = layout_of(version, self.in_features, self.out_features, self.group_size)
+        for name in ("qweight", "qzeros", "scales"):
+            del self._buffers[name]
+        for name, (shape, dtype) in found.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device="meta"))
+        self.version = version
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features], in the dtype of `x`.
 

@@ -16,7 +16,6 @@ class Backend(Protocol):
 
     device: torch.device
     bytes_copied: int  # asked for by issue() since the backend was made
-    stall_s: float  # seconds that the computation, not the host alone, has stood still for a copy; 0.0 if unknown
     synchronous_loads: int  # calls of wait() in which the host itself stood still until the bytes were there
 
     def allocate(self, nbytes: int, count: int) -> list[torch.Tensor]:
@@ -38,6 +37,10 @@ class Backend(Protocol):
 
     def release(self, slot: int) -> None:
         """All computation that reads what the slot holds has been submitted."""
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that the computation, not the host alone, has stood still for a copy; 0.0 if unknown."""
 
     def copy_rate(self) -> float:
         """Bytes per second of the copies so far, while they ran; 0.0 if unknown."""

@@ -1,0 +1,45 @@
+"""Which backend moves the bytes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kvboost_hf.offload.backends.base import Backend
+
+_factories: list[Callable[[], Backend]] = []
+
+
+@contextmanager
+def use_backend(make: Callable[[], Backend]) -> Iterator[None]:
+    """Within it, models are streamed by what `make` returns, as if its device had memory of its own."""
+    _factories.append(make)
+    try:
+        yield
+    finally:
+        _factories.pop()
+
+
+def is_overridden() -> bool:
+    """Whether `use_backend` is in force."""
+    return bool(_factories)
+
+
+def make_backend(device: torch.device) -> Backend:
+    """The backend for a device."""
+    if _factories:
+        return _factories[-1]()
+    if device.type == "cuda":
+        from kvboost_hf.offload.backends.cuda import CudaBackend
+
+        return CudaBackend(device)
+    from kvboost_hf.offload.backends.threaded import ThreadedBackend
+
+    return ThreadedBackend(device)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a device; None where it shares that of the host."""
+    if _factories:
+        return 1 << 62
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

@@ -1,0 +1,196 @@
+"""Slots on a CUDA device, filled by a stream of their own beside the computation."""
+
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from kvboost_hf.offload.backends.runtime import CudaRuntime, Event, Runtime, Stream
+from kvboost_hf.offload.backends.timings import Timings
+from kvboost_hf.offload.sources import Source
+
+PIECE_BYTES = 32 << 20  # of one copy; a small one, such as of token ids, has to wait for the one that is under way
+_BUFFERS = 3  # one is read into while others are copied from
+
+
+class CudaBackend:
+    """See `Backend`.
+
+    What lies in pinned host memory is copied from there. All else goes piece by piece through pinned buffers, which a
+    thread fills.
+
+    Args:
+        device: Where the slots are.
+        runtime: Stands in for CUDA; of `device` by default.
+        piece_bytes: The most that is copied at once.
+    """
+
+    def __init__(
+        self, device: torch.device, runtime: Runtime | None = None, *, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self.device = device
+        self.bytes_copied = 0
+        self.synchronous_loads = 0
+        self._runtime = runtime or CudaRuntime(device)
+        self._link = _Link(self._runtime, piece_bytes)
+        # Its thread ends with close(), or when this object is gone; so what it runs does not refer to this object.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvboost-layers")
+        self._slots: list[_Slot] = []
+        self._stalls = Timings()
+
+    def allocate(self, nbytes: int, count: int) -> list[torch.Tensor]:
+        """See `Backend`."""
+        with torch.inference_mode(False):  # else nobody could write to them outside of inference mode
+            flats = [self._runtime.allocate(nbytes, self._link.stream) for _ in range(count)]
+        # Their memory may have been another tensor's, which work that was submitted before still reads.
+        free = [self._runtime.record(self._runtime.current_stream())]
+        self._slots = [_Slot(flat, free) for flat in flats]
+        return flats
+
+    def issue(self, slot: int, source: Source) -> None:
+        """See `Backend`."""
+        place = self._slots[slot]
+        assert source.nbytes <= place.flat.numel(), "slots are as large as the largest layer"
+        if place.readers:
+            self.release(slot)  # was left out, after an exception
+        earlier, load = place.load, _Load(source, place.flat[: source.nbytes], place.free)
+        place.load = load
+        self.bytes_copied += source.nbytes
+        if earlier is not None:
+            with self._link.lock:
+                earlier.superseded = True
+            if earlier.reading is not None:
+                earlier.reading.cancel()  # does nothing if it has begun
+        if source.host is not None and self._runtime.is_pinned(source.host):
+            self._link.copy_from(source.host, load)
+        else:
+            load.reading = self._reader.submit(self._link.copy_through_buffers, load)
+
+    def wait(self, slot: int) -> None:
+        """See `Backend`."""
+        place = self._slots[slot]
+        assert place.load is not None, "issue() comes first"
+        stream = self._runtime.current_stream()
+        before = self._runtime.record(stream, timed=True)
+        if place.load.reading is not None:
+            self.synchronous_loads += not place.load.reading.done()
+            place.load.reading.result()
+        assert place.load.ready is not None
+        stream.wait_event(place.load.ready)
+        self._stalls.add(before, self._runtime.record(stream, timed=True))
+        if stream not in place.readers:
+            place.readers.append(stream)
+
+    def release(self, slot: int) -> None:
+        """See `Backend`."""
+        place = self._slots[slot]
+        current = self._runtime.current_stream()
+        streams = [current, *(stream for stream in place.readers if stream != current)]
+        place.free = [self._runtime.record(stream) for stream in streams]
+        place.readers.clear()
+
+    @property
+    def stall_s(self) -> float:
+        """See `Backend`."""
+        return self._stalls.totals()[0]
+
+    def copy_rate(self) -> float:
+        """See `Backend`."""
+        with self._link.lock:
+            seconds, nbytes = self._link.timings.totals()
+        return nbytes / seconds if seconds else 0.0
+
+    def close(self) -> None:
+        """See `Backend`."""
+        with self._link.lock:
+            for place in self._slots:
+                if place.load is not None:
+                    place.load.superseded = True
+        self._reader.shutdown(cancel_futures=True)
+        self._link.stream.synchronize()
+        self._link.buffers.clear()
+        self._slots.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One call of `issue`."""
+
+    source: Source
+    target: torch.Tensor
+    free: list[Event]  # what it has to wait for
+    ready: Event | None = None
+    reading: "Future[None] | None" = None
+    superseded: bool = False  # by a later call for the same slot; the lock is held to change it
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    flat: torch.Tensor
+    free: list[Event]  # after all work on it that was released
+    readers: list[Stream] = field(default_factory=list)  # that work on it since
+    load: _Load | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    flat: torch.Tensor
+    copied: Event | None = None
+
+
+class _Link:
+    """The stream that copies, and the buffers before it. Two threads submit; the lock keeps their copies apart."""
+
+    def __init__(self, runtime: Runtime, piece_bytes: int) -> None:
+        self.stream = runtime.new_stream()
+        self.lock = threading.Lock()
+        self.timings = Timings()
+        self.buffers: deque[_Buffer] = deque()  # the next one first
+        self._runtime, self._piece_bytes = runtime, piece_bytes
+
+    def copy_from(self, host: torch.Tensor, load: _Load) -> None:
+        """Submit the copy of a layer in pinned memory."""
+        with self.lock:
+            self._begin(load)
+            self._copy(load.target, host)
+            load.ready = self._runtime.record(self.stream)
+
+    def copy_through_buffers(self, load: _Load) -> None:
+        """Read a layer, and submit its copy piece by piece."""
+        for start in range(0, load.source.nbytes, self._piece_bytes):
+            target = load.target[start : start + self._piece_bytes]
+            buffer = self._next_buffer()
+            piece = buffer.flat[: target.numel()]
+            load.source.read_into(piece, start)
+            with self.lock:
+                if load.superseded:
+                    return
+                if not start:
+                    self._begin(load)
+                self._copy(target, piece)
+                load.ready = buffer.copied = self._runtime.record(self.stream)
+
+    def _next_buffer(self) -> _Buffer:
+        """The buffer whose turn it is, when it can be read into."""
+        if len(self.buffers) < _BUFFERS:
+            buffer = _Buffer(self._runtime.allocate_pinned(self._piece_bytes))
+        else:
+            buffer = self.buffers.popleft()
+        self.buffers.append(buffer)
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        return buffer
+
+    def _begin(self, load: _Load) -> None:
+        for event in load.free:
+            self.stream.wait_event(event)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        before = self._runtime.record(self.stream, timed=True)
+        for start in range(0, target.numel(), self._piece_bytes):
+            piece = slice(start, start + self._piece_bytes)
+            self._runtime.copy(target[piece], source[piece], self.stream)
+        after = self._runtime.record(self.stream, timed=True)
+        self.timings.add(before, after, target.numel())

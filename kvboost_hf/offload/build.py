@@ -1,0 +1,233 @@
+"""From loaded layers to streamed ones: one layer at a time, so that no weight is in memory twice."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+from uuid import uuid4
+
+import torch
+from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvboost_hf.compat import decoder_layers
+from kvboost_hf.config import StreamingConfig
+from kvboost_hf.errors import StreamingError
+from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend
+from kvboost_hf.offload.disk import FileSource, LayerFolder
+from kvboost_hf.offload.flat import FlatLayout
+from kvboost_hf.offload.hook import LayerStreamingHook
+from kvboost_hf.offload.host import HostMemory, HostSource, cuda_pinning
+from kvboost_hf.offload.plan import ResidencyPlan, plan_residency
+from kvboost_hf.offload.sizes import sizes_of
+from kvboost_hf.offload.sources import Source
+from kvboost_hf.offload.stats import StreamingStats
+from kvboost_hf.offload.stream import LayerStream
+from kvboost_hf.offload.units import Unit, find_units
+
+logger = logging.getLogger(__name__)
+
+
+class StreamBuilder:
+    """Takes the layers of one model as they are loaded, and puts their bytes where the plan says.
+
+    Args:
+        model: Its tensors may be on the meta device.
+        config: What is asked for.
+        device: Where the model computes.
+        identity: Names the weights, for files that may be used again; None: they may not.
+
+    Raises:
+        ValueError: as `find_units` and `plan_residency` do.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: StreamingConfig, device: torch.device, identity: str | None = None
+    ) -> None:
+        self.layers = decoder_layers(model)
+        if not self.layers:
+            raise ValueError(
+                f"{type(model).__name__} has no list of decoder layers that could be streamed. Load it without a "
+                "StreamingConfig."
+            )
+        self.device = device
+        self.units = find_units(model, self.layers, ffn_only=config.residency_mode == "ffn_only_stream")
+        self.layouts = [unit.layout() for unit in self.units]
+        sizes = sizes_of(model, self.units, config.max_tokens)
+        self.plan = plan_residency(sizes, config, free_bytes=free_bytes(device))
+        for note in self.plan.notes:
+            logger.warning(note)
+        self._model = model
+        pinning = cuda_pinning(device) if config.pin_memory and device.type == "cuda" and not is_overridden() else None
+        self._memory = HostMemory(self.plan.host_bytes, pinning)
+        self._folder = None
+        if self.plan.on_disk:
+            assert config.disk_folder is not None
+            self._folder = LayerFolder(config.disk_folder, identity or uuid4().hex)
+        self._sources: dict[int, Source] = {}
+
+    def is_streamed(self, number: int) -> bool:
+        """Whether a layer is not to stay on the device."""
+        return number not in self.plan.resident
+
+    def has_file(self, number: int) -> bool:
+        """Whether the bytes of a layer are in a file already, so that they need not be loaded."""
+        return number in self.plan.on_disk and self._file(number) is not None
+
+    def take(self, number: int) -> None:
+        """The tensors of a layer that is streamed are loaded: move their bytes to where they wait."""
+        unit, layout = self.units[number], self.layouts[number]
+        if number in self.plan.on_disk:
+            source = self._file(number)
+            if source is None:
+                assert self._folder is not None
+                flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+                _fill(unit, layout, flat)
+                source = self._folder.write(number, flat, layout)
+            self._sources[number] = source
+            for name, tensor in unit.tensors().items():
+                unit.holders[name].put(tensor.detach().to("meta"))
+            return
+        flat = self._memory.allocate(layout.nbytes)
+        for name, view in _fill(unit, layout, flat).items():
+            unit.holders[name].put(view)
+        self._sources[number] = HostSource(flat)
+
+    def _file(self, number: int) -> FileSource | None:
+        return None if self._folder is None else self._folder.find(number, self.layouts[number])
+
+    def finish(self) -> LayerStream | None:
+        """Put the hooks in place; None where all layers stay."""
+        numbers = sorted(self._sources)
+        if not numbers:
+            return None
+        with torch.inference_mode(False):  # slots are written to inside and outside of it
+            stream = LayerStream(
+                self.plan,
+                [self.units[number] for number in numbers],
+                [self.layouts[number] for number in numbers],
+                [self._sources[number] for number in numbers],
+                min(self.plan.n_slots, len(numbers)),
+                make_backend(self.device),
+                _owner(self._model, self.layers),
+            )
+            for place, number in enumerate(numbers):
+                add_hook_to_module(self.units[number].module, LayerStreamingHook(stream, place), append=True)
+        return stream
+
+
+def stream_layers(
+    model: PreTrainedModel, config: StreamingConfig, *, device: torch.device | str | None = None
+) -> PreTrainedModel:
+    """Stream the layers of a model that is loaded in host memory.
+
+    `load_streamed()` does it while loading, and needs no more memory than the layers take.
+
+    Args:
+        model: A causal language model, on the CPU.
+        config: Which layers stay on the device.
+        device: Where it computes; the accelerator by default, or the CPU where there is none.
+
+    Returns:
+        The same model, an ordinary one: `generate()`, pipelines, caches and assistants need not know.
+
+    Raises:
+        ValueError: the layers cannot be told apart or moved by copying bytes, or do not fit into the budget.
+        StreamingError: they are streamed already, or accelerate moves them.
+
+    Example:
+        >>> from kvboost_hf import StreamingConfig, stream_layers, streaming_stats
+        >>> from kvboost_hf.assets import load_embedded
+        >>> model = stream_layers(load_embedded()[0], StreamingConfig(keep_first_k=1), device="cpu")
+        >>> streaming_stats(model)  # host and device share their memory: nothing to stream
+    """
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise StreamingError(
+            f"This {type(model).__name__} has hooks of accelerate. Load it without a device_map, or take them off with "
+            "accelerate's remove_hook_from_submodules(model)."
+        )
+    where = default_device() if device is None else torch.device(device)
+    with torch.inference_mode(False), torch.no_grad():
+        builder = StreamBuilder(model, config, where)
+        for number in range(len(builder.units)):
+            if builder.is_streamed(number):
+                builder.take(number)
+        streamed = {
+            id(holder.get())
+            for number, unit in enumerate(builder.units)
+            if builder.is_streamed(number)
+            for holder in unit.holders.values()
+        }
+        _move(model, where, streamed)
+        builder.finish()
+    return model
+
+
+def default_device() -> torch.device:
+    """The accelerator, or the CPU where there is none."""
+    found = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if found is None else found
+
+
+def streamed_layers(model: nn.Module) -> LayerStream | None:
+    """The stream behind the hooks of a model, or None."""
+    for module in model.modules():
+        for hook in _hooks(getattr(module, "_hf_hook", None)):
+            if isinstance(hook, LayerStreamingHook):
+                return hook.stream
+    return None
+
+
+def streaming_stats(model: nn.Module) -> StreamingStats | None:
+    """What streaming has done for a model so far; None where no layer is streamed."""
+    stream = streamed_layers(model)
+    return None if stream is None else stream.stats()
+
+
+def streaming_plan(model: nn.Module) -> ResidencyPlan | None:
+    """Where the layers of a model are; None where no layer is streamed."""
+    stream = streamed_layers(model)
+    return None if stream is None else stream.plan
+
+
+def stop_streaming(model: nn.Module) -> nn.Module:
+    """Give all layers their weights back, in host memory, and take the hooks off."""
+    for module in model.modules():
+        hooks = _hooks(getattr(module, "_hf_hook", None))
+        kept = [hook for hook in hooks if not isinstance(hook, LayerStreamingHook)]
+        if len(kept) < len(hooks):
+            remove_hook_from_module(module)
+            for hook in kept:
+                add_hook_to_module(module, hook, append=True)
+    return model
+
+
+def _hooks(hook: Any) -> list[Any]:
+    return [] if hook is None else list(getattr(hook, "hooks", (hook,)))
+
+
+def _fill(unit: Unit, layout: FlatLayout, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    views = layout.views(flat)
+    for name, tensor in unit.tensors().items():
+        views[name].copy_(tensor)
+    return views
+
+
+def _move(model: nn.Module, device: torch.device, streamed: Iterable[int]) -> None:
+    """To the device, but for tensors with these ids."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in streamed:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in streamed:
+                module._buffers[name] = buffer.to(device)
+
+
+def _owner(model: nn.Module, layers: list[nn.Module]) -> nn.Module:
+    """The module that runs the layers."""
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and any(found is layers[0] for found in child):
+                return module
+    return model

@@ -1,0 +1,196 @@
+"""Loading a model layer by layer from the files of its checkpoint."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from kvboost_hf.offload.units import Holder, persistent_holders, shared_tensors
+
+logger = logging.get_logger(__name__)
+
+
+class Checkpoint:
+    """The files of a checkpoint, and which of their tensors belong to which layer of a model.
+
+    Args:
+        model: On the meta device.
+        files: Paths of safetensors files.
+        quantizer: Passed on to transformers.
+
+    Raises:
+        ValueError: they are no safetensors files.
+    """
+
+    def __init__(self, model: PreTrainedModel, files: Sequence[str] | None, quantizer: Any) -> None:
+        wrong = [file for file in files or () if not file.endswith(".safetensors")]
+        if not files or wrong:
+            raise ValueError(
+                f"Layers are streamed from safetensors files, got {wrong or files}. Save the model once with "
+                "save_pretrained(), which writes them."
+            )
+        self._model, self._quantizer = model, quantizer
+        self._conversions = get_model_conversion_mapping(model, None, quantizer)
+        self._files: dict[str, str] = {}  # name of a tensor -> path
+        for path in files:
+            with safe_open(path, framework="pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+        self._parts: list[dict[str, Holder]] = []  # of each layer, by full name
+        self._meta: dict[str, torch.Tensor] = {}
+        self._keys: list[list[str]] = []  # of each layer, names in the files
+
+    def quantized(self) -> set[str]:
+        """Names of the modules whose weights are AWQ's."""
+        names = dict.fromkeys(self._model.state_dict(), True)
+        modules = {key.removesuffix(".qweight") for key in self._files if key.endswith(".qweight")}
+        renamed = (self._rename(f"{module}.weight", names, merged=False) for module in modules)
+        return {name.removesuffix(".weight") for name in renamed}
+
+    def identity(self) -> str:
+        """Changes with the files and with what they are loaded as."""
+        digest = blake2b(str(self._model.dtype).encode(), digest_size=20)
+        for path in sorted({os.path.realpath(path) for path in self._files.values()}):
+            found = os.stat(path)
+            digest.update(f"{path} {found.st_size} {found.st_mtime_ns};".encode())
+        return digest.hexdigest()
+
+    def take_out(self, layers: Sequence[nn.Module]) -> None:
+        """Take the tensors of all layers out of the model, so that they are not loaded with the rest."""
+        model = self._model
+        modules = {id(module): name for name, module in model.named_modules()}
+        shared = shared_tensors(model, layers)
+        prefixes = [f"{modules[id(layer)]}." for layer in layers]
+        for prefix, layer in zip(prefixes, layers, strict=True):
+            self._parts.append(
+                {prefix + name: holder for name, holder in persistent_holders(layer) if _is_own(holder, shared)}
+            )
+        self._keys = self._assign(prefixes)
+        for part in self._parts:
+            for name, holder in part.items():
+                tensor = holder.get()
+                assert tensor is not None
+                self._meta[name] = tensor
+                holder.put(None)
+        for layer in layers:
+            for module in layer.modules():
+                if not module._non_persistent_buffers_set:  # which are still to be computed
+                    module._is_hf_initialized = True  # type: ignore[assignment]
+        # Of these names transformers need not warn.
+        known = {*self._meta, *(key for keys in self._keys for key in keys)}
+        known |= {name.removeprefix(f"{model.base_model_prefix}.") for name in self._meta}
+        ignored = "|".join(sorted(re.escape(name) for name in known))
+        model._keys_to_ignore_on_load_unexpected = {  # type: ignore[assignment]
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            f"^({ignored})$",
+        }
+
+    def put_back(self, number: int) -> set[int]:
+        """Give a layer its tensors back, on the meta device; returns their ids."""
+        for name, holder in self._parts[number].items():
+            holder.put(self._meta[name])
+        return {id(holder.get()) for holder in self._parts[number].values()}
+
+    def load(self, number: int, device: torch.device, on_host: set[int]) -> None:
+        """Load the tensors of a layer.
+
+        Args:
+            number: Of the layer, whose tensors have been put back.
+            device: Where to.
+            on_host: Ids of the tensors that go to host memory instead.
+
+        Raises:
+            ValueError: some are missing in the files, or have other shapes.
+        """
+        part = self._parts[number]
+        model = self._model
+        to_host = {name: torch.device("cpu") for name, holder in part.items() if id(holder.get()) in on_host}
+        settings = LoadStateDictConfig(
+            device_map={"": device, **to_host},
+            dtype=model.dtype,
+            dtype_plan=model._get_dtype_plan(model.dtype),
+            hf_quantizer=self._quantizer,
+            weight_mapping=self._conversions,
+        )
+        with ExitStack() as stack, _quiet():
+            files: dict[str, Any] = {}
+            tensors = {}
+            for key in self._keys[number]:
+                path = self._files[key]
+                if path not in files:
+                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
+                tensors[key] = files[path].get_slice(key)
+            found, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
+        missing = [name for name in part if name in found.missing_keys]
+        wrong = [(name, *shapes) for name, *shapes in found.mismatched_keys if name in part]
+        if missing or wrong or found.conversion_errors:
+            raise ValueError(_complaint(missing, wrong, found.conversion_errors))
+
+    def _assign(self, prefixes: Sequence[str]) -> list[list[str]]:
+        """Which names of the files belong to which layer."""
+        numbers = {prefix: number for number, prefix in enumerate(prefixes)}
+        names = dict.fromkeys(self._model.state_dict(), True)
+        found: list[list[str]] = [[] for _ in prefixes]
+        for key in sorted(self._files):
+            name = self._rename(key, names)
+            cuts = [match.end() for match in re.finditer(r"\.", name)]
+            number = next((numbers[name[:cut]] for cut in cuts if name[:cut] in numbers), None)
+            if number is not None:
+                found[number].append(key)
+        return found
+
+    def _rename(self, key: str, names: dict[str, bool], *, merged: bool = True) -> str:
+        """The name in the model of a tensor in the files, or of the first that it becomes a part of."""
+        renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter) and merged]
+        found: str = rename_source_key(key, renamings, converters, self._model.base_model_prefix, names)[0]
+        return found
+
+
+def _is_own(holder: Holder, shared: set[int]) -> bool:
+    """Whether a tensor can be loaded later. Modules with buffers that are not saved compute them from the others."""
+    tensor = holder.get()
+    return tensor is not None and id(tensor) not in shared and not holder.module._non_persistent_buffers_set
+
+
+def _complaint(missing: list[str], wrong: list[tuple[Any, ...]], errors: Any) -> str:
+    if wrong:
+        name, has, expected = wrong[0]
+        return (
+            f"{name} has the shape {tuple(has)} in the checkpoint, and {tuple(expected)} in the model. The files and "
+            "config.json do not belong together; download both again."
+        )
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return (
+            f"The checkpoint has no {missing[0]}{more}. Either a file of it is missing, or it is not for this "
+            "architecture."
+        )
+    return f"The checkpoint cannot be converted: {errors}."
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar of transformers' own for each layer."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,169 @@
+"""Streamed layers in files: one for each, which later runs of the same checkpoint use again."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from kvboost_hf.offload.flat import FlatLayout
+
+_log = logging.getLogger(__name__)
+_INDEX, _VERSION = "index.json", 1
+
+
+class FileSource:
+    """A layer that waits in a file.
+
+    Args:
+        path: The file, which holds the bytes of the layer and nothing else.
+        nbytes: Its size.
+        mtime_ns: When it was last written to, as the file system tells it.
+    """
+
+    host = None
+
+    def __init__(self, path: Path, nbytes: int, mtime_ns: int) -> None:
+        self.nbytes = nbytes
+        self.path = str(path)
+        self._path, self._mtime_ns = path, mtime_ns
+
+    def read_into(self, target: torch.Tensor, start: int) -> None:
+        """See `Source`. What was read does not stay in memory, where it would push out what others need."""
+        wanted, done = target.numpy().data, 0
+        try:
+            with _opened(self._path, os.O_RDONLY) as file:
+                while done < len(wanted) and (count := os.preadv(file, [wanted[done:]], start + done)):
+                    done += count
+                _forget_pages(file, start, done)
+                found = os.fstat(file)  # after reading, so that it was whole until then
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, f"A streamed layer is gone. {_REMEDY}", str(self._path)) from error
+        if found.st_size != self.nbytes or done < len(wanted):
+            raise OSError(f"{self._path} must have {self.nbytes} bytes, has {found.st_size}. {_REMEDY}")
+        if found.st_mtime_ns != self._mtime_ns:
+            raise OSError(f"{self._path} was changed after it was written. {_REMEDY}")
+
+
+_REMEDY = "Load the model again: that writes it anew."
+
+
+class LayerFolder:
+    """The files of one checkpoint's layers, and an index that tells what they are.
+
+    A file is known again by its size and the time of its last change; its bytes are not read to find out.
+
+    Args:
+        folder: Where to; made if it is missing. Layers of another checkpoint in it are removed.
+        identity: Of the checkpoint: no other bytes have the same.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: str | Path, identity: str) -> None:
+        self._folder, self._identity = Path(folder), identity
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            if (self._folder / _INDEX).exists() and not self._entries():
+                _log.warning("%s holds layers of another checkpoint. %s takes their place.", folder, identity)
+                for path in (self._folder / _INDEX, *self._folder.glob("layer-[0-9]*.bin")):
+                    path.unlink(missing_ok=True)
+
+    def find(self, index: int, layout: FlatLayout) -> FileSource | None:
+        """Layer `index`, if it was written with this layout, and has not been touched since."""
+        path = self._path(index)
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return None
+        if self._entries().get(str(index)) != [layout.nbytes, _digest(layout), found.st_mtime_ns]:
+            return None
+        return FileSource(path, layout.nbytes, found.st_mtime_ns) if found.st_size == layout.nbytes else None
+
+    def write(self, index: int, flat: torch.Tensor, layout: FlatLayout) -> FileSource:
+        """Write layer `index`, unless `find` finds it.
+
+        Args:
+            index: Of the layer.
+            flat: Its bytes, uint8 [layout.nbytes], on the CPU.
+            layout: Where its tensors lie.
+
+        Raises:
+            OSError: the disk is full, or cannot be written to; no half file is left.
+        """
+        with self._locked():
+            if (there := self.find(index, layout)) is not None:
+                return there
+            path = self._path(index)
+            written = _replace(path, flat.numpy().data)
+            entries = {**self._entries(), str(index): [layout.nbytes, _digest(layout), written.st_mtime_ns]}
+            told = {"version": _VERSION, "identity": self._identity, "layers": entries}
+            _replace(self._folder / _INDEX, memoryview(json.dumps(told).encode()))
+        return FileSource(path, layout.nbytes, written.st_mtime_ns)
+
+    def _entries(self) -> dict[str, object]:
+        try:
+            told = json.loads((self._folder / _INDEX).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+        if not isinstance(told, dict) or (told.get("version"), told.get("identity")) != (_VERSION, self._identity):
+            return {}
+        return dict(told["layers"])
+
+    def _path(self, index: int) -> Path:
+        return self._folder / f"layer-{index:05}.bin"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keeps other processes from writing here."""
+        with _opened(self._folder, os.O_RDONLY) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _digest(layout: FlatLayout) -> str:
+    told = [(name, place.offset, place.shape, str(place.dtype)) for name, place in layout.places.items()]
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def _replace(path: Path, content: memoryview) -> os.stat_result:
+    unfinished = path.with_suffix(".tmp")
+    try:
+        with _opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            done = 0
+            while done < len(content):
+                done += os.write(file, content[done:])
+            os.fsync(file)
+            _forget_pages(file, 0, done)
+            written = os.fstat(file)
+        os.replace(unfinished, path)
+    except OSError as error:
+        told = f"could not be written ({error.strerror}): it takes {len(content)} bytes, and {path.parent} has "
+        told += f"{shutil.disk_usage(path.parent).free} free. Make room there, or choose another `disk_folder`"
+        raise OSError(error.errno, told, str(path)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return written
+
+
+def _forget_pages(file: int, start: int, nbytes: int) -> None:
+    if sys.platform == "linux":
+        os.posix_fadvise(file, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)

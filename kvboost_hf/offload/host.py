@@ -1,0 +1,116 @@
+"""Host memory for streamed layers: exactly as much as they take, pinned where that makes copies faster."""
+
+import logging
+import mmap
+import resource
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_log = logging.getLogger(__name__)
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+
+
+@dataclass(frozen=True, slots=True)
+class Pinning:
+    """How memory is pinned.
+
+    Args:
+        register: Pins so many bytes from an address on; raises RuntimeError where that is refused.
+        unregister: Ends it, for an address.
+    """
+
+    register: Callable[[int, int], None]
+    unregister: Callable[[int], None]
+
+
+def cuda_pinning(device: torch.device) -> Pinning:
+    """Pinning for copies to a CUDA device."""
+
+    def register(address: int, nbytes: int) -> None:
+        with torch.cuda.device(device):  # on another one it would make a context, which takes memory
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+        if code:
+            # CUDA would report the error once more, to the next kernel that is launched.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)
+            raise RuntimeError(f"cudaHostRegister returned {code}")
+
+    def unregister(address: int) -> None:
+        torch.cuda.synchronize(device)  # a copy may still read it
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    return Pinning(register, unregister)
+
+
+class HostMemory:
+    """Makes room for the streamed layers of one model.
+
+    Torch's own pinned memory comes in powers of two: a layer of 444 MB would take 512.
+
+    Args:
+        total_bytes: What all layers will take.
+        pinning: How it is pinned; None leaves it to be paged out, as on devices other than CUDA.
+    """
+
+    def __init__(self, total_bytes: int, pinning: Pinning | None) -> None:
+        self.pinned_bytes = 0
+        self._total_bytes, self._pinning = total_bytes, pinning
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Zeros, uint8 [nbytes]; pinned, if they can be, for as long as the tensor or a view of it lives."""
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform == "linux":
+            with suppress(OSError):  # a kernel without huge pages
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        owner = np.frombuffer(mapping, np.uint8)
+        if self._pinning is not None:
+            self._pin(owner, mapping, self._pinning)
+        with torch.inference_mode(False):  # else nobody could write to it outside of inference mode
+            return torch.from_numpy(owner)
+
+    def _pin(self, owner: np.ndarray, mapping: mmap.mmap, pinning: Pinning) -> None:
+        address = owner.ctypes.data
+        try:
+            pinning.register(address, owner.nbytes)
+        except RuntimeError as error:
+            self._pinning = None
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            _log.warning(
+                "Only %d of %d bytes of streamed layers could be pinned in host memory (%s; `ulimit -l` is %s). The "
+                "others are copied right, but more slowly. Raise the limit (`ulimit -l unlimited`, or `--ulimit "
+                "memlock=-1` for a container), lower `host_budget`, or set `pin_memory=False` to do without.",
+                self.pinned_bytes,
+                self._total_bytes,
+                error,
+                "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB",
+            )
+            return
+        self.pinned_bytes += owner.nbytes
+        # Runs when the last view is gone, or at exit, and keeps the mapping until then.
+        weakref.finalize(owner, _unpin, pinning, address, mapping)
+
+
+def _unpin(pinning: Pinning, address: int, mapping: mmap.mmap) -> None:
+    pinning.unregister(address)
+
+
+class HostSource:
+    """A layer that waits in host memory.
+
+    Args:
+        flat: Its bytes, uint8 [nbytes], contiguous, on the CPU.
+    """
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.nbytes = flat.numel()
+        self.host, self.path = flat, None
+
+    def read_into(self, target: torch.Tensor, start: int) -> None:
+        """See `Source`."""
+        target.copy_(self.host[start : start + target.numel()])

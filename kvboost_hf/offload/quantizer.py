@@ -1,0 +1,164 @@
+"""How `from_pretrained()` loads a model whose layers are streamed.
+
+transformers asks a quantizer twice, before and after it loads weights. Before, the layers' tensors are taken out of the
+model, which is on the meta device, so that transformers loads only the rest; after, each layer is loaded by
+transformers' own functions, with their renaming, merging and casting, and its bytes go where the plan says.
+"""
+
+import copy
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.logging import tqdm
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.awq.linear import AwqLinear
+from kvboost_hf.offload.awq.swap import AwqSettings, expect_version, swap_linears
+from kvboost_hf.offload.build import StreamBuilder, default_device
+from kvboost_hf.offload.checkpoint import Checkpoint
+
+METHOD = "kvboost_stream"
+
+
+@register_quantization_config(METHOD)
+class LayerStreamingQuantizationConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What `from_pretrained()` needs to know to stream layers; made by `with_streaming()`.
+
+    Args:
+        streaming: The arguments of a `StreamingConfig`.
+        checkpoint: The quantization that the checkpoint says it has; None if it has none.
+    """
+
+    def __init__(self, streaming: dict[str, Any], checkpoint: dict[str, Any] | None = None, **_: Any) -> None:
+        self.quant_method = METHOD
+        self.streaming = streaming
+        self.checkpoint = checkpoint
+
+
+def with_streaming(
+    name_or_config: str | PreTrainedConfig, streaming: StreamingConfig, **kwargs: Any
+) -> PreTrainedConfig:
+    """A model's configuration with which `from_pretrained()` streams its layers.
+
+    Args:
+        name_or_config: A name on the hub, a folder, or the configuration itself, which is not changed.
+        streaming: Which layers stay on the device.
+        kwargs: For `AutoConfig.from_pretrained()`.
+
+    Raises:
+        ValueError: the checkpoint is quantized in a way that cannot be streamed.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from kvboost_hf import StreamingConfig, with_streaming
+        >>> from kvboost_hf.assets import EMBEDDED_MODEL_DIR
+        >>> config = with_streaming(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1, keep_last_k=1))
+        >>> model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR, config=config)
+    """
+    if isinstance(name_or_config, PreTrainedConfig):
+        config = copy.deepcopy(name_or_config)
+    else:
+        config = AutoConfig.from_pretrained(name_or_config, **kwargs)
+    holder, found = _checkpoint_quantization(config)
+    if found is not None and found.get("quant_method") == METHOD:
+        found = found["checkpoint"]
+    if found is not None:
+        AwqSettings.of(found)  # refuses what is no AWQ
+        del holder.quantization_config
+    config.quantization_config = {"quant_method": METHOD, "streaming": asdict(streaming), "checkpoint": found}
+    return config
+
+
+def _checkpoint_quantization(config: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
+    for holder in (config, config.get_text_config(decoder=True)):
+        found = getattr(holder, "quantization_config", None)
+        if found is not None:
+            return holder, found if isinstance(found, dict) else found.to_dict()
+    return config, None
+
+
+@register_quantizer(METHOD)
+class LayerStreamingQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Loads layers one by one, to where they stay or wait."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: LayerStreamingQuantizationConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.pre_quantized = True  # nothing is quantized while it is loaded
+        self._streaming = StreamingConfig(**quantization_config.streaming)
+        checkpoint = quantization_config.checkpoint
+        self._awq = None if checkpoint is None else AwqSettings.of(checkpoint)
+        self._device = default_device()
+
+    def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any]:
+        """The device that computes; layers are on it only as the plan says.
+
+        Raises:
+            ValueError: for a map with more than one device.
+        """
+        if isinstance(device_map, dict) and device_map:
+            devices = {str(device) for device in device_map.values()}
+            if len(devices) > 1 or devices & {"disk", "meta"}:
+                raise ValueError(
+                    f"Streamed layers compute on one device, got a `device_map` with {sorted(devices)}. Name one, or "
+                    "leave it out: StreamingConfig says what is kept elsewhere."
+                )
+            place = next(iter(device_map.values()))
+            self._device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+        return {"": self._device}
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, dtype: Any = None, **kwargs: Any
+    ) -> PreTrainedModel:
+        self._checkpoint = Checkpoint(model, checkpoint_files, self)
+        if self._awq is not None:
+            swap_linears(model, self._awq, self._checkpoint.quantized(), self._streaming.quant_kernel)
+        self._builder = StreamBuilder(model, self._streaming, self._device, self._checkpoint.identity())
+        if self._awq is not None:
+            expect_version(model, self._awq.version)
+        self._checkpoint.take_out(self._builder.layers)
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        builder, checkpoint = self._builder, self._checkpoint
+        with torch.inference_mode(False), torch.no_grad():
+            for number, unit in enumerate(tqdm(builder.units, desc="Loading layers")):
+                put_back = checkpoint.put_back(number)
+                streamed = builder.is_streamed(number)
+                of_unit = {id(tensor) for tensor in unit.tensors().values()} if streamed else set()
+                if put_back - of_unit or not builder.has_file(number):
+                    checkpoint.load(number, self._device, of_unit)
+                for module in unit.layer.modules():
+                    if isinstance(module, AwqLinear):
+                        module.to_gemm_()
+                if streamed:
+                    builder.take(number)
+            builder.finish()
+        del self._builder, self._checkpoint
+        if self._awq is None:
+            self._leave(model)
+        else:
+            model.config.quantization_config = self._awq.as_saved()
+        return model
+
+    def _leave(self, model: PreTrainedModel) -> None:
+        """Take back what says that the model is quantized."""
+        self.remove_quantization_config(model)
+        del model.is_quantized
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                vars(module.config).pop("_is_quantized", None)
+
+    def is_serializable(self) -> bool:
+        """What is saved is an AWQ checkpoint again."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Weights that come and go cannot be trained."""
+        return False

@@ -1,0 +1,95 @@
+"""How long a pass through streamed layers takes, worked out without a device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Successor = Callable[[int, int, int], int]  # of a streamed layer, among so many, with so many slots
+
+WARM_UP, MEASURED = 16, 16  # passes; a few are enough for the times to repeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A pass through all layers, once passes repeat each other.
+
+    Args:
+        seconds: From its first layer to that of the next pass.
+        stall_s: Of these, in which the computation waited for copies.
+        bytes_copied: In the pass.
+        misses: Layers that were not in a slot, nor on their way into it, when their turn came.
+    """
+
+    seconds: float
+    stall_s: float
+    bytes_copied: float
+    misses: float
+
+
+def next_of_slot(layer: int, streamed: int, n_slots: int) -> int:
+    """The next layer, in the order of computation, that takes the same slot, which is `layer % n_slots`."""
+    return layer + n_slots if layer + n_slots < streamed else layer % n_slots
+
+
+def simulate(
+    layer_bytes: Sequence[int],
+    compute_s: Sequence[float],
+    resident: Sequence[int],
+    *,
+    n_slots: int,
+    link_bytes_per_s: float,
+    successor: Successor = next_of_slot,
+) -> Pass:
+    """Compute all layers again and again, with one link, on which copies run one after the other.
+
+    The streamed layers are numbered in order, and layer `i` of them takes slot `i % n_slots`. When it has been
+    computed the copy of its successor is issued. The host is always ahead and takes no time.
+
+    Args:
+        layer_bytes: Of each layer.
+        compute_s: Seconds that each layer computes.
+        resident: Indices of the layers that are not streamed.
+        n_slots: At least 1.
+        link_bytes_per_s: Of copies.
+        successor: Which layer is copied next.
+
+    Returns:
+        Means over the last passes.
+    """
+    kept = frozenset(resident)
+    streamed = [layer for layer in range(len(layer_bytes)) if layer not in kept]
+    number = {layer: i for i, layer in enumerate(streamed)}
+    owner: dict[int, int] = {}  # of a slot
+    ready: dict[int, float] = {}  # when the last copy into a slot ends
+    clock = link = stall = nbytes = 0.0
+    misses = 0
+
+    def issue(i: int) -> None:
+        nonlocal link, nbytes
+        link = max(link, clock) + layer_bytes[streamed[i]] / link_bytes_per_s
+        nbytes += layer_bytes[streamed[i]]
+        owner[i % n_slots], ready[i % n_slots] = i, link
+
+    for i in range(min(n_slots, len(streamed))):
+        issue(i)
+    before = (0.0, 0.0, 0.0, 0)
+    for turn in range(WARM_UP + MEASURED):
+        if turn == WARM_UP:
+            before = (clock, stall, nbytes, misses)
+        for layer, seconds in enumerate(compute_s):
+            if layer in kept:
+                clock += seconds
+                continue
+            i = number[layer]
+            if owner[i % n_slots] != i:
+                misses += 1
+                issue(i)
+            start = max(clock, ready[i % n_slots])
+            stall += start - clock
+            clock = start + seconds
+            issue(successor(i, len(streamed), n_slots))
+    return Pass(
+        seconds=(clock - before[0]) / MEASURED,
+        stall_s=(stall - before[1]) / MEASURED,
+        bytes_copied=(nbytes - before[2]) / MEASURED,
+        misses=(misses - before[3]) / MEASURED,
+    )

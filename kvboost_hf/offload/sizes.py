@@ -1,0 +1,131 @@
+"""How much memory a model takes; where it is not there yet, told from its configuration alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from kvboost_hf.compat import decoder_layers, kv_bytes_per_token
+from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
+from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
+from kvboost_hf.offload.units import Unit, find_units
+
+WORD = 8  # weights of four bits in an int32
+SAMPLING_COPIES = 4  # of the last logits in float32: as they came, processed, sorted, as probabilities
+
+
+def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) -> int:
+    """What a forward of a prompt takes at its peak, in the feed-forward part of a layer.
+
+    That is `tokens * (4 * hidden_size + 3 * intermediate_size) * itemsize`, for the embeddings, the input of the
+    layer, the residual and the input of the part, and for its two projections beside their product; and 4 times the
+    last logits in float32. A mask, the scores of eager attention, and experts of which several see each token come on
+    top.
+
+    Args:
+        config: Of the model.
+        tokens: Of the prompt.
+        dtype: Of what the layers compute.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    of_tokens = tokens * (4 * text.hidden_size + 3 * intermediate) * dtype.itemsize
+    return int(of_tokens + SAMPLING_COPIES * text.vocab_size * torch.float32.itemsize)
+
+
+def sizes_of(model: PreTrainedModel, units: Sequence[Unit], max_tokens: int) -> ModelSizes:
+    """What a model takes; its tensors may be on the meta device.
+
+    Args:
+        model: As it will be loaded.
+        units: What can be streamed of each layer.
+        max_tokens: In the context, and in the longest prompt.
+    """
+    inside = {id(tensor) for unit in units for tensor in unit.tensors().values()}
+    everything = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return ModelSizes(
+        layer_bytes=tuple(unit.layout().nbytes for unit in units),
+        other_bytes=sum(nbytes for key, nbytes in everything.items() if key not in inside),
+        kv_bytes=max_tokens * kv_bytes_per_token(model.config, model.dtype),
+        activation_bytes=activation_bytes(model.config, max_tokens, model.dtype),
+    )
+
+
+def estimate_sizes(
+    config: PreTrainedConfig,
+    streaming: StreamingConfig,
+    *,
+    bits: Literal[4, 16] = 4,
+    group_size: int = 128,
+    dtype: torch.dtype = torch.float16,
+) -> ModelSizes:
+    """What a model takes, without its weights.
+
+    With 4 bits the linear layers of decoder layers are counted as AWQ checkpoints hold them: words, zeros and scales,
+    0.5195 bytes a weight at a group size of 128. All else is counted in `dtype`: embeddings, head, norms, biases, and
+    experts whose weights are stacked in one parameter.
+
+    Args:
+        config: Of a causal language model of transformers.
+        streaming: What is asked for; `residency_mode` and `max_tokens` are used.
+        bits: Of the weights of decoder layers.
+        group_size: Rows that share a scale and a zero.
+        dtype: Of what is not quantized, of K/V and of activations.
+
+    Raises:
+        ValueError: other bits, or as `find_units` does.
+    """
+    if bits not in (4, 16):
+        raise ValueError(f"`bits` must be 4 or 16, got {bits!r}.")
+    build: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model: PreTrainedModel = build(config, dtype=dtype)
+    layers = decoder_layers(model)
+    if bits == 4:
+        inside = {id(module) for layer in layers for module in layer.modules()}
+        linears = {
+            name
+            for name, module in model.named_modules()
+            if id(module) in inside
+            and isinstance(module, nn.Linear)
+            and module.in_features % group_size == 0
+            and module.out_features % WORD == 0
+        }
+        swap_linears(model, AwqSettings(group_size=group_size, version="gemm", told={}), linears, "auto")
+    units = find_units(model, layers, ffn_only=streaming.residency_mode == "ffn_only_stream")
+    return sizes_of(model, units, streaming.max_tokens)
+
+
+def what_fits(
+    config: PreTrainedConfig,
+    vram_budget: int | str,
+    *,
+    streaming: StreamingConfig | None = None,
+    bits: Literal[4, 16] = 4,
+    group_size: int = 128,
+    dtype: torch.dtype = torch.float16,
+) -> ResidencyPlan:
+    """Which layers of a model would stay on a device, without downloading it.
+
+    Args:
+        config: Of a causal language model of transformers, as `AutoConfig.from_pretrained()` gives it.
+        vram_budget: As `StreamingConfig` has it.
+        streaming: What else is asked for.
+        bits: As `estimate_sizes` has it, and so `group_size` and `dtype`.
+
+    Raises:
+        ValueError: not even the slots fit into the budget, or as `estimate_sizes` does.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> plan = what_fits(LlamaConfig(), "4GB", streaming=StreamingConfig(max_tokens=2048))
+        >>> len(plan.resident), len(plan.in_host)
+        (18, 14)
+    """
+    asked = replace(streaming or StreamingConfig(), vram_budget=vram_budget)
+    sizes = estimate_sizes(config, asked, bits=bits, group_size=group_size, dtype=dtype)
+    return plan_residency(sizes, asked, free_bytes=asked.vram_bytes)

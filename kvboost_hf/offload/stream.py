@@ -1,0 +1,203 @@
+"""Layers whose weights are elsewhere, and are brought into slots as their turn comes."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from kvboost_hf.errors import StreamingError
+from kvboost_hf.offload.backends.base import Backend
+from kvboost_hf.offload.flat import FlatLayout
+from kvboost_hf.offload.plan import ResidencyPlan
+from kvboost_hf.offload.schedule import Ring
+from kvboost_hf.offload.sources import Source
+from kvboost_hf.offload.stats import StreamingStats
+from kvboost_hf.offload.units import Holder, Unit
+
+
+class LayerStream:
+    """The streamed layers of one model.
+
+    Args:
+        plan: Which layers these are.
+        units: They, in the order in which they run.
+        layouts: How the tensors of each lie in its bytes.
+        sources: Where its bytes wait.
+        n_slots: Places on the device.
+        backend: Moves the bytes.
+        owner: The module whose forward runs the layers: one thread at a time may be in it.
+    """
+
+    leaves_kv_alone = True  # read by the fingerprint of models: its hooks change nothing that is computed
+
+    def __init__(
+        self,
+        plan: ResidencyPlan,
+        units: Sequence[Unit],
+        layouts: Sequence[FlatLayout],
+        sources: Sequence[Source],
+        n_slots: int,
+        backend: Backend,
+        owner: nn.Module,
+    ) -> None:
+        self.plan, self.backend = plan, backend
+        self._units, self._layouts, self._sources = list(units), list(layouts), list(sources)
+        self._ring = Ring(len(units), n_slots)
+        self._slots = backend.allocate(max(layout.nbytes for layout in layouts), n_slots)
+        self._bound: dict[int, list[tuple[dict[str, Any], str, int]]] = {}  # of each unit: where, what, its address
+        self._handles: dict[int, list[Any]] = {}
+        self._resting: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        self._calls = self._hits = 0
+        self._closed = False
+        self._lock, self._inside = threading.RLock(), threading.local()
+        self._guards = [
+            owner.register_forward_pre_hook(self._begin),
+            owner.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def bind(self, number: int) -> None:
+        """Make the tensors of a unit views into its slot.
+
+        Raises:
+            StreamingError: the last unit has been given its tensors back before.
+        """
+        if self._closed:
+            raise StreamingError("These layers are not streamed any more. Call stream_layers(model) to begin anew.")
+        self._ring.join(number)
+        unit, views = self._units[number], self._layouts[number].views(self._slots[self._ring.slot(number)])
+        for name, view in views.items():
+            unit.holders[name].put(view)
+        self._bound[number] = [_address(holder) for holder in unit.holders.values()]
+        in_slot = [holder.get() for holder in unit.holders.values()]
+        kept = [None] * len(in_slot) if self._sources[number].host is None else self._at_rest(number).values()
+        self._resting[number] = {id(tensor): (tensor, rest) for tensor, rest in zip(in_slot, kept, strict=True)}
+        self._handles[number] = [
+            unit.layer.register_state_dict_post_hook(self._saver(number)),
+            unit.layer.register_load_state_dict_pre_hook(_refuse_loading),
+        ]
+
+    def unbind(self, number: int) -> None:
+        """Give a unit its tensors back, in host memory. The last one closes the backend."""
+        if self._bound.pop(number, None) is None:
+            return
+        unit = self._units[number]
+        for handle in self._handles.pop(number):
+            handle.remove()
+        for name, tensor in self._at_rest(number).items():
+            unit.holders[name].put(tensor)
+        self._ring.leave(number)
+        if not self._bound:
+            self._closed = True
+            for guard in self._guards:
+                guard.remove()
+            self.backend.close()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter(self, number: int) -> None:
+        """The unit is about to run: what is computed from now on sees its weights.
+
+        Raises:
+            StreamingError: its tensors are no longer those in the slot.
+            OSError: its file cannot be read.
+        """
+        for tensors, name, address in self._bound[number]:
+            tensor = tensors.get(name)
+            if tensor is None or tensor.data_ptr() != address:
+                raise StreamingError(
+                    f"{name} of a streamed {type(self._units[number].module).__name__} has been replaced, as to(), "
+                    "half() and quantizers do. Detach the hooks first, with accelerate's remove_hook_from_submodules()."
+                )
+        self._calls += 1
+        self._hits += self._ring.holds(number)
+        self._send(self._ring.missing(number))
+        try:
+            self.backend.wait(self._ring.slot(number))
+        except BaseException:
+            self._ring.forget(number)
+            raise
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave(self, number: int) -> None:
+        """The unit has run: its slot is free for the next one."""
+        self.backend.release(self._ring.slot(number))
+        self._send(self._ring.missing(number + 1))
+
+    def stats(self) -> StreamingStats:
+        """What it has done so far."""
+        return StreamingStats(
+            layer_calls=self._calls,
+            hits=self._hits,
+            misses=self._calls - self._hits,
+            synchronous_loads=self.backend.synchronous_loads,
+            bytes_copied=self.backend.bytes_copied,
+            copy_rate=self.backend.copy_rate(),
+            stall_s=self.backend.stall_s,
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise StreamingError(
+            "A model with streamed layers cannot be copied or pickled: its weights are not in it. Load it a second "
+            "time, or detach the hooks first, with accelerate's remove_hook_from_submodules()."
+        )
+
+    def _send(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._ring.forget(number)
+            self.backend.issue(self._ring.slot(number), self._sources[number])
+            self._ring.sent(number)
+
+    def _at_rest(self, number: int) -> dict[str, torch.Tensor]:
+        """The tensors of a unit in host memory: those that are sent from, or as read from the file."""
+        source = self._sources[number]
+        flat = source.host
+        if flat is None:
+            flat = torch.empty(source.nbytes, dtype=torch.uint8)
+            source.read_into(flat, 0)
+        return self._layouts[number].views(flat)
+
+    def _saver(self, number: int) -> Any:
+        def put_right(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            """state_dict() tells what the weights are, not what happens to be in the slot."""
+            at_rest = self._at_rest(number)
+            names = {address: name for name, (_, _, address) in zip(at_rest, self._bound[number], strict=True)}
+            for key, value in state.items():  # adapters may have renamed what is within the layer
+                if key.startswith(prefix) and isinstance(value, torch.Tensor) and value.data_ptr() in names:
+                    state[key] = at_rest[names[value.data_ptr()]]
+
+        return put_right
+
+    def weights_at_rest(self, number: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        """By the id of each tensor of a unit: it, and where its values are kept in host memory; None: in a file."""
+        return self._resting[number]
+
+    def files_at_rest(self, number: int) -> tuple[str, ...]:
+        """The file of a unit, if it is in one."""
+        path = self._sources[number].path
+        return () if path is None else (path,)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._lock.acquire()
+        self._inside.depth = getattr(self._inside, "depth", 0) + 1
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        depth = getattr(self._inside, "depth", 0)
+        if depth:  # 0 where another hook has failed before _begin
+            self._inside.depth = depth - 1
+            self._lock.release()
+
+
+def _address(holder: Holder) -> tuple[dict[str, Any], str, int]:
+    module, name = holder.module, holder.attribute
+    tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    return tensors, name, tensors[name].data_ptr()
+
+
+def _refuse_loading(*_: Any) -> NoReturn:
+    raise StreamingError(
+        "load_state_dict() cannot change streamed layers, whose weights are not in the model. Detach the hooks first, "
+        "with accelerate's remove_hook_from_submodules()."
+    )

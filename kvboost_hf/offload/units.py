@@ -1,0 +1,141 @@
+"""What of a model is streamed: which modules, and which of their tensors."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from kvboost_hf.offload.flat import FlatLayout
+
+_ATTENTION = ("attn", "attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A place where a module keeps a parameter or a buffer.
+
+    Args:
+        module: Whose it is.
+        attribute: Its name there.
+    """
+
+    module: nn.Module
+    attribute: str
+
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor | None]:
+        own = self.module._parameters
+        return own if self.attribute in own else self.module._buffers  # type: ignore[return-value]
+
+    def get(self) -> torch.Tensor | None:
+        """What is there now; None also if there is no such place any more."""
+        return self._tensors.get(self.attribute)
+
+    def put(self, tensor: torch.Tensor | None) -> None:
+        """Put another in its place."""
+        tensors = self._tensors
+        if tensor is not None and tensors is self.module._parameters:
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        tensors[self.attribute] = tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is streamed as one.
+
+    Args:
+        module: Before whose forward it has to be there.
+        holders: Its tensors, by their names in `layer`.
+        layer: The decoder layer that it is of.
+    """
+
+    module: nn.Module
+    holders: dict[str, Holder]
+    layer: nn.Module
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors as they are now."""
+        found = {name: holder.get() for name, holder in self.holders.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def layout(self) -> FlatLayout:
+        """How they lie in one run of bytes."""
+        return FlatLayout(self.tensors())
+
+
+def find_units(model: nn.Module, layers: Sequence[nn.Module], *, ffn_only: bool) -> list[Unit]:
+    """What can be streamed of each layer.
+
+    Tensors that more than one layer has, or that are tied to others outside, are left where they are.
+
+    Raises:
+        ValueError: a layer has no feed-forward part that could be told, or weights of a kind that cannot be moved by
+            copying bytes.
+    """
+    shared = shared_tensors(model, layers)
+    return [_unit(layer, shared, ffn_only) for layer in layers]
+
+
+def persistent_holders(module: nn.Module) -> Iterator[tuple[str, Holder]]:
+    """All parameters of a module and its children, and the buffers that are saved with it."""
+    for prefix, child in module.named_modules(remove_duplicate=True):
+        skipped = child._non_persistent_buffers_set
+        names = [*child._parameters, *(name for name in child._buffers if name not in skipped)]
+        for name in names:
+            yield f"{prefix}.{name}" if prefix else name, Holder(child, name)
+
+
+def _unit(layer: nn.Module, shared: set[int], ffn_only: bool) -> Unit:
+    parts = _feed_forward(layer) if ffn_only else {"": layer}
+    holders: dict[str, Holder] = {}
+    for prefix, part in parts.items():
+        for name, holder in persistent_holders(part):
+            tensor = holder.get()
+            if tensor is None or id(tensor) in shared or not tensor.numel():
+                continue
+            _require_plain(tensor, name, layer)
+            holders[f"{prefix}.{name}" if prefix else name] = holder
+    module = next(iter(parts.values())) if len(parts) == 1 else layer
+    return Unit(module, holders, layer)
+
+
+def _feed_forward(layer: nn.Module) -> dict[str, nn.Module]:
+    """The children with matrices that are not attention."""
+    found = {
+        name: child
+        for name, child in layer.named_children()
+        if not any(word in name.lower() or word in type(child).__name__.lower() for word in _ATTENTION)
+        and any(tensor.ndim > 1 for tensor in [*child.parameters(), *child.buffers()])
+    }
+    if not found:
+        raise ValueError(
+            f"residency_mode 'ffn_only_stream' needs layers with a feed-forward part; {type(layer).__name__} has none "
+            "that can be told from its attention. Use 'partial_resident'."
+        )
+    return found
+
+
+def shared_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
+    """Ids of tensors that are not of one layer alone."""
+    owners: dict[int, int] = {}
+    shared: set[int] = set()
+    for number, layer in enumerate(layers):
+        for _, holder in persistent_holders(layer):
+            if owners.setdefault(id(holder.get()), number) != number:
+                shared.add(id(holder.get()))
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            shared |= {id(t) for t in [*module._parameters.values(), *module._buffers.values()] if id(t) in owners}
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    tied = {*ties, *ties.values()}
+    return shared | {id(parameter) for name, parameter in model.named_parameters() if name in tied}
+
+
+def _require_plain(tensor: torch.Tensor, name: str, layer: nn.Module) -> None:
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        raise ValueError(
+            f"{name} of {type(layer).__name__} is a {type(tensor).__name__}, which is more than its bytes. Streaming "
+            "is for AWQ checkpoints and for weights that are not quantized; use this model without it."
+        )

@@ -1,0 +1,427 @@
+"""Streamed layers in host memory and in files, and the backends that fetch them, one thing at a time."""
+
+import errno
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvboost_hf.offload import disk
+from kvboost_hf.offload.backends.base import Backend
+from kvboost_hf.offload.backends.cuda import CudaBackend
+from kvboost_hf.offload.backends.double import PoisoningBackend
+from kvboost_hf.offload.backends.threaded import ThreadedBackend
+from kvboost_hf.offload.disk import FileSource, LayerFolder
+from kvboost_hf.offload.flat import FlatLayout
+from kvboost_hf.offload.host import HostMemory, HostSource, Pinning
+from tests.offload.simulated_cuda import BYTES_PER_MS, SimulatedGpu
+
+CPU = torch.device("cpu")
+NBYTES = 5120
+LAYOUT = FlatLayout({"weight": torch.empty(NBYTES, dtype=torch.uint8, device="meta")})
+
+
+def content(seed: int = 0, nbytes: int = NBYTES) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def read(source: FileSource | HostSource) -> torch.Tensor:
+    target = torch.zeros(source.nbytes, dtype=torch.uint8)
+    source.read_into(target, 0)
+    return target
+
+
+class Pins:
+    """What is pinned, by address; more than `limit` bytes cannot be."""
+
+    def __init__(self, limit: int = 2**40) -> None:
+        self.held: dict[int, int] = {}
+        self.limit = limit
+        self.pinning = Pinning(self.register, self.unregister)
+
+    def register(self, address: int, nbytes: int) -> None:
+        if sum(self.held.values()) + nbytes > self.limit:
+            raise RuntimeError("cudaHostRegister returned 1")
+        self.held[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.held[address]
+
+
+def test_memory_is_pinned_to_the_byte_for_as_long_as_a_view_of_it_lives() -> None:
+    pins = Pins()
+    memory = HostMemory(12000, pins.pinning)
+    first, second = memory.allocate(5000), memory.allocate(7000)
+    assert pins.held == {first.data_ptr(): 5000, second.data_ptr(): 7000}
+    assert memory.pinned_bytes == 12000
+    assert not first.any()
+    view = first[100:200].view(torch.int32)
+    view.fill_(7)
+    del first
+    assert len(pins.held) == 2
+    assert view.tolist() == [7] * 25
+    del view
+    assert list(pins.held) == [second.data_ptr()]
+    del second
+    assert not pins.held
+
+
+def test_where_pinning_fails_there_is_one_warning_and_memory_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    pins = Pins(limit=6000)
+    memory = HostMemory(20000, pins.pinning)
+    flats = [memory.allocate(5000) for _ in range(4)]
+    assert [flat.data_ptr() in pins.held for flat in flats] == [True, False, False, False]
+    assert memory.pinned_bytes == 5000
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.name == "kvboost_hf.offload.host"
+    for told in ("5000 of 20000 bytes", "cudaHostRegister returned 1", "`ulimit -l` is", "more slowly"):
+        assert told in record.getMessage()
+    flats[1].copy_(content(nbytes=5000))
+    assert torch.equal(read(HostSource(flats[1])), content(nbytes=5000))
+    del flats, memory
+    assert not pins.held
+
+
+def test_memory_that_is_not_to_be_pinned_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    memory = HostMemory(4096, None)
+    assert HostSource(memory.allocate(4096)).nbytes == 4096
+    assert memory.pinned_bytes == 0
+    assert not caplog.records
+
+
+def test_a_layer_is_found_again_and_read_in_any_parts(tmp_path: Path) -> None:
+    LayerFolder(tmp_path / "new", "a").write(3, content(), LAYOUT)
+    source = LayerFolder(tmp_path / "new", "a").find(3, LAYOUT)
+    assert source is not None
+    assert source.host is None
+    assert torch.equal(read(source), content())
+    for start, end in ((0, 1), (4095, 4097), (300, NBYTES), (NBYTES, NBYTES)):
+        target = torch.zeros(end - start, dtype=torch.uint8)
+        source.read_into(target, start)
+        assert torch.equal(target, content()[start:end])
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["index.json", "layer-00003.bin"]
+
+
+def test_a_layer_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    folder = LayerFolder(tmp_path, "a")
+    folder.write(0, content(), LAYOUT)
+    before = (tmp_path / "layer-00000.bin").stat()
+    folder.write(0, content(), LAYOUT)
+    after = (tmp_path / "layer-00000.bin").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"read": 0, "write": 0}
+    preadv, write = os.preadv, os.write
+
+    def short_read(file: int, buffers: list[memoryview], start: int) -> int:
+        calls["read"] += 1
+        return preadv(file, [buffers[0][:1000]], start)
+
+    def short_write(file: int, data: memoryview) -> int:
+        calls["write"] += 1
+        return write(file, data[:1000])
+
+    monkeypatch.setattr(disk.os, "preadv", short_read)
+    monkeypatch.setattr(disk.os, "write", short_write)
+    assert torch.equal(read(LayerFolder(tmp_path, "a").write(0, content(), LAYOUT)), content())
+    assert calls == {"read": 6, "write": 7}  # and one for the index
+
+
+def test_layers_of_another_layout_or_index_are_not_found(tmp_path: Path) -> None:
+    folder = LayerFolder(tmp_path, "a")
+    folder.write(0, content(), LAYOUT)
+    assert folder.find(0, FlatLayout({"weight": torch.empty(NBYTES // 2, dtype=torch.float16)})) is None
+    assert folder.find(0, FlatLayout({"other": torch.empty(NBYTES, dtype=torch.uint8)})) is None
+    assert folder.find(1, LAYOUT) is None
+    assert folder.find(0, LAYOUT) is not None
+
+
+def test_layers_of_another_checkpoint_make_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = tmp_path / "layer-of-somebody.bin"
+    theirs.touch()
+    for number in range(2):
+        LayerFolder(tmp_path, "a").write(number, content(), LAYOUT)
+    assert not caplog.records
+    folder = LayerFolder(tmp_path, "b")
+    assert "another checkpoint" in caplog.text
+    assert folder.find(0, LAYOUT) is None
+    assert list(tmp_path.iterdir()) == [theirs]
+    folder.write(0, content(1), LAYOUT)
+    found = LayerFolder(tmp_path, "b").find(0, LAYOUT)
+    assert found is not None
+    assert torch.equal(read(found), content(1))
+
+
+@pytest.mark.parametrize("index", ["", "{", "[]", '{"version": 0, "identity": "a", "layers": {}}'])
+def test_a_folder_whose_index_cannot_be_read_is_written_anew(tmp_path: Path, index: str) -> None:
+    LayerFolder(tmp_path, "a").write(0, content(), LAYOUT)
+    (tmp_path / "index.json").write_text(index)
+    folder = LayerFolder(tmp_path, "a")
+    assert folder.find(0, LAYOUT) is None
+    assert torch.equal(read(folder.write(0, content(), LAYOUT)), content())
+    assert json.loads((tmp_path / "index.json").read_text())["identity"] == "a"
+
+
+def test_what_happens_to_a_file_is_told(tmp_path: Path) -> None:
+    folder = LayerFolder(tmp_path, "a")
+    path = tmp_path / "layer-00000.bin"
+
+    source = folder.write(0, content(), LAYOUT)
+    os.truncate(path, 3000)
+    with pytest.raises(OSError, match=rf"{path} must have {NBYTES} bytes, has 3000\. Load the model again"):
+        read(source)
+    assert folder.find(0, LAYOUT) is None
+
+    source = folder.write(0, content(), LAYOUT)
+    path.write_bytes(bytes(NBYTES))
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(OSError, match="was changed after it was written"):
+        read(source)
+    assert folder.find(0, LAYOUT) is None
+
+    source = folder.write(0, content(), LAYOUT)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"is gone\. Load the model again"):
+        read(source)
+    assert folder.find(0, LAYOUT) is None
+
+    assert torch.equal(read(folder.write(0, content(), LAYOUT)), content())
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = LayerFolder(tmp_path, "a")
+    folder.write(0, content(), LAYOUT)
+    room = 3000
+    write = os.write
+
+    def write_until_full(file: int, data: memoryview) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(file, data[:room])
+        room -= done
+        return done
+
+    monkeypatch.setattr(disk.os, "write", write_until_full)
+    with pytest.raises(
+        OSError, match=rf"No space left on device\): it takes {NBYTES} bytes.*Make room there"
+    ) as found:
+        folder.write(1, content(1), LAYOUT)
+    assert found.value.errno == errno.ENOSPC
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "layer-00000.bin"]
+    monkeypatch.undo()
+    assert folder.find(1, LAYOUT) is None
+    assert folder.find(0, LAYOUT) is not None
+    assert torch.equal(read(folder.write(1, content(1), LAYOUT)), content(1))
+
+
+@pytest.fixture(params=["cuda", "threaded", "poisoning"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Each of them."""
+    if request.param == "cuda":
+        made: Backend = CudaBackend(CPU, SimulatedGpu(0, pins=False), piece_bytes=2048)
+    else:
+        made = ThreadedBackend(CPU) if request.param == "threaded" else PoisoningBackend()
+    yield made
+    made.close()
+
+
+def fetched(backend: Backend, slot: torch.Tensor) -> torch.Tensor:
+    """What computation sees that is submitted now."""
+    if not isinstance(backend, CudaBackend):
+        return slot
+    gpu = backend._runtime
+    assert isinstance(gpu, SimulatedGpu)
+    seen: list[torch.Tensor] = []
+    gpu.launch(lambda: seen.append(slot.clone()))
+    gpu.run()
+    return seen[0]
+
+
+def test_an_error_of_the_reader_is_raised_by_wait_and_the_backend_goes_on(backend: Backend, tmp_path: Path) -> None:
+    source = LayerFolder(tmp_path, "a").write(0, content(), LAYOUT)
+    slots = backend.allocate(NBYTES, 2)
+    os.truncate(tmp_path / "layer-00000.bin", 3000)
+    backend.issue(0, source)
+    backend.issue(1, HostSource(content(1)))
+    for _ in range(2):
+        with pytest.raises(OSError, match="has 3000"):
+            backend.wait(0)
+    backend.wait(1)
+    assert torch.equal(fetched(backend, slots[1]), content(1))
+    backend.release(1)
+    backend.issue(0, LayerFolder(tmp_path, "a").write(0, content(), LAYOUT))
+    backend.wait(0)
+    assert torch.equal(fetched(backend, slots[0]), content())
+    backend.release(0)
+    assert backend.bytes_copied == 3 * NBYTES
+
+
+def test_slots_that_were_made_in_inference_mode_can_be_used_outside(backend: Backend) -> None:
+    with torch.inference_mode():
+        (slot,) = backend.allocate(NBYTES, 1)
+        host = HostMemory(NBYTES, None).allocate(NBYTES)
+        backend.issue(0, HostSource(host))
+        backend.wait(0)
+        backend.release(0)
+    host.copy_(content(1))
+    backend.issue(0, HostSource(host))
+    backend.wait(0)
+    assert torch.equal(fetched(backend, slot), content(1))
+
+
+class Gate:
+    """A layer that cannot be read until somebody says so."""
+
+    host = None
+    nbytes = NBYTES
+
+    def __init__(self) -> None:
+        self.begun, self.open = threading.Event(), threading.Event()
+
+    def read_into(self, target: torch.Tensor, start: int) -> None:
+        self.begun.set()
+        self.open.wait(30)
+        target.copy_(content()[start : start + target.numel()])
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvboost-layers")]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "threaded"])
+def test_later_bytes_win_while_earlier_ones_are_being_read(kind: str) -> None:
+    gpu = SimulatedGpu(1)
+    made: Backend = CudaBackend(CPU, gpu, piece_bytes=2048) if kind == "cuda" else ThreadedBackend(CPU)
+    slot, _ = made.allocate(NBYTES, 2)
+    gate, never, behind = Gate(), Gate(), Gate()
+    made.issue(0, gate)
+    assert gate.begun.wait(30)
+    made.issue(0, never)
+    made.issue(0, HostSource(content(2)))
+    made.issue(1, behind)
+    behind.open.set()
+    gate.open.set()
+    made.wait(1)  # the thread is done with all of them
+    made.wait(0)
+    assert torch.equal(fetched(made, slot), content(2))
+    made.close()
+    assert not never.begun.is_set()
+    assert not threads()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "threaded"])
+def test_a_backend_that_was_forgotten_ends_its_thread(kind: str) -> None:
+    made: Backend = CudaBackend(CPU, SimulatedGpu(1), piece_bytes=2048) if kind == "cuda" else ThreadedBackend(CPU)
+    made.allocate(NBYTES, 1)
+    gate = Gate()
+    made.issue(0, gate)
+    assert gate.begun.wait(30)
+    (thread,) = threads()
+    del made
+    gc.collect()
+    gate.open.set()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_at_exit_threads_end_and_memory_is_unpinned() -> None:
+    program = """
+import torch
+from kvboost_hf.offload.backends.threaded import ThreadedBackend
+from kvboost_hf.offload.host import HostMemory, HostSource, Pinning
+
+pinning = Pinning(lambda address, nbytes: print("register", nbytes), lambda address: print("unregister"))
+kept = HostMemory(4096, pinning).allocate(4096)
+backend = ThreadedBackend(torch.device("cpu"))
+backend.allocate(4096, 1)
+backend.issue(0, HostSource(kept))
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert told.stdout.split() == ["register", "4096", "unregister"]
+
+
+def test_a_wait_that_finds_the_bytes_there_is_no_synchronous_load() -> None:
+    backend = ThreadedBackend(CPU)
+    backend.allocate(NBYTES, 1)
+    gate = Gate()
+    backend.issue(0, gate)
+    threading.Timer(0.05, gate.open.set).start()
+    backend.wait(0)
+    assert backend.synchronous_loads == 1
+    assert backend.stall_s > 0
+    assert backend.copy_rate() > 0
+    backend.wait(0)
+    backend.release(0)
+    backend.close()
+    assert backend.synchronous_loads == 1
+
+
+def test_times_come_from_the_device() -> None:
+    gpu = SimulatedGpu(0)
+    backend = CudaBackend(CPU, gpu, piece_bytes=2048)
+    backend.allocate(NBYTES, 1)
+    assert backend.copy_rate() == 0
+    for _ in range(3):
+        backend.issue(0, HostSource(content()))
+        backend.wait(0)
+        backend.release(0)
+        gpu.run()  # so that nothing lies between a copy's beginning and end
+    assert backend.copy_rate() == pytest.approx(1000 * BYTES_PER_MS)
+    assert 0 < backend.stall_s < 3.001 * NBYTES / BYTES_PER_MS / 1000
+    assert backend.synchronous_loads == 0
+    assert gpu.copies == 9
+    backend.close()
+
+
+def test_copies_share_a_link_of_the_double_while_it_computes() -> None:
+    backend = PoisoningBackend(link_bytes_per_s=NBYTES, compute_s=0.25)  # a second for each
+    slots = backend.allocate(NBYTES, 2)
+    backend.issue(0, HostSource(content(0)))  # ends at 1
+    backend.issue(1, HostSource(content(1)))  # ends at 2
+    assert all(bool((slot == 0xFF).all()) for slot in slots)
+    assert slots[0].view(torch.float16).isnan().all()
+    backend.wait(0)
+    assert (backend.clock, backend.stall_s) == (1.0, 1.0)
+    assert torch.equal(slots[0], content(0))
+    backend.release(0)
+    assert backend.clock == 1.25
+    backend.issue(0, HostSource(content(2)))  # ends at 3
+    backend.advance(1.0)
+    backend.wait(1)
+    assert (backend.clock, backend.stall_s, backend.synchronous_loads) == (2.25, 1.0, 1)
+    backend.wait(0)
+    assert (backend.clock, backend.stall_s, backend.synchronous_loads) == (3.0, 1.75, 2)
+    assert (backend.issues, backend.waits, backend.releases) == (3, 3, 1)
+    assert backend.bytes_copied == 3 * NBYTES
+    assert backend.copy_rate() == NBYTES
+
+
+def test_the_double_refuses_calls_in_another_order() -> None:
+    backend = PoisoningBackend()
+    backend.allocate(NBYTES, 1)
+    with pytest.raises(AssertionError, match="after issue"):
+        backend.wait(0)
+    backend.issue(0, HostSource(content()))
+    with pytest.raises(AssertionError, match="after wait"):
+        backend.release(0)
+    backend.issue(0, HostSource(content()))
+    backend.wait(0)
+    backend.wait(0)
+    backend.release(0)
+    with pytest.raises(AssertionError, match="after issue"):
+        backend.wait(0)
+    backend.close()
+    with pytest.raises(AssertionError, match="after close"):
+        backend.issue(0, HostSource(content()))

@@ -1,0 +1,125 @@
+"""Sizes from a configuration alone, against what models of that configuration really take."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, OPTConfig, PreTrainedConfig, Qwen2Config
+
+from kvboost_hf.compat import bytes_per_token, kv_bytes_per_token
+from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.plan import ModelSizes
+from kvboost_hf.offload.sizes import activation_bytes, estimate_sizes, what_fits
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3, "vocab_size": 512}
+    return LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **changes})
+
+
+def sizes(config: PreTrainedConfig, bits: Any = 16, mode: Any = "partial_resident", **others: Any) -> ModelSizes:
+    return estimate_sizes(config, StreamingConfig(residency_mode=mode, max_tokens=1000), bits=bits, **others)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_whole_layers_are_what_a_model_has(tied: bool) -> None:
+    config = llama(tie_word_embeddings=tied)
+    found, model = sizes(config, dtype=torch.float32), LlamaForCausalLM(config)
+    layer = sum(each.nbytes for each in model.model.layers[0].parameters())
+    assert found.layer_bytes == (layer,) * 3
+    assert found.other_bytes == sum(each.nbytes for each in (*model.parameters(), *model.buffers())) - 3 * layer
+
+
+def test_four_bits_at_a_group_size_of_128() -> None:
+    config, weights = llama(num_key_value_heads=4), 4 * 256 * 256 + 3 * 256 * 768
+    (layer, *_) = sizes(config, bits=4).layer_bytes
+    assert layer == weights // 2 + weights // 128 // 2 + weights // 128 * 2 + 2 * 256 * 2
+    assert 0.5195 < (layer - 1024) / weights < 0.5196
+    (finer, *_) = sizes(config, bits=4, group_size=64).layer_bytes
+    assert finer - layer == weights // 128 // 2 + weights // 128 * 2
+
+
+def test_sizes_that_are_no_multiple_of_the_group_are_not_quantized() -> None:
+    assert sizes(llama(hidden_size=96), bits=4).layer_bytes > sizes(llama(hidden_size=128), bits=4).layer_bytes
+
+
+def test_feed_forward_parts_alone() -> None:
+    config = llama(num_key_value_heads=4)
+    whole, parts = sizes(config, bits=4), sizes(config, bits=4, mode="ffn_only_stream")
+    weights = 3 * 256 * 768
+    assert parts.layer_bytes == (weights // 2 + weights // 128 // 2 + weights // 128 * 2,) * 3
+    assert sum(parts.layer_bytes) + parts.other_bytes == sum(whole.layer_bytes) + whole.other_bytes
+
+
+def test_feed_forward_parts_without_a_module_of_their_own() -> None:
+    config = OPTConfig(hidden_size=128, ffn_dim=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    assert sizes(config, mode="ffn_only_stream").layer_bytes == ((2 * 128 * 256 + 256 + 128) * 2,) * 2
+
+
+def test_kv_is_what_a_cache_takes() -> None:
+    model = LlamaForCausalLM(llama()).eval()
+    with torch.no_grad():
+        cache = model(torch.arange(10)[None], past_key_values=DynamicCache(config=model.config)).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert held == 10 * kv_bytes_per_token(model.config, torch.float32) == 10 * bytes_per_token(model)
+    assert sizes(llama()).kv_bytes == 1000 * held // 10 // 2
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside took at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    def free(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given:
+                storage = each.untyped_storage()
+                if storage not in self.seen:
+                    self.seen[storage] = None
+                    weakref.finalize(storage, self.free, storage.nbytes())
+                    self.now += storage.nbytes()
+                    self.most = max(self.most, self.now)
+        return result
+
+
+@pytest.mark.parametrize("tokens", [256, 1024])
+def test_activations_are_what_a_forward_takes(tokens: int) -> None:
+    config = llama(intermediate_size=1024)
+    model = LlamaForCausalLM(config).eval().bfloat16()
+    with torch.no_grad(), Peak() as peak:
+        model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False, logits_to_keep=1)
+    estimate = activation_bytes(config, tokens, torch.bfloat16)
+    assert 0.95 * estimate < peak.most < 1.05 * estimate
+
+
+def test_what_fits() -> None:
+    config = Qwen2Config(
+        vocab_size=1000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+    )
+    found = what_fits(config, "50MB", streaming=StreamingConfig(max_tokens=500))
+    assert 0 < len(found.resident) < 8
+    assert found.device_bytes <= 50 * 10**6 < found.device_bytes + found.slot_bytes
+    assert len(what_fits(config, "50MB", streaming=StreamingConfig(max_tokens=1000)).resident) < len(found.resident)
+    assert what_fits(config, "1GB").n_slots == 0
+    with pytest.raises(ValueError, match="at least"):
+        what_fits(config, "50MB", bits=16)
+
+
+def test_other_bits() -> None:
+    with pytest.raises(ValueError, match="`bits` must be 4 or 16, got 3"):
+        sizes(llama(), bits=3)
