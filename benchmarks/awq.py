@@ -5,8 +5,8 @@
 One row is bound by reading the weights: the rate is that of their bytes, beside what a large copy on the device reads
 and writes, and beside a copy from pinned host memory, which is how streamed layers come. All are measured in this run.
 Dense is PyTorch's linear layer with weights of 16 bits. Times are medians of device time between two CUDA events
-around one call for each of several weights, which are larger than the second-level cache in all; all calls are launched
-before the first one begins. Each way has been called with each weight before, which compiles it.
+around one call for each of several weights, which are larger than the second-level cache in all; the first one waits
+for the host to launch all of them. Each way has been called with each weight before, which compiles it.
 
 `--tilings` tries other tilings than the planned one, too, and names the fastest.
 """

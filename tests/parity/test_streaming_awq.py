@@ -217,8 +217,6 @@ def test_experts(make: Any, parts: tuple[str, str, str], prefix: str, tmp_path: 
     with use_backend(PoisoningBackend):
         model = load_streamed(str(tmp_path), FULL_STREAM, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(input_ids=IDS).logits, wanted(input_ids=IDS).logits, atol=2e-4, rtol=2e-4
-        )
+        torch.testing.assert_close(model(input_ids=IDS).logits, wanted(input_ids=IDS).logits, atol=2e-4, rtol=2e-4)
     told = {**as_inputs(IDS), "max_new_tokens": 6}
     assert torch.equal(model.generate(**told), wanted.generate(**told))
