@@ -7,9 +7,10 @@ import torch
 from kvboost_hf.attention import cpu, reference, sdpa
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.merge import merge as merge_parts
-from kvboost_hf.attention.tiers import active_tier, count
+from kvboost_hf.attention.tiers import active_tier
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import CodePlanes, PieceTable
+from kvboost_hf.kernel_calls import count
 
 
 def attend(

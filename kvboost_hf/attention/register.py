@@ -9,9 +9,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvboost_hf.attention import ops, reference, sdpa
 from kvboost_hf.attention.masks import make_mask
-from kvboost_hf.attention.tiers import active_tier, count
+from kvboost_hf.attention.tiers import active_tier
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import ATTENTION, CodedKV, Held, HeldKV, PiecedKV, read_reach, register_reader
+from kvboost_hf.kernel_calls import count
 
 # Weights, which no kernel has; keys chosen by an index of the model's own; sinks that differ between queries.
 _NOT_TAKEN = ("output_attentions", "indices", "block_indices", "sinks")

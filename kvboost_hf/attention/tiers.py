@@ -1,8 +1,6 @@
-"""Which kernels run: one choice for each device and dtype, said once in the log, and counted."""
+"""Which kernels run: one choice for each device and dtype and said once in the log."""
 
 import logging
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,8 +14,6 @@ Tier = Literal["triton", "cuda", "cpu", "sdpa", "reference"]
 
 _logger = logging.getLogger(__name__)
 _forced: ContextVar[Tier | None] = ContextVar("kvboost_tier", default=None)
-_calls: Counter[str] = Counter()
-_lock = threading.Lock()
 
 _WHY: dict[Tier, str] = {
     "triton": "Triton kernels",
@@ -64,18 +60,6 @@ def use_tier(tier: Tier) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
-
-
-def kernel_calls() -> Counter[str]:
-    """How often each kernel was called in this process, as `"<tier>.<kernel>"`."""
-    with _lock:
-        return Counter(_calls)
-
-
-def count(tier: Tier, kernel: str) -> None:
-    """Count one call."""
-    with _lock:
-        _calls[f"{tier}.{kernel}"] += 1
 
 
 @cache

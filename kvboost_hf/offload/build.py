@@ -143,8 +143,8 @@ def stream_layers(
     """
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         raise StreamingError(
-            f"This {type(model).__name__} has hooks of accelerate. Load it without a device_map, or take them off with "
-            "accelerate's remove_hook_from_submodules(model)."
+            f"This {type(model).__name__} has hooks of accelerate. Load it without a device_map, or take them off "
+            "with accelerate's remove_hook_from_submodules(model)."
         )
     where = default_device() if device is None else torch.device(device)
     with torch.inference_mode(False), torch.no_grad():
@@ -216,7 +216,7 @@ def _fill(unit: Unit, layout: FlatLayout, flat: torch.Tensor) -> dict[str, torch
 def _move(model: nn.Module, device: torch.device, streamed: Iterable[int]) -> None:
     """To the device, but for tensors with these ids."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in streamed:
                 parameter.data = parameter.data.to(device)
         for name, buffer in module._buffers.items():

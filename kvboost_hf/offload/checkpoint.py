@@ -95,7 +95,7 @@ class Checkpoint:
         known = {*self._meta, *(key for keys in self._keys for key in keys)}
         known |= {name.removeprefix(f"{model.base_model_prefix}.") for name in self._meta}
         ignored = "|".join(sorted(re.escape(name) for name in known))
-        model._keys_to_ignore_on_load_unexpected = {  # type: ignore[assignment]
+        model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
             f"^({ignored})$",
         }
@@ -125,7 +125,7 @@ class Checkpoint:
             dtype=model.dtype,
             dtype_plan=model._get_dtype_plan(model.dtype),
             hf_quantizer=self._quantizer,
-            weight_mapping=self._conversions,
+            weight_mapping=self._conversions,  # type: ignore[arg-type]
         )
         with ExitStack() as stack, _quiet():
             files: dict[str, Any] = {}
@@ -188,9 +188,9 @@ def _complaint(missing: list[str], wrong: list[tuple[Any, ...]], errors: Any) ->
 def _quiet() -> Iterator[None]:
     """No progress bar of transformers' own for each layer."""
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """How `from_pretrained()` loads a model whose layers are streamed.
 
-transformers asks a quantizer twice, before and after it loads weights. Before, the layers' tensors are taken out of the
-model, which is on the meta device, so that transformers loads only the rest; after, each layer is loaded by
+transformers asks a quantizer twice, before and after it loads weights. Before, the tensors of layers are taken out of
+the model, which is on the meta device, so that transformers loads only the rest; after, each layer is loaded by
 transformers' own functions, with their renaming, merging and casting, and its bytes go where the plan says.
 """
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -25,7 +26,7 @@ METHOD = "kvboost_stream"
 
 
 @register_quantization_config(METHOD)
-class LayerStreamingQuantizationConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class LayerStreamingQuantizationConfig(QuantizationConfigMixin):
     """What `from_pretrained()` needs to know to stream layers; made by `with_streaming()`.
 
     Args:
@@ -34,7 +35,7 @@ class LayerStreamingQuantizationConfig(QuantizationConfigMixin):  # type: ignore
     """
 
     def __init__(self, streaming: dict[str, Any], checkpoint: dict[str, Any] | None = None, **_: Any) -> None:
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]
         self.streaming = streaming
         self.checkpoint = checkpoint
 
@@ -82,7 +83,7 @@ def _checkpoint_quantization(config: PreTrainedConfig) -> tuple[PreTrainedConfig
 
 
 @register_quantizer(METHOD)
-class LayerStreamingQuantizer(HfQuantizer):  # type: ignore[misc]
+class LayerStreamingQuantizer(HfQuantizer):
     """Loads layers one by one, to where they stay or wait."""
 
     requires_calibration = False
@@ -148,7 +149,7 @@ class LayerStreamingQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _leave(self, model: PreTrainedModel) -> None:
         """Take back what says that the model is quantized."""
-        self.remove_quantization_config(model)
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         del model.is_quantized
         for module in model.modules():
             if isinstance(module, PreTrainedModel):

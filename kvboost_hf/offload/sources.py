@@ -9,7 +9,10 @@ class Source(Protocol):
     """The bytes of one streamed layer."""
 
     nbytes: int
-    path: str | None  # of the file, if they are in one
+
+    @property
+    def path(self) -> str | None:
+        """The file with the bytes, if they are in one."""
 
     @property
     def host(self) -> torch.Tensor | None:

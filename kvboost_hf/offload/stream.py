@@ -70,12 +70,12 @@ class LayerStream:
         for name, view in views.items():
             unit.holders[name].put(view)
         self._bound[number] = [_address(holder) for holder in unit.holders.values()]
-        in_slot = [holder.get() for holder in unit.holders.values()]
+        in_slot = unit.tensors().values()
         kept = [None] * len(in_slot) if self._sources[number].host is None else self._at_rest(number).values()
         self._resting[number] = {id(tensor): (tensor, rest) for tensor, rest in zip(in_slot, kept, strict=True)}
         self._handles[number] = [
-            unit.layer.register_state_dict_post_hook(self._saver(number)),
-            unit.layer.register_load_state_dict_pre_hook(_refuse_loading),
+            unit.layer.register_state_dict_post_hook(self._saver(number)),  # type: ignore[no-untyped-call]
+            unit.layer.register_load_state_dict_pre_hook(_refuse_loading),  # type: ignore[no-untyped-call]
         ]
 
     def unbind(self, number: int) -> None:
@@ -107,7 +107,7 @@ class LayerStream:
             if tensor is None or tensor.data_ptr() != address:
                 raise StreamingError(
                     f"{name} of a streamed {type(self._units[number].module).__name__} has been replaced, as to(), "
-                    "half() and quantizers do. Detach the hooks first, with accelerate's remove_hook_from_submodules()."
+                    "half() and quantizers do. Call stop_streaming(model) first."
                 )
         self._calls += 1
         self._hits += self._ring.holds(number)
@@ -139,7 +139,7 @@ class LayerStream:
     def __reduce__(self) -> NoReturn:
         raise StreamingError(
             "A model with streamed layers cannot be copied or pickled: its weights are not in it. Load it a second "
-            "time, or detach the hooks first, with accelerate's remove_hook_from_submodules()."
+            "time, or call stop_streaming(model) first."
         )
 
     def _send(self, numbers: Sequence[int]) -> None:
@@ -198,6 +198,6 @@ def _address(holder: Holder) -> tuple[dict[str, Any], str, int]:
 
 def _refuse_loading(*_: Any) -> NoReturn:
     raise StreamingError(
-        "load_state_dict() cannot change streamed layers, whose weights are not in the model. Detach the hooks first, "
-        "with accelerate's remove_hook_from_submodules()."
+        "load_state_dict() cannot change streamed layers, whose weights are not in the model. Call "
+        "stop_streaming(model) first."
     )

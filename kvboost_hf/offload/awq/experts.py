@@ -52,7 +52,7 @@ class AwqExperts(nn.Module):
             [tokens, hidden_size].
         """
         total = torch.zeros_like(hidden_states)
-        for number in top_k_index.unique().tolist():
+        for number in torch.unique(top_k_index).tolist():
             if number == self.count:
                 continue
             tokens, places = torch.where(top_k_index == number)

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import torch
 
-from kvboost_hf.attention.tiers import count
 from kvboost_hf.config import QuantKernel
+from kvboost_hf.kernel_calls import count
 from kvboost_hf.offload.awq.cpu import awq_matmul_torch
 
 _logger = logging.getLogger(__name__)

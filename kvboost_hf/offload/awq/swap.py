@@ -73,7 +73,7 @@ def swap_linears(model: nn.Module, settings: AwqSettings, quantized: set[str], k
     """
     if not quantized:
         raise ValueError(
-            "config.json says that the checkpoint is AWQ's, but it has no tensor that ends in 'qweight'. Its files are "
+            "config.json says that the checkpoint is AWQ's, but none of its tensors ends in 'qweight'. Its files are "
             "those of another checkpoint."
         )
 

@@ -69,7 +69,9 @@ class PoisoningBackend:
 
     def release(self, slot: int) -> None:
         """See `Backend`."""
-        assert slot in self._loads and self._loads[slot].copied, f"slot {slot}: release() comes after wait()"
+        load = self._loads.get(slot)
+        assert load is not None, f"slot {slot}: release() comes after wait()"
+        assert load.copied, f"slot {slot}: release() comes after wait()"
         self.releases += 1
         self.advance(self._compute_s)
 

@@ -1,0 +1,19 @@
+"""Which kernels have run, counted: so that tests and users can tell that it was not another one."""
+
+import threading
+from collections import Counter
+
+_calls: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def kernel_calls() -> Counter[str]:
+    """How often each kernel was called in this process, as `"<tier>.<kernel>"`."""
+    with _lock:
+        return Counter(_calls)
+
+
+def count(tier: str, kernel: str) -> None:
+    """Count one call."""
+    with _lock:
+        _calls[f"{tier}.{kernel}"] += 1
