@@ -85,7 +85,7 @@ def make_linear(weight: Weight, bias: torch.Tensor | None = None) -> AwqLinear:
 
 
 def _words(values: torch.Tensor, shifts: tuple[int, ...]) -> torch.Tensor:
-    words = torch.zeros(len(values), values.shape[1] // 8, dtype=torch.int64)
+    words = values.new_zeros(len(values), values.shape[1] // 8, dtype=torch.int64)
     for column, shift in enumerate(shifts):
         words |= values[:, column::8].long() << shift
     return words.to(torch.int32)

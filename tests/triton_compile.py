@@ -26,6 +26,7 @@ _NAMES = {
     torch.int64: "*i64",
 }
 _MMA = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma"
+_LOAD = r"ld\.global[\w.:]*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Compiled:
     """What a kernel became."""
 
     mma: list[str]  # instructions for tensor cores: "mma.sync", "wgmma.mma_async", "tcgen05.mma"
+    loads: list[str]  # instructions for global memory: "ld.global.v4.b32" reads 16 bytes
     registers: int  # of a thread
     stack_bytes: int  # of a thread: where registers are spilled to
     shared_bytes: int
@@ -105,8 +107,8 @@ def _compile(launch: Launch) -> Compiled:
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}
     made = triton.compile(source, target=target, options=options)
     used = _resources(made.asm["cubin"])
-    mma = sorted(set(re.findall(_MMA, made.asm["ptx"])))
-    return Compiled(mma, used["REG"], used["STACK"], made.metadata.shared)
+    mma, loads = (sorted(set(re.findall(each, made.asm["ptx"]))) for each in (_MMA, _LOAD))
+    return Compiled(mma, loads, used["REG"], used["STACK"], made.metadata.shared)
 
 
 def _resources(cubin: bytes) -> dict[str, int]:

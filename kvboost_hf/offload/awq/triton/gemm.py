@@ -15,13 +15,9 @@ def gemm(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_M rows and BLOCK_N columns, and one part of what is summed up."""
-    tile_m, tile_n = tl.swizzle2d(
-        tl.program_id(0) % tl.cdiv(rows, BLOCK_M),
-        tl.program_id(0) // tl.cdiv(rows, BLOCK_M),
-        tl.cdiv(rows, BLOCK_M),
-        tl.cdiv(8 * words, BLOCK_N),
-        _TOGETHER,
-    )
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(8 * words, BLOCK_N)
+    program = tl.program_id(0)
+    tile_m, tile_n = tl.swizzle2d(program // tiles_n, program % tiles_n, tiles_m, tiles_n, _TOGETHER)
     row = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     word = tile_n * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)

@@ -1,0 +1,194 @@
+"""Products with AWQ weights on a GPU, of the shapes of models of 32 and 70 billion parameters.
+
+    python benchmarks/awq.py --device cuda --out benchmarks/results [--only "5120 x 27648"] [--tilings]
+
+One row is bound by reading the weights: the rate is that of their bytes, beside what a large copy on the device reads
+and writes, and beside a copy from pinned host memory, which is how streamed layers come. All are measured in this run.
+Dense is PyTorch's linear layer with weights of 16 bits. Times are medians of device time between two CUDA events
+around one call for each of several weights, which are larger than the second-level cache in all; the first one waits
+for the host to launch all of them. Each way has been called with each weight before, which compiles it.
+
+`--tilings` tries other tilings than the planned one, too, and names the fastest.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from reuse import Result, measured_on, provenance
+
+from kvboost_hf.offload.awq.matmul import awq_matmul
+
+Call = Callable[[], object]
+
+GROUP = 128
+ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+# Layers of each model: in_features and out_features, and how many of them a layer has.
+LAYERS = {
+    "32B": {(5120, 5120): 2, (5120, 1024): 2, (5120, 27648): 2, (27648, 5120): 1},
+    "70B": {(8192, 8192): 2, (8192, 1024): 2, (8192, 28672): 2, (28672, 8192): 1},
+}
+L2_BYTES = 128 << 20  # weights of a case take at least twice as much
+MOST_WEIGHTS = 64
+LAUNCH_CYCLES = 1 << 20  # of a GPU, about half a millisecond: in which the host launches one call
+LEAST_SHARE = 0.6  # of the rate of a copy, for one row
+
+
+def device_ms(calls: list[Call], rounds: int) -> float:
+    """Milliseconds of a call on the device."""
+    times = []
+    for each in calls:
+        each()
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LAUNCH_CYCLES * len(calls))
+        begin.record()
+        for each in calls:
+            each()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / len(calls))
+    return statistics.median(times)
+
+
+def rates(rounds: int) -> dict[str, float]:
+    """GB/s of a copy on the device, which reads and writes, and of one from pinned host memory."""
+    here, there = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    copy = device_ms([lambda: here.copy_(there)], rounds)
+    link = device_ms([lambda: here[: 1 << 28].copy_(host, non_blocking=True)], rounds)
+    return {"copy": 2 * here.nbytes / copy / 1e6, "link": host.nbytes / link / 1e6}
+
+
+def draw(in_features: int, out_features: int) -> tuple[torch.Tensor, ...]:
+    """qweight, qzeros, scales, and dense weights, which are others: their numbers take no time."""
+    groups, words = in_features // GROUP, out_features // 8
+    qweight, qzeros = (
+        torch.randint(-(2**31), 2**31, (size, words), dtype=torch.int32, device="cuda")
+        for size in (in_features, groups)
+    )
+    scales = torch.rand(groups, out_features, dtype=torch.float16, device="cuda") / 100
+    return qweight, qzeros, scales, torch.randn(out_features, in_features, dtype=torch.float16, device="cuda")
+
+
+def measure(in_features: int, out_features: int, tilings: bool, rounds: int) -> Iterator[Result]:
+    """A product of each number of rows."""
+    first = draw(in_features, out_features)
+    nbytes = sum(each.nbytes for each in first[:3])
+    count = max(2, min(-(-2 * L2_BYTES // nbytes), MOST_WEIGHTS))
+    weights = [first, *(draw(in_features, out_features) for _ in range(count - 1))]
+    for rows in ROWS:
+        x = torch.randn(rows, in_features, dtype=torch.float16, device="cuda")
+        awq = device_ms([partial(awq_matmul, x, *each[:3], "triton") for each in weights], rounds)
+        dense = device_ms([partial(F.linear, x, each[3]) for each in weights], rounds)
+        found = {"in": in_features, "out": out_features, "rows": rows, "bytes": nbytes, "awq": awq, "dense": dense}
+        yield {**found, "fastest": fastest(x, weights, rounds) if tilings else None}
+
+
+def fastest(x: torch.Tensor, weights: list[tuple[torch.Tensor, ...]], rounds: int) -> Result | None:
+    """The best of some tilings; those that a GPU has no room for are left out."""
+    from triton import OutOfResources
+
+    from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
+    from kvboost_hf.offload.awq.triton.tiling import Tiling, plan_tiling
+
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    (rows, in_features), out_features = x.shape, weights[0][2].shape[1]
+    planned = plan_tiling(rows, in_features, out_features, GROUP, processors=processors, tensor_cores=True)
+    if rows == 1:
+        blocks = [(1, block_n, block_k, 1) for block_n in (128, 256, 512) for block_k in (8, 16, 32)]
+    else:
+        blocks = list(product((planned.block_m, 2 * planned.block_m), (64, 128, 256), (32, 64, 128), (3, 4)))
+    found = []
+    for (block_m, block_n, block_k, stages), warps, parts in product(blocks, (4, 8), {1, 2, 4, 8, planned.parts}):
+        tiling = Tiling(block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages, parts=parts)
+        try:
+            ms = device_ms([partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights], rounds)
+        except OutOfResources:
+            continue
+        found.append({"ms": ms, **asdict(tiling)})
+    return min(found, key=lambda each: each["ms"], default=None)
+
+
+def layers(result: Result) -> Iterator[Result]:
+    """All products of a decoder layer, as far as they were measured."""
+    cases = {(each["in"], each["out"], each["rows"]): each for each in result["cases"]}
+    for (model, shapes), rows in product(LAYERS.items(), ROWS):
+        if all((*shape, rows) in cases for shape in shapes):
+            parts = [(cases[*shape, rows], count) for shape, count in shapes.items()]
+            sums = {key: sum(case[key] * count for case, count in parts) for key in ("bytes", "awq", "dense")}
+            yield {"model": model, "rows": rows, **sums}
+
+
+def row_of(name: str, case: Result, result: Result) -> str:
+    """A line of the table."""
+    rate = case["bytes"] / case["awq"] / 1e6
+    share, link = rate / result["rates"]["copy"], rate / result["rates"]["link"]
+    aim = f" ({'reached' if share >= LEAST_SHARE else 'missed'})" if case["rows"] == 1 else ""
+    best = case.get("fastest")
+    tried = f"{best['ms']:.4f}: {', '.join(f'{k} {v}' for k, v in best.items() if k != 'ms')}" if best else ""
+    return (
+        f"| {name} | {case['rows']} | {case['awq']:.4f} | {rate:.0f} | {share:.0%}{aim} | {link:.1f}x "
+        f"| {case['dense']:.4f} | {case['dense'] / case['awq']:.2f}x | {tried} |"
+    )
+
+
+def markdown(result: Result) -> str:
+    lines = [
+        f"float16, groups of {GROUP}; {measured_on(result['provenance'])}",
+        "",
+        f"A copy on the device reads and writes {result['rates']['copy']:.0f} GB/s; one from pinned host memory takes "
+        f"{result['rates']['link']:.1f} GB/s. For one row, {LEAST_SHARE:.0%} of the former is aimed at. Times in ms.",
+        "",
+        "| in x out | rows | AWQ | weights, GB/s | of a copy | of the link | dense | dense / AWQ | best tiling |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    lines += [row_of(f"{each['in']} x {each['out']}", each, result) for each in result["cases"]]
+    lines += [row_of(f"layer of {each['model']}", each, result) for each in result["layers"]]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for the JSON and the table; none writes neither")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="cases whose names begin so")
+    parser.add_argument("--tilings", action="store_true", help="try other tilings, too; takes its time")
+    options = parser.parse_args()
+    if options.device != "cuda" or not torch.cuda.is_available():
+        print("Nothing is measured: these kernels are for GPUs; pass --device cuda where there is one.")
+        return
+    torch.manual_seed(0)
+    result: Result = {
+        "provenance": provenance(sys.argv[1:], "awq.py"),
+        "rates": rates(options.rounds),
+        "cases": [],
+        "layers": [],
+    }
+    for in_features, out_features in (shape for shapes in LAYERS.values() for shape in shapes):
+        if not f"{in_features} x {out_features}".startswith(options.only):
+            continue
+        for found in measure(in_features, out_features, options.tilings, options.rounds):
+            result["cases"].append(found)
+            print(row_of(f"{in_features} x {out_features}", found, result), flush=True)
+        result["layers"] = list(layers(result))
+        if options.out is not None:  # after each shape: a run that is cut short has its results
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "awq-cuda.json").write_text(json.dumps(result, indent=1) + "\n")
+            (options.out / "awq-cuda.md").write_text(markdown(result))
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()
