@@ -1,0 +1,51 @@
+"""Every architecture whose layers can be told apart says with streamed layers what it says without."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvboost_hf import stop_streaming, stream_layers, streaming_stats, with_streaming
+from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backends.double import PoisoningBackend
+from tests.architectures.models import TRIED, make_architecture
+from tests.conftest import random_ids
+from tests.streaming import FULL_STREAM
+
+# Why not.
+NOT_STREAMED = {
+    "hrm_text": "has no list of decoder layers",  # two stacks that take turns
+    "longcat_flash": "has no list of decoder layers",  # two layers in one
+}
+# In other memory the CPU computes a convolution in another order.
+ROUNDED = {"inkling_text"}
+IDS = random_ids(12, seed=0) % 60 + 2
+
+
+@pytest.mark.parametrize("name", [name for name in TRIED if name not in NOT_STREAMED])
+def test_streamed(name: str, tmp_path: Path) -> None:
+    make_architecture(name).save_pretrained(tmp_path)
+    plain = type(make_architecture(name)).from_pretrained(tmp_path)
+    with torch.no_grad(), use_backend(PoisoningBackend):
+        wanted = plain(input_ids=IDS).logits
+        config = with_streaming(plain.config, FULL_STREAM)
+        loaded = type(plain).from_pretrained(tmp_path, config=config)
+        for _ in range(2):
+            assert torch.equal(loaded(input_ids=IDS).logits, wanted)
+        stats = streaming_stats(loaded)
+        assert stats is not None
+        assert stats.layer_calls >= 4
+        assert stats.misses == 1
+        found, state = loaded.state_dict(), plain.state_dict()
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[key], state[key]) for key in state)
+        stream_layers(plain, FULL_STREAM, device="cpu")
+        assert torch.equal(plain(input_ids=IDS).logits, wanted)
+        stop_streaming(plain)
+        torch.testing.assert_close(plain(input_ids=IDS).logits, wanted, rtol=0, atol=1e-5 if name in ROUNDED else 0)
+
+
+@pytest.mark.parametrize("name", NOT_STREAMED)
+def test_not_streamed(name: str) -> None:
+    with pytest.raises(ValueError, match=NOT_STREAMED[name]):
+        stream_layers(make_architecture(name), FULL_STREAM, device="cpu")
