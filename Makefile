@@ -49,6 +49,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/codecs.py --out benchmarks/results
 	$(BIN)/python benchmarks/attention.py --out benchmarks/results
 	$(BIN)/python benchmarks/attention_models.py --out benchmarks/results
+	$(BIN)/python benchmarks/streaming.py --out benchmarks/results
 
 # Processes that write to one folder and are killed, 1,000 times.
 soak: $(VENV)/installed
@@ -56,7 +57,7 @@ soak: $(VENV)/installed
 
 # Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network. What
 # fails does not keep the rest from running. Each part can be asked for alone: `make gpu-tests`, `make gpu-attention`.
-GPU_BENCHES := reuse kinds repair tiers attention attention_models awq
+GPU_BENCHES := reuse kinds repair tiers attention attention_models awq streaming
 gpu:
 	$(MAKE) --keep-going gpu-tests $(GPU_BENCHES:%=gpu-%)
 

@@ -12,6 +12,7 @@ from kvboost_hf.offload.backends.base import Backend
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.build import StreamBuilder
+from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan
 from kvboost_hf.offload.stream import LayerStream
 from tests.conftest import make_model
 
@@ -42,6 +43,15 @@ def stream_except(
         for number in streamed:
             builder.take(number)
         return builder.finish()
+
+
+def stream_everything(sizes: ModelSizes, config: StreamingConfig, *, free_bytes: int | None) -> ResidencyPlan:
+    """In place of the planner, which keeps the layers of a model that has no more of them than slots."""
+    layers = tuple(range(len(sizes.layer_bytes)))
+    slot_bytes = max(sizes.layer_bytes)
+    return ResidencyPlan(
+        resident=(), in_host=layers, on_disk=(), n_slots=2, slot_bytes=slot_bytes, sizes=sizes, reserved_bytes=0
+    )
 
 
 def double_of(stream: LayerStream | None) -> Any:

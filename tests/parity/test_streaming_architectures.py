@@ -10,7 +10,7 @@ from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
 from tests.architectures.models import TRIED, make_architecture
 from tests.conftest import random_ids
-from tests.streaming import FULL_STREAM
+from tests.streaming import FULL_STREAM, stream_everything
 
 # Why not.
 NOT_STREAMED = {
@@ -23,7 +23,8 @@ IDS = random_ids(12, seed=0) % 60 + 2
 
 
 @pytest.mark.parametrize("name", [name for name in TRIED if name not in NOT_STREAMED])
-def test_streamed(name: str, tmp_path: Path) -> None:
+def test_streamed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_hf.offload.build.plan_residency", stream_everything)
     make_architecture(name).save_pretrained(tmp_path)
     plain = type(make_architecture(name)).from_pretrained(tmp_path)
     with torch.no_grad(), use_backend(PoisoningBackend):

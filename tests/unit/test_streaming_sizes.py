@@ -1,6 +1,7 @@
 """Sizes from a configuration alone, against what models of that configuration really take."""
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, OPTConfig, PreTrainedConfig, Qwen2Config
 
+from kvboost_hf import load_streamed, streaming_plan
 from kvboost_hf.compat import bytes_per_token, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.awq.write import write_random_awq
+from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.plan import ModelSizes
 from kvboost_hf.offload.sizes import activation_bytes, estimate_sizes, what_fits
 
@@ -100,6 +105,17 @@ def test_activations_are_what_a_forward_takes(tokens: int) -> None:
         model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False, logits_to_keep=1)
     estimate = activation_bytes(config, tokens, torch.bfloat16)
     assert 0.95 * estimate < peak.most < 1.05 * estimate
+
+
+@pytest.mark.parametrize("mode", ["partial_resident", "ffn_only_stream"])
+def test_an_estimate_is_what_loading_finds(mode: Any, tmp_path: Path) -> None:
+    config = llama(dtype=torch.float16)
+    write_random_awq(config, tmp_path)
+    asked = StreamingConfig(residency_mode=mode, keep_first_k=0, max_tokens=50)
+    with use_backend(PoisoningBackend):
+        plan = streaming_plan(load_streamed(str(tmp_path), asked, device="cpu"))
+    assert plan is not None
+    assert plan.sizes == estimate_sizes(config, asked)
 
 
 def test_what_fits() -> None:

@@ -1,0 +1,289 @@
+"""A model larger than what it may take of its device, against the link that its layers come over, and accelerate.
+
+    python benchmarks/streaming.py --out benchmarks/results [--device cuda] [--layers 24] [--budget 6.5GB]
+
+On a GPU: random AWQ weights with the layer shapes of Qwen2.5-32B are written to a folder and loaded within the
+budget. The ceiling of decoding is the bandwidth of the link, taken in the same run with copies of one pinned layer,
+over the bytes that a forward copies. Decoding is 64 tokens behind a prompt of 128, the first one left out; the time to
+the first token is that of a prompt of 1,000. accelerate's `cpu_offload` then runs the same weights. A part that fails
+is named, and the others go on.
+
+On a CPU there is no link. Layers go from files through two slots in host memory, computing nothing, against reading
+the same files one after the other; both leave nothing in the page cache. And what a hook costs: a model of tiny layers
+with and without them, on a backend that copies nothing.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import cpu_offload
+from reuse import Ids, Result, in_turn, make_model, measured_on, medians, provenance
+from transformers import PreTrainedConfig, PreTrainedModel
+from what_fits import qwen
+
+from kvboost_hf import StreamingConfig, load_streamed, stop_streaming, stream_layers, streaming_plan, streaming_stats
+from kvboost_hf.config import parse_size
+from kvboost_hf.demo.timing import timed_generate
+from kvboost_hf.offload.awq.write import write_random_awq
+from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backends.threaded import ThreadedBackend
+from kvboost_hf.offload.disk import FileSource
+from kvboost_hf.offload.schedule import Ring
+from kvboost_hf.offload.sources import Source
+
+PROMPT, LONG_PROMPT, TOKENS, PEER_TOKENS = 128, 1000, 64, 8
+TARGETS = {"of the ceiling": 0.9, "against cpu_offload": 5.0}
+
+
+class NoCopies:
+    """A backend under which slots hold zeros for ever."""
+
+    device = torch.device("cpu")
+    bytes_copied = synchronous_loads = 0
+    stall_s = 0.0
+
+    def allocate(self, nbytes: int, count: int) -> list[torch.Tensor]:
+        return [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)]
+
+    def issue(self, slot: int, source: Source) -> None: ...
+
+    def wait(self, slot: int) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def copy_rate(self) -> float:
+        return 0.0
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def checkpoint(config: PreTrainedConfig, folder: Path | None) -> Iterator[Path]:
+    """A folder with random AWQ weights, removed afterwards."""
+    config.dtype = torch.float16
+    with tempfile.TemporaryDirectory(dir=folder) as path:
+        write_random_awq(config, path, group_size=128, seed=0, max_shard_size="2GB")
+        yield Path(path)
+
+
+def load(path: Path, streaming: StreamingConfig, device: str) -> PreTrainedModel:
+    model = load_streamed(str(path), streaming, device=device).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tokens_per_s(model: PreTrainedModel, tokens: int) -> float:
+    call = timed_generate(model, Ids(2)(PROMPT), tokens)
+    assert len(call.ids) == tokens
+    return 1000 * (tokens - 1) / (call.total_ms - call.ttft_ms)
+
+
+def link(nbytes: int, rounds: int = 20) -> float:
+    """Bytes per second of copies from pinned memory, each as large as a layer."""
+    host, there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.empty(nbytes, dtype=torch.uint8)
+    there, times = there.cuda(), []
+    for n in range(-3, rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        there.copy_(host, non_blocking=True)
+        end.record()
+        end.synchronize()
+        if n >= 0:
+            times.append(begin.elapsed_time(end))
+    return 1000 * nbytes / statistics.median(times)
+
+
+def ours(path: Path, budget: str, rounds: int) -> Result:
+    torch.cuda.reset_peak_memory_stats()
+    model = load(path, StreamingConfig(vram_budget=budget, max_tokens=2048), "cuda")
+    plan = streaming_plan(model)
+    assert plan is not None, f"all layers stay within {budget}: pass a smaller --budget"
+    tokens_per_s(model, PEER_TOKENS)  # compiles
+    rates, before = [], streaming_stats(model)
+    for _ in range(rounds):
+        rates.append(tokens_per_s(model, TOKENS))
+    after = streaming_stats(model)
+    firsts = [timed_generate(model, Ids(3 + n)(LONG_PROMPT), 1).ttft_ms for n in range(rounds + 1)][1:]
+    assert before is not None
+    assert after is not None
+    return {
+        "resident": len(plan.resident),
+        "streamed": len(plan.in_host),
+        "planned_bytes": plan.device_bytes,
+        "peak_bytes": (peak := torch.cuda.max_memory_allocated()),
+        "within": peak <= (parse_size(budget) or 0),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "link": (rate := link(plan.slot_bytes)),
+        "ceiling": plan.tokens_per_s(rate),
+        "tokens_per_s": statistics.median(rates),
+        "misses": after.misses - before.misses,
+        "bytes_per_forward": (after.bytes_copied - before.bytes_copied) / (rounds * TOKENS),
+        "streamed_bytes": plan.streamed_bytes,
+        "stall_s": after.stall_s - before.stall_s,
+        "copy_rate": after.copy_rate,
+        "ttft_ms": statistics.median(firsts),
+    }
+
+
+def peer(path: Path) -> Result:
+    """accelerate on the same weights, which wait in host memory."""
+    model = load(path, StreamingConfig(residency_mode="full_resident"), "cpu")
+    cpu_offload(model, execution_device=torch.device("cuda"), offload_buffers=True)
+    tokens_per_s(model, 2)
+    return {"tokens_per_s": tokens_per_s(model, PEER_TOKENS)}
+
+
+def on_gpu(options: argparse.Namespace) -> Result:
+    found: Result = {"layers": options.layers, "budget": options.budget, "failed": []}
+    parts: dict[str, Callable[[Path], Result]] = {
+        "ours": lambda path: ours(path, options.budget, options.rounds),
+        "cpu_offload": peer,
+    }
+    with checkpoint(qwen(5120, 27_648, options.layers, 40, 8), options.folder) as path:
+        for name, part in parts.items():
+            try:
+                found[name] = part(path)
+            except Exception as error:  # the others are measured
+                found["failed"].append(f"{name}: {type(error).__name__}: {error}")
+            gc.collect()
+            torch.cuda.empty_cache()
+            print(f"{name}: {found.get(name, found['failed'])}", flush=True)
+    if "ours" in found:
+        found["of the ceiling"] = found["ours"]["tokens_per_s"] / found["ours"]["ceiling"]
+    if "ours" in found and "cpu_offload" in found:
+        found["against cpu_offload"] = found["ours"]["tokens_per_s"] / found["cpu_offload"]["tokens_per_s"]
+    return found
+
+
+def from_files(rounds: int, folder: Path | None) -> Result:
+    """Bytes per second through slots, and of reading alone."""
+    config = qwen(2048, 5632, 8, 16, 4)
+    config.vocab_size = 1024
+    with checkpoint(config, folder) as path, tempfile.TemporaryDirectory(dir=folder) as layers:
+        model = load(path, StreamingConfig(residency_mode="full_stream", disk_folder=layers), "cpu")
+        files = [(file, file.stat()) for file in Path(layers).rglob("*.bin")]
+        sources = [FileSource(file, found.st_size, found.st_mtime_ns) for file, found in files]
+        nbytes = sum(source.nbytes for source in sources)
+        room = torch.empty(max(source.nbytes for source in sources), dtype=torch.uint8)
+
+        def timed(work: Callable[[], object]) -> float:
+            begin = time.perf_counter()
+            work()
+            return 1000 * (time.perf_counter() - begin)
+
+        def read() -> None:
+            for source in sources:
+                source.read_into(room[: source.nbytes], 0)
+
+        backend, ring = ThreadedBackend(torch.device("cpu")), Ring(len(sources), 2)
+        backend.allocate(len(room), 2)
+
+        def through_slots() -> None:
+            for number in range(len(sources)):
+                for missing in ring.missing(number):
+                    backend.issue(ring.slot(missing), sources[missing])
+                    ring.sent(missing)
+                backend.wait(ring.slot(number))
+
+        found = medians(in_turn({"slots": lambda n: timed(through_slots), "reading": lambda n: timed(read)}, rounds))
+        backend.close()
+        stop_streaming(model)
+    rates = {name: 1000 * nbytes / ms for name, ms in found.items()}
+    return {"bytes": nbytes, "ms": found, "bytes_per_s": rates}
+
+
+def of_hooks(rounds: int, layers: int = 16) -> Result:
+    """Microseconds that a hook adds to a layer, by the shortest forwards: a busy machine only makes them longer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2}
+    plain, hooked = (make_model("cpu", **sizes, num_key_value_heads=2) for _ in range(2))
+    with use_backend(NoCopies):
+        stream_layers(hooked, StreamingConfig(residency_mode="full_stream"), device="cpu")
+    ids = torch.tensor([[1]])
+
+    def forwards(model: PreTrainedModel) -> float:
+        begin = time.perf_counter()
+        model(ids)
+        return 1e6 * (time.perf_counter() - begin) / layers
+
+    times = in_turn({"plain": lambda n: forwards(plain), "hooked": lambda n: forwards(hooked)}, 30 * rounds)
+    found = {name: min(each) for name, each in times.items()}
+    return {"us_per_layer": found, "overhead_us": found["hooked"] - found["plain"]}
+
+
+def on_cpu(options: argparse.Namespace) -> Result:
+    return {"files": from_files(options.rounds, options.folder), "hooks": of_hooks(options.rounds)}
+
+
+def gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB"
+
+
+def markdown(result: Result) -> str:
+    lines = [measured_on(result["provenance"]), "", "| | |", "| --- | ---: |"]
+    if "files" in result:
+        files, hooks = result["files"], result["hooks"]
+        rows = {
+            "layers in files": gb(files["bytes"]),
+            "through two slots": f"{gb(files['bytes_per_s']['slots'])}/s",
+            "reading alone": f"{gb(files['bytes_per_s']['reading'])}/s",
+            "a hook adds to a layer": f"{hooks['overhead_us']:.0f} µs",
+        }
+        return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows.items())]) + "\n"
+    rows = {}
+    if "ours" in result:
+        found = result["ours"]
+        rows = {
+            "layers on the device / streamed": f"{found['resident']} / {found['streamed']}",
+            "budget": result["budget"],
+            "planned": gb(found["planned_bytes"]),
+            "peak, allocated": f"{gb(found['peak_bytes'])}, {'within' if found['within'] else 'beyond'} the budget",
+            "peak, reserved": gb(found["reserved_bytes"]),
+            "link": f"{gb(found['link'])}/s",
+            "copied for each forward": gb(found["bytes_per_forward"]),
+            "ceiling": f"{found['ceiling']:.2f} tokens/s",
+            "decoding": f"{found['tokens_per_s']:.2f} tokens/s",
+            "misses in decoding": str(found["misses"]),
+            f"first token of {LONG_PROMPT}": f"{found['ttft_ms']:.0f} ms",
+        }
+    if "cpu_offload" in result:
+        rows["decoding with accelerate's cpu_offload"] = f"{result['cpu_offload']['tokens_per_s']:.2f} tokens/s"
+    for name, least in TARGETS.items():
+        if name in result:
+            reached = "reached" if result[name] >= least else "missed"
+            rows[name] = f"{result[name]:.2f}, target of {least} {reached}"
+    lines += [f"| {name} | {value} |" for name, value in rows.items()]
+    return "\n".join([*lines, *([""] if result["failed"] else []), *(f"Failed: {e}" for e in result["failed"])]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for the JSON and the table; none writes neither")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--layers", type=int, default=24, help="of the model on a GPU: 253 MB each")
+    parser.add_argument("--budget", default="6.5GB", help="what it may take of the GPU")
+    parser.add_argument("--folder", type=Path, help="where weights are written, and removed again")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    result: Result = {"provenance": provenance(sys.argv[1:], "streaming.py")}
+    result.update(on_gpu(options) if options.device == "cuda" else on_cpu(options))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"streaming-{options.device}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.out / f"streaming-{options.device}.md").write_text(markdown(result))
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()
