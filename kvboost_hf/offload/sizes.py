@@ -33,7 +33,8 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) 
     """
     text: Any = config.get_text_config(decoder=True)
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    of_tokens = tokens * (4 * text.hidden_size + 3 * intermediate) * dtype.itemsize
+    widest = intermediate if isinstance(intermediate, int) else max(intermediate)  # of each layer, in Gemma 3n
+    of_tokens = tokens * (4 * text.hidden_size + 3 * widest) * dtype.itemsize
     return int(of_tokens + SAMPLING_COPIES * text.vocab_size * torch.float32.itemsize)
 
 

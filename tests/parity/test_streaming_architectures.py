@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from kvboost_hf import stop_streaming, stream_layers, streaming_stats, with_streaming
 from kvboost_hf.offload.backends.choice import use_backend
@@ -17,8 +18,8 @@ NOT_STREAMED = {
     "hrm_text": "has no list of decoder layers",  # two stacks that take turns
     "longcat_flash": "has no list of decoder layers",  # two layers in one
 }
-# In other memory the CPU computes a convolution in another order.
-ROUNDED = {"inkling_text"}
+# At another address of the weights the CPU computes a convolution in another order.
+ROUNDED = {"inkling_text": 1e-5, "zaya": 1e-5}
 IDS = random_ids(12, seed=0) % 60 + 2
 
 
@@ -29,10 +30,15 @@ def test_streamed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     plain = type(make_architecture(name)).from_pretrained(tmp_path)
     with torch.no_grad(), use_backend(PoisoningBackend):
         wanted = plain(input_ids=IDS).logits
+
+        def same(model: PreTrainedModel) -> None:
+            found = model(input_ids=IDS).logits
+            torch.testing.assert_close(found, wanted, rtol=0, atol=ROUNDED.get(name, 0))
+
         config = with_streaming(plain.config, FULL_STREAM)
         loaded = type(plain).from_pretrained(tmp_path, config=config)
         for _ in range(2):
-            assert torch.equal(loaded(input_ids=IDS).logits, wanted)
+            same(loaded)
         stats = streaming_stats(loaded)
         assert stats is not None
         assert stats.layer_calls >= 4
@@ -41,9 +47,9 @@ def test_streamed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert found.keys() == state.keys()
         assert all(torch.equal(found[key], state[key]) for key in state)
         stream_layers(plain, FULL_STREAM, device="cpu")
-        assert torch.equal(plain(input_ids=IDS).logits, wanted)
+        same(plain)
         stop_streaming(plain)
-        torch.testing.assert_close(plain(input_ids=IDS).logits, wanted, rtol=0, atol=1e-5 if name in ROUNDED else 0)
+        same(plain)
 
 
 @pytest.mark.parametrize("name", NOT_STREAMED)
