@@ -189,6 +189,8 @@ class StreamingConfig:
             `keep_last_k`, nine tenths of what is free when the model is loaded.
         n_staging_slots: Places on the device that streamed layers take in turn; 2 or more.
         quant_kernel: What multiplies by AWQ weights: `"triton"` on a GPU, `"torch"` anywhere, `"auto"` chooses.
+        host_embeddings: Where layers are streamed, leave the input embeddings in pinned host memory, if they are not
+            also the head: a GPU reads the few rows that it needs from there. Not without `pin_memory`.
         pin_memory: Keep host memory from being paged out, so that copies run beside the computation.
         host_budget: What streamed layers may take of host memory, as `vram_budget` is told; the others stay in files
             under `disk_folder`.
@@ -208,6 +210,7 @@ class StreamingConfig:
     vram_budget: int | str | None = None
     n_staging_slots: int = 2
     quant_kernel: QuantKernel = "auto"
+    host_embeddings: bool = True
     pin_memory: bool = True
     host_budget: int | str | None = None
     disk_folder: str | None = None

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.compat import decoder_layers
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.errors import StreamingError
-from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend
+from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend, make_mapping
 from kvboost_hf.offload.disk import FileSource, LayerFolder
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.hook import LayerStreamingHook
@@ -23,7 +23,7 @@ from kvboost_hf.offload.sizes import sizes_of
 from kvboost_hf.offload.sources import Source
 from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.offload.stream import LayerStream
-from kvboost_hf.offload.units import Unit, find_units
+from kvboost_hf.offload.units import Unit, find_units, input_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ class StreamBuilder:
         self.device = device
         self.units = find_units(model, self.layers, ffn_only=config.residency_mode == "ffn_only_stream")
         self.layouts = [unit.layout() for unit in self.units]
-        sizes = sizes_of(model, self.units, config.max_tokens)
+        self._mapping = make_mapping(device) if config.host_embeddings and config.pin_memory else None
+        self._embeddings = None if self._mapping is None else input_embeddings(model)
+        sizes = sizes_of(model, self.units, config.max_tokens, self._embeddings)
         self.plan = plan_residency(sizes, config, free_bytes=free_bytes(device))
         for note in self.plan.notes:
             logger.warning(note)
@@ -93,6 +95,23 @@ class StreamBuilder:
             unit.holders[name].put(view)
         self._sources[number] = HostSource(flat)
 
+    def _take_embeddings(self) -> None:
+        """From the device to host memory, where the device reads them."""
+        assert self._embeddings is not None
+        assert self._mapping is not None
+        weight = self._embeddings.get()
+        assert weight is not None
+        flat = self._memory.allocate(weight.nbytes)
+        flat.view(weight.dtype).view(weight.shape).copy_(weight)
+        try:
+            mapped = self._mapping(flat).view(weight.dtype).view(weight.shape)
+        except RuntimeError as error:
+            logger.warning(
+                "The input embeddings stay on %s, %d bytes beyond the plan: %s", self.device, flat.numel(), error
+            )
+            return
+        self._embeddings.put(mapped)
+
     def _file(self, number: int) -> FileSource | None:
         return None if self._folder is None else self._folder.find(number, self.layouts[number])
 
@@ -101,6 +120,8 @@ class StreamBuilder:
         numbers = sorted(self._sources)
         if not numbers:
             return None
+        if self.plan.host_embeddings:
+            self._take_embeddings()
         with torch.inference_mode(False):  # slots are written to inside and outside of it
             stream = LayerStream(
                 self.plan,

@@ -24,12 +24,14 @@ class ModelSizes:
         other_bytes: What always stays on the device: embeddings, norms, the head, and what of layers is not streamed.
         kv_bytes: K/V of as many tokens as the configuration makes room for.
         activation_bytes: What else a forward takes at its peak.
+        embedding_bytes: Of `other_bytes`, the input embeddings, if they may wait in host memory.
     """
 
     layer_bytes: tuple[int, ...]
     other_bytes: int
     kv_bytes: int
     activation_bytes: int
+    embedding_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class ResidencyPlan:
         slot_bytes: Bytes of one slot: of the largest streamed layer.
         sizes: What was planned for.
         reserved_bytes: What is left free for others.
+        host_embeddings: Whether the input embeddings wait in host memory.
         notes: Sentences about where the plan is not what was asked for, and why.
     """
 
@@ -54,6 +57,7 @@ class ResidencyPlan:
     slot_bytes: int
     sizes: ModelSizes
     reserved_bytes: int
+    host_embeddings: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -63,8 +67,8 @@ class ResidencyPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Streamed layers in host memory."""
-        return self._nbytes(self.in_host)
+        """Streamed layers in host memory, and the input embeddings, if they are there."""
+        return self._nbytes(self.in_host) + self.host_embeddings * self.sizes.embedding_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -74,7 +78,7 @@ class ResidencyPlan:
     @property
     def streamed_bytes(self) -> int:
         """What each forward copies to the device."""
-        return self.host_bytes + self.disk_bytes
+        return self._nbytes(self.in_host) + self.disk_bytes
 
     def tokens_per_s(self, link_bytes_per_s: float, disk_bytes_per_s: float = math.inf) -> float:
         """The most forwards per second that copies leave time for; infinite if nothing is streamed.
@@ -90,7 +94,8 @@ class ResidencyPlan:
         rows = {
             **self._on_device(),
             "device, in all": self.device_bytes,
-            f"{len(self.in_host)} layers in host memory": self.host_bytes,
+            f"{len(self.in_host)} layers in host memory": self._nbytes(self.in_host),
+            **({"embeddings in host memory": self.sizes.embedding_bytes} if self.host_embeddings else {}),
             f"{len(self.on_disk)} layers in files": self.disk_bytes,
         }
         lines = [f"{name:<28}{nbytes / 1e9:>9.3f} GB" for name, nbytes in rows.items()]
@@ -102,7 +107,7 @@ class ResidencyPlan:
         return {
             f"{len(self.resident)} resident layers": self._nbytes(self.resident),
             f"{self.n_slots} slots": self.n_slots * self.slot_bytes,
-            "embeddings, norms, head": self.sizes.other_bytes,
+            "embeddings, norms, head": self.sizes.other_bytes - self.host_embeddings * self.sizes.embedding_bytes,
             "K/V": self.sizes.kv_bytes,
             "activations": self.sizes.activation_bytes,
             "reserved": self.reserved_bytes,
@@ -195,6 +200,7 @@ def _plan(sizes: ModelSizes, config: StreamingConfig, resident: Sequence[int], *
         slot_bytes=max((sizes.layer_bytes[layer] for layer in streamed), default=0),
         sizes=sizes,
         reserved_bytes=config.reserved_bytes,
+        host_embeddings=bool(streamed and sizes.embedding_bytes),
         notes=notes,
     )
 

@@ -12,7 +12,7 @@ from kvboost_hf.compat import decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
-from kvboost_hf.offload.units import Unit, find_units
+from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings
 
 WORD = 8  # weights of four bits in an int32
 SAMPLING_COPIES = 4  # of the last logits in float32: as they came, processed, sorted, as probabilities
@@ -38,14 +38,18 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) 
     return int(of_tokens + SAMPLING_COPIES * text.vocab_size * torch.float32.itemsize)
 
 
-def sizes_of(model: PreTrainedModel, units: Sequence[Unit], max_tokens: int) -> ModelSizes:
+def sizes_of(
+    model: PreTrainedModel, units: Sequence[Unit], max_tokens: int, embeddings: Holder | None = None
+) -> ModelSizes:
     """What a model takes; its tensors may be on the meta device.
 
     Args:
         model: As it will be loaded.
         units: What can be streamed of each layer.
         max_tokens: In the context, and in the longest prompt.
+        embeddings: Those that may wait in host memory.
     """
+    waiting = None if embeddings is None else embeddings.get()
     inside = {id(tensor) for unit in units for tensor in unit.tensors().values()}
     everything = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     return ModelSizes(
@@ -53,6 +57,7 @@ def sizes_of(model: PreTrainedModel, units: Sequence[Unit], max_tokens: int) -> 
         other_bytes=sum(nbytes for key, nbytes in everything.items() if key not in inside),
         kv_bytes=max_tokens * kv_bytes_per_token(model.config, model.dtype),
         activation_bytes=activation_bytes(model.config, max_tokens, model.dtype),
+        embedding_bytes=0 if waiting is None else waiting.nbytes,
     )
 
 
@@ -72,7 +77,7 @@ def estimate_sizes(
 
     Args:
         config: Of a causal language model of transformers.
-        streaming: What is asked for; `residency_mode` and `max_tokens` are used.
+        streaming: What is asked for; `residency_mode`, `max_tokens` and `host_embeddings` are used.
         bits: Of the weights of decoder layers.
         group_size: Rows that share a scale and a zero.
         dtype: Of what is not quantized, of K/V and of activations.
@@ -98,7 +103,7 @@ def estimate_sizes(
         }
         swap_linears(model, AwqSettings(group_size=group_size, version="gemm", told={}), linears, "auto")
     units = find_units(model, layers, ffn_only=streaming.residency_mode == "ffn_only_stream")
-    return sizes_of(model, units, streaming.max_tokens)
+    return sizes_of(model, units, streaming.max_tokens, input_embeddings(model) if streaming.host_embeddings else None)
 
 
 def what_fits(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from kvboost_hf.offload.flat import FlatLayout
 
@@ -75,6 +76,18 @@ def find_units(model: nn.Module, layers: Sequence[nn.Module], *, ffn_only: bool)
     """
     shared = shared_tensors(model, layers)
     return [_unit(layer, shared, ffn_only) for layer in layers]
+
+
+def input_embeddings(model: PreTrainedModel) -> Holder | None:
+    """Where the input embeddings are; None if they are also the head, or no plain table."""
+    module = model.get_input_embeddings()
+    if not isinstance(module, nn.Embedding):
+        return None
+    tied = shared_tensors(model, [module])
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if id(module.weight) in tied or getattr(head, "weight", None) is module.weight:
+        return None
+    return Holder(module, "weight")
 
 
 def persistent_holders(module: nn.Module) -> Iterator[tuple[str, Holder]]:

@@ -25,6 +25,7 @@ from kvboost_hf import (
     load_streamed,
     stop_streaming,
     stream_layers,
+    streaming_plan,
     streaming_stats,
     with_streaming,
 )
@@ -385,3 +386,35 @@ def test_one_memory() -> None:
     assert streaming_stats(model) is None
     plain = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR)
     assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_in_host_memory(tied: bool) -> None:
+    """They leave the device where layers do, unless they are also the head."""
+    plain = make_layers(LAYERS)
+    plain.config.tie_word_embeddings = tied
+    if tied:
+        plain.lm_head.weight = plain.model.embed_tokens.weight
+    wanted, before = outputs(plain), plain.model.embed_tokens.weight
+    with use_backend(PoisoningBackend):
+        stream_layers(plain, FULL_STREAM, device="cpu")
+    plan = streaming_plan(plain)
+    assert plan is not None
+    assert plan.host_embeddings is not tied
+    assert (plain.model.embed_tokens.weight is before) is tied
+    assert plan.sizes.embedding_bytes == (0 if tied else before.nbytes)
+    assert all_equal(outputs(plain), wanted)
+
+
+def test_embeddings_that_cannot_be_mapped_stay(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(flat: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not pinned")
+
+    monkeypatch.setattr("kvboost_hf.offload.build.make_mapping", lambda device: refuse)
+    model = make_layers(LAYERS)
+    with use_backend(PoisoningBackend):
+        stream_layers(model, FULL_STREAM, device="cpu")
+    assert "stay on cpu" in caplog.text
+    assert all_equal(outputs(model), outputs(make_layers(LAYERS)))

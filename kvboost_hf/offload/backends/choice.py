@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -36,6 +37,17 @@ def make_backend(device: torch.device) -> Backend:
     from kvboost_hf.offload.backends.threaded import ThreadedBackend
 
     return ThreadedBackend(device)
+
+
+def make_mapping(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes pinned host memory a tensor of a device; None where the device cannot read it where it is."""
+    if _factories:
+        return lambda flat: flat
+    if device.type != "cuda":
+        return None
+    from kvboost_hf.offload.backends.mapped import can_map, map_to_cuda
+
+    return partial(map_to_cuda, device=device) if can_map(device) else None
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -1,0 +1,53 @@
+"""Host memory that a GPU reads where it is: for what is read a few rows at a time."""
+
+import logging
+from typing import Any
+
+import torch
+
+from kvboost_hf.offload.host import HostMemory, cuda_pinning
+
+_log = logging.getLogger(__name__)
+
+
+class _Described:
+    """Memory as CUDA libraries tell each other of it."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat  # lives as long as the tensor that is made of this
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "data": (flat.data_ptr(), False),
+            "shape": (flat.numel(),),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def map_to_cuda(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same bytes as a tensor of the device, without a copy.
+
+    Args:
+        flat: uint8 [nbytes], in pinned memory.
+        device: A CUDA device. It reads the bytes over the link, each time anew.
+
+    Raises:
+        RuntimeError: they are not in pinned memory.
+    """
+    with torch.cuda.device(device), torch.inference_mode(False):
+        return torch.as_tensor(_Described(flat), device=device)
+
+
+def can_map(device: torch.device) -> bool:
+    """Whether a device reads host memory where it is; found out by reading some."""
+    try:
+        flat = HostMemory(4096, cuda_pinning(device)).allocate(4096)
+        flat.copy_(torch.arange(4096) % 251)
+        rows = map_to_cuda(flat, device).view(torch.float16).view(64, 32)
+        chosen = torch.tensor([3, 60, 3])
+        found = torch.nn.functional.embedding(chosen.to(device), rows)
+        same = torch.equal(found.cpu().view(torch.int16), flat.view(torch.int16).view(64, 32)[chosen])
+    except (RuntimeError, TypeError, ValueError) as error:
+        _log.info("%s does not read host memory where it is: %s", device, error)
+        return False
+    return same
