@@ -197,6 +197,8 @@ class StreamingConfig:
         disk_folder: A folder for those files; without `host_budget`, for all streamed layers. Files of the same
             checkpoint are used again.
         max_tokens: Tokens in the context, of all sequences together, that a budget makes room for.
+        prefill_chunk_size: The most tokens of one forward that a budget makes room for, as you pass it to
+            `generate()`; None for a prompt of `max_tokens` at once.
         reserved: What else a budget leaves free on the device, such as a draft model, as `vram_budget` is told.
 
     Raises:
@@ -215,6 +217,7 @@ class StreamingConfig:
     host_budget: int | str | None = None
     disk_folder: str | None = None
     max_tokens: int = 4096
+    prefill_chunk_size: int | None = None
     reserved: int | str = 0
 
     def __post_init__(self) -> None:
@@ -227,6 +230,8 @@ class StreamingConfig:
         _require_choice("quant_kernel", self.quant_kernel, get_args(QuantKernel))
         _require_count("n_staging_slots", self.n_staging_slots, least=2)
         _require_count("max_tokens", self.max_tokens, least=1)
+        if self.prefill_chunk_size is not None:
+            _require_count("prefill_chunk_size", self.prefill_chunk_size, least=1)
         for name in ("keep_first_k", "keep_last_k"):
             kept = getattr(self, name)
             if kept is None:
@@ -251,6 +256,11 @@ class StreamingConfig:
                 f"`host_budget` must be None without a `disk_folder` for what does not fit, got {self.host_budget!r}. "
                 "Pass a folder."
             )
+
+    @property
+    def forward_tokens(self) -> int:
+        """The most tokens of one forward."""
+        return min(self.max_tokens, self.prefill_chunk_size or self.max_tokens)
 
     @property
     def vram_bytes(self) -> int | None:

@@ -55,7 +55,7 @@ class StreamBuilder:
         self.layouts = [unit.layout() for unit in self.units]
         self._mapping = make_mapping(device) if config.host_embeddings and config.pin_memory else None
         self._embeddings = None if self._mapping is None else input_embeddings(model)
-        sizes = sizes_of(model, self.units, config.max_tokens, self._embeddings)
+        sizes = sizes_of(model, self.units, config, self._embeddings)
         self.plan = plan_residency(sizes, config, free_bytes=free_bytes(device))
         for note in self.plan.notes:
             logger.warning(note)

@@ -219,5 +219,6 @@ def _too_small(least: ResidencyPlan, limit: int) -> str:
     parts = ", ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in least._on_device().items() if nbytes)
     return (
         f"The budget of the device must be at least {need} bytes ({math.ceil(need / 1e7) / 100:.2f} GB) for this "
-        f"model, got {limit}: {parts}. Raise `vram_budget`, or lower `max_tokens`, `reserved` or `n_staging_slots`."
+        f"model, got {limit}: {parts}. Raise `vram_budget`, or lower `max_tokens`, "
+        "`prefill_chunk_size`, `reserved` or `n_staging_slots`."
     )

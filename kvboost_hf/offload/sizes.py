@@ -39,14 +39,14 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) 
 
 
 def sizes_of(
-    model: PreTrainedModel, units: Sequence[Unit], max_tokens: int, embeddings: Holder | None = None
+    model: PreTrainedModel, units: Sequence[Unit], streaming: StreamingConfig, embeddings: Holder | None = None
 ) -> ModelSizes:
     """What a model takes; its tensors may be on the meta device.
 
     Args:
         model: As it will be loaded.
         units: What can be streamed of each layer.
-        max_tokens: In the context, and in the longest prompt.
+        streaming: Says how many tokens there are to be, in the context and in one forward.
         embeddings: Those that may wait in host memory.
     """
     waiting = None if embeddings is None else embeddings.get()
@@ -55,8 +55,8 @@ def sizes_of(
     return ModelSizes(
         layer_bytes=tuple(unit.layout().nbytes for unit in units),
         other_bytes=sum(nbytes for key, nbytes in everything.items() if key not in inside),
-        kv_bytes=max_tokens * kv_bytes_per_token(model.config, model.dtype),
-        activation_bytes=activation_bytes(model.config, max_tokens, model.dtype),
+        kv_bytes=streaming.max_tokens * kv_bytes_per_token(model.config, model.dtype),
+        activation_bytes=activation_bytes(model.config, streaming.forward_tokens, model.dtype),
         embedding_bytes=0 if waiting is None else waiting.nbytes,
     )
 
@@ -77,7 +77,7 @@ def estimate_sizes(
 
     Args:
         config: Of a causal language model of transformers.
-        streaming: What is asked for; `residency_mode`, `max_tokens` and `host_embeddings` are used.
+        streaming: What is asked for; the mode, the tokens and `host_embeddings` count.
         bits: Of the weights of decoder layers.
         group_size: Rows that share a scale and a zero.
         dtype: Of what is not quantized, of K/V and of activations.
@@ -103,7 +103,7 @@ def estimate_sizes(
         }
         swap_linears(model, AwqSettings(group_size=group_size, version="gemm", told={}), linears, "auto")
     units = find_units(model, layers, ffn_only=streaming.residency_mode == "ffn_only_stream")
-    return sizes_of(model, units, streaming.max_tokens, input_embeddings(model) if streaming.host_embeddings else None)
+    return sizes_of(model, units, streaming, input_embeddings(model) if streaming.host_embeddings else None)
 
 
 def what_fits(

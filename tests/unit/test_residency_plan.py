@@ -82,7 +82,7 @@ def test_a_budget_that_is_too_small() -> None:
     with pytest.raises(ValueError, match=r"must be at least 290 bytes \(0\.01 GB\)") as caught:
         plan(vram_budget=289)
     assert "got 289: 2 slots 0.00 GB, embeddings, norms, head 0.00 GB, K/V" in str(caught.value)
-    assert "`max_tokens`, `reserved` or `n_staging_slots`" in str(caught.value)
+    assert "`max_tokens`, `prefill_chunk_size`, `reserved` or `n_staging_slots`" in str(caught.value)
     assert plan(vram_budget=290).resident == ()
 
 

@@ -54,6 +54,7 @@ def test_takes(arguments: dict[str, Any]) -> None:
         ({"n_staging_slots": 1}, "`n_staging_slots` must be 2 or more, got 1."),
         ({"n_staging_slots": 2.0}, "`n_staging_slots` must be an int, got 2.0."),
         ({"max_tokens": 0}, "`max_tokens` must be 1 or more, got 0."),
+        ({"prefill_chunk_size": 0}, "`prefill_chunk_size` must be 1 or more, got 0."),
         ({"max_tokens": True}, "`max_tokens` must be an int, got True."),
         ({"keep_first_k": -1}, "`keep_first_k` must be 0 or more, got -1."),
         ({"keep_last_k": "2"}, "`keep_last_k` must be an int, got '2'."),

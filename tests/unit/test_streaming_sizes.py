@@ -131,6 +131,9 @@ def test_what_fits() -> None:
     assert 0 < len(found.resident) < 8
     assert found.device_bytes <= 50 * 10**6 < found.device_bytes + found.slot_bytes
     assert len(what_fits(config, "50MB", streaming=StreamingConfig(max_tokens=1000)).resident) < len(found.resident)
+    in_pieces = what_fits(config, "50MB", streaming=StreamingConfig(max_tokens=500, prefill_chunk_size=100))
+    assert in_pieces.sizes.kv_bytes == found.sizes.kv_bytes
+    assert in_pieces.sizes.activation_bytes < found.sizes.activation_bytes / 3
     assert what_fits(config, "1GB").n_slots == 0
     with pytest.raises(ValueError, match="at least"):
         what_fits(config, "50MB", bits=16)
