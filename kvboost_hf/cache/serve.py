@@ -338,7 +338,7 @@ class ServingCache(BlendingCache):
             and not prompt.media.any()  # where images are cut, the plan is not yet the last one
             and self._static is None
             and "forward" not in model.__dict__
-            and not getattr(model, "hf_device_map", None)
+            and not any("_hf_hook" in module.__dict__ for module in model.modules())  # whose weights come and go
             and not self._pieces(model, plan, inputs, limit)
             and can_overlap(self._layers, plan)
         )

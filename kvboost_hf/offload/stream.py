@@ -120,7 +120,16 @@ class LayerStream:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, number: int) -> None:
-        """The unit has run: its slot is free for the next one."""
+        """The unit has run: its slot is free for the next one.
+
+        Raises:
+            StreamingError: another forward of the model, within this one, has taken the slot meanwhile.
+        """
+        if not self._ring.holds(number):
+            raise StreamingError(
+                f"A streamed {type(self._units[number].module).__name__} has lost its weights while it ran: something "
+                "in it has called the model. Call stop_streaming(model) first."
+            )
         self.backend.release(self._ring.slot(number))
         self._send(self._ring.missing(number + 1))
 

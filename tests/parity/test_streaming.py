@@ -418,3 +418,42 @@ def test_embeddings_that_cannot_be_mapped_stay(
         stream_layers(model, FULL_STREAM, device="cpu")
     assert "stay on cpu" in caplog.text
     assert all_equal(outputs(model), outputs(make_layers(LAYERS)))
+
+
+def test_a_forward_within_a_layer_is_refused() -> None:
+    """It would leave the layer with the weights of another one."""
+    model = make_layers(LAYERS)
+    stream_except(model, ())
+    layer, inner = model.model.layers[3], [True]
+
+    def again(*_: Any) -> None:
+        if inner.pop():
+            model(input_ids=IDS[:, :4])
+
+    hook = layer.self_attn.register_forward_hook(again)
+    inner.append(False)
+    inner.reverse()
+    with torch.no_grad(), pytest.raises(StreamingError, match="lost its weights while it ran"):
+        model(input_ids=IDS)
+    hook.remove()
+    assert all_equal(outputs(model), outputs(make_layers(LAYERS)))
+
+
+def test_damage_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K/V is checked before the forward, not beside it: what is damaged takes a forward of its own."""
+    monkeypatch.setattr("kvboost_hf.cache.loading._MIN_BYTES", 0)
+    model = make_layers(LAYERS)
+    stream_except(model, ())
+    told = {**as_inputs(IDS), "max_new_tokens": 4}
+    wanted = model.generate(**told)
+    for damaged in (False, True):
+        with closing(ChunkStore(model, chunk_size=16, tiers=["ram:1GB", f"disk:{tmp_path}:1GB"])) as store:
+            cache = ChunkReuseCache(model, store)
+            assert torch.equal(model.generate(**told, past_key_values=cache), wanted)
+            assert cache.report.reused_tokens <= (16 if damaged else 0)
+        blobs = sorted(tmp_path.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+        assert blobs
+        for blob in blobs:
+            content = bytearray(blob.read_bytes())
+            content[-9] ^= 1
+            blob.write_bytes(content)
