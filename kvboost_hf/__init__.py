@@ -22,6 +22,7 @@ from kvboost_hf.offload.hook import LayerStreamingHook
 from kvboost_hf.offload.load import load_streamed
 from kvboost_hf.offload.plan import ResidencyPlan
 from kvboost_hf.offload.quantizer import with_streaming
+from kvboost_hf.offload.sizes import what_fits
 from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 
@@ -56,6 +57,7 @@ __all__ = [
     "streaming_plan",
     "streaming_stats",
     "verify_correctness",
+    "what_fits",
     "with_streaming",
 ]
 

@@ -138,6 +138,10 @@ class Checkpoint:
             found, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
         missing = [name for name in part if name in found.missing_keys]
         wrong = [(name, *shapes) for name, *shapes in found.mismatched_keys if name in part]
+        for name, holder in part.items():  # transformers 5.17 tells of none, and puts it in place
+            tensor = holder.get()
+            if tensor is not None and tensor.shape != self._meta[name].shape:
+                wrong.append((name, tensor.shape, self._meta[name].shape))
         if missing or wrong or found.conversion_errors:
             raise ValueError(_complaint(missing, wrong, found.conversion_errors))
 

@@ -1,11 +1,12 @@
 """The hook of accelerate by which a layer is streamed."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.hooks import ModelHook
 from torch import nn
 
+from kvboost_hf.errors import StreamingError
 from kvboost_hf.offload.stream import LayerStream
 
 
@@ -36,8 +37,11 @@ class LayerStreamingHook(ModelHook):  # type: ignore[misc]
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Give the slot to the next one."""
+        """Give the slot to the next one. A gradient that comes back is refused: it would meet other weights."""
         self.stream.leave(self.number)
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(_refuse_gradient)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -54,3 +58,10 @@ class LayerStreamingHook(ModelHook):  # type: ignore[misc]
     def files_at_rest(self) -> tuple[str, ...]:
         """The file with the weights, if they are in one."""
         return self.stream.files_at_rest(self.number)
+
+
+def _refuse_gradient(_: torch.Tensor) -> NoReturn:
+    raise StreamingError(
+        "Gradients cannot pass through streamed layers, whose weights are gone by then. Call stop_streaming(model) to "
+        "train."
+    )
