@@ -41,7 +41,7 @@ class LayerStreamingHook(ModelHook):  # type: ignore[misc]
         self.stream.leave(self.number)
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(_refuse_gradient)
+                tensor.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:

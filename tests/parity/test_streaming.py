@@ -296,7 +296,9 @@ def test_what_needs_the_weights_in_place_is_refused() -> None:
         copy.deepcopy(model)
     with pytest.raises(StreamingError, match="has hooks"):
         stream_layers(model, FULL_STREAM)
-    logits = model(input_ids=IDS).logits  # as somebody calls it who does not think of gradients
+    model(input_ids=IDS).logits.sum().backward()  # reaches the head
+    embeddings = model.get_input_embeddings()(IDS).requires_grad_()
+    logits = model(inputs_embeds=embeddings).logits
     with pytest.raises(StreamingError, match="Gradients cannot pass"):
         logits.sum().backward()
     model.half()
