@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.compat import decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.awq.experts import EXPERT_PARTS, are_stacked
 from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
 from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings
@@ -71,9 +72,9 @@ def estimate_sizes(
 ) -> ModelSizes:
     """What a model takes, without its weights.
 
-    With 4 bits the linear layers of decoder layers are counted as AWQ checkpoints hold them: words, zeros and scales,
-    0.5195 bytes a weight at a group size of 128. All else is counted in `dtype`: embeddings, head, norms, biases, and
-    experts whose weights are stacked in one parameter.
+    With 4 bits the linear layers and experts of decoder layers are counted as AWQ checkpoints hold them: words, zeros
+    and scales, 0.5195 bytes a weight at a group size of 128. All else is counted in `dtype`: embeddings, head, norms,
+    biases.
 
     Args:
         config: Of a causal language model of transformers.
@@ -101,7 +102,12 @@ def estimate_sizes(
             and module.in_features % group_size == 0
             and module.out_features % WORD == 0
         }
-        swap_linears(model, AwqSettings(group_size=group_size, version="gemm", told={}), linears, "auto")
+        experts = {
+            f"{name}.0.{EXPERT_PARTS[0][0]}"
+            for name, module in model.named_modules()
+            if id(module) in inside and are_stacked(module)
+        }
+        swap_linears(model, AwqSettings(group_size=group_size, version="gemm", told={}), linears | experts, "auto")
     units = find_units(model, layers, ffn_only=streaming.residency_mode == "ffn_only_stream")
     return sizes_of(model, units, streaming, input_embeddings(model) if streaming.host_embeddings else None)
 

@@ -19,12 +19,22 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, StreamingConfig, load_streamed, streaming_stats, with_streaming
+from kvboost_hf import (
+    ChunkReuseCache,
+    ChunkStore,
+    StreamingConfig,
+    load_streamed,
+    streaming_plan,
+    streaming_stats,
+    with_streaming,
+)
 from kvboost_hf.attention import kernel_calls
+from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
 from kvboost_hf.offload.awq.layout import dequantize
 from kvboost_hf.offload.awq.write import quantize, quantize_awq
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
+from kvboost_hf.offload.sizes import estimate_sizes
 from tests.conftest import as_inputs, random_ids
 from tests.streaming import FULL_STREAM
 
@@ -220,3 +230,28 @@ def test_experts(make: Any, parts: tuple[str, str, str], prefix: str, tmp_path: 
         torch.testing.assert_close(model(input_ids=IDS).logits, wanted(input_ids=IDS).logits, atol=2e-4, rtol=2e-4)
     told = {**as_inputs(IDS), "max_new_tokens": 6}
     assert torch.equal(model.generate(**told), wanted.generate(**told))
+    plan = streaming_plan(model)
+    assert plan is not None
+    estimated = estimate_sizes(make().config, FULL_STREAM, group_size=32, dtype=torch.float32)
+    assert estimated.layer_bytes == plan.sizes.layer_bytes
+
+
+def test_experts_that_no_token_needs() -> None:
+    """One token, experts named twice, and a number that stands for none."""
+    experts = qwen3_moe().model.layers[0].mlp.experts
+    weights = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    with torch.device("meta"):
+        stacked = qwen3_moe().model.layers[0].mlp.experts
+    ours = AwqExperts(stacked, EXPERT_PARTS[0], lambda rows, columns: torch.nn.Linear(rows, columns, bias=False))
+    ours = ours.to_empty(device="cpu")
+    for number in range(6):
+        expert = ours.get_submodule(str(number))
+        gate, up = weights["gate_up_proj"][number].chunk(2)
+        expert.gate_proj.weight.data, expert.up_proj.weight.data = gate.clone(), up.clone()
+        expert.down_proj.weight.data = weights["down_proj"][number].clone()
+    for index in ([[0, 5]], [[2, 2]], [[6, 1]], [[6, 6]], [[1, 2], [2, 3], [5, 6]]):
+        chosen = torch.tensor(index)
+        hidden, shares = torch.randn(len(index), 128), torch.rand(chosen.shape)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(hidden, chosen, shares), experts(hidden, chosen, shares))
+    assert ours(torch.randn(0, 128), torch.zeros(0, 2, dtype=torch.long), torch.rand(0, 2)).shape == (0, 128)

@@ -24,7 +24,7 @@ class AwqExperts(nn.Module):
 
     def __init__(self, stacked: Any, parts: tuple[str, str, str], make: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
-        if not _is_plain(stacked):
+        if not are_stacked(stacked):
             raise ValueError(
                 f"Experts on AWQ weights must have a gate and no biases, as those of Qwen3-MoE and Mixtral; "
                 f"{type(stacked).__name__} is of another kind. Use a checkpoint that is not quantized."
@@ -64,7 +64,8 @@ class AwqExperts(nn.Module):
         return total
 
 
-def _is_plain(stacked: Any) -> bool:
+def are_stacked(stacked: Any) -> bool:
+    """Whether a module holds the experts of a layer in the way that `AwqExperts` knows."""
     has = [getattr(stacked, name, None) for name in ("gate_up_proj", "down_proj")]
     if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 3 for tensor in has):
         return False
