@@ -20,8 +20,11 @@ from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compatibility import check_model_compatibility
+from kvboost_hf.config import StreamingConfig
 from kvboost_hf.contents import as_json, as_tables, contents
 from kvboost_hf.errors import KVBoostError
+from kvboost_hf.offload.awq.swap import AwqSettings
+from kvboost_hf.offload.sizes import what_fits
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import validate_turboquant, verify_correctness
 from kvboost_hf.verify.turboquant import CODECS
@@ -87,6 +90,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(run=_verify)
 
+    fits = commands.add_parser("fits", help="say what of a model stays on a device, and how fast the rest can come")
+    fits.add_argument("--model", required=True, help="a hub name or a folder; only its configuration is read")
+    fits.add_argument("--vram-budget", required=True, metavar="SIZE", help="of the device, such as 8GB or 7.5GiB")
+    fits.add_argument("--bits", type=int, choices=(4, 16), help="of weights (default: those of the checkpoint)")
+    fits.add_argument("--max-tokens", type=_positive, default=4096, help="in the context (default: 4096)")
+    fits.add_argument("--prefill-chunk-size", type=_positive, metavar="TOKENS", help="in one forward (default: all)")
+    fits.set_defaults(run=_fits)
+
     warm = commands.add_parser("warm", help="compute K/V of files ahead of the first request, and keep it")
     _add_model_options(warm)
     warm.add_argument("files", type=Path, nargs="+", metavar="FILE", help="texts; each is the start of prompts")
@@ -141,6 +152,25 @@ def _check(options: argparse.Namespace) -> int:
         found = check_model_compatibility(model, strict=False)
     sys.stdout.write(f"{name}: {found}\n")
     return 0 if found.exact else 1
+
+
+def _fits(options: argparse.Namespace) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(options.model)
+    told = getattr(config, "quantization_config", None)
+    awq = None if told is None else AwqSettings.of(told)
+    streaming = StreamingConfig(max_tokens=options.max_tokens, prefill_chunk_size=options.prefill_chunk_size)
+    plan = what_fits(
+        config,
+        options.vram_budget,
+        streaming=streaming,
+        bits=options.bits or (16 if awq is None else 4),
+        group_size=128 if awq is None else awq.group_size,
+        dtype=config.dtype or torch.float16,
+    )
+    sys.stdout.write(f"{plan}\n")
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:

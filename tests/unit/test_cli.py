@@ -111,3 +111,12 @@ def test_check_of_a_model_that_cannot_reuse(tmp_path: Path, capsys: pytest.Captu
         (tmp_path / file.name).write_bytes(file.read_bytes())
     assert main(["check", "--model", str(tmp_path)]) == 1
     assert "exact reuse: no, it is not causal" in capsys.readouterr().out
+
+
+def test_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """What stays of a model whose weights are not there."""
+    asked = ["fits", "--model", str(EMBEDDED_MODEL_DIR), "--max-tokens", "100"]
+    assert main([*asked, "--vram-budget", "1GB"]) == 0
+    assert "4 resident layers" in capsys.readouterr().out
+    assert main([*asked, "--vram-budget", "1KB"]) == 2
+    assert "must be at least" in capsys.readouterr().err
