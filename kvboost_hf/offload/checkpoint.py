@@ -54,6 +54,7 @@ class Checkpoint:
         self._parts: list[dict[str, Holder]] = []  # of each layer, by full name
         self._meta: dict[str, torch.Tensor] = {}
         self._keys: list[list[str]] = []  # of each layer, names in the files
+        self._prefixes: list[str] = []  # of each layer, what its full names begin with
 
     def quantized(self) -> set[str]:
         """Names of the modules whose weights are AWQ's."""
@@ -75,7 +76,7 @@ class Checkpoint:
         model = self._model
         modules = {id(module): name for name, module in model.named_modules()}
         shared = shared_tensors(model, layers)
-        prefixes = [f"{modules[id(layer)]}." for layer in layers]
+        self._prefixes = prefixes = [f"{modules[id(layer)]}." for layer in layers]
         for prefix, layer in zip(prefixes, layers, strict=True):
             self._parts.append(
                 {prefix + name: holder for name, holder in persistent_holders(layer) if _is_own(holder, shared)}
@@ -100,26 +101,34 @@ class Checkpoint:
             f"^({ignored})$",
         }
 
-    def put_back(self, number: int) -> set[int]:
-        """Give a layer its tensors back, on the meta device; returns their ids."""
+    def put_back(self, number: int, streamed: Sequence[str]) -> bool:
+        """Give a layer its tensors back, on the meta device.
+
+        Args:
+            number: Of the layer.
+            streamed: What names of streamed tensors in the layer begin with.
+
+        Returns:
+            Whether it has others.
+        """
         for name, holder in self._parts[number].items():
             holder.put(self._meta[name])
-        return {id(holder.get()) for holder in self._parts[number].values()}
+        return len(self._streamed(number, streamed)) < len(self._parts[number])
 
-    def load(self, number: int, device: torch.device, on_host: set[int]) -> None:
+    def load(self, number: int, device: torch.device, streamed: Sequence[str]) -> None:
         """Load the tensors of a layer.
 
         Args:
             number: Of the layer, whose tensors have been put back.
             device: Where to.
-            on_host: Ids of the tensors that go to host memory instead.
+            streamed: What names of tensors begin with that go to host memory instead.
 
         Raises:
             ValueError: some are missing in the files, or have other shapes.
         """
         part = self._parts[number]
         model = self._model
-        to_host = {name: torch.device("cpu") for name, holder in part.items() if id(holder.get()) in on_host}
+        to_host = dict.fromkeys(self._streamed(number, streamed), torch.device("cpu"))
         settings = LoadStateDictConfig(
             device_map={"": device, **to_host},
             dtype=model.dtype,
@@ -144,6 +153,10 @@ class Checkpoint:
                 wrong.append((name, tensor.shape, self._meta[name].shape))
         if missing or wrong or found.conversion_errors:
             raise ValueError(_complaint(missing, wrong, found.conversion_errors))
+
+    def _streamed(self, number: int, streamed: Sequence[str]) -> list[str]:
+        starts = tuple(self._prefixes[number] + start for start in streamed)
+        return [name for name in self._parts[number] if name.startswith(starts)]
 
     def _assign(self, prefixes: Sequence[str]) -> list[list[str]]:
         """Which names of the files belong to which layer."""

@@ -17,8 +17,7 @@ from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.awq.linear import AwqLinear
-from kvboost_hf.offload.awq.swap import AwqSettings, expect_version, swap_linears
+from kvboost_hf.offload.awq.swap import AwqSettings, expect_version, swap_linears, to_gemm
 from kvboost_hf.offload.build import StreamBuilder, default_device
 from kvboost_hf.offload.checkpoint import Checkpoint
 
@@ -129,14 +128,11 @@ class LayerStreamingQuantizer(HfQuantizer):
         builder, checkpoint = self._builder, self._checkpoint
         with torch.inference_mode(False), torch.no_grad():
             for number, unit in enumerate(tqdm(builder.units, desc="Loading layers")):
-                put_back = checkpoint.put_back(number)
-                streamed = builder.is_streamed(number)
-                of_unit = {id(tensor) for tensor in unit.tensors().values()} if streamed else set()
-                if put_back - of_unit or not builder.has_file(number):
-                    checkpoint.load(number, self._device, of_unit)
-                for module in unit.layer.modules():
-                    if isinstance(module, AwqLinear):
-                        module.to_gemm_()
+                streamed = unit.prefixes if builder.is_streamed(number) else ()
+                staying = checkpoint.put_back(number, streamed)
+                if staying or not builder.has_file(number):
+                    checkpoint.load(number, self._device, streamed)
+                to_gemm(unit.layer)
                 if streamed:
                     builder.take(number)
             builder.finish()

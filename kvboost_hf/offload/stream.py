@@ -159,21 +159,24 @@ class LayerStream:
 
     def _at_rest(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a unit in host memory: those that are sent from, or as read from the file."""
+        return self._layouts[number].views(self._flat_at_rest(number))
+
+    def _flat_at_rest(self, number: int) -> torch.Tensor:
         source = self._sources[number]
-        flat = source.host
-        if flat is None:
-            flat = torch.empty(source.nbytes, dtype=torch.uint8)
-            source.read_into(flat, 0)
-        return self._layouts[number].views(flat)
+        if source.host is not None:
+            return source.host
+        flat = torch.empty(source.nbytes, dtype=torch.uint8)
+        source.read_into(flat, 0)
+        return flat
 
     def _saver(self, number: int) -> Any:
         def put_right(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             """state_dict() tells what the weights are, not what happens to be in the slot."""
-            at_rest = self._at_rest(number)
-            names = {address: name for name, (_, _, address) in zip(at_rest, self._bound[number], strict=True)}
-            for key, value in state.items():  # adapters may have renamed what is within the layer
-                if key.startswith(prefix) and isinstance(value, torch.Tensor) and value.data_ptr() in names:
-                    state[key] = at_rest[names[value.data_ptr()]]
+            at_rest, slot = self._flat_at_rest(number), self._slots[self._ring.slot(number)]
+            for key, value in state.items():  # names may be others than here, and tensors parts of those here
+                offset = value.data_ptr() - slot.data_ptr() if isinstance(value, torch.Tensor) else -1
+                if key.startswith(prefix) and 0 <= offset < at_rest.numel():
+                    state[key] = at_rest[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
 
         return put_right
 

@@ -49,11 +49,13 @@ class Unit:
         module: Before whose forward it has to be there.
         holders: Its tensors, by their names in `layer`.
         layer: The decoder layer that it is of.
+        prefixes: What these names begin with.
     """
 
     module: nn.Module
     holders: dict[str, Holder]
     layer: nn.Module
+    prefixes: tuple[str, ...]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors as they are now."""
@@ -110,7 +112,7 @@ def _unit(layer: nn.Module, shared: set[int], ffn_only: bool) -> Unit:
             _require_plain(tensor, name, layer)
             holders[f"{prefix}.{name}" if prefix else name] = holder
     module = next(iter(parts.values())) if len(parts) == 1 else layer
-    return Unit(module, holders, layer)
+    return Unit(module, holders, layer, tuple(f"{prefix}." if prefix else "" for prefix in parts))
 
 
 def _feed_forward(layer: nn.Module) -> dict[str, nn.Module]:

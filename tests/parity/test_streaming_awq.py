@@ -234,6 +234,11 @@ def test_experts(make: Any, parts: tuple[str, str, str], prefix: str, tmp_path: 
     assert plan is not None
     estimated = estimate_sizes(make().config, FULL_STREAM, group_size=32, dtype=torch.float32)
     assert estimated.layer_bytes == plan.sizes.layer_bytes
+    model.save_pretrained(tmp_path / "saved")
+    again = load_streamed(str(tmp_path / "saved"), device="cpu", dtype=torch.float32)
+    saved, state = again.state_dict(), model.state_dict()
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], state[name]) for name in state)
 
 
 def test_experts_that_no_token_needs() -> None:
@@ -243,13 +248,21 @@ def test_experts_that_no_token_needs() -> None:
     weights = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     with torch.device("meta"):
         stacked = qwen3_moe().model.layers[0].mlp.experts
-    ours = AwqExperts(stacked, EXPERT_PARTS[0], lambda rows, columns: torch.nn.Linear(rows, columns, bias=False))
-    ours = ours.to_empty(device="cpu")
+    ours = AwqExperts(stacked, EXPERT_PARTS[0], group_size=32, quant_kernel="auto")
+    ours.expect_("gemm")
     for number in range(6):
-        expert = ours.get_submodule(str(number))
         gate, up = weights["gate_up_proj"][number].chunk(2)
-        expert.gate_proj.weight.data, expert.up_proj.weight.data = gate.clone(), up.clone()
-        expert.down_proj.weight.data = weights["down_proj"][number].clone()
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": weights["down_proj"][number]}
+        for part, weight in parts.items():
+            packed = quantize(weight, group_size=32)
+            for name, tensor in packed._asdict().items():
+                ours.get_submodule(f"{number}.{part}").register_buffer(name, tensor)
+            weight.copy_(dequantize(*packed).T)
+        experts.gate_up_proj.data[number] = torch.cat([gate, up])
+        experts.down_proj.data[number] = weights["down_proj"][number]
+    ours.to_gemm_()
+    assert len(ours.state_dict()) == 6 * 3 * 3
+    assert len(list(ours.buffers())) == 3 * 3
     for index in ([[0, 5]], [[2, 2]], [[6, 1]], [[6, 6]], [[1, 2], [2, 3], [5, 6]]):
         chosen = torch.tensor(index)
         hidden, shares = torch.randn(len(index), 128), torch.rand(chosen.shape)

@@ -77,20 +77,16 @@ def swap_linears(model: nn.Module, settings: AwqSettings, quantized: set[str], k
             "those of another checkpoint."
         )
 
-    def make(in_features: int, out_features: int, bias: bool = False) -> AwqLinear:
-        with torch.device("meta"):
-            return AwqLinear(
-                in_features, out_features, bias=bias, group_size=settings.group_size, quant_kernel=kernel
-            ).eval()
-
+    given: Any = {"group_size": settings.group_size, "quant_kernel": kernel}
     modules = dict(model.named_modules())
     experts: dict[str, tuple[str, str, str]] = {}
     for name in sorted(quantized):
         parent, _, attribute = name.rpartition(".")
         linear = modules.get(name)
         if isinstance(linear, nn.Linear):
-            swapped = make(linear.in_features, linear.out_features, linear.bias is not None)
-            setattr(modules[parent], attribute, swapped)
+            with torch.device("meta"):
+                swapped = AwqLinear(linear.in_features, linear.out_features, bias=linear.bias is not None, **given)
+            setattr(modules[parent], attribute, swapped.eval())
             continue
         stacked, _, number = parent.rpartition(".")
         parts = next((parts for parts in EXPERT_PARTS if attribute in parts), None)
@@ -102,11 +98,18 @@ def swap_linears(model: nn.Module, settings: AwqSettings, quantized: set[str], k
         experts[stacked] = parts
     for name, parts in experts.items():
         parent, _, attribute = name.rpartition(".")
-        setattr(modules[parent], attribute, AwqExperts(modules[name], parts, make).eval())
+        setattr(modules[parent], attribute, AwqExperts(modules[name], parts, **given).eval())
 
 
 def expect_version(model: nn.Module, version: str) -> None:
-    """Have the linear layers take what a checkpoint has."""
-    for module in model.modules():
-        if isinstance(module, AwqLinear):
+    """Have linear layers and experts take what a checkpoint has."""
+    for module in list(model.modules()):
+        if isinstance(module, AwqLinear | AwqExperts):
             module.expect_(version)
+
+
+def to_gemm(layer: nn.Module) -> None:
+    """Have them multiply by what has been loaded."""
+    for module in list(layer.modules()):
+        if isinstance(module, AwqExperts) or (isinstance(module, AwqLinear) and module.version != "gemm"):
+            module.to_gemm_()
