@@ -79,13 +79,18 @@ class LayerStream:
         ]
 
     def unbind(self, number: int) -> None:
-        """Give a unit its tensors back, in host memory. The last one closes the backend."""
-        if self._bound.pop(number, None) is None:
+        """Give a unit its tensors back, in host memory. The last one closes the backend.
+
+        Raises:
+            OSError: its file cannot be read.
+        """
+        if number not in self._bound:
             return
-        unit = self._units[number]
+        unit, at_rest = self._units[number], self._at_rest(number)  # if its file is gone, all stays as it is
+        del self._bound[number]
         for handle in self._handles.pop(number):
             handle.remove()
-        for name, tensor in self._at_rest(number).items():
+        for name, tensor in at_rest.items():
             unit.holders[name].put(tensor)
         self._ring.leave(number)
         if not self._bound:

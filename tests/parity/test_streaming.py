@@ -6,6 +6,7 @@ import itertools
 import threading
 import weakref
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,19 @@ def test_what_needs_the_weights_in_place_is_refused() -> None:
     model.half()
     with pytest.raises(StreamingError, match="has been replaced"):
         model(input_ids=IDS)
+
+
+def test_a_file_that_is_gone_when_streaming_stops(expected: list[torch.Tensor], tmp_path: Path) -> None:
+    model = make_layers(LAYERS)
+    stream_layers(model, replace(FULL_STREAM, disk_folder=str(tmp_path)), device="cpu")
+    lost = (tmp_path / "layer-00002.bin").rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="layer-00002"):
+        stop_streaming(model)
+    lost.rename(tmp_path / "layer-00002.bin")
+    assert all_equal(outputs(model), expected)
+    stop_streaming(model)
+    assert streaming_stats(model) is None
+    assert all_equal(outputs(model), expected)
 
 
 def test_hooks_of_others_stay(expected: list[torch.Tensor]) -> None:
