@@ -149,8 +149,10 @@ class LayerStream:
 
     def _send(self, numbers: Sequence[int]) -> None:
         for number in numbers:
+            slot = self._ring.slot(number)
             self._ring.forget(number)
-            self.backend.issue(self._ring.slot(number), self._sources[number])
+            torch.autograd.graph.increment_version(self._slots[slot])  # a backward must not take it for the old
+            self.backend.issue(slot, self._sources[number])
             self._ring.sent(number)
 
     def _at_rest(self, number: int) -> dict[str, torch.Tensor]:

@@ -305,6 +305,16 @@ def test_what_needs_the_weights_in_place_is_refused() -> None:
         model(input_ids=IDS)
 
 
+def test_gradients_through_weights_that_are_gone_are_refused(tmp_path: Path) -> None:
+    """Files are read past PyTorch, which would not notice by itself."""
+    model = make_layers(LAYERS)
+    stream_layers(model, replace(FULL_STREAM, disk_folder=str(tmp_path)), device="cpu")
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds, use_cache=False).logits
+    with pytest.raises(RuntimeError, match="inplace"):
+        logits.sum().backward()
+
+
 def test_a_file_that_is_gone_when_streaming_stops(expected: list[torch.Tensor], tmp_path: Path) -> None:
     model = make_layers(LAYERS)
     stream_layers(model, replace(FULL_STREAM, disk_folder=str(tmp_path)), device="cpu")
