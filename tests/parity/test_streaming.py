@@ -1,6 +1,7 @@
 """Models with streamed layers say what they say with all their weights in place."""
 
 import copy
+import errno
 import gc
 import itertools
 import threading
@@ -30,6 +31,7 @@ from kvboost_hf import (
     with_streaming,
 )
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.offload import disk
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
@@ -326,6 +328,25 @@ def test_a_file_that_is_gone_when_streaming_stops(expected: list[torch.Tensor], 
     stop_streaming(model)
     assert streaming_stats(model) is None
     assert all_equal(outputs(model), expected)
+
+
+def test_a_full_disk_leaves_the_model_as_it_was(
+    expected: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, written = make_layers(LAYERS), []
+
+    def write(*args: Any) -> Any:
+        written.append(args)
+        if len(written) > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace_file(*args)
+
+    replace_file = disk._replace
+    monkeypatch.setattr(disk, "_replace", write)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            stream_layers(model, replace(FULL_STREAM, disk_folder=str(tmp_path)), device="cpu")
+        assert all_equal(outputs(model), expected)
 
 
 def test_hooks_of_others_stay(expected: list[torch.Tensor]) -> None:
