@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
 
 from kvboost_hf import (
@@ -347,6 +348,21 @@ def test_a_full_disk_leaves_the_model_as_it_was(
         with pytest.raises(OSError, match="No space left"):
             stream_layers(model, replace(FULL_STREAM, disk_folder=str(tmp_path)), device="cpu")
         assert all_equal(outputs(model), expected)
+
+
+def test_layers_that_are_the_same() -> None:
+    model = make_layers(4)
+    first, *others = model.model.layers
+    model.model.layers = nn.ModuleList([first, *others, first])
+    model.config.num_hidden_layers = 5
+    with torch.no_grad():
+        wanted = model(input_ids=IDS, use_cache=False).logits
+        with use_backend(PoisoningBackend):
+            stream_layers(model, FULL_STREAM, device="cpu")
+        stats = streaming_stats(model)
+        assert stats is not None
+        for _ in range(2):
+            assert torch.equal(model(input_ids=IDS, use_cache=False).logits, wanted)
 
 
 def test_hooks_of_others_stay(expected: list[torch.Tensor]) -> None:
