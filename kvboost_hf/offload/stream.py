@@ -1,7 +1,8 @@
 """Layers whose weights are elsewhere, and are brought into slots as their turn comes."""
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -51,11 +52,10 @@ class LayerStream:
         self._resting: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor | None]]] = {}
         self._calls = self._hits = 0
         self._closed = False
-        self._lock, self._inside = threading.RLock(), threading.local()
-        self._guards = [
-            owner.register_forward_pre_hook(self._begin),
-            owner.register_forward_hook(self._end, always_call=True),
-        ]
+        self._lock = threading.RLock()
+        self._running: int | None = None  # the unit between enter() and leave(), in the innermost forward
+        self._owner, self._replaced = owner, vars(owner).get("forward")
+        owner.forward = self._forward = self._one_at_a_time(owner.forward)
 
     def bind(self, number: int) -> None:
         """Make the tensors of a unit views into its slot.
@@ -95,8 +95,10 @@ class LayerStream:
         self._ring.leave(number)
         if not self._bound:
             self._closed = True
-            for guard in self._guards:
-                guard.remove()
+            if vars(self._owner).get("forward") is self._forward:  # else another has been put around it
+                del self._owner.forward
+                if self._replaced is not None:
+                    self._owner.forward = self._replaced
             self.backend.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -116,16 +118,13 @@ class LayerStream:
                 )
         self._calls += 1
         self._hits += self._ring.holds(number)
-        self._send(self._ring.missing(number))
-        try:
-            self.backend.wait(self._ring.slot(number))
-        except BaseException:
-            self._ring.forget(number)
-            raise
+        self._bring(number)
+        self._running = number
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, number: int) -> None:
         """The unit has run: its slot is free for the next one."""
+        self._running = None
         self.backend.release(self._ring.slot(number))
         self._send(self._ring.missing(number + 1))
 
@@ -147,6 +146,14 @@ class LayerStream:
             "time, or call stop_streaming(model) first."
         )
 
+    def _bring(self, number: int) -> None:
+        self._send(self._ring.missing(number))
+        try:
+            self.backend.wait(self._ring.slot(number))
+        except BaseException:
+            self._ring.forget(number)
+            raise
+
     def _send(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             slot = self._ring.slot(number)
@@ -154,6 +161,27 @@ class LayerStream:
             torch.autograd.graph.increment_version(self._slots[slot])  # a backward must not take it for the old
             self.backend.issue(slot, self._sources[number])
             self._ring.sent(number)
+
+    def _one_at_a_time(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that threads take turns in. A hook would not do: an interrupt is no Exception, and it misses that.
+
+        A cache may run the model in the middle of a layer, which gets its slot back before it goes on.
+        """
+
+        @functools.wraps(forward)
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                outer, self._running = self._running, None
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    self._running = outer
+                    if outer is not None:
+                        self._bring(outer)
+
+        locked.leaves_kv_alone = self._replaced is None  # type: ignore[attr-defined]  # read by the fingerprint
+        found: Callable[..., Any] = torch.compiler.disable(locked, recursive=False)  # type: ignore[no-untyped-call]
+        return found
 
     def _at_rest(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a unit in host memory: those that are sent from, or as read from the file."""
@@ -183,18 +211,6 @@ class LayerStream:
         """The file of a unit, if it is in one."""
         path = self._sources[number].path
         return () if path is None else (path,)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        self._lock.acquire()
-        self._inside.depth = getattr(self._inside, "depth", 0) + 1
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        depth = getattr(self._inside, "depth", 0)
-        if depth:  # 0 where another hook has failed before _begin
-            self._inside.depth = depth - 1
-            self._lock.release()
 
 
 def _address(holder: Holder) -> tuple[dict[str, Any], str, int]:

@@ -123,6 +123,40 @@ def _fail(*_: Any) -> None:
     raise _fail.error  # type: ignore[attr-defined]
 
 
+def test_an_interrupt_holds_no_other_thread_up(expected: list[torch.Tensor]) -> None:
+    model = make_layers(LAYERS)
+    stream_except(model, ())
+    broken = model.model.layers[2].mlp.register_forward_hook(_fail)
+    _fail.error = KeyboardInterrupt  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        outputs(model)
+    broken.remove()
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(all_equal(outputs(model), expected)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found == [True]
+
+
+@pytest.mark.parametrize("part", ["self_attn", "mlp"])
+def test_a_forward_in_the_middle_of_a_layer(expected: list[torch.Tensor], part: str) -> None:
+    """As of a cache that finds what it has loaded damaged, and computes it."""
+    model = make_layers(LAYERS)
+    stream_except(model, (1,))
+    nested: list[int] = []
+
+    def compute(*_: Any) -> None:
+        if not nested:
+            nested.append(1)
+            model(input_ids=IDS[:, :7], use_cache=False)
+            nested.clear()
+
+    for number in range(LAYERS):
+        before = getattr(model.model.layers[number], part).register_forward_pre_hook(compute)
+        assert all_equal(outputs(model), expected), number
+        before.remove()
+
+
 def test_early_exit() -> None:
     """A draft by the first layers of the same model: passes that end early, in between."""
     plain, model = make_layers(6), make_layers(6)
