@@ -53,6 +53,7 @@ class LayerStream:
         self._calls = self._hits = 0
         self._closed = False
         self._lock = threading.RLock()
+        self._forwards = 0  # of the owner that are under way, each but the first within another one
         self._running: int | None = None  # the unit between enter() and leave(), in the innermost forward
         self._owner, self._replaced = owner, vars(owner).get("forward")
         owner.forward = self._forward = self._one_at_a_time(owner.forward)
@@ -171,10 +172,12 @@ class LayerStream:
         @functools.wraps(forward)
         def locked(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
-                outer, self._running = self._running, None
+                outer, self._running = (self._running if self._forwards else None), None
+                self._forwards += 1
                 try:
                     return forward(*args, **kwargs)
                 finally:
+                    self._forwards -= 1
                     self._running = outer
                     if outer is not None:
                         self._bring(outer)
