@@ -107,9 +107,15 @@ class LayerStream:
         """The unit is about to run: what is computed from now on sees its weights.
 
         Raises:
-            StreamingError: its tensors are no longer those in the slot.
+            StreamingError: its tensors are no longer those in the slot, or would be read again by a backward.
             OSError: its file cannot be read.
         """
+        layer = self._units[number].layer
+        if layer.training and torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False):
+            raise StreamingError(
+                "Gradient checkpointing computes layers again in the backward, when the weights of streamed ones are "
+                "gone. Call gradient_checkpointing_disable() or stop_streaming(model) first."
+            )
         for tensors, name, address in self._bound[number]:
             tensor = tensors.get(name)
             if tensor is None or tensor.data_ptr() != address:

@@ -352,6 +352,17 @@ def test_gradients_through_weights_that_are_gone_are_refused(tmp_path: Path) -> 
         logits.sum().backward()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_are_not_computed_again_in_a_backward(expected: list[torch.Tensor], use_reentrant: bool) -> None:
+    model = make_layers(LAYERS)
+    stream_except(model, ())
+    model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    with pytest.raises(StreamingError, match="Gradient checkpointing"):
+        model(inputs_embeds=embeds, use_cache=False).logits.sum().backward()
+    assert all_equal(outputs(model.eval()), expected)
+
+
 def test_a_file_that_is_gone_when_streaming_stops(expected: list[torch.Tensor], tmp_path: Path) -> None:
     model = make_layers(LAYERS)
     stream_layers(model, replace(FULL_STREAM, disk_folder=str(tmp_path)), device="cpu")
