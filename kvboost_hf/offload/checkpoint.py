@@ -139,6 +139,10 @@ class Checkpoint:
             found, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
         missing = [name for name in part if name in found.missing_keys]
         wrong = [(name, *shapes) for name, *shapes in found.mismatched_keys if name in part]
+        for name, holder in part.items():  # before 5.23 transformers takes any shape where there is a quantizer
+            tensor, expected = holder.get(), self._meta[name].shape
+            if tensor is not None and tensor.shape != expected:
+                wrong.append((name, tensor.shape, expected))
         if missing or wrong or found.conversion_errors:
             raise ValueError(_complaint(missing, wrong, found.conversion_errors))
 
