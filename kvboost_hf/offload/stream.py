@@ -75,7 +75,7 @@ class LayerStream:
         kept = [None] * len(in_slot) if self._sources[number].host is None else self._at_rest(number).values()
         self._resting[number] = {id(tensor): (tensor, rest) for tensor, rest in zip(in_slot, kept, strict=True)}
         self._handles[number] = [
-            unit.layer.register_state_dict_post_hook(self._saver(number)),  # type: ignore[no-untyped-call]
+            unit.layer.register_state_dict_post_hook(functools.partial(self._put_right, number)),  # type: ignore[no-untyped-call]
             unit.layer.register_load_state_dict_pre_hook(_refuse_loading),  # type: ignore[no-untyped-call]
         ]
 
@@ -201,16 +201,13 @@ class LayerStream:
             source.read_into(flat, 0)
         return self._layouts[number].views(flat)
 
-    def _saver(self, number: int) -> Any:
-        def put_right(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-            """state_dict() tells what the weights are, not what happens to be in the slot."""
-            at_rest = self._at_rest(number)
-            names = {address: name for name, (_, _, address) in zip(at_rest, self._bound[number], strict=True)}
-            for key, value in state.items():  # adapters may have renamed what is within the layer
-                if key.startswith(prefix) and isinstance(value, torch.Tensor) and value.data_ptr() in names:
-                    state[key] = at_rest[names[value.data_ptr()]]
-
-        return put_right
+    def _put_right(self, number: int, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Have state_dict() tell what the weights are, not what happens to be in the slot."""
+        at_rest = self._at_rest(number)
+        names = {address: name for name, (_, _, address) in zip(at_rest, self._bound[number], strict=True)}
+        for key, value in state.items():  # adapters may have renamed what is within the layer
+            if key.startswith(prefix) and isinstance(value, torch.Tensor) and value.data_ptr() in names:
+                state[key] = at_rest[names[value.data_ptr()]]
 
     def weights_at_rest(self, number: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         """By the id of each tensor of a unit: it, and where its values are kept in host memory; None: in a file."""

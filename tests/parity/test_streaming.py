@@ -4,6 +4,7 @@ import copy
 import errno
 import gc
 import itertools
+import pickle
 import threading
 import weakref
 from contextlib import closing
@@ -331,6 +332,8 @@ def test_what_needs_the_weights_in_place_is_refused() -> None:
         model.load_state_dict(make_layers(LAYERS).state_dict())
     with pytest.raises(StreamingError, match="copied or pickled"):
         copy.deepcopy(model)
+    with pytest.raises(StreamingError, match="copied or pickled"):
+        pickle.dumps(model)
     with pytest.raises(StreamingError, match="has hooks"):
         stream_layers(model, FULL_STREAM)
     logits = model(input_ids=IDS).logits
