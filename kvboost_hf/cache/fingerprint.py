@@ -215,7 +215,8 @@ def _walk(model: nn.Module) -> _Found:
             hooks = [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values()]
             found.parts += [h for h in hooks if not _only_looks(h)]
         if "forward" in attributes and not getattr(hook, "leaves_kv_alone", False):  # replaced on the object
-            found.parts.append(attributes["forward"])
+            if not getattr(attributes["forward"], "leaves_kv_alone", False):
+                found.parts.append(attributes["forward"])
     found.parts += [getattr(kind, "forward", None) for kind in kinds]
     for weights in maps.values():
         for tensor in offloaded_tensors(weights):

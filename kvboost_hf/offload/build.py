@@ -112,6 +112,15 @@ class StreamBuilder:
             return
         self._embeddings.put(mapped)
 
+    def give_back(self) -> None:
+        """Undo what was taken: tensors whose bytes are in files come back into memory."""
+        for number, source in self._sources.items():
+            if source.host is None:
+                flat = torch.empty(source.nbytes, dtype=torch.uint8)
+                source.read_into(flat, 0)
+                for name, view in self.layouts[number].views(flat).items():
+                    self.units[number].holders[name].put(view)
+
     def _file(self, number: int) -> FileSource | None:
         return None if self._folder is None else self._folder.find(number, self.layouts[number])
 
@@ -155,6 +164,7 @@ def stream_layers(
     Raises:
         ValueError: the layers cannot be told apart or moved by copying bytes, or do not fit into the budget.
         StreamingError: they are streamed already, or accelerate moves them.
+        OSError: the disk is full, or cannot be written to; the model has its weights all the same.
 
     Example:
         >>> from kvboost_hf import StreamingConfig, stream_layers, streaming_stats
@@ -170,17 +180,21 @@ def stream_layers(
     where = default_device() if device is None else torch.device(device)
     with torch.inference_mode(False), torch.no_grad():
         builder = StreamBuilder(model, config, where)
-        for number in range(len(builder.units)):
-            if builder.is_streamed(number):
-                builder.take(number)
-        streamed = {
-            id(holder.get())
-            for number, unit in enumerate(builder.units)
-            if builder.is_streamed(number)
-            for holder in unit.holders.values()
-        }
-        _move(model, where, streamed)
-        builder.finish()
+        try:
+            for number in range(len(builder.units)):
+                if builder.is_streamed(number):
+                    builder.take(number)
+            streamed = {
+                id(holder.get())
+                for number, unit in enumerate(builder.units)
+                if builder.is_streamed(number)
+                for holder in unit.holders.values()
+            }
+            _move(model, where, streamed)
+            builder.finish()
+        except BaseException:
+            builder.give_back()
+            raise
     return model
 
 

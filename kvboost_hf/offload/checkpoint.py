@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    build_glob_alternation,
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
@@ -45,7 +46,8 @@ class Checkpoint:
                 f"Layers are streamed from safetensors files, got {wrong or files}. Save the model once with "
                 "save_pretrained(), which writes them."
             )
-        self._model, self._quantizer = model, quantizer
+        self._model, self._quantizer, self._dtype = model, quantizer, model.dtype
+        self._keep_dtypes()
         self._conversions = get_model_conversion_mapping(model, None, quantizer)
         self._files: dict[str, str] = {}  # name of a tensor -> path
         for path in files:
@@ -65,7 +67,7 @@ class Checkpoint:
 
     def identity(self) -> str:
         """Changes with the files and with what they are loaded as."""
-        digest = blake2b(str(self._model.dtype).encode(), digest_size=20)
+        digest = blake2b(str(self._dtype).encode(), digest_size=20)
         for path in sorted({os.path.realpath(path) for path in self._files.values()}):
             found = os.stat(path)
             digest.update(f"{path} {found.st_size} {found.st_mtime_ns};".encode())
@@ -95,10 +97,9 @@ class Checkpoint:
         # Of these names transformers need not warn.
         known = {*self._meta, *(key for keys in self._keys for key in keys)}
         known |= {name.removeprefix(f"{model.base_model_prefix}.") for name in self._meta}
-        ignored = "|".join(sorted(re.escape(name) for name in known))
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
-            f"^({ignored})$",
+            f"^{any_of(known)}$",
         }
 
     def put_back(self, number: int, streamed: Sequence[str]) -> bool:
@@ -131,8 +132,8 @@ class Checkpoint:
         to_host = dict.fromkeys(self._streamed(number, streamed), torch.device("cpu"))
         settings = LoadStateDictConfig(
             device_map={"": device, **to_host},
-            dtype=model.dtype,
-            dtype_plan=model._get_dtype_plan(model.dtype),
+            dtype=self._dtype,
+            dtype_plan=model._get_dtype_plan(self._dtype),
             hf_quantizer=self._quantizer,
             weight_mapping=self._conversions,  # type: ignore[arg-type]
         )
@@ -147,12 +148,23 @@ class Checkpoint:
             found, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
         missing = [name for name in part if name in found.missing_keys]
         wrong = [(name, *shapes) for name, *shapes in found.mismatched_keys if name in part]
-        for name, holder in part.items():  # transformers 5.17 tells of none, and puts it in place
-            tensor = holder.get()
-            if tensor is not None and tensor.shape != self._meta[name].shape:
-                wrong.append((name, tensor.shape, self._meta[name].shape))
+        for name, holder in part.items():  # before 5.23 transformers takes any shape where there is a quantizer
+            tensor, expected = holder.get(), self._meta[name].shape
+            if tensor is not None and tensor.shape != expected:
+                wrong.append((name, tensor.shape, expected))
         if missing or wrong or found.conversion_errors:
             raise ValueError(_complaint(missing, wrong, found.conversion_errors))
+
+    def _keep_dtypes(self) -> None:
+        """Give what stays in float32 that dtype already now, before room is made for it."""
+        plan = self._model._get_dtype_plan(self._dtype)
+        if not plan:
+            return
+        pattern, groups, _ = build_glob_alternation(list(plan))
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            found = pattern.search(name)
+            if found is not None and found.lastgroup is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(plan[groups[found.lastgroup]])
 
     def _streamed(self, number: int, streamed: Sequence[str]) -> list[str]:
         starts = tuple(self._prefixes[number] + start for start in streamed)
@@ -177,6 +189,21 @@ class Checkpoint:
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter) and merged]
         found: str = rename_source_key(key, renamings, converters, self._model.base_model_prefix, names)[0]
         return found
+
+
+def any_of(names: Iterable[str]) -> str:
+    """A pattern for these names and no others; what they begin with is tried once, as experts have 100,000 of them.
+
+    Example:
+        >>> any_of(["h.0.weight", "h.0.bias", "h.1.bias"])
+        '(?:h\\\\.(?:0\\\\.(?:bias|weight)|1\\\\.(?:bias)))'
+    """
+    rests: dict[str, list[str]] = {}  # by what comes first
+    for name in sorted(names):
+        first, dot, rest = name.partition(".")
+        rests.setdefault(first + dot, []).append(rest)
+    told = (re.escape(first) + (any_of(found) if first.endswith(".") else "") for first, found in rests.items())
+    return f"(?:{'|'.join(told)})"
 
 
 def _is_own(holder: Holder, shared: set[int]) -> bool:

@@ -51,6 +51,11 @@ def load_streamed(
             f"Weights are streamed as the checkpoint has them, got quantization_config="
             f"{type(kwargs['quantization_config']).__name__}. Leave it out, or load the model without streaming."
         )
+    if kwargs.get("output_loading_info"):
+        raise ValueError(
+            "load_streamed() returns the model alone, got output_loading_info=True. Call "
+            "from_pretrained(name, config=with_streaming(name, streaming), output_loading_info=True)."
+        )
     if device is not None:
         kwargs["device_map"] = {"": torch.device(device)}
     of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}

@@ -186,8 +186,12 @@ def _plan(sizes: ModelSizes, config: StreamingConfig, resident: Sequence[int], *
     layers = range(len(sizes.layer_bytes))
     streamed = [layer for layer in layers if layer not in set(resident)]
     notes: tuple[str, ...] = ()
+    if empty := [layer for layer in streamed if not sizes.layer_bytes[layer]]:
+        notes = (f"Layers {empty} stay: all of their weights are shared with others.",)
+        streamed = [layer for layer in streamed if layer not in empty]
+        resident = [layer for layer in layers if layer not in streamed]
     if 0 < len(streamed) <= config.n_staging_slots:
-        notes = (f"All layers stay: a slot for each of {len(streamed)} streamed ones would take as much memory.",)
+        notes += (f"All layers stay: a slot for each of {len(streamed)} streamed ones would take as much memory.",)
         resident, streamed = layers, []
     in_host = streamed
     if config.disk_folder is not None:

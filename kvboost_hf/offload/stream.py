@@ -1,7 +1,8 @@
 """Layers whose weights are elsewhere, and are brought into slots as their turn comes."""
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -51,11 +52,11 @@ class LayerStream:
         self._resting: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor | None]]] = {}
         self._calls = self._hits = 0
         self._closed = False
-        self._lock, self._inside = threading.RLock(), threading.local()
-        self._guards = [
-            owner.register_forward_pre_hook(self._begin),
-            owner.register_forward_hook(self._end, always_call=True),
-        ]
+        self._lock = threading.RLock()
+        self._forwards = 0  # of the owner that are under way, each but the first within another one
+        self._running: int | None = None  # the unit between enter() and leave(), in the innermost forward
+        self._owner, self._replaced = owner, vars(owner).get("forward")
+        owner.forward = self._forward = self._one_at_a_time(owner.forward)
 
     def bind(self, number: int) -> None:
         """Make the tensors of a unit views into its slot.
@@ -74,24 +75,31 @@ class LayerStream:
         kept = [None] * len(in_slot) if self._sources[number].host is None else self._at_rest(number).values()
         self._resting[number] = {id(tensor): (tensor, rest) for tensor, rest in zip(in_slot, kept, strict=True)}
         self._handles[number] = [
-            unit.layer.register_state_dict_post_hook(self._saver(number)),  # type: ignore[no-untyped-call]
+            unit.layer.register_state_dict_post_hook(functools.partial(self._put_right, number)),  # type: ignore[no-untyped-call]
             unit.layer.register_load_state_dict_pre_hook(_refuse_loading),  # type: ignore[no-untyped-call]
         ]
 
     def unbind(self, number: int) -> None:
-        """Give a unit its tensors back, in host memory. The last one closes the backend."""
-        if self._bound.pop(number, None) is None:
+        """Give a unit its tensors back, in host memory. The last one closes the backend.
+
+        Raises:
+            OSError: its file cannot be read.
+        """
+        if number not in self._bound:
             return
-        unit = self._units[number]
+        unit, at_rest = self._units[number], self._at_rest(number)  # if its file is gone, all stays as it is
+        del self._bound[number]
         for handle in self._handles.pop(number):
             handle.remove()
-        for name, tensor in self._at_rest(number).items():
+        for name, tensor in at_rest.items():
             unit.holders[name].put(tensor)
         self._ring.leave(number)
         if not self._bound:
             self._closed = True
-            for guard in self._guards:
-                guard.remove()
+            if vars(self._owner).get("forward") is self._forward:  # else another has been put around it
+                del self._owner.forward
+                if self._replaced is not None:
+                    self._owner.forward = self._replaced
             self.backend.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -111,25 +119,13 @@ class LayerStream:
                 )
         self._calls += 1
         self._hits += self._ring.holds(number)
-        self._send(self._ring.missing(number))
-        try:
-            self.backend.wait(self._ring.slot(number))
-        except BaseException:
-            self._ring.forget(number)
-            raise
+        self._bring(number)
+        self._running = number
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, number: int) -> None:
-        """The unit has run: its slot is free for the next one.
-
-        Raises:
-            StreamingError: another forward of the model, within this one, has taken the slot meanwhile.
-        """
-        if not self._ring.holds(number):
-            raise StreamingError(
-                f"A streamed {type(self._units[number].module).__name__} has lost its weights while it ran: something "
-                "in it has called the model. Call stop_streaming(model) first."
-            )
+        """The unit has run: its slot is free for the next one."""
+        self._running = None
         self.backend.release(self._ring.slot(number))
         self._send(self._ring.missing(number + 1))
 
@@ -151,11 +147,42 @@ class LayerStream:
             "time, or call stop_streaming(model) first."
         )
 
+    def _bring(self, number: int) -> None:
+        self._send(self._ring.missing(number))
+        try:
+            self.backend.wait(self._ring.slot(number))
+        except BaseException:
+            self._ring.forget(number)
+            raise
+
     def _send(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._ring.forget(number)
             self.backend.issue(self._ring.slot(number), self._sources[number])
             self._ring.sent(number)
+
+    def _one_at_a_time(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that threads take turns in. A hook would not do: an interrupt is no Exception, and it misses that.
+
+        A cache may run the model in the middle of a layer, which gets its slot back before it goes on.
+        """
+
+        @functools.wraps(forward)
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                outer, self._running = (self._running if self._forwards else None), None
+                self._forwards += 1
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    self._forwards -= 1
+                    self._running = outer
+                    if outer is not None:
+                        self._bring(outer)
+
+        locked.leaves_kv_alone = self._replaced is None  # type: ignore[attr-defined]  # read by the fingerprint
+        found: Callable[..., Any] = torch.compiler.disable(locked, recursive=False)  # type: ignore[no-untyped-call]
+        return found
 
     def _at_rest(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a unit in host memory: those that are sent from, or as read from the file."""
@@ -169,16 +196,13 @@ class LayerStream:
         source.read_into(flat, 0)
         return flat
 
-    def _saver(self, number: int) -> Any:
-        def put_right(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-            """state_dict() tells what the weights are, not what happens to be in the slot."""
-            at_rest, slot = self._flat_at_rest(number), self._slots[self._ring.slot(number)]
-            for key, value in state.items():  # names may be others than here, and tensors parts of those here
-                offset = value.data_ptr() - slot.data_ptr() if isinstance(value, torch.Tensor) else -1
-                if key.startswith(prefix) and 0 <= offset < at_rest.numel():
-                    state[key] = at_rest[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
-
-        return put_right
+    def _put_right(self, number: int, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Have state_dict() tell what the weights are, not what happens to be in the slot."""
+        at_rest, slot = self._flat_at_rest(number), self._slots[self._ring.slot(number)]
+        for key, value in state.items():  # names may be others than here, and tensors parts of those here
+            offset = value.data_ptr() - slot.data_ptr() if isinstance(value, torch.Tensor) else -1
+            if key.startswith(prefix) and 0 <= offset < at_rest.numel():
+                state[key] = at_rest[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
 
     def weights_at_rest(self, number: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         """By the id of each tensor of a unit: it, and where its values are kept in host memory; None: in a file."""
@@ -188,18 +212,6 @@ class LayerStream:
         """The file of a unit, if it is in one."""
         path = self._sources[number].path
         return () if path is None else (path,)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        self._lock.acquire()
-        self._inside.depth = getattr(self._inside, "depth", 0) + 1
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        depth = getattr(self._inside, "depth", 0)
-        if depth:  # 0 where another hook has failed before _begin
-            self._inside.depth = depth - 1
-            self._lock.release()
 
 
 def _address(holder: Holder) -> tuple[dict[str, Any], str, int]:

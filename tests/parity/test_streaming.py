@@ -1,17 +1,21 @@
 """Models with streamed layers say what they say with all their weights in place."""
 
 import copy
+import errno
 import gc
 import itertools
+import pickle
 import threading
 import weakref
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
 
 from kvboost_hf import (
@@ -30,6 +34,7 @@ from kvboost_hf import (
     with_streaming,
 )
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.offload import disk
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
@@ -118,6 +123,40 @@ def test_exception_within_a_layer(expected: list[torch.Tensor]) -> None:
 
 def _fail(*_: Any) -> None:
     raise _fail.error  # type: ignore[attr-defined]
+
+
+def test_an_interrupt_holds_no_other_thread_up(expected: list[torch.Tensor]) -> None:
+    model = make_layers(LAYERS)
+    stream_except(model, ())
+    broken = model.model.layers[2].mlp.register_forward_hook(_fail)
+    _fail.error = KeyboardInterrupt  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        outputs(model)
+    broken.remove()
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(all_equal(outputs(model), expected)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found == [True]
+
+
+@pytest.mark.parametrize("part", ["self_attn", "mlp"])
+def test_a_forward_in_the_middle_of_a_layer(expected: list[torch.Tensor], part: str) -> None:
+    """As of a cache that finds what it has loaded damaged, and computes it."""
+    model = make_layers(LAYERS)
+    stream_except(model, (1,))
+    nested: list[int] = []
+
+    def compute(*_: Any) -> None:
+        if not nested:
+            nested.append(1)
+            model(input_ids=IDS[:, :7], use_cache=False)
+            nested.clear()
+
+    for number in range(LAYERS):
+        before = getattr(model.model.layers[number], part).register_forward_pre_hook(compute)
+        assert all_equal(outputs(model), expected), number
+        before.remove()
 
 
 def test_early_exit() -> None:
@@ -294,6 +333,8 @@ def test_what_needs_the_weights_in_place_is_refused() -> None:
         model.load_state_dict(make_layers(LAYERS).state_dict())
     with pytest.raises(StreamingError, match="copied or pickled"):
         copy.deepcopy(model)
+    with pytest.raises(StreamingError, match="copied or pickled"):
+        pickle.dumps(model)
     with pytest.raises(StreamingError, match="has hooks"):
         stream_layers(model, FULL_STREAM)
     model(input_ids=IDS).logits.sum().backward()  # reaches the head
@@ -304,6 +345,74 @@ def test_what_needs_the_weights_in_place_is_refused() -> None:
     model.half()
     with pytest.raises(StreamingError, match="has been replaced"):
         model(input_ids=IDS)
+
+
+def test_gradients_through_weights_that_are_gone_are_refused(tmp_path: Path) -> None:
+    """Files are read past PyTorch, which would not notice by itself."""
+    model = make_layers(LAYERS)
+    stream_layers(model, replace(FULL_STREAM, disk_folder=str(tmp_path)), device="cpu")
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds, use_cache=False).logits
+    with pytest.raises(StreamingError, match="Gradients cannot pass"):
+        logits.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_are_not_computed_again_in_a_backward(expected: list[torch.Tensor], use_reentrant: bool) -> None:
+    model = make_layers(LAYERS)
+    stream_except(model, ())
+    model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    with pytest.raises(StreamingError, match="Gradients cannot pass"):
+        model(inputs_embeds=embeds, use_cache=False).logits.sum().backward()
+    assert all_equal(outputs(model.eval()), expected)
+
+
+def test_a_file_that_is_gone_when_streaming_stops(expected: list[torch.Tensor], tmp_path: Path) -> None:
+    model = make_layers(LAYERS)
+    stream_layers(model, replace(FULL_STREAM, disk_folder=str(tmp_path)), device="cpu")
+    lost = (tmp_path / "layer-00002.bin").rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="layer-00002"):
+        stop_streaming(model)
+    lost.rename(tmp_path / "layer-00002.bin")
+    assert all_equal(outputs(model), expected)
+    stop_streaming(model)
+    assert streaming_stats(model) is None
+    assert all_equal(outputs(model), expected)
+
+
+def test_a_full_disk_leaves_the_model_as_it_was(
+    expected: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, written = make_layers(LAYERS), []
+
+    def write(*args: Any) -> Any:
+        written.append(args)
+        if len(written) > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace_file(*args)
+
+    replace_file = disk._replace
+    monkeypatch.setattr(disk, "_replace", write)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            stream_layers(model, replace(FULL_STREAM, disk_folder=str(tmp_path)), device="cpu")
+        assert all_equal(outputs(model), expected)
+
+
+def test_layers_that_are_the_same() -> None:
+    model = make_layers(4)
+    first, *others = model.model.layers
+    model.model.layers = nn.ModuleList([first, *others, first])
+    model.config.num_hidden_layers = 5
+    with torch.no_grad():
+        wanted = model(input_ids=IDS, use_cache=False).logits
+        with use_backend(PoisoningBackend):
+            stream_layers(model, FULL_STREAM, device="cpu")
+        stats = streaming_stats(model)
+        assert stats is not None
+        for _ in range(2):
+            assert torch.equal(model(input_ids=IDS, use_cache=False).logits, wanted)
 
 
 def test_hooks_of_others_stay(expected: list[torch.Tensor]) -> None:
@@ -418,25 +527,6 @@ def test_embeddings_that_cannot_be_mapped_stay(
     with use_backend(PoisoningBackend):
         stream_layers(model, FULL_STREAM, device="cpu")
     assert "stay on cpu" in caplog.text
-    assert all_equal(outputs(model), outputs(make_layers(LAYERS)))
-
-
-def test_a_forward_within_a_layer_is_refused() -> None:
-    """It would leave the layer with the weights of another one."""
-    model = make_layers(LAYERS)
-    stream_except(model, ())
-    layer, inner = model.model.layers[3], [True]
-
-    def again(*_: Any) -> None:
-        if inner.pop():
-            model(input_ids=IDS[:, :4])
-
-    hook = layer.self_attn.register_forward_hook(again)
-    inner.append(False)
-    inner.reverse()
-    with torch.no_grad(), pytest.raises(StreamingError, match="lost its weights while it ran"):
-        model(input_ids=IDS)
-    hook.remove()
     assert all_equal(outputs(model), outputs(make_layers(LAYERS)))
 
 

@@ -1,10 +1,12 @@
 """Loading streamed models: what is refused and how, and how much memory it takes."""
 
+import itertools
 import json
 import logging
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from kvboost_hf.offload.awq.write import quantize_awq, write_random_awq
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
+from kvboost_hf.offload.checkpoint import any_of
 from tests.conftest import make_model, random_ids
 from tests.streaming import FULL_STREAM
 
@@ -108,6 +111,32 @@ def test_another_shape(checkpoint: Path, name: str) -> None:
         load(checkpoint)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_stays_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """As the router of many a mixture of experts does."""
+    model = make_model("deep_llama")
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.input_layernorm.weight)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(type(model), "_keep_in_fp32_modules_strict", ["input_layernorm"])
+    wanted = type(model).from_pretrained(tmp_path, dtype=dtype).state_dict()
+    assert {tensor.dtype for tensor in wanted.values()} == {dtype, torch.float32}
+    found = load(tmp_path, dtype=dtype).state_dict()
+    assert all(found[name].dtype == wanted[name].dtype for name in wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_pattern_for_many_names() -> None:
+    """One after the other, they would be tried for minutes."""
+    parts = itertools.product(range(48), range(128), ("up", "down"), ("qweight", "scales"))
+    names = [f"layers.{layer}.experts.{expert}.{part}.{kind}" for layer, expert, part, kind in parts]
+    pattern = re.compile(f"^{any_of([*names, 'layers'])}$")
+    before = time.perf_counter()
+    assert all(map(pattern.search, [*names, "layers"]))
+    assert time.perf_counter() - before < 5
+    assert not any(map(pattern.search, ["layers.48.experts.0.up.scales", "layers.0", names[0][:-1], names[0] + "s"]))
+
+
 def test_what_is_no_safetensors_file(tmp_path: Path) -> None:
     model = make_model()
     model.save_pretrained(tmp_path)
@@ -157,6 +186,8 @@ def test_other_loaders() -> None:
         load_streamed("somebody/model-GGUF", gguf_file="model.Q4_K_M.gguf")
     with pytest.raises(ValueError, match="BitsAndBytesConfig"):
         load_streamed(str(EMBEDDED_MODEL_DIR), quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    with pytest.raises(ValueError, match="returns the model alone"):
+        load_streamed(str(EMBEDDED_MODEL_DIR), output_loading_info=True)
 
 
 def test_bitsandbytes_keeps_its_loading() -> None:
