@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +21,10 @@ from kvboost_hf.offload.backends.base import Backend
 from kvboost_hf.offload.backends.cuda import CudaBackend
 from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.backends.threaded import ThreadedBackend
+from kvboost_hf.offload.backends.timings import Timings
 from kvboost_hf.offload.disk import FileSource, LayerFolder
 from kvboost_hf.offload.flat import FlatLayout
-from kvboost_hf.offload.host import HostMemory, HostSource, Pinning
+from kvboost_hf.offload.host import HostMemory, HostSource, Pinning, cuda_pinning
 from tests.offload.simulated_cuda import BYTES_PER_MS, SimulatedGpu
 
 CPU = torch.device("cpu")
@@ -96,6 +99,21 @@ def test_memory_that_is_not_to_be_pinned_is_not(caplog: pytest.LogCaptureFixture
     assert HostSource(memory.allocate(4096)).nbytes == 4096
     assert memory.pinned_bytes == 0
     assert not caplog.records
+
+
+def test_what_is_unpinned_waits_for_the_device_that_it_was_pinned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    current = 1
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: told.append("unregister"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "synchronize", told.append)
+    memory = HostMemory(4096, cuda_pinning(torch.device("cuda")))
+    flat = memory.allocate(4096)
+    current = 0
+    del flat
+    assert told == [torch.device("cuda", 1), "unregister"]
 
 
 def test_a_layer_is_found_again_and_read_in_any_parts(tmp_path: Path) -> None:
@@ -368,6 +386,31 @@ def test_a_wait_that_finds_the_bytes_there_is_no_synchronous_load() -> None:
     assert backend.synchronous_loads == 1
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_first_copy_waits_for_work_on_whatever_had_the_memory_before(seed: int) -> None:
+    gpu = SimulatedGpu(seed)
+    memory, before = content(), []
+    gpu.allocate = lambda nbytes, stream: memory  # type: ignore[method-assign]
+    for _ in range(10):
+        gpu.launch(lambda: before.append(memory.clone()))
+    backend = CudaBackend(CPU, gpu, piece_bytes=2048)
+    backend.allocate(NBYTES, 1)
+    backend.issue(0, HostSource(content(1)))
+    backend.close()
+    gpu.run()
+    assert all(torch.equal(found, content()) for found in before)
+
+
+def test_a_copy_that_is_under_way_is_done_before_its_source_may_go() -> None:
+    gpu = SimulatedGpu(0)
+    backend = CudaBackend(CPU, gpu, piece_bytes=2048)
+    (slot,) = backend.allocate(NBYTES, 1)
+    backend.issue(0, HostSource(content()))
+    assert not torch.equal(slot, content())
+    backend.close()
+    assert torch.equal(slot, content())
+
+
 def test_times_come_from_the_device() -> None:
     gpu = SimulatedGpu(0)
     backend = CudaBackend(CPU, gpu, piece_bytes=2048)
@@ -383,6 +426,38 @@ def test_times_come_from_the_device() -> None:
     assert backend.synchronous_loads == 0
     assert gpu.copies == 9
     backend.close()
+
+
+class Moment:
+    """An event that has happened once it is `done`. Whoever asks meanwhile lets another thread go first."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        self.done, self.ask = False, ask
+
+    def query(self) -> bool:
+        done, ask, self.ask = self.done, self.ask, lambda: None
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join(0.1)
+        return done
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: "Moment") -> float:
+        assert self.done
+        assert end_event.done
+        return 1000.0
+
+
+def test_times_may_be_asked_for_by_another_thread() -> None:
+    timings = Timings()
+    first, second = Moment(timings.totals), Moment(timings.totals)
+    timings.add(first, first, 1)
+    timings.add(second, second, 2)
+    first.done, first.ask = True, timings.totals
+    assert timings.totals() == (1.0, 1)
+    second.done = True
+    assert timings.totals() == (2.0, 3)
 
 
 def test_copies_share_a_link_of_the_double_while_it_computes() -> None:
