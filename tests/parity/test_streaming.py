@@ -29,6 +29,7 @@ from kvboost_hf import (
     with_streaming,
 )
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.cache.fingerprint import ModelFingerprint
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
@@ -321,6 +322,21 @@ def test_hooks_of_others_stay(expected: list[torch.Tensor]) -> None:
     assert all_equal(outputs(model), expected)
     assert counting.calls == 4
     assert not any(isinstance(getattr(m, "_hf_hook", None), LayerStreamingHook) for m in model.modules())
+
+
+def test_the_fingerprint_of_the_weights_is_the_same_wherever_they_wait() -> None:
+    """Also in another process, and when accelerate has taken the hooks off."""
+    model = make_layers(LAYERS)
+    expected = ModelFingerprint().durable(model, full=True)
+    assert isinstance(expected, bytes)
+    stream_except(model, (1,))
+    outputs(model)
+    assert ModelFingerprint().durable(model, full=True) == expected
+    stop_streaming(model)
+    assert ModelFingerprint().durable(model, full=True) == expected
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.view(torch.int32)[-1, -1] ^= 1
+    assert ModelFingerprint().durable(model, full=True) != expected
 
 
 def test_detached_in_part_and_by_accelerate(expected: list[torch.Tensor]) -> None:
