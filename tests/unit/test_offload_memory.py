@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -307,8 +308,10 @@ class Gate:
 
     def __init__(self) -> None:
         self.begun, self.open = threading.Event(), threading.Event()
+        self.reads = 0
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
+        self.reads += 1
         self.begun.set()
         self.open.wait(30)
         target.copy_(content()[start : start + target.numel()])
@@ -382,6 +385,37 @@ def test_a_wait_that_finds_the_bytes_there_is_no_synchronous_load() -> None:
     assert backend.copy_rate() > 0
     backend.wait(0)
     backend.release(0)
+    backend.close()
+    assert backend.synchronous_loads == 1
+
+
+def test_closing_reads_no_further_and_keeps_no_memory() -> None:
+    gpu = SimulatedGpu(0, pins=False)
+    backend = CudaBackend(CPU, gpu, piece_bytes=2048)
+    slots = [weakref.ref(slot) for slot in backend.allocate(NBYTES, 2)]
+    gate = Gate()
+    backend.issue(1, HostSource(content()))
+    backend.wait(1)
+    backend.issue(0, gate)
+    assert gate.begun.wait(30)
+    threading.Timer(0.05, gate.open.set).start()
+    backend.close()
+    assert gate.reads == 1
+    buffers = [weakref.ref(buffer) for buffer in gpu._pinned]
+    gpu._pinned.clear()
+    assert buffers
+    assert not any(found() is not None for found in (*slots, *buffers))
+
+
+def test_on_a_device_the_host_stands_still_only_for_what_is_being_read() -> None:
+    backend = CudaBackend(CPU, SimulatedGpu(0, pins=False), piece_bytes=2048)
+    backend.allocate(NBYTES, 1)
+    gate = Gate()
+    backend.issue(0, gate)
+    threading.Timer(0.05, gate.open.set).start()
+    backend.wait(0)
+    assert backend.synchronous_loads == 1
+    backend.wait(0)
     backend.close()
     assert backend.synchronous_loads == 1
 
