@@ -67,8 +67,8 @@ class StreamBuilder:
         self._sources: dict[int, Source] = {}
 
     def is_streamed(self, number: int) -> bool:
-        """Whether a layer is not to stay on the device."""
-        return number not in self.plan.resident
+        """Whether a layer is not to stay on the device. One all of whose tensors are shared has none to stream."""
+        return number not in self.plan.resident and self.layouts[number].nbytes > 0
 
     def has_file(self, number: int) -> bool:
         """Whether the bytes of a layer are in a file already, so that they need not be loaded."""

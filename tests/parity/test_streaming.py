@@ -324,6 +324,21 @@ def test_hooks_of_others_stay(expected: list[torch.Tensor]) -> None:
     assert not any(isinstance(getattr(m, "_hf_hook", None), LayerStreamingHook) for m in model.modules())
 
 
+def test_a_layer_that_shares_all_its_tensors_with_another() -> None:
+    model = make_layers(LAYERS)
+    layers = model.model.layers
+    for mine, other in zip(layers[1].modules(), layers[0].modules(), strict=True):
+        mine._parameters.update(other._parameters)
+    expected = outputs(model)
+    with use_backend(PoisoningBackend):
+        stream_layers(model, FULL_STREAM, device="cpu")
+    assert not any(hasattr(layer, "_hf_hook") for layer in layers[:2])
+    assert all_equal(outputs(model), expected)
+    stats = streaming_stats(model)
+    assert stats is not None
+    assert stats.layer_calls == 2 * (LAYERS - 2)
+
+
 def test_the_fingerprint_of_the_weights_is_the_same_wherever_they_wait() -> None:
     """Also in another process, and when accelerate has taken the hooks off."""
     model = make_layers(LAYERS)
