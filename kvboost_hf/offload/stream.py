@@ -179,6 +179,11 @@ class LayerStream:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, module: nn.Module, args: Any) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            raise StreamingError(
+                "A CUDA graph cannot capture streamed layers: a replay would not send for their weights. Run the "
+                "model without a graph, or call stop_streaming(model) first."
+            )
         self._lock.acquire()
         self._inside.depth = getattr(self._inside, "depth", 0) + 1
 

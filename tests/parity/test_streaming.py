@@ -324,6 +324,22 @@ def test_hooks_of_others_stay(expected: list[torch.Tensor]) -> None:
     assert not any(isinstance(getattr(m, "_hf_hook", None), LayerStreamingHook) for m in model.modules())
 
 
+def test_a_graph_is_refused_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch, expected: list[torch.Tensor]
+) -> None:
+    model = make_layers(LAYERS)
+    stream_except(model, ())
+    with monkeypatch.context() as patch:
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            patch.setattr(torch.cuda, name, lambda: True)
+        with pytest.raises(StreamingError, match="cannot capture streamed layers"):
+            outputs(model)
+    stats = streaming_stats(model)
+    assert stats is not None
+    assert stats.bytes_copied == 0
+    assert all_equal(outputs(model), expected)
+
+
 def test_a_layer_that_shares_all_its_tensors_with_another() -> None:
     model = make_layers(LAYERS)
     layers = model.model.layers
