@@ -214,9 +214,10 @@ def _walk(model: nn.Module) -> _Found:
         if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
             hooks = [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values()]
             found.parts += [h for h in hooks if not _only_looks(h)]
-        if "forward" in attributes and not getattr(hook, "leaves_kv_alone", False):  # replaced on the object
-            if not getattr(attributes["forward"], "leaves_kv_alone", False):
-                found.parts.append(attributes["forward"])
+        replaced = attributes.get("forward")  # on the object; accelerate puts the own one there when a hook goes
+        if replaced is not None and not any(getattr(by, "leaves_kv_alone", False) for by in (hook, replaced)):
+            if replaced != type(module).forward.__get__(module):
+                found.parts.append(replaced)
     found.parts += [getattr(kind, "forward", None) for kind in kinds]
     for weights in maps.values():
         for tensor in offloaded_tensors(weights):

@@ -17,7 +17,7 @@ import torch
 from kvboost_hf.offload.flat import FlatLayout
 
 _log = logging.getLogger(__name__)
-_INDEX, _VERSION = "index.json", 1
+_INDEX, _VERSION = "streamed-layers.json", 1
 
 
 class FileSource:
@@ -70,7 +70,7 @@ class LayerFolder:
     """
 
     def __init__(self, folder: str | Path, identity: str) -> None:
-        self._folder, self._identity = Path(folder), identity
+        self._folder, self._identity = Path(folder).expanduser(), identity
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._locked():
             if (self._folder / _INDEX).exists() and not self._entries():

@@ -30,7 +30,9 @@ class Pinning:
 
 
 def cuda_pinning(device: torch.device) -> Pinning:
-    """Pinning for copies to a CUDA device."""
+    """Pinning for copies to a CUDA device: the current one, if it has no index."""
+    # Another may be the current one when memory is unpinned.
+    device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
     def register(address: int, nbytes: int) -> None:
         with torch.cuda.device(device):  # on another one it would make a context, which takes memory

@@ -102,14 +102,13 @@ class LayerStreamingQuantizer(HfQuantizer):
             ValueError: for a map with more than one device.
         """
         if isinstance(device_map, dict) and device_map:
-            devices = {str(device) for device in device_map.values()}
+            devices = {f"cuda:{each}" if isinstance(each, int) else str(each) for each in device_map.values()}
             if len(devices) > 1 or devices & {"disk", "meta"}:
                 raise ValueError(
                     f"Streamed layers compute on one device, got a `device_map` with {sorted(devices)}. Name one, or "
                     "leave it out: StreamingConfig says what is kept elsewhere."
                 )
-            place = next(iter(device_map.values()))
-            self._device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+            self._device = torch.device(devices.pop())
         return {"": self._device}
 
     def _process_model_before_weight_loading(

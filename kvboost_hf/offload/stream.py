@@ -169,6 +169,11 @@ class LayerStream:
 
         @functools.wraps(forward)
         def locked(*args: Any, **kwargs: Any) -> Any:
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+                raise StreamingError(
+                    "A CUDA graph cannot capture streamed layers: a replay would not send for their weights. Run the "
+                    "model without a graph, or call stop_streaming(model) first."
+                )
             with self._lock:
                 outer, self._running = (self._running if self._forwards else None), None
                 self._forwards += 1

@@ -34,10 +34,11 @@ class Holder:
         return self._tensors.get(self.attribute)
 
     def put(self, tensor: torch.Tensor | None) -> None:
-        """Put another in its place."""
+        """Put another in its place; a parameter is trained or not as the one before."""
         tensors = self._tensors
+        before = tensors.get(self.attribute)
         if tensor is not None and tensors is self.module._parameters:
-            tensor = nn.Parameter(tensor, requires_grad=False)
+            tensor = nn.Parameter(tensor, requires_grad=before is not None and before.requires_grad)
         tensors[self.attribute] = tensor
 
 

@@ -34,6 +34,7 @@ from kvboost_hf import (
     with_streaming,
 )
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.cache.fingerprint import ModelFingerprint
 from kvboost_hf.offload import disk
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
@@ -79,6 +80,7 @@ def test_every_resident_set(expected: list[torch.Tensor], n_slots: int) -> None:
         assert double_of(stream).bytes_copied <= stats.layer_calls * stream.plan.sizes.layer_bytes[0] * 2
         stop_streaming(model)
         assert all_equal(outputs(model), expected)
+        assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_copies_are_counted() -> None:
@@ -337,9 +339,7 @@ def test_what_needs_the_weights_in_place_is_refused() -> None:
         pickle.dumps(model)
     with pytest.raises(StreamingError, match="has hooks"):
         stream_layers(model, FULL_STREAM)
-    model(input_ids=IDS).logits.sum().backward()  # reaches the head
-    embeddings = model.get_input_embeddings()(IDS).requires_grad_()
-    logits = model(inputs_embeds=embeddings).logits
+    logits = model(input_ids=IDS).logits  # as somebody calls it who does not think of gradients
     with pytest.raises(StreamingError, match="Gradients cannot pass"):
         logits.sum().backward()
     model.half()
@@ -432,6 +432,52 @@ def test_hooks_of_others_stay(expected: list[torch.Tensor]) -> None:
     assert all_equal(outputs(model), expected)
     assert counting.calls == 4
     assert not any(isinstance(getattr(m, "_hf_hook", None), LayerStreamingHook) for m in model.modules())
+
+
+def test_a_graph_is_refused_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch, expected: list[torch.Tensor]
+) -> None:
+    model = make_layers(LAYERS)
+    stream_except(model, ())
+    with monkeypatch.context() as patch:
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            patch.setattr(torch.cuda, name, lambda: True)
+        with pytest.raises(StreamingError, match="cannot capture streamed layers"):
+            outputs(model)
+    stats = streaming_stats(model)
+    assert stats is not None
+    assert stats.bytes_copied == 0
+    assert all_equal(outputs(model), expected)
+
+
+def test_a_layer_that_shares_all_its_tensors_with_another() -> None:
+    model = make_layers(LAYERS)
+    layers = model.model.layers
+    for mine, other in zip(layers[1].modules(), layers[0].modules(), strict=True):
+        mine._parameters.update(other._parameters)
+    expected = outputs(model)
+    with use_backend(PoisoningBackend):
+        stream_layers(model, FULL_STREAM, device="cpu")
+    assert not any(hasattr(layer, "_hf_hook") for layer in layers[:2])
+    assert all_equal(outputs(model), expected)
+    stats = streaming_stats(model)
+    assert stats is not None
+    assert stats.layer_calls == 2 * (LAYERS - 2)
+
+
+def test_the_fingerprint_of_the_weights_is_the_same_wherever_they_wait() -> None:
+    """Also in another process, and when accelerate has taken the hooks off."""
+    model = make_layers(LAYERS)
+    expected = ModelFingerprint().durable(model, full=True)
+    assert isinstance(expected, bytes)
+    stream_except(model, (1,))
+    outputs(model)
+    assert ModelFingerprint().durable(model, full=True) == expected
+    stop_streaming(model)
+    assert ModelFingerprint().durable(model, full=True) == expected
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.view(torch.int32)[-1, -1] ^= 1
+    assert ModelFingerprint().durable(model, full=True) != expected
 
 
 def test_detached_in_part_and_by_accelerate(expected: list[torch.Tensor]) -> None:

@@ -219,3 +219,22 @@ def test_a_release_left_out_is_made_up_for(layers: list[Layer], n_streams: int) 
         seen = perform(CudaBackend(CPU, gpu, piece_bytes=PIECE_BYTES), actions, layers, gpu)
         assert len(seen) == 24
         assert all_right(seen)
+
+
+@pytest.mark.parametrize(("releases", "issuer"), [(0, 0), (1, 1), (2, 1)])
+def test_a_copy_waits_for_all_streams_that_worked_on_what_it_overwrites(
+    layers: list[Layer], releases: int, issuer: int
+) -> None:
+    """Also for one whose work was released before another stream's, with nothing issued in between."""
+    for seed in range(20):
+        gpu = SimulatedGpu(seed)
+        actions = []
+        for layer in range(6):
+            actions.append(Action("issue", 0, layer, issuer))
+            for stream in range(2):
+                actions += [Action(name, 0, 0, stream) for name in ("wait", *("compute",) * 8)]
+                if stream < releases:
+                    actions.append(Action("release", 0, 0, stream))
+        seen = perform(CudaBackend(CPU, gpu, piece_bytes=PIECE_BYTES), actions, layers, gpu)
+        assert len(seen) == 96
+        assert all_right(seen)

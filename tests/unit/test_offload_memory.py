@@ -8,8 +8,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +22,10 @@ from kvboost_hf.offload.backends.base import Backend
 from kvboost_hf.offload.backends.cuda import CudaBackend
 from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.backends.threaded import ThreadedBackend
+from kvboost_hf.offload.backends.timings import Timings
 from kvboost_hf.offload.disk import FileSource, LayerFolder
 from kvboost_hf.offload.flat import FlatLayout
-from kvboost_hf.offload.host import HostMemory, HostSource, Pinning
+from kvboost_hf.offload.host import HostMemory, HostSource, Pinning, cuda_pinning
 from tests.offload.simulated_cuda import BYTES_PER_MS, SimulatedGpu
 
 CPU = torch.device("cpu")
@@ -98,6 +102,21 @@ def test_memory_that_is_not_to_be_pinned_is_not(caplog: pytest.LogCaptureFixture
     assert not caplog.records
 
 
+def test_what_is_unpinned_waits_for_the_device_that_it_was_pinned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    current = 1
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: told.append("unregister"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "synchronize", told.append)
+    memory = HostMemory(4096, cuda_pinning(torch.device("cuda")))
+    flat = memory.allocate(4096)
+    current = 0
+    del flat
+    assert told == [torch.device("cuda", 1), "unregister"]
+
+
 def test_a_layer_is_found_again_and_read_in_any_parts(tmp_path: Path) -> None:
     LayerFolder(tmp_path / "new", "a").write(3, content(), LAYOUT)
     source = LayerFolder(tmp_path / "new", "a").find(3, LAYOUT)
@@ -108,7 +127,7 @@ def test_a_layer_is_found_again_and_read_in_any_parts(tmp_path: Path) -> None:
         target = torch.zeros(end - start, dtype=torch.uint8)
         source.read_into(target, start)
         assert torch.equal(target, content()[start:end])
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["index.json", "layer-00003.bin"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["layer-00003.bin", "streamed-layers.json"]
 
 
 def test_a_layer_that_is_there_is_not_written_again(tmp_path: Path) -> None:
@@ -166,11 +185,11 @@ def test_layers_of_another_checkpoint_make_room(tmp_path: Path, caplog: pytest.L
 @pytest.mark.parametrize("index", ["", "{", "[]", '{"version": 0, "identity": "a", "layers": {}}'])
 def test_a_folder_whose_index_cannot_be_read_is_written_anew(tmp_path: Path, index: str) -> None:
     LayerFolder(tmp_path, "a").write(0, content(), LAYOUT)
-    (tmp_path / "index.json").write_text(index)
+    (tmp_path / "streamed-layers.json").write_text(index)
     folder = LayerFolder(tmp_path, "a")
     assert folder.find(0, LAYOUT) is None
     assert torch.equal(read(folder.write(0, content(), LAYOUT)), content())
-    assert json.loads((tmp_path / "index.json").read_text())["identity"] == "a"
+    assert json.loads((tmp_path / "streamed-layers.json").read_text())["identity"] == "a"
 
 
 def test_what_happens_to_a_file_is_told(tmp_path: Path) -> None:
@@ -219,7 +238,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.Mon
     ) as found:
         folder.write(1, content(1), LAYOUT)
     assert found.value.errno == errno.ENOSPC
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "layer-00000.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["layer-00000.bin", "streamed-layers.json"]
     monkeypatch.undo()
     assert folder.find(1, LAYOUT) is None
     assert folder.find(0, LAYOUT) is not None
@@ -289,8 +308,10 @@ class Gate:
 
     def __init__(self) -> None:
         self.begun, self.open = threading.Event(), threading.Event()
+        self.reads = 0
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
+        self.reads += 1
         self.begun.set()
         self.open.wait(30)
         target.copy_(content()[start : start + target.numel()])
@@ -368,6 +389,62 @@ def test_a_wait_that_finds_the_bytes_there_is_no_synchronous_load() -> None:
     assert backend.synchronous_loads == 1
 
 
+def test_closing_reads_no_further_and_keeps_no_memory() -> None:
+    gpu = SimulatedGpu(0, pins=False)
+    backend = CudaBackend(CPU, gpu, piece_bytes=2048)
+    slots = [weakref.ref(slot) for slot in backend.allocate(NBYTES, 2)]
+    gate = Gate()
+    backend.issue(1, HostSource(content()))
+    backend.wait(1)
+    backend.issue(0, gate)
+    assert gate.begun.wait(30)
+    threading.Timer(0.05, gate.open.set).start()
+    backend.close()
+    assert gate.reads == 1
+    buffers = [weakref.ref(buffer) for buffer in gpu._pinned]
+    gpu._pinned.clear()
+    assert buffers
+    assert not any(found() is not None for found in (*slots, *buffers))
+
+
+def test_on_a_device_the_host_stands_still_only_for_what_is_being_read() -> None:
+    backend = CudaBackend(CPU, SimulatedGpu(0, pins=False), piece_bytes=2048)
+    backend.allocate(NBYTES, 1)
+    gate = Gate()
+    backend.issue(0, gate)
+    threading.Timer(0.05, gate.open.set).start()
+    backend.wait(0)
+    assert backend.synchronous_loads == 1
+    backend.wait(0)
+    backend.close()
+    assert backend.synchronous_loads == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_first_copy_waits_for_work_on_whatever_had_the_memory_before(seed: int) -> None:
+    gpu = SimulatedGpu(seed)
+    memory, before = content(), []
+    gpu.allocate = lambda nbytes, stream: memory  # type: ignore[method-assign]
+    for _ in range(10):
+        gpu.launch(lambda: before.append(memory.clone()))
+    backend = CudaBackend(CPU, gpu, piece_bytes=2048)
+    backend.allocate(NBYTES, 1)
+    backend.issue(0, HostSource(content(1)))
+    backend.close()
+    gpu.run()
+    assert all(torch.equal(found, content()) for found in before)
+
+
+def test_a_copy_that_is_under_way_is_done_before_its_source_may_go() -> None:
+    gpu = SimulatedGpu(0)
+    backend = CudaBackend(CPU, gpu, piece_bytes=2048)
+    (slot,) = backend.allocate(NBYTES, 1)
+    backend.issue(0, HostSource(content()))
+    assert not torch.equal(slot, content())
+    backend.close()
+    assert torch.equal(slot, content())
+
+
 def test_times_come_from_the_device() -> None:
     gpu = SimulatedGpu(0)
     backend = CudaBackend(CPU, gpu, piece_bytes=2048)
@@ -383,6 +460,38 @@ def test_times_come_from_the_device() -> None:
     assert backend.synchronous_loads == 0
     assert gpu.copies == 9
     backend.close()
+
+
+class Moment:
+    """An event that has happened once it is `done`. Whoever asks meanwhile lets another thread go first."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        self.done, self.ask = False, ask
+
+    def query(self) -> bool:
+        done, ask, self.ask = self.done, self.ask, lambda: None
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join(0.1)
+        return done
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: "Moment") -> float:
+        assert self.done
+        assert end_event.done
+        return 1000.0
+
+
+def test_times_may_be_asked_for_by_another_thread() -> None:
+    timings = Timings()
+    first, second = Moment(timings.totals), Moment(timings.totals)
+    timings.add(first, first, 1)
+    timings.add(second, second, 2)
+    first.done, first.ask = True, timings.totals
+    assert timings.totals() == (1.0, 1)
+    second.done = True
+    assert timings.totals() == (2.0, 3)
 
 
 def test_copies_share_a_link_of_the_double_while_it_computes() -> None:

@@ -45,8 +45,9 @@ class CudaBackend:
         with torch.inference_mode(False):  # else nobody could write to them outside of inference mode
             flats = [self._runtime.allocate(nbytes, self._link.stream) for _ in range(count)]
         # Their memory may have been another tensor's, which work that was submitted before still reads.
-        free = [self._runtime.record(self._runtime.current_stream())]
-        self._slots = [_Slot(flat, free) for flat in flats]
+        current = self._runtime.current_stream()
+        now = self._runtime.record(current)
+        self._slots = [_Slot(flat, {current: now}) for flat in flats]
         return flats
 
     def issue(self, slot: int, source: Source) -> None:
@@ -55,7 +56,7 @@ class CudaBackend:
         assert source.nbytes <= place.flat.numel(), "slots are as large as the largest layer"
         if place.readers:
             self.release(slot)  # was left out, after an exception
-        earlier, load = place.load, _Load(source, place.flat[: source.nbytes], place.free)
+        earlier, load = place.load, _Load(source, place.flat[: source.nbytes], list(place.free.values()))
         place.load = load
         self.bytes_copied += source.nbytes
         if earlier is not None:
@@ -80,15 +81,13 @@ class CudaBackend:
         assert place.load.ready is not None
         stream.wait_event(place.load.ready)
         self._stalls.add(before, self._runtime.record(stream, timed=True))
-        if stream not in place.readers:
-            place.readers.append(stream)
+        place.readers.add(stream)
 
     def release(self, slot: int) -> None:
         """See `Backend`."""
         place = self._slots[slot]
-        current = self._runtime.current_stream()
-        streams = [current, *(stream for stream in place.readers if stream != current)]
-        place.free = [self._runtime.record(stream) for stream in streams]
+        for stream in {self._runtime.current_stream(), *place.readers}:
+            place.free[stream] = self._runtime.record(stream)
         place.readers.clear()
 
     @property
@@ -98,8 +97,7 @@ class CudaBackend:
 
     def copy_rate(self) -> float:
         """See `Backend`."""
-        with self._link.lock:
-            seconds, nbytes = self._link.timings.totals()
+        seconds, nbytes = self._link.timings.totals()
         return nbytes / seconds if seconds else 0.0
 
     def close(self) -> None:
@@ -129,8 +127,8 @@ class _Load:
 @dataclass(slots=True, eq=False)
 class _Slot:
     flat: torch.Tensor
-    free: list[Event]  # after all work on it that was released
-    readers: list[Stream] = field(default_factory=list)  # that work on it since
+    free: dict[Stream, Event]  # after all work on it that was released, which may have been more than once
+    readers: set[Stream] = field(default_factory=set)  # that work on it since
     load: _Load | None = None
 
 

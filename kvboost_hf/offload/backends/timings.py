@@ -1,14 +1,16 @@
 """How long a device takes for something, without waiting for it."""
 
+import threading
 from collections import deque
 
 from kvboost_hf.offload.backends.runtime import Event
 
 
 class Timings:
-    """Adds up the time between pairs of events, each when it has happened."""
+    """Adds up the time between pairs of events, each when it has happened. Any thread may ask for it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._seconds, self._nbytes = 0.0, 0
         self._pending: deque[tuple[Event, Event, int]] = deque()
 
@@ -19,8 +21,9 @@ class Timings:
 
     def totals(self) -> tuple[float, int]:
         """Seconds and bytes of the pairs that have happened."""
-        while self._pending and self._pending[0][1].query():
-            before, after, nbytes = self._pending.popleft()
-            self._seconds += before.elapsed_time(after) / 1000
-            self._nbytes += nbytes
-        return self._seconds, self._nbytes
+        with self._lock:
+            while self._pending and self._pending[0][1].query():
+                before, after, nbytes = self._pending.popleft()
+                self._seconds += before.elapsed_time(after) / 1000
+                self._nbytes += nbytes
+            return self._seconds, self._nbytes
