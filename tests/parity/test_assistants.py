@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import (
@@ -22,7 +23,9 @@ from kvboost_hf.assisted.schedule import Adaptive
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.streaming import make_layers, stream_except
 
-MODELS = ["llama", "qwen2", "gemma2", "gpt2", "deepseek_v3"]
+MODELS = ["llama", "qwen2", "gpt2", "deepseek_v3"]
+if not transformers.__version__.startswith("5.17"):  # which cannot draft beyond a window
+    MODELS.append("gemma2")
 
 
 def noisy(model: PreTrainedModel, share: float = 0.02) -> PreTrainedModel:
