@@ -1,6 +1,7 @@
 """kvboost_hf: plain `model.generate()` that does not compute again what it has computed before."""
 
 from kvboost_hf import attention
+from kvboost_hf.assisted.lookup import lookup_assistant
 from kvboost_hf.cache.attach import attach, detach, last_cache
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.quantized import live_bytes
@@ -52,6 +53,7 @@ __all__ = [
     "last_cache",
     "live_bytes",
     "load_streamed",
+    "lookup_assistant",
     "stop_streaming",
     "stream_layers",
     "streaming_plan",

@@ -1,0 +1,1 @@
+"""Speculation: tokens proposed at little cost, and verified by the model in one forward."""
