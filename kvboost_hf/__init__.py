@@ -2,6 +2,7 @@
 
 from kvboost_hf import attention
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
+from kvboost_hf.assisted.lookup import lookup_assistant
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.cache.attach import attach, detach, last_cache
 from kvboost_hf.cache.cutting import ContentChunker
@@ -56,6 +57,7 @@ __all__ = [
     "live_bytes",
     "load_assistant",
     "load_streamed",
+    "lookup_assistant",
     "speculation_stats",
     "stop_streaming",
     "stream_layers",
