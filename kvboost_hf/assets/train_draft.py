@@ -2,8 +2,8 @@
 
 The chats are those that the reader was trained on, see :mod:`kvboost_hf.assets.train`. At each token of an answer the
 draft learns the reader's own distribution of the next one, with the right answer so far forced, as in
-https://arxiv.org/abs/1503.02531. One layer can name what was asked for and how the sentence goes, but cannot look the
-value up: that takes an induction head, of two layers.
+https://arxiv.org/abs/1503.02531. One layer learns to name what was asked for and how the sentence goes, and seldom to
+look the value up: that takes an induction head, of two layers.
 
 Run it as ``python -m kvboost_hf.assets.train_draft --out DIR --minutes 12``.
 """
