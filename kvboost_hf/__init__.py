@@ -1,6 +1,9 @@
 """kvboost_hf: plain `model.generate()` that does not compute again what it has computed before."""
 
 from kvboost_hf import attention
+from kvboost_hf.assisted.load import load_assistant, speculation_stats
+from kvboost_hf.assisted.lookup import lookup_assistant
+from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.cache.attach import attach, detach, last_cache
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.quantized import live_bytes
@@ -40,6 +43,7 @@ __all__ = [
     "ResidencyPlan",
     "ReusePolicy",
     "ReuseReport",
+    "SpeculationStats",
     "StoreClosedError",
     "StoreFullError",
     "StreamingConfig",
@@ -51,7 +55,10 @@ __all__ = [
     "detach",
     "last_cache",
     "live_bytes",
+    "load_assistant",
     "load_streamed",
+    "lookup_assistant",
+    "speculation_stats",
     "stop_streaming",
     "stream_layers",
     "streaming_plan",

@@ -19,6 +19,7 @@ from kvboost_hf.cache.content_index import ContentIndex
 from kvboost_hf.cache.eviction import EvictionOrder
 from kvboost_hf.cache.kv import LayerKV, LayerStates
 from kvboost_hf.cache.match import MIN_MOVED_TOKENS
+from kvboost_hf.cache.ngram_index import NgramIndex
 from kvboost_hf.cache.plan import HEAD_TOKENS
 from kvboost_hf.cache.tiers.below import Found
 from kvboost_hf.errors import StoreClosedError
@@ -115,6 +116,8 @@ class Shelf:
     def _forget_all(self) -> None:
         self._chunks: dict[bytes, StoredChunk] = {}
         self._contents: dict[bytes, ContentIndex[StoredChunk]] = {}  # by root
+        self._ngrams: dict[bytes, NgramIndex] = {}  # by salt
+        self._ngrams_of: dict[bytes, NgramIndex] = {}  # the same by root
         self._by_head: dict[bytes, dict[bytes, None]] = {}  # parent and first tokens -> prefix keys, oldest first
         self._states: dict[bytes, StoredStates] = {}
         self._states_by_head: dict[bytes, dict[bytes, None]] = {}  # as `_by_head`
@@ -153,6 +156,11 @@ class Shelf:
     def _content_index(self, root: bytes) -> ContentIndex[StoredChunk]:
         with self._lock:
             return self._contents.setdefault(root, ContentIndex(self._lock))
+
+    def _ngram_index(self, root: bytes) -> NgramIndex:
+        if root not in self._ngrams_of:  # a salt that is forgotten is nobody's
+            self._ngrams_of[root] = self._ngrams.setdefault(self._salts.get(root, root), NgramIndex())
+        return self._ngrams_of[root]
 
     def record_use(
         self, chunks: Sequence[StoredChunk], *, missed: bool, states: StoredStates | None = None, moved: bool = False
@@ -462,6 +470,7 @@ class Shelf:
             if chunk.parent == chunk.root:
                 salt = self._salts.get(chunk.root, b"")
                 remember(self._first_heads, head_key(salt, chunk.tokens[:HEAD_TOKENS]), chunk.root)
+        self._ngram_index(chunk.root).add(chunk.key, chunk.parent, chunk.tokens)
         index = self._content_index(chunk.root)
         index.add(chunk)
         for other in index.variants(chunk.tokens):
@@ -480,6 +489,7 @@ class Shelf:
         else:
             gone, by_head = self._chunks.pop(key), self._by_head
             self._content_index(gone.root).remove(gone)
+            self._ngram_index(gone.root).remove(key)
         self._used -= gone.nbytes
         head = head_key(gone.parent, gone.tokens[:HEAD_TOKENS])
         if key in by_head.get(head, ()):  # what is found by content only is not

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens, common_length, prefix_key, root_key
@@ -26,6 +27,7 @@ from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.compat import bytes_per_token, key_rotation, known_reason, require_cache
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
+from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams
 
 if TYPE_CHECKING:
     from kvboost_hf.cache.report import ReuseReport
@@ -230,6 +232,39 @@ class ChunkStore(TieredShelf):
         assert text_or_ids is not None
         return warm(model, self, text_or_ids, settings)
 
+    def continuation(
+        self,
+        ids: Sequence[int] | NDArray[np.int64],
+        length: int,
+        *,
+        max_ngram: int = MAX_NGRAM,
+        min_ngram: int = 2,
+        salt: str | bytes | None = None,
+    ) -> list[int]:
+        """Look up how text went on: the tokens that followed the longest n-gram that ends `ids`, in host memory.
+
+        The same n-gram may stand in several places: what followed it most often counts, of that the last one stored.
+
+        Args:
+            ids: Token ids, from 0 on.
+            length: So many tokens are wanted.
+            max_ngram: Compare so many tokens at most, 8 or fewer.
+            min_ngram: And so many at least, 2 or more.
+            salt: Of the caches that stored it; None for the store's.
+
+        Returns:
+            At most `length` token ids, fewer where the stored text ends or something other than text follows.
+
+        Raises:
+            ValueError: for a bad `max_ngram` or `min_ngram`.
+            StoreClosedError: after `close()`.
+        """
+        self._require_open()
+        check_ngrams(max_ngram, min_ngram)
+        with self._lock:
+            index = self._ngrams.get(self.salt if salt is None else salt_bytes(salt))
+            return index.continuation(np.asarray(ids), length, max_ngram, min_ngram) if index is not None else []
+
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
         with self._lock:
@@ -241,6 +276,7 @@ class ChunkStore(TieredShelf):
                 "content_only": sum(chunk.content_only for chunk in self._chunks.values()),
                 "states": len(self._states),
                 "tokens": sum(len(chunk.tokens) for chunk in self._chunks.values()),
+                "ngram_bytes": sum(index.nbytes for index in self._ngrams.values()),
                 **self._counts,
                 "codec": self.codec.name,
                 "seconds_per_token": self._seconds_per_token(),

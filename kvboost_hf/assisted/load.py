@@ -1,0 +1,137 @@
+"""A draft model that fits its target."""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvboost_hf.assisted.draft import Drafting
+from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic
+from kvboost_hf.assisted.stats import SpeculationStats
+
+Schedule = Literal["adaptive", "constant", "heuristic"]
+
+_LONGEST = 32  # draft of the adaptive schedule
+_FIRST = 5  # tokens, before anything is known
+
+
+def load_assistant(
+    name_or_model: str | PreTrainedModel,
+    *,
+    target: PreTrainedModel,
+    schedule: Schedule | DraftLength = "adaptive",
+    num_assistant_tokens: int | None = None,
+    confidence_threshold: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Prepare a draft model for `target.generate(assistant_model=...)`.
+
+    transformers asks the draft for candidates in each round; what it returns decides how many tokens are drafted,
+    notes what came of them, and never waits for the device in between.
+
+    Args:
+        name_or_model: A name on the hub, a folder, or a loaded model.
+        target: The model to draft for.
+        schedule: `"adaptive"`: as many tokens as acceptance and times measured so far say, more where a pass of the
+            target takes long, as with streamed layers. `"constant"`, `"heuristic"` as transformers has them, or one of
+            your own.
+        num_assistant_tokens: For `"constant"` always, for the others in the first round; 5 by default. What is passed
+            to `generate()` under this name is not read by transformers.
+        confidence_threshold: Drafts end at a token that the draft gives less probability than that.
+        clock: Seconds.
+        kwargs: For `from_pretrained()`, with a name.
+
+    Returns:
+        The draft. Its own `generate()` works as before.
+
+    Raises:
+        ValueError: its vocabulary is not the target's, it is no causal language model, or numbers that are none.
+
+    Warns:
+        UserWarning: it is on another device than the target, or has more weights.
+
+    Example:
+        >>> from kvboost_hf import load_assistant, speculation_stats
+        >>> from kvboost_hf.assets import load_embedded
+        >>> model, tokenizer = load_embedded()
+        >>> draft = load_assistant(load_embedded()[0], target=model)
+        >>> inputs = tokenizer("Maria lives in Rome. Where does Maria live?", return_tensors="pt")
+        >>> out = model.generate(**inputs, assistant_model=draft, max_new_tokens=12)
+        >>> speculation_stats(draft).acceptance
+        1.0
+    """
+    if num_assistant_tokens is not None and (type(num_assistant_tokens) is not int or num_assistant_tokens < 1):
+        raise ValueError(f"`num_assistant_tokens` must be 1 or more, or None, got {num_assistant_tokens!r}.")
+    if not 0 <= confidence_threshold < 1:
+        raise ValueError(f"`confidence_threshold` must be from 0 to less than 1, got {confidence_threshold}.")
+    if isinstance(name_or_model, PreTrainedModel):
+        draft = name_or_model
+    else:
+        given = {"dtype": target.dtype, "device_map": {"": target.device}, **kwargs}
+        draft = AutoModelForCausalLM.from_pretrained(name_or_model, **given)
+    _require_fitting(draft, target)
+    lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
+    told = draft.generation_config
+    told.num_assistant_tokens = num_assistant_tokens if schedule == "constant" else 2**16  # the schedule decides
+    told.num_assistant_tokens_schedule = "constant"
+    told.assistant_confidence_threshold = confidence_threshold
+    draft.generate = Drafting(draft, lengths, clock)  # type: ignore[assignment]
+    return draft
+
+
+def speculation_stats(assistant: PreTrainedModel) -> SpeculationStats:
+    """What has come of the drafts of a model that `load_assistant` has prepared.
+
+    Raises:
+        ValueError: it has not.
+    """
+    drafting = vars(assistant).get("generate")
+    if not isinstance(drafting, Drafting):
+        raise ValueError(f"This {type(assistant).__name__} keeps no counts. Prepare it with load_assistant().")
+    return drafting.stats
+
+
+def _schedule(schedule: Schedule | DraftLength, tokens: int) -> DraftLength:
+    if schedule == "adaptive":
+        return Adaptive(tokens, _LONGEST)
+    if schedule == "constant":
+        return Constant(tokens)
+    if schedule == "heuristic":
+        return Heuristic(tokens)
+    if isinstance(schedule, str):
+        raise ValueError(f"`schedule` must be 'adaptive', 'constant' or 'heuristic', got {schedule!r}.")
+    return schedule
+
+
+def _require_fitting(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    if draft is target:
+        raise ValueError(
+            "The draft must be another model than its target. For a draft by the first layers of the target itself, "
+            "call generate(assistant_early_exit=...)."
+        )
+    if not draft.can_generate() or draft.config.is_encoder_decoder != target.config.is_encoder_decoder:
+        raise ValueError(
+            f"The draft must be a causal language model, as its target is, got {type(draft).__name__}. Load it with "
+            "AutoModelForCausalLM."
+        )
+    mine, theirs = (model.config.get_text_config(decoder=True).vocab_size for model in (draft, target))
+    if mine != theirs:
+        raise ValueError(
+            f"The draft must have the vocabulary of its target, of {theirs} tokens, got {mine}. Choose one of the "
+            "same family, or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is."
+        )
+    if draft.device != target.device:
+        warnings.warn(
+            f"The draft is on {draft.device} and its target on {target.device}: tokens and scores are copied in each "
+            "round. Move it with draft.to(target.device).",
+            stacklevel=3,
+        )
+    if draft.num_parameters() >= target.num_parameters():
+        warnings.warn(
+            f"The draft has {draft.num_parameters()} weights, and its target {target.num_parameters()}: drafting will "
+            "take longer than it saves. Choose a smaller one.",
+            stacklevel=3,
+        )

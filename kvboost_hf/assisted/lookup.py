@@ -1,0 +1,140 @@
+"""Speculation without a draft model: text that comes again is proposed as it continued before.
+
+What is proposed is looked up in the prompt, as in prompt lookup decoding (A. Saxena, 2023), and in all text that a
+store holds. The assistant proposes one token with certainty wherever it is asked, so that rejection sampling keeps the
+distribution of the model.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams, longest_match
+
+_MEDIA_IDS = ("image_token_id", "video_token_id", "audio_token_id")  # by which processors leave room for media
+
+
+class TextStore(Protocol):
+    """What knows how text continued, such as a `ChunkStore`."""
+
+    def continuation(
+        self, ids: NDArray[np.int64], length: int, *, max_ngram: int, min_ngram: int, salt: str | bytes | None
+    ) -> list[int]:
+        """At most `length` tokens that followed the longest n-gram that ends `ids`; none if nothing did."""
+        ...
+
+
+def lookup_assistant(
+    target: PreTrainedModel,
+    store: TextStore,
+    *,
+    num_assistant_tokens: int = 16,
+    max_ngram: int = MAX_NGRAM,
+    salt: str | bytes | None = None,
+) -> PreTrainedModel:
+    """Make an assistant that proposes what followed the last tokens before, in the prompt or in what a store holds.
+
+    The longer match counts, of two that are as long that in the prompt. Where nothing is found, one token is proposed
+    for form's sake, which costs next to nothing.
+
+    Args:
+        target: The model that generates.
+        store: Where to look besides the prompt.
+        num_assistant_tokens: Propose so many at once, at most.
+        max_ngram: Compare so many tokens at most, from 2 to 8.
+        salt: Whose prompts in the store to look in, such as `cache.salt`; None for the store's.
+
+    Returns:
+        What `generate()` takes as `assistant_model`. It has no weights.
+
+    Raises:
+        ValueError: for a `num_assistant_tokens` that is not positive, or a bad `max_ngram`.
+
+    Example:
+        >>> from kvboost_hf import ChunkReuseCache, ChunkStore
+        >>> from kvboost_hf.assets import load_embedded
+        >>> model, tokenizer = load_embedded()
+        >>> store = ChunkStore(model)
+        >>> assistant = lookup_assistant(model, store)
+        >>> inputs = tokenizer("The lamp is red. " * 20, return_tensors="pt")
+        >>> cache = ChunkReuseCache(model, store)
+        >>> out = model.generate(**inputs, past_key_values=cache, assistant_model=assistant, max_new_tokens=8)
+        >>> out.equal(model.generate(**inputs, max_new_tokens=8))
+        True
+    """
+    if num_assistant_tokens < 1:
+        raise ValueError(f"`num_assistant_tokens` must be positive, got {num_assistant_tokens}.")
+    check_ngrams(max_ngram)
+    return LookupAssistant(target, store, num_assistant_tokens, max_ngram, salt)
+
+
+class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+    """What `lookup_assistant` makes; see there."""
+
+    def __init__(
+        self, target: PreTrainedModel, store: TextStore, num_assistant_tokens: int, max_ngram: int, salt: Any
+    ) -> None:
+        config = target.config.get_text_config()
+        super().__init__(PreTrainedConfig(vocab_size=config.vocab_size))  # type: ignore[call-arg]
+        self.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+            num_assistant_tokens=num_assistant_tokens,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,  # scores tell nothing
+        )
+        self._target = (target,)  # in a tuple, for it is no part of this module
+        self._store, self._max_ngram, self._salt = store, max_ngram, salt
+        self._media = {getattr(target.config, name, None) for name in _MEDIA_IDS} - {None}
+
+    @property
+    def device(self) -> torch.device:
+        """That of the target."""
+        return self._target[0].device
+
+    def generate(  # type: ignore[override]
+        self, input_ids: torch.Tensor, max_new_tokens: int, generation_config: GenerationConfig, **kwargs: Any
+    ) -> GenerateDecoderOnlyOutput:
+        """Propose tokens, as assisted decoding asks for them.
+
+        Args:
+            input_ids: [1, tokens].
+            max_new_tokens: So many at most.
+            generation_config: Of the call, which tells the tokens that end a text.
+            kwargs: What a model would need.
+
+        Returns:
+            `sequences` [1, tokens + proposed], and of each token proposed `scores` [1, vocab_size], float32.
+        """
+        ids = input_ids[0].cpu().numpy()
+        ends = generation_config.eos_token_id
+        found = self._cut(self._draft(ids, max_new_tokens), {ends} if isinstance(ends, int) else {*(ends or ())})
+        draft = torch.tensor([found or [int(ids[-1])]], device=input_ids.device)  # none is not understood
+        scores = torch.full((draft.shape[1], self.config.vocab_size), -torch.inf, device=input_ids.device)
+        scores.scatter_(1, draft.T, 0.0)
+        sequences: Any = torch.cat([input_ids, draft], dim=1)
+        return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores.split(1))  # type: ignore[no-untyped-call]
+
+    def _draft(self, ids: NDArray[np.int64], length: int) -> list[int]:
+        places = np.flatnonzero(ids[:-1] == ids[-1]) + 1
+        places, agreeing = longest_match(ids, places, ids, self._max_ngram)
+        if agreeing < self._max_ngram:
+            least = max(agreeing + 1, 2)
+            asked = {"max_ngram": self._max_ngram, "min_ngram": least, "salt": self._salt}
+            if found := self._store.continuation(ids[-self._max_ngram :], length, **asked):
+                return found
+        if not agreeing:
+            return []
+        text = ids[places[-1] :].tolist()
+        return [text[i % len(text)] for i in range(length if agreeing > 1 else 1)]  # it may go on repeating itself
+
+    def _cut(self, draft: list[int], ends: set[int]) -> list[int]:
+        """`draft` up to the first token that ends a text, and before the first that stands for media."""
+        for i, token in enumerate(draft):
+            if token in self._media:
+                return draft[:i]
+            if token in ends:
+                return draft[: i + 1]
+        return draft

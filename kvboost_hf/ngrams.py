@@ -1,0 +1,40 @@
+"""Matching the end of one text against the inside of another."""
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+MAX_NGRAM = 8  # tokens: what is the same before a place for so long tells no more by being longer
+
+
+def longest_match(
+    text: NDArray[Any], places: NDArray[Any], ids: NDArray[Any], max_ngram: int
+) -> tuple[NDArray[Any], int]:
+    """Find the places in a text before which it ends like another one, for as many tokens as possible.
+
+    Args:
+        text: [tokens].
+        places: [places], those to choose from.
+        ids: [tokens], the other text.
+        max_ngram: Compare so many tokens before a place at most.
+
+    Returns:
+        The places that agree in most tokens, in the order given, and in how many; none if not even one does.
+    """
+    agreeing = 0
+    for n in range(1, min(max_ngram, len(ids)) + 1):
+        within = places[places >= n]
+        longer = within[text[within - n] == ids[-n]]
+        if not longer.size:
+            break
+        places, agreeing = longer, n
+    return (places, agreeing) if agreeing else (places[:0], 0)
+
+
+def check_ngrams(max_ngram: int, min_ngram: int = 2) -> None:
+    """Raise a ValueError unless `2 <= min_ngram <= max_ngram <= MAX_NGRAM`."""
+    if not 2 <= min_ngram <= max_ngram <= MAX_NGRAM:
+        raise ValueError(
+            f"`max_ngram` must be at most {MAX_NGRAM} tokens, and `min_ngram` from 2 to `max_ngram`, got {max_ngram} "
+            f"and {min_ngram}."
+        )
