@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["EMBEDDED_MODEL_DIR", "load_embedded"]
+__all__ = ["EMBEDDED_DRAFT_DIR", "EMBEDDED_MODEL_DIR", "load_embedded", "load_embedded_draft"]
 
 EMBEDDED_MODEL_DIR: Path = Path(__file__).parent / "reader"
+EMBEDDED_DRAFT_DIR: Path = Path(__file__).parent / "draft"
 
 
 def load_embedded(
@@ -39,12 +40,32 @@ def load_embedded(
     Returns:
         The model on the CPU, in eval mode, and its tokenizer.
     """
+    model = _load(EMBEDDED_MODEL_DIR, dtype, attn_implementation)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(EMBEDDED_MODEL_DIR, local_files_only=True)
+    return model, tokenizer
+
+
+def load_embedded_draft(dtype: torch.dtype | None = None, attn_implementation: str | None = None) -> LlamaForCausalLM:
+    """Loads the draft of the embedded reader, a model of one layer with the reader's tokenizer.
+
+    It is trained by :mod:`kvboost_hf.assets.train_draft`, for ``reader.generate(assistant_model=draft)``.
+
+    Args:
+        dtype: Type of the weights; float32 if None.
+        attn_implementation: Attention of transformers, such as ``"eager"`` or ``"sdpa"``; its default if None.
+
+    Returns:
+        The model on the CPU, in eval mode.
+    """
+    return _load(EMBEDDED_DRAFT_DIR, dtype, attn_implementation)
+
+
+def _load(folder: Path, dtype: torch.dtype | None, attn_implementation: str | None) -> LlamaForCausalLM:
     model = LlamaForCausalLM.from_pretrained(
-        EMBEDDED_MODEL_DIR,
+        folder,
         dtype=torch.float32 if dtype is None else dtype,
         attn_implementation=attn_implementation,
         local_files_only=True,
     )
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(EMBEDDED_MODEL_DIR, local_files_only=True)
     model.train(False)
-    return model, tokenizer
+    return model

@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded, load_embedded_draft
 from kvboost_hf.assets.evaluate import accuracy, answer, chat_accuracy, encode_chat
+from kvboost_hf.assets.evaluate_draft import (
+    Round,
+    Rounds,
+    assisted_answer,
+    assisted_rounds,
+    held_out_prompts,
+    use_constant_drafts,
+)
 from kvboost_hf.assets.train import (
     CURRICULUM,
     IGNORED_LABEL,
@@ -24,12 +32,15 @@ from kvboost_hf.assets.train import (
     make_copy_batch,
     make_reading_batch,
 )
+from kvboost_hf.assets.train_draft import build_draft, distill
 from kvboost_hf.assets.world import MAX_SUBJECTS, Document, Turn, chat_messages, make_chat, make_documents
 
 MAX_BYTES = 12_000_000
 HELD_OUT_SEED = 77
 MIN_ACCURACY = 0.9
 MAX_CHANCE = 0.2  # most attributes have 8 to 24 values
+MAX_DRAFT_BYTES = 1_000_000
+MIN_ACCEPTANCE = 0.6
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +56,16 @@ def model(reader: tuple[LlamaForCausalLM, PreTrainedTokenizerFast]) -> LlamaForC
 @pytest.fixture(scope="module")
 def tokenizer(reader: tuple[LlamaForCausalLM, PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
     return reader[1]
+
+
+@pytest.fixture(scope="module")
+def draft() -> LlamaForCausalLM:
+    return load_embedded_draft()
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:
+    return held_out_prompts(tokenizer, 20, seed=HELD_OUT_SEED)
 
 
 class TestWorld:
@@ -203,6 +224,70 @@ class TestFiles:
         model, _ = load_embedded(torch.bfloat16, attn_implementation)
         assert model.dtype == torch.bfloat16
         assert model.config._attn_implementation == attn_implementation
+
+
+class TestDraft:
+    def test_folder_is_small(self) -> None:
+        assert sum(path.stat().st_size for path in EMBEDDED_DRAFT_DIR.iterdir()) <= MAX_DRAFT_BYTES
+
+    def test_same_tokenizer(self, draft: LlamaForCausalLM, model: LlamaForCausalLM) -> None:
+        assert (EMBEDDED_DRAFT_DIR / "tokenizer.json").read_bytes() == (
+            EMBEDDED_MODEL_DIR / "tokenizer.json"
+        ).read_bytes()
+        assert draft.config.vocab_size == model.config.vocab_size
+        assert draft.config.max_position_embeddings == model.config.max_position_embeddings
+        for name in ("eos_token_id", "pad_token_id", "do_sample"):
+            assert getattr(draft.generation_config, name) == getattr(model.generation_config, name)
+
+    def test_smaller(self, draft: LlamaForCausalLM, model: LlamaForCausalLM) -> None:
+        assert not draft.training
+        assert draft.dtype == torch.float32
+        assert draft.config.num_hidden_layers == 1
+        assert 6 * draft.num_parameters() < model.num_parameters()
+        assert load_embedded_draft(torch.bfloat16).dtype == torch.bfloat16
+
+    def test_most_of_it_is_kept(
+        self, draft: LlamaForCausalLM, model: LlamaForCausalLM, prompts: list[torch.Tensor]
+    ) -> None:
+        found = assisted_rounds(model, draft, prompts, 5)
+        assert found.acceptance >= MIN_ACCEPTANCE
+        assert found.committed_per_round >= 2
+
+    def test_little_of_an_untrained_one_is_kept(self, model: LlamaForCausalLM, prompts: list[torch.Tensor]) -> None:
+        torch.manual_seed(0)
+        found = assisted_rounds(model, build_draft(model), prompts[:5], 5)
+        assert found.drafted > 0
+        assert found.acceptance <= 0.05
+
+    def test_answers_are_those_without_a_draft(
+        self, draft: LlamaForCausalLM, model: LlamaForCausalLM, prompts: list[torch.Tensor]
+    ) -> None:
+        use_constant_drafts(draft, 3)
+        for prompt in prompts[:6]:
+            plain = model.generate(prompt, attention_mask=torch.ones_like(prompt))[0, prompt.shape[1] :].tolist()
+            said, rounds = assisted_answer(model, draft, prompt)
+            assert said == plain
+            assert sum(each.committed for each in rounds) == len(plain)
+            assert len(rounds) < len(plain)
+
+    def test_all_that_the_reader_drafts_for_itself_is_kept(
+        self, model: LlamaForCausalLM, prompts: list[torch.Tensor]
+    ) -> None:
+        twin, _ = load_embedded()
+        use_constant_drafts(twin, 3)
+        said, rounds = assisted_answer(model, twin, prompts[0])
+        assert Rounds(tuple(rounds)).acceptance == 1
+        assert rounds[0] == Round(drafted=3, accepted=3, committed=4)
+        assert Rounds(tuple(rounds)).committed == len(said)
+
+    def test_one_step_of_the_recipe(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        draft = build_draft(model)
+        first = {name: weight.clone() for name, weight in draft.state_dict().items()}
+        distill(model, tokenizer, draft, minutes=1e-6)
+        assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+        assert not any(torch.equal(weight, first[name]) for name, weight in draft.state_dict().items())
+        assert not draft.training
 
 
 class TestRecipe:
