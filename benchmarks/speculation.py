@@ -4,14 +4,16 @@
 
 The embedded reader writes plainly, with its draft at fixed lengths, and with `load_assistant`. It answers held-out
 prompts, each in a sentence; and it fills in forms of 8 questions about documents in one call of `generate()`. There
-a logits processor writes the questions, as a grammar writes all but the values. So forms are long and easy to draft.
+a logits processor writes the questions, as a grammar writes all but the values. So forms are long and easy to draft:
+what the processor writes counts as accepted, too.
 
 The rounds and what is accepted of them are those of real `generate()` calls. Time is not: a virtual clock goes forward
 by T in every forward of the target, whatever its width, and by D in every forward of the draft. T/D is that of a
 target in memory (5) and of targets that stream over three links (20, 60, 200). So the figures repeat on any machine.
 
-The bound is `committed per round * T / (T + drafted per round * D)`, with what was really drafted: a draft ends where
-the text ends, however long it may be.
+The bound is `committed per round * T / (T + drafted per round * D)`, with the tokens that came to the target: a draft
+ends where the text ends, however long it may be. Fixed lengths reach it; what `load_assistant` drafts behind the end
+is time lost.
 """
 
 import argparse
@@ -39,7 +41,7 @@ RATIOS = {"in memory": 5, "fast link": 20, "middle link": 60, "slow link": 200}
 LENGTHS = range(1, 21)
 QUESTIONS = 8  # of a form
 WITHIN = 0.03  # of the best fixed length
-KVBOOST = "KVBoost 0.9.0 publishes 3.0 committed per round and 3.07x at length 5 and 40% accepted, with larger models."
+KVBOOST = "KVBoost publishes 3.0 committed per round and 3.07x at length 5 and 40% accepted, with larger models."
 
 
 class Form(LogitsProcessor):
