@@ -12,6 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from kvboost_hf.assisted.schedule import DraftLength
 from kvboost_hf.assisted.stats import SpeculationStats
 
+_LOOK = 4  # tokens after which it is looked whether the text has ended
 # Arguments that transformers passes on to an assistant and that a plain forward of token ids can do without.
 _PLAIN = frozenset(
     ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
@@ -24,6 +25,7 @@ class _Round:
 
     start: int  # tokens before it
     tokens: list[int]
+    forwards: int  # of the draft; one for each token, and for those that were cut off
     draft_s: float
     ended: float  # on the clock
     first: bool  # of its answer: the target's pass took the prompt in, too
@@ -35,8 +37,8 @@ class Drafting:
     transformers calls it for each round with all tokens so far, from which it also learns what came of the last
     draft. Calls that are not for an assistant go to the model's own `generate()`.
 
-    Tokens are drafted without looking at any before all are there, so that a device is never waited for in between;
-    what comes behind an end of the text, or a token that the draft is not sure of, is cut off then.
+    Tokens are drafted several at a time without looking at them, so that a device is seldom waited for; what comes
+    behind an end of the text, or a token that the draft is not sure of, is cut off then.
 
     Args:
         model: The draft.
@@ -61,13 +63,14 @@ class Drafting:
         most = int(kwargs.pop("max_new_tokens"))
         count = self._schedule.length(most)
         if self._is_plain(kwargs):
-            found, tokens = self._draft(count, **kwargs)
+            found, tokens, forwards = self._draft(count, **kwargs)
         else:
             kwargs["min_new_tokens"] = min(kwargs.get("min_new_tokens") or 0, count)
             found = self._generate(self._model, **kwargs, max_new_tokens=count)
             tokens = found.sequences[0, ids.shape[1] :].tolist()
+            forwards = len(tokens)
         ended = self._clock()
-        self._rounds[found.past_key_values] = _Round(ids.shape[1], tokens, ended - began, ended, first)
+        self._rounds[found.past_key_values] = _Round(ids.shape[1], tokens, forwards, ended - began, ended, first)
         return found
 
     def _learn(self, ids: torch.Tensor, now: float, last: _Round | None) -> None:
@@ -88,8 +91,9 @@ class Drafting:
         self._schedule.learn(
             drafted=len(last.tokens),
             accepted=accepted,
-            draft_s=last.draft_s,
-            target_s=None if last.first else target_s,
+            draft_s=last.draft_s * len(last.tokens) / last.forwards,
+            target_s=target_s,
+            first=last.first,
         )
 
     def _is_plain(self, kwargs: dict[str, Any]) -> bool:
@@ -113,18 +117,21 @@ class Drafting:
         logits_processor: Sequence[Any] | None = None,
         past_key_values: Any = None,
         **_: Any,
-    ) -> tuple[GenerateDecoderOnlyOutput, list[int]]:
+    ) -> tuple[GenerateDecoderOnlyOutput, list[int], int]:
         model: Any = self._model
         ids: Any = input_ids
-        scores, sure = [], []
+        scores: list[torch.Tensor] = []
+        sure: list[torch.Tensor] = []
         processors = LogitsProcessorList(logits_processor or ())
         cache = past_key_values
         if cache is None:
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
             cache.activate_past_recording()  # type: ignore[no-untyped-call]  # refused candidates are cropped
         keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        held = cache.get_seq_length()
-        for _round in range(count):
+        held, start = cache.get_seq_length(), input_ids.shape[1]
+        tokens: list[int] = []
+        end = None
+        while end is None and len(scores) < count:
             output = model(input_ids=ids[:, held:], past_key_values=cache, use_cache=True, **keep)
             cache, held = output.past_key_values, ids.shape[1]
             score = processors(ids, output.logits[:, -1].float())
@@ -133,27 +140,27 @@ class Drafting:
             ids = torch.cat([ids, token], 1)
             scores.append(score)
             sure.append(likely.gather(1, token))
-        start = input_ids.shape[1]
-        tokens = ids[0, start:].tolist()  # the device is waited for here
-        kept = _kept(tokens, generation_config, torch.cat(sure, 1)[0])
+            if len(scores) % _LOOK == 0 or len(scores) == count:
+                tokens = ids[0, start:].tolist()  # the device is waited for here
+                end = _end(tokens, generation_config, torch.cat(sure, 1)[0])
+        end = end or len(tokens)
         found = GenerateDecoderOnlyOutput(
-            sequences=ids[:, : start + kept],
-            scores=tuple(scores[:kept]),  # type: ignore[arg-type]
+            sequences=ids[:, : start + end],
+            scores=tuple(scores[:end]),  # type: ignore[arg-type]
             past_key_values=cache,
         )
-        return found, tokens[:kept]
+        return found, tokens[:end], len(tokens)
 
 
-def _kept(tokens: list[int], config: Any, sure: torch.Tensor) -> int:
-    """How many drafted tokens to hand out: up to an end of the text, or one that the draft is not sure of."""
+def _end(tokens: list[int], config: Any, sure: torch.Tensor) -> int | None:
+    """How many drafted tokens to hand out, if not all: up to an end of the text, or one that is not sure."""
     ends = config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
-    stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens) - 1)
+    stops = [place + 1 for place, token in enumerate(tokens) if token in ends]
     threshold = config.assistant_confidence_threshold
     if threshold:
-        unsure = [place for place, each in enumerate(sure.tolist()) if each < threshold]
-        stop = min([stop, *unsure])
-    return stop + 1
+        stops += [place + 1 for place, each in enumerate(sure.tolist()) if each < threshold]
+    return min(stops, default=None)
 
 
 def _agreeing(drafted: Sequence[int], said: Sequence[int]) -> int:

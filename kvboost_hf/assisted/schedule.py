@@ -13,14 +13,15 @@ class DraftLength(Protocol):
     def length(self, most: int) -> int:
         """Tokens to draft, from 1 to `most`."""
 
-    def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float | None) -> None:
+    def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
         """What came of a round.
 
         Args:
             drafted: Tokens.
             accepted: Of these, the first ones, that the target would have said, too.
             draft_s: Seconds that drafting them took.
-            target_s: Seconds of the target's pass over them; None if it did other things in that time.
+            target_s: Seconds of the target's pass over them.
+            first: Whether that pass took the prompt in, too.
         """
 
 
@@ -38,7 +39,7 @@ class Constant:
         """See `DraftLength`."""
         return min(self._tokens, most)
 
-    def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float | None) -> None:
+    def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
         """See `DraftLength`."""
 
 
@@ -56,7 +57,7 @@ class Heuristic:
         """See `DraftLength`."""
         return min(self._tokens, most)
 
-    def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float | None) -> None:
+    def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
         """See `DraftLength`."""
         self._tokens = self._tokens + 2 if accepted == drafted else max(1, self._tokens - 1)
 
@@ -77,7 +78,7 @@ class Adaptive:
         self._tokens, self._most = tokens, most
         self._compared, self._accepted = _PRIOR_TOKENS, _PRIOR_TOKENS * _PRIOR_RATE
         self._draft_s, self._drafted = 0.0, 0.0
-        self._target_s, self._passes = 0.0, 0.0
+        self._target_s, self._passes, self._rough = 0.0, 0.0, True
 
     def length(self, most: int) -> int:
         """See `DraftLength`."""
@@ -88,17 +89,20 @@ class Adaptive:
         per_token, per_pass = self._draft_s / self._drafted, self._target_s / self._passes
         return max(range(1, most + 1), key=lambda n: _expected(rate, n) / (per_pass + n * per_token))
 
-    def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float | None) -> None:
-        """See `DraftLength`."""
+    def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
+        """See `DraftLength`. Passes over prompts count until there are others."""
         compared = accepted + (accepted < drafted)  # nothing is known of those behind the first that differs
         kept = _FADE_TOKEN**compared
         self._compared = kept * self._compared + compared
         self._accepted = kept * self._accepted + accepted
         self._drafted = _FADE * self._drafted + drafted
         self._draft_s = _FADE * self._draft_s + draft_s
-        if target_s is not None:
-            self._passes = _FADE * self._passes + 1
-            self._target_s = _FADE * self._target_s + target_s
+        if first and not self._rough:
+            return
+        if self._rough and not first:
+            self._rough, self._passes, self._target_s = False, 0.0, 0.0
+        self._passes = _FADE * self._passes + 1
+        self._target_s = _FADE * self._target_s + target_s
 
 
 def _expected(rate: float, drafted: int) -> float:

@@ -16,9 +16,8 @@ def tokens_per_s(schedule: DraftLength, rate: float, target_s: float, rounds: in
         while accepted < drafted and chance.random() < rate:
             accepted += 1
         tokens, seconds = tokens + accepted + 1, seconds + drafted + target_s
-        schedule.learn(
-            drafted=drafted, accepted=accepted, draft_s=float(drafted), target_s=target_s if number else None
-        )
+        told = {"drafted": drafted, "accepted": accepted, "draft_s": float(drafted)}
+        schedule.learn(**told, target_s=target_s if number else 50 * target_s, first=not number)
     return tokens / seconds
 
 
