@@ -43,7 +43,7 @@ def lookup_assistant(
 
     Args:
         target: The model that generates.
-        store: Where to look besides the prompt.
+        store: Where to look besides the prompt, such as the `ChunkStore` of the target.
         num_assistant_tokens: Propose so many at once, at most.
         max_ngram: Compare so many tokens at most, from 2 to 8.
         salt: Whose prompts in the store to look in, such as `cache.salt`; None for the store's.
@@ -112,7 +112,8 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         ends = generation_config.eos_token_id
         found = self._cut(self._draft(ids, max_new_tokens), {ends} if isinstance(ends, int) else {*(ends or ())})
         draft = torch.tensor([found or [int(ids[-1])]], device=input_ids.device)  # none is not understood
-        scores = torch.full((draft.shape[1], self.config.vocab_size), -torch.inf, device=input_ids.device)
+        shape = (draft.shape[1], self.config.vocab_size)
+        scores = torch.full(shape, -torch.inf, dtype=torch.float32, device=input_ids.device)
         scores.scatter_(1, draft.T, 0.0)
         sequences: Any = torch.cat([input_ids, draft], dim=1)
         return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores.split(1))  # type: ignore[no-untyped-call]

@@ -61,7 +61,7 @@ class NgramIndex:
         """See `ChunkStore.continuation`."""
         found: list[int] = []
         while len(found) < length:
-            place, agreeing = self._find(np.append(ids[-max_ngram:], found).astype(np.int64), max_ngram)
+            place, agreeing = self._find(np.array([*ids[-max_ngram:], *found][-max_ngram:], dtype=np.int64))
             if agreeing < min_ngram:
                 break
             run = self._text[place : place + length - len(found)]
@@ -72,7 +72,7 @@ class NgramIndex:
             min_ngram = min(max_ngram, agreeing + len(run))
         return found
 
-    def _find(self, ids: Tokens, max_ngram: int) -> tuple[int, int]:
+    def _find(self, ids: Tokens) -> tuple[int, int]:
         """The place that the longest end of `ids` stands before, and how long that is; 0 if it is not two tokens."""
         if len(ids) < 2:
             return 0, 0
@@ -81,7 +81,7 @@ class NgramIndex:
         first = max(first, last - _MOST_COMPARED)
         latest = self._sorted_end + np.flatnonzero(self._text[self._sorted_end : self._end - 1] == ids[-1]) + 1
         places = np.concatenate([self._places[first:last], latest])
-        places, agreeing = longest_match(self._text, places[self._text[places] >= 0], ids, max_ngram)
+        places, agreeing = longest_match(self._text, places[self._text[places] >= 0], ids, len(ids))
         if agreeing < 2:
             return 0, 0
         _, what, counts = np.unique(self._text[places], return_inverse=True, return_counts=True)

@@ -111,6 +111,7 @@ class Shelf:
         self._first_heads: OrderedDict[bytes, bytes] = OrderedDict()  # salt and first tokens -> root last stored under
         self._counts = dict.fromkeys(("hits", "misses", "evictions", "rejected"), 0)
         self._counts |= dict.fromkeys(("audits", "divergences", "quarantined"), 0)
+        self._texts_are_asked_for = False
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -156,6 +157,14 @@ class Shelf:
     def _content_index(self, root: bytes) -> ContentIndex[StoredChunk]:
         with self._lock:
             return self._contents.setdefault(root, ContentIndex(self._lock))
+
+    def _ngrams_with(self, salt: bytes) -> NgramIndex | None:
+        """The text stored with a salt; kept from the first time on that anybody asks for text."""
+        if not self._texts_are_asked_for:
+            self._texts_are_asked_for = True
+            for chunk in self._chunks.values():
+                self._ngram_index(chunk.root).add(chunk.key, chunk.parent, chunk.tokens)
+        return self._ngrams.get(salt)
 
     def _ngram_index(self, root: bytes) -> NgramIndex:
         if root not in self._ngrams_of:  # a salt that is forgotten is nobody's
@@ -470,7 +479,8 @@ class Shelf:
             if chunk.parent == chunk.root:
                 salt = self._salts.get(chunk.root, b"")
                 remember(self._first_heads, head_key(salt, chunk.tokens[:HEAD_TOKENS]), chunk.root)
-        self._ngram_index(chunk.root).add(chunk.key, chunk.parent, chunk.tokens)
+        if self._texts_are_asked_for:
+            self._ngram_index(chunk.root).add(chunk.key, chunk.parent, chunk.tokens)
         index = self._content_index(chunk.root)
         index.add(chunk)
         for other in index.variants(chunk.tokens):
@@ -489,7 +499,8 @@ class Shelf:
         else:
             gone, by_head = self._chunks.pop(key), self._by_head
             self._content_index(gone.root).remove(gone)
-            self._ngram_index(gone.root).remove(key)
+            if self._texts_are_asked_for:
+                self._ngram_index(gone.root).remove(key)
         self._used -= gone.nbytes
         head = head_key(gone.parent, gone.tokens[:HEAD_TOKENS])
         if key in by_head.get(head, ()):  # what is found by content only is not

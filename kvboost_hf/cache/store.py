@@ -262,7 +262,7 @@ class ChunkStore(TieredShelf):
         self._require_open()
         check_ngrams(max_ngram, min_ngram)
         with self._lock:
-            index = self._ngrams.get(self.salt if salt is None else salt_bytes(salt))
+            index = self._ngrams_with(self.salt if salt is None else salt_bytes(salt))
             return index.continuation(np.asarray(ids), length, max_ngram, min_ngram) if index is not None else []
 
     def stats(self) -> dict[str, Any]:

@@ -187,6 +187,13 @@ class StoreMachine(RuleBasedStateMachine):
         return any(key in {c.prefix_key, c.parent} for c in self.store._chunks.values())
 
     @invariant()
+    def text_of_every_chunk_can_be_looked_up(self) -> None:
+        for salt, root in ((b"", self.root), (b"somebody else", self.other_root)):
+            known = {key for key, chunk in self.store._chunks.items() if chunk.root == root}
+            index = self.store._ngrams_with(salt)
+            assert known == (set(index._spans) if index is not None else set())
+
+    @invariant()
     def every_chunk_can_be_reached(self) -> None:
         indexes = self.store._contents
         for chunk in self.store._chunks.values():

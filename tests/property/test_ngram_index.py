@@ -1,0 +1,96 @@
+"""The index against a search through all entries: whatever was added and removed, it finds the same text."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvboost_hf.cache import ngram_index
+from kvboost_hf.cache.codes import media_codes
+from kvboost_hf.cache.ngram_index import NgramIndex
+from kvboost_hf.ngrams import MAX_NGRAM
+
+WORDS = [0, 1, 70_000]  # few, so that n-grams come again
+MEDIA = int(media_codes(b"a picture", 1)[0])
+
+
+class Twin:
+    """An index, and its entries as lists."""
+
+    def __init__(self) -> None:
+        self.index = NgramIndex()
+        self.entries: dict[bytes, list[int]] = {}  # the oldest first
+        self.added = 0
+
+    def add(self, tokens: list[int], back: int) -> None:
+        """Continue what was added `back` times before, if it is there."""
+        key, parent = b"%d" % self.added, b"%d" % (self.added - back)
+        self.added += 1
+        self.index.add(key, parent, np.array(tokens))
+        known = self.entries.get(parent, [])[-MAX_NGRAM:]
+        self.entries[key] = known + [token if token >= 0 else -1 for token in tokens]
+
+    def remove(self, key: bytes) -> None:
+        del self.entries[key]
+        self.index.remove(key)
+
+    def look_up(self, ids: list[int], length: int, most: int, least: int) -> list[int]:
+        found = self.index.continuation(np.array(ids, dtype=np.int64), length, most, least)
+        assert found == self.searched(ids, length, most, least)
+        return found
+
+    def searched(self, ids: list[int], length: int, most: int, least: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < length:
+            agreeing, run = self.best(ids + found, most)
+            if agreeing < least:
+                break
+            run = run[: length - len(found)]
+            found += run
+            least = min(most, agreeing + len(run))
+        return found
+
+    def best(self, ids: list[int], most: int) -> tuple[int, list[int]]:
+        places: list[tuple[int, list[int]]] = []
+        for entry in self.entries.values():
+            for at in range(1, len(entry)):
+                agreeing = 0
+                while agreeing < min(at, most, len(ids)) and entry[at - agreeing - 1] == ids[-agreeing - 1]:
+                    agreeing += 1
+                end = entry.index(-1, at) if -1 in entry[at:] else len(entry)
+                if end > at:
+                    places.append((agreeing, entry[at:end]))
+        longest = max((agreeing for agreeing, _ in places), default=0)
+        if longest < 2:
+            return 0, []
+        runs = [run for agreeing, run in places if agreeing == longest]
+        votes = Counter(run[0] for run in runs)
+        return longest, [run for run in runs if votes[run[0]] == max(votes.values())][-1]
+
+    def check_size(self) -> None:
+        """What was removed takes no more than what is there."""
+        there = sum(MAX_NGRAM + 1 + len(entry) for entry in self.entries.values())
+        assert self.index._removed <= max(ngram_index._FEWEST_UNSORTED, self.index._end // 2)
+        assert self.index._end - self.index._removed <= there
+        assert len(self.index._places) <= there + self.index._removed
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_finds_what_a_search_finds(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(ngram_index, "_FEWEST_UNSORTED", 40)
+    rng = np.random.default_rng(seed)
+    twin, seen = Twin(), Counter[str]()
+    for _ in range(300):
+        tokens = rng.choice([*WORDS, MEDIA], rng.integers(1, 15), p=[0.4, 0.35, 0.2, 0.05]).tolist()
+        twin.add(tokens, back=int(rng.integers(1, 3)))
+        if len(twin.entries) > 20 or rng.random() < 0.2:
+            twin.remove(list(twin.entries)[rng.integers(len(twin.entries))])
+        twin.check_size()
+        ids = rng.choice(WORDS, rng.integers(0, 4)).tolist()
+        if twin.entries and rng.random() < 0.8:
+            entry = list(twin.entries.values())[rng.integers(len(twin.entries))]
+            ids += [token for token in entry[: rng.integers(1, 20)] if token >= 0]
+        least, most = sorted(rng.integers(2, MAX_NGRAM + 1, 2).tolist())
+        found = twin.look_up(ids, int(rng.integers(0, 40)), most, least)
+        seen["nothing" if not found else "across entries" if len(found) > 14 else "something"] += 1
+    assert min(seen["nothing"], seen["something"], seen["across entries"]) > 20, seen
