@@ -30,7 +30,7 @@ def load_assistant(
     """Prepare a draft model for `target.generate(assistant_model=...)`.
 
     transformers asks the draft for candidates in each round; what it returns decides how many tokens are drafted,
-    notes what came of them, and never waits for the device in between.
+    notes what came of them, and waits for the device every few tokens only.
 
     Args:
         name_or_model: A name on the hub, a folder, or a loaded model.
@@ -55,13 +55,13 @@ def load_assistant(
 
     Example:
         >>> from kvboost_hf import load_assistant, speculation_stats
-        >>> from kvboost_hf.assets import load_embedded
+        >>> from kvboost_hf.assets import load_embedded, load_embedded_draft
         >>> model, tokenizer = load_embedded()
-        >>> draft = load_assistant(load_embedded()[0], target=model)
+        >>> draft = load_assistant(load_embedded_draft(), target=model)
         >>> inputs = tokenizer("Maria lives in Rome. Where does Maria live?", return_tensors="pt")
         >>> out = model.generate(**inputs, assistant_model=draft, max_new_tokens=12)
-        >>> speculation_stats(draft).acceptance
-        1.0
+        >>> print(speculation_stats(draft))  # doctest: +ELLIPSIS
+        ... rounds, ...% of ... drafted tokens accepted, ...
     """
     if num_assistant_tokens is not None and (type(num_assistant_tokens) is not int or num_assistant_tokens < 1):
         raise ValueError(f"`num_assistant_tokens` must be 1 or more, or None, got {num_assistant_tokens!r}.")
