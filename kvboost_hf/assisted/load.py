@@ -60,8 +60,8 @@ def load_assistant(
         >>> draft = load_assistant(load_embedded_draft(), target=model)
         >>> inputs = tokenizer("Maria lives in Rome. Where does Maria live?", return_tensors="pt")
         >>> out = model.generate(**inputs, assistant_model=draft, max_new_tokens=12)
-        >>> print(speculation_stats(draft))  # doctest: +ELLIPSIS
-        ... rounds, ...% of ... drafted tokens accepted, ...
+        >>> speculation_stats(draft).rounds > 0
+        True
     """
     if num_assistant_tokens is not None and (type(num_assistant_tokens) is not int or num_assistant_tokens < 1):
         raise ValueError(f"`num_assistant_tokens` must be 1 or more, or None, got {num_assistant_tokens!r}.")
