@@ -20,7 +20,7 @@ from kvboost_hf.offload.hook import LayerStreamingHook
 from kvboost_hf.offload.host import HostMemory, HostSource, cuda_pinning
 from kvboost_hf.offload.plan import ResidencyPlan, plan_residency
 from kvboost_hf.offload.sizes import sizes_of
-from kvboost_hf.offload.sources import Source
+from kvboost_hf.offload.sources import Source, in_memory
 from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.offload.stream import LayerStream
 from kvboost_hf.offload.units import Unit, find_units, input_embeddings
@@ -116,9 +116,7 @@ class StreamBuilder:
         """Undo what was taken: tensors whose bytes are in files come back into memory."""
         for number, source in self._sources.items():
             if source.host is None:
-                flat = torch.empty(source.nbytes, dtype=torch.uint8)
-                source.read_into(flat, 0)
-                for name, view in self.layouts[number].views(flat).items():
+                for name, view in self.layouts[number].views(in_memory(source)).items():
                     self.units[number].holders[name].put(view)
 
     def _file(self, number: int) -> FileSource | None:

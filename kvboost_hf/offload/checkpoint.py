@@ -24,8 +24,6 @@ from transformers.utils import logging
 
 from kvboost_hf.offload.units import Holder, persistent_holders, shared_tensors
 
-logger = logging.get_logger(__name__)
-
 
 class Checkpoint:
     """The files of a checkpoint, and which of their tensors belong to which layer of a model.

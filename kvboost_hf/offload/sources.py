@@ -24,3 +24,16 @@ class Source(Protocol):
         Raises:
             OSError: the file is gone, or shorter than it was.
         """
+
+
+def in_memory(source: Source) -> torch.Tensor:
+    """The bytes of a layer, uint8 [nbytes]: those that wait in host memory, or as read from the file.
+
+    Raises:
+        OSError: as `Source.read_into`.
+    """
+    if source.host is not None:
+        return source.host
+    flat = torch.empty(source.nbytes, dtype=torch.uint8)
+    source.read_into(flat, 0)
+    return flat

@@ -13,7 +13,7 @@ from kvboost_hf.offload.backends.base import Backend
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.plan import ResidencyPlan
 from kvboost_hf.offload.schedule import Ring
-from kvboost_hf.offload.sources import Source
+from kvboost_hf.offload.sources import Source, in_memory
 from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.offload.units import Holder, Unit
 
@@ -30,8 +30,6 @@ class LayerStream:
         backend: Moves the bytes.
         owner: The module whose forward runs the layers: one thread at a time may be in it.
     """
-
-    leaves_kv_alone = True  # read by the fingerprint of models: its hooks change nothing that is computed
 
     def __init__(
         self,
@@ -191,19 +189,11 @@ class LayerStream:
 
     def _at_rest(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a unit in host memory: those that are sent from, or as read from the file."""
-        return self._layouts[number].views(self._flat_at_rest(number))
-
-    def _flat_at_rest(self, number: int) -> torch.Tensor:
-        source = self._sources[number]
-        if source.host is not None:
-            return source.host
-        flat = torch.empty(source.nbytes, dtype=torch.uint8)
-        source.read_into(flat, 0)
-        return flat
+        return self._layouts[number].views(in_memory(self._sources[number]))
 
     def _put_right(self, number: int, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Have state_dict() tell what the weights are, not what happens to be in the slot."""
-        at_rest, slot = self._flat_at_rest(number), self._slots[self._ring.slot(number)]
+        at_rest, slot = in_memory(self._sources[number]), self._slots[self._ring.slot(number)]
         for key, value in state.items():  # names may be others than here, and tensors parts of those here
             offset = value.data_ptr() - slot.data_ptr() if isinstance(value, torch.Tensor) else -1
             if key.startswith(prefix) and 0 <= offset < at_rest.numel():
