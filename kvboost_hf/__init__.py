@@ -4,6 +4,7 @@ from kvboost_hf import attention
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
 from kvboost_hf.assisted.lookup import lookup_assistant
 from kvboost_hf.assisted.stats import SpeculationStats
+from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.cache.attach import attach, detach, last_cache
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.quantized import live_bytes
@@ -11,7 +12,7 @@ from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compatibility import CompatibilityReport, check_model_compatibility
-from kvboost_hf.config import KVQuantConfig, ReusePolicy, StreamingConfig
+from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy, StreamingConfig
 from kvboost_hf.errors import (
     CacheModelMismatchError,
     InterruptedForwardError,
@@ -36,6 +37,7 @@ __all__ = [
     "CompatibilityReport",
     "ContentChunker",
     "CorrectnessReport",
+    "DraftTreeConfig",
     "InterruptedForwardError",
     "KVBoostError",
     "KVQuantConfig",
@@ -49,6 +51,7 @@ __all__ = [
     "StreamingConfig",
     "StreamingError",
     "StreamingStats",
+    "TreeDecoding",
     "attach",
     "attention",
     "check_model_compatibility",

@@ -11,6 +11,7 @@ QuantMethod = Literal["turboquant", "kivi"]
 Rotation = Literal["hadamard", "haar"]
 ResidencyMode = Literal["partial_resident", "full_resident", "ffn_only_stream", "full_stream"]
 QuantKernel = Literal["auto", "triton", "torch"]
+DraftPolicy = Literal["auto", "tree", "chain"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?)?B", re.IGNORECASE)
 
@@ -276,6 +277,37 @@ class StreamingConfig:
     def reserved_bytes(self) -> int:
         """`reserved` in bytes."""
         return _require_size("reserved", self.reserved, least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTreeConfig:
+    """The trees of tokens that a draft model proposes at once.
+
+    Args:
+        policy: `"auto"`: as deep as another pass of the draft is worth it, with as many tokens as are worth their
+            place, by what was accepted and how long it took so far; where a draft is nearly sure, or checking a token
+            takes long, that is a chain. `"tree"`: always as large as the other settings allow. `"chain"`: as `"auto"`,
+            but with one token behind each.
+        branching: Tokens behind one token, at most.
+        width: Tokens of a level that the draft goes on from, at most; it computes them in one pass.
+        depth: Levels, at most.
+        max_nodes: Tokens that one pass of the target checks, at most. Up to 63 need no matrix of a mask with
+            `kvboost_fa2`.
+
+    Raises:
+        ValueError: for an unknown policy, or numbers that are not positive.
+    """
+
+    policy: DraftPolicy = "auto"
+    branching: int = 4
+    width: int = 4
+    depth: int = 24
+    max_nodes: int = 63
+
+    def __post_init__(self) -> None:
+        _require_choice("policy", self.policy, get_args(DraftPolicy))
+        for name in ("branching", "width", "depth", "max_nodes"):
+            _require_count(name, getattr(self, name), least=1)
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

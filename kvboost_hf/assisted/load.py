@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvboost_hf.assisted.draft import Drafting
 from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic
 from kvboost_hf.assisted.stats import SpeculationStats
+from kvboost_hf.assisted.tree_decoding import TreeDecoding
 
 Schedule = Literal["adaptive", "constant", "heuristic"]
 
@@ -82,12 +83,14 @@ def load_assistant(
     return draft
 
 
-def speculation_stats(assistant: PreTrainedModel) -> SpeculationStats:
-    """What has come of the drafts of a model that `load_assistant` has prepared.
+def speculation_stats(assistant: PreTrainedModel | TreeDecoding) -> SpeculationStats:
+    """What has come of the drafts of a model that `load_assistant` has prepared, or of a `TreeDecoding`.
 
     Raises:
-        ValueError: it has not.
+        ValueError: it is neither.
     """
+    if isinstance(assistant, TreeDecoding):
+        return assistant.stats
     drafting = vars(assistant).get("generate")
     if not isinstance(drafting, Drafting):
         raise ValueError(f"This {type(assistant).__name__} keeps no counts. Prepare it with load_assistant().")

@@ -17,8 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.positions import positions_from_start
-
-_MAX_DEPTH = 40
+from kvboost_hf.compat import MAX_DEPTH, generate_frame, is_generate
 
 
 class GenerateCall:
@@ -29,7 +28,7 @@ class GenerateCall:
     """
 
     def __init__(self, frame: FrameType) -> None:
-        found = _generate_frame(frame)
+        found = generate_frame(frame)
         variables = found.f_locals if found is not None else {}
         self._config = _weakly(variables.get("generation_config"))
         self.num_ids: int | None = variables.get("input_ids_length")
@@ -63,7 +62,7 @@ class GenerateCall:
         if self._config is None:
             return True
         config = self._config()
-        found = _generate_frame(frame)
+        found = generate_frame(frame)
         return config is not None and found is not None and found.f_locals.get("generation_config") is config
 
 
@@ -74,7 +73,7 @@ def calling() -> GenerateCall:
 
 def encoded_from(encoded: Any) -> dict[str, Any] | None:
     """What the generate() call under way was called with, if `encoded` is what it has made of its images."""
-    found = _generate_frame(sys._getframe(1))
+    found = generate_frame(sys._getframe(1))
     if found is None or encoded is None:
         return None
     variables = found.f_locals
@@ -85,33 +84,19 @@ def encoded_from(encoded: Any) -> dict[str, Any] | None:
 
 def in_generate() -> bool:
     """Whether some generate() call is under way."""
-    return _generate_frame(sys._getframe(1)) is not None
+    return generate_frame(sys._getframe(1)) is not None
 
 
 def in_prefill() -> bool:
     """Whether a generate() call is about to run its prompt."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MAX_DEPTH):
-        if frame is None or _is_generate(frame):
+    for _ in range(MAX_DEPTH):
+        if frame is None or is_generate(frame):
             return False
         if frame.f_code.co_name == "_prefill":
             return True
         frame = frame.f_back
     return False
-
-
-def _generate_frame(frame: FrameType | None) -> FrameType | None:
-    for _ in range(_MAX_DEPTH):
-        if frame is None:
-            return None
-        if _is_generate(frame):
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def _is_generate(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "generate" and "generation_config" in frame.f_code.co_varnames
 
 
 def _arguments(variables: Mapping[str, Any]) -> dict[str, Any]:

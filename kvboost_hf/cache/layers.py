@@ -97,11 +97,16 @@ class ReuseLayer:
     is_sliding = False  # needs the last columns only
     single_row = False  # cannot be taken apart by rows
     hands_out = False  # may give the attention K/V as it is held, in place of tensors of all columns
+    can_branch = False  # can be lent
 
     @property
     def native(self) -> Any:
         """The layer that transformers sees."""
         return self
+
+    def lend(self) -> Any:
+        """What to run a forward over tokens on that may not stay: until `truncate` to the present length."""
+        return self.native
 
     @property
     def length(self) -> int | None:
@@ -374,6 +379,7 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     keys: torch.Tensor
     values: torch.Tensor
+    can_branch = True
     _num_tensors = 2
 
     def __init__(self) -> None:

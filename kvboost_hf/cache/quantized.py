@@ -28,6 +28,8 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         rotation: How the keys turn with their positions, or None.
     """
 
+    can_branch = True
+
     def __init__(self, codec: Codec, config: KVQuantConfig, rotation: LayerRotation | None) -> None:
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
         self._codec, self._config, self._rotation = codec, config, rotation
@@ -89,6 +91,12 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         twin = self.fresh()
         twin.__dict__.update(self.__dict__)
         twin._tensors = [tensor.share() for tensor in self._tensors]
+        return twin
+
+    def lend(self) -> "QuantizedLayer":
+        """See `ReuseLayer.lend`: what has become codes cannot be taken back, so that it is another layer."""
+        twin = self.share()
+        twin.hands_out = self.hands_out
         return twin
 
     def expect_padding(self, columns: int) -> None:

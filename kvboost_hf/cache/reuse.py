@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.arming import calling
 from kvboost_hf.cache.hook import install
 from kvboost_hf.cache.inputs import read_pads
+from kvboost_hf.cache.lending import LendingCache
 from kvboost_hf.cache.report import ReuseReport, Tally
-from kvboost_hf.cache.serve import ServingCache
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore, salt_bytes
 from kvboost_hf.compat import require_cache
@@ -28,7 +28,7 @@ from kvboost_hf.errors import CacheModelMismatchError
 _UNUSED = "the model has made no use of the cache"
 
 
-class ChunkReuseCache(ServingCache):
+class ChunkReuseCache(LendingCache):
     """Pass it as `past_key_values` to as many `generate()` calls as you like.
 
     Each call gets what plain generate() would give. What was computed before, in this cache or in its store, is not

@@ -181,6 +181,8 @@ class EmptyLayer(ReuseLayer):
         layer: The layer that transformers made.
     """
 
+    can_branch = True
+
     def __init__(self, layer: Any) -> None:
         self._layer = layer
 

@@ -88,6 +88,7 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
     """
 
     is_compileable = True
+    can_branch = False
 
     def __init__(self, max_cache_len: int) -> None:
         super().__init__()

@@ -39,6 +39,11 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         """See `ReuseLayer.stop_recording`."""
         self.record_past = False
 
+    def lend(self) -> "SlidingLayer":
+        """See `ReuseLayer.lend`; transformers has been told to record."""
+        self._cropped = self.length
+        return self
+
     def crop(self, tokens_to_remove: int) -> None:
         """See `GrowingLayer.crop`."""
         if not self._reaches_back_to(max(0, self.length + int(tokens_to_remove))):
@@ -108,6 +113,7 @@ class IndexedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
     [kinds, batch, length].
     """
 
+    can_branch = False
     _num_tensors = 4  # keys, values, indexer keys, indexer positions
 
     @property
@@ -141,6 +147,7 @@ class IndexedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 class SparseLayer(GrowingLayer):  # type: ignore[no-untyped-call]
     """Full-attention K/V with the keys [batch, heads, length, dim] that choose blocks to attend to (MiniMax-M3)."""
 
+    can_branch = False
     _num_tensors = 3
 
     @property

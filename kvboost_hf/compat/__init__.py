@@ -1,6 +1,7 @@
 """What each model allows, and why not."""
 
 from kvboost_hf.compat.attention import attention_kind, mask_form
+from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
 from kvboost_hf.compat.kept import KeptOnModel
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -15,9 +16,12 @@ from kvboost_hf.compat.models import (
     require_reusable_model,
 )
 from kvboost_hf.compat.probes import (
+    ProbeCache,
     difference,
     known_reason,
     padding_reason,
+    probe_ids,
+    probe_logits,
     probe_reason,
     steps_reason,
     tolerance,
@@ -27,10 +31,12 @@ from kvboost_hf.compat.rotary import key_rotation
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation
 
 __all__ = [
+    "MAX_DEPTH",
     "SERVED_LAYERS",
     "KeptOnModel",
     "KeyRotation",
     "LayerRotation",
+    "ProbeCache",
     "attention_kind",
     "bytes_per_token",
     "cache_argument",
@@ -38,13 +44,17 @@ __all__ = [
     "decoder_layers",
     "difference",
     "frequencies_vary",
+    "generate_frame",
     "has_own_cache",
     "input_device",
+    "is_generate",
     "key_rotation",
     "known_reason",
     "kv_bytes_per_token",
     "mask_form",
     "padding_reason",
+    "probe_ids",
+    "probe_logits",
     "probe_reason",
     "require_cache",
     "require_reusable_model",

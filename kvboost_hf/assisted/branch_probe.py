@@ -1,0 +1,90 @@
+"""Whether a model computes tokens that branch rightly: tried, not believed."""
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.assisted.branches import BRANCHING_LAYERS, Branches
+from kvboost_hf.compat import (
+    KeptOnModel,
+    ProbeCache,
+    attention_kind,
+    cache_layers,
+    decoder_layers,
+    difference,
+    frequencies_vary,
+    probe_ids,
+    probe_logits,
+    tolerance,
+)
+from kvboost_hf.handles import ATTENTION
+
+_ATTENTION_KINDS = ("sdpa", "eager", ATTENTION)
+_TEXT = 3  # tokens of the probe before the branches
+
+
+class _BranchFindings(KeptOnModel):
+    """What was found of a model, by type of its weights and attention."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.reasons: dict[tuple[torch.dtype, str], str | None] = {}
+
+
+def branch_reason(model: PreTrainedModel) -> str | None:
+    """Why tokens that branch cannot be computed in one forward; None if they can.
+
+    Once per model: three forwards of a few tokens.
+    """
+    found, key = _BranchFindings.of(model), (model.dtype, attention_kind(model))
+    with found.lock:
+        if key not in found.reasons:
+            found.reasons[key] = _reason(model)
+        return found.reasons[key]
+
+
+def _reason(model: PreTrainedModel) -> str | None:
+    config: Any = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if attention_kind(model) not in _ATTENTION_KINDS:
+        return f"its attention ({attention_kind(model)}) takes no mask of its own for each token; use sdpa or eager"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "its forward takes no position_ids"
+    if any(map(frequencies_vary, model.modules())):
+        return "its rotary frequencies depend on the length"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "its attention is chunked"
+    try:
+        layers = cache_layers(model)
+        if unknown := {type(layer).__name__ for layer in layers} - BRANCHING_LAYERS:
+            return f"its cache has layers that cannot hold branches ({', '.join(sorted(unknown))})"
+        if len(decoder_layers(model)) != len(layers):
+            return "its decoder layers cannot be told apart"
+        return _probe(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # models fail in ways of their own on what they were not written for
+        return f"it fails on tokens that branch ({type(error).__name__}: {error})"
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> str | None:
+    """Two ways to go on, token by token in turn: the logits must be those of each way alone."""
+    ids = probe_ids(model)
+    text, first = ids[:, :_TEXT], ids[:, _TEXT:]
+    ways = torch.cat([first, first.flip(1)])
+    plain = probe_logits(model, torch.cat([text.expand(2, -1), ways], dim=1))[:, _TEXT:]
+    cache = ProbeCache(config=model.config)
+    probe_logits(model, text, cache)
+    cache.activate_past_recording()  # type: ignore[no-untyped-call]
+    branches = Branches(model, cache, torch.tensor([[_TEXT]], device=ids.device))
+    tokens = ways.T.flatten().tolist()  # a b a b …
+    found = branches.forward(tokens, [node - 2 if node > 1 else -1 for node in range(len(tokens))])
+    off = max(difference(found[way::2].float(), plain[way]) for way in range(2))
+    if not off <= tolerance(model.dtype):
+        return f"tokens that branch have other logits than alone (by {off:.2g} standard deviations)"
+    return None

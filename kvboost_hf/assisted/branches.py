@@ -1,0 +1,290 @@
+"""Forwards over tokens that continue a text in several ways at once, and K/V of the way that is taken.
+
+    cache       [ text ]                       as it was, until a way is kept
+    forward     [ text | a b c d e ]           b behind a, c behind a, d behind b, …: a mask says so, and positions
+    keep        [ text | a b d ]
+
+transformers gives one mask to all layers of a kind, which knows nothing of branches. Hooks on the decoder layers put
+another one in its place while such a forward runs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.assisted.tree import as_bits, depths, lineage
+from kvboost_hf.compat import attention_kind, cache_argument, decoder_layers, mask_form
+from kvboost_hf.handles import ATTENTION, make_tree
+
+_BITS = 64  # queries that a tree of bits can have
+_STAND_IN = (1, 1, 1, 1)  # of the mask that a model is given
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, tokens, head_dim]
+
+
+class Lender(Protocol):
+    """A cache that lends its layers, such as `ChunkReuseCache`."""
+
+    def lend(self) -> list[Any]:
+        """The layers, for one forward whose columns may not stay."""
+        ...
+
+    def give_back(self) -> None:
+        """Forget what was appended since `lend`."""
+        ...
+
+    def extend(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kv: Sequence[Pair | None]) -> None:
+        """Append columns."""
+        ...
+
+
+class Branches:
+    """Tokens that continue in several ways what a cache holds.
+
+    The cache is as it was between two calls.
+
+    Args:
+        model: Whose K/V it is.
+        cache: One row of it; a `ChunkReuseCache` or what generate() makes.
+        position: Where the first token goes, [1, 1] or [planes, 1, 1].
+        keep: [1, columns held], bool: the columns that are no padding; None for all.
+
+    Raises:
+        ValueError: for a cache whose layers cannot forget.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: Cache, position: torch.Tensor, keep: torch.Tensor | None = None
+    ) -> None:
+        self._model, self._position, self._keep = model, position, keep
+        lender: Any = cache if hasattr(cache, "lend") else StockLender(cache)
+        self._lender: Lender = lender
+        self._held = cache.get_seq_length()
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._kv: list[Pair | None] = []  # of each layer, of all tokens so far
+        form = mask_form(model.config.get_text_config(decoder=True))
+        self._takes_bits = attention_kind(model) == ATTENTION and form == "compact" and keep is None
+        self._mask_dtype = model.dtype if attention_kind(model) == "eager" else torch.bool
+
+    # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+        """Logits [tokens, vocab_size] behind each token.
+
+        Args:
+            tokens: More of them.
+            parents: Of each, the number of the one that it is behind, counted from the first one ever given; or -1.
+        """
+        self._tokens += tokens
+        self._parents += parents
+        running = _Running(self, self._lender.lend(), len(tokens))
+        handles = [
+            module.register_forward_pre_hook(_LayerHook(running, idx).before, with_kwargs=True)
+            for idx, module in enumerate(decoder_layers(self._model))
+        ]
+        try:
+            found: Any = self._model(
+                input_ids=torch.tensor([tokens], device=self._position.device),
+                position_ids=self._positions()[..., -len(tokens) :],
+                # Models pass a 4-D mask on as it is; the hooks give each layer its own.
+                attention_mask=torch.zeros(_STAND_IN, device=self._position.device, dtype=self._mask_dtype),
+                use_cache=True,
+                return_dict=True,
+                **{cache_argument(self._model): running.cache},
+            )
+        except BaseException:
+            del self._tokens[-len(tokens) :], self._parents[-len(tokens) :]
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._lender.give_back()
+        self._kv = running.cache.kv
+        logits: torch.Tensor = found.logits[0]
+        return logits
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Have the cache hold these tokens, each the child of the one before, and forget the others."""
+        if path:
+            at = torch.tensor(path)
+            kv = [None if pair is None else (_columns(pair[0], at), _columns(pair[1], at)) for pair in self._kv]
+            ids = torch.tensor([[self._tokens[node] for node in path]], device=self._position.device)
+            self._lender.extend(ids, self._positions()[..., at], kv)
+            self._held += len(path)
+            self._position = self._position + len(path)
+            if self._keep is not None:
+                self._keep = torch.cat([self._keep, self._keep.new_ones(1, len(path))], dim=1)
+        self._tokens, self._parents, self._kv = [], [], []
+
+    def _positions(self) -> torch.Tensor:
+        """Of all tokens, [1, tokens] or [planes, 1, tokens]."""
+        return self._position + torch.from_numpy(depths(self._parents)).to(self._position.device)
+
+    def mask(self, window: int | None, before: int, queries: int, device: torch.device) -> torch.Tensor:
+        """What the last `queries` tokens attend to, in the form that the attention takes.
+
+        Args:
+            window: Columns that a token sees, itself included; None for all.
+            before: Of the columns held, how many of the last ones are there.
+            queries: How many.
+            device: Of the mask.
+        """
+        depth, seen = depths(self._parents), lineage(self._parents)
+        if window is not None:
+            seen &= depth[:, None] - depth < window
+        own = torch.from_numpy(depth).to(device)[-queries:]
+        if self._takes_bits and queries == len(depth) <= _BITS:
+            columns = (own + before)[None] if window is not None else None
+            return make_tree(torch.from_numpy(as_bits(seen)).to(device)[None], columns)
+        there = torch.ones(1, before, dtype=torch.bool, device=device)
+        if self._keep is not None:
+            there = self._keep[:, self._held - before :].to(device)
+        if window is not None:
+            there = there & (own[:, None] + before - torch.arange(before, device=device) < window)
+        mask = torch.cat([there.expand(queries, -1), torch.from_numpy(seen).to(device)[-queries:]], dim=1)[None, None]
+        if self._mask_dtype is torch.bool:
+            return mask
+        return torch.where(mask, 0.0, torch.finfo(self._mask_dtype).min).to(self._mask_dtype)
+
+    def with_new(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        """Keys and values of a layer for all tokens, those of the earlier forwards before the new ones."""
+        pair = self._kv[idx] if self._kv else None
+        return (keys, values) if pair is None else (torch.cat([pair[0], keys], 2), torch.cat([pair[1], values], 2))
+
+    @property
+    def count(self) -> int:
+        """Tokens so far."""
+        return len(self._tokens)
+
+
+class _BranchCache(Cache):
+    """The cache of such a forward: a type that no hook takes for a user's."""
+
+    def __init__(self, branches: Branches, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
+        self.kv: list[Pair | None] = [None] * len(layers)
+        self._branches = branches
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Pair:
+        """See `Cache.update`; what earlier forwards have computed comes with what is new."""
+        pair = self.kv[layer_idx] = self._branches.with_new(layer_idx, key_states, value_states)
+        layer: Any = self.layers[layer_idx]
+        found: Pair = layer.update(*pair)
+        return found
+
+
+class _Running:
+    """One forward: its cache, and the mask of each layer."""
+
+    def __init__(self, branches: Branches, layers: list[Any], queries: int) -> None:
+        self.cache = _BranchCache(branches, layers)
+        self._queries = queries
+        self._branches = branches
+        # Before anything is appended.
+        sizes = [layer.get_mask_sizes(branches.count)[0] - branches.count if _has_kv(layer) else 0 for layer in layers]
+        windows = [getattr(layer, "sliding_window", None) for layer in layers]
+        self._kinds = [(windows[i], sizes[i]) for i in sources(branches._model, layers)]
+        self._masks: dict[tuple[int | None, int, torch.device], torch.Tensor] = {}
+
+    def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook of a decoder layer."""
+        if not any(value is self.cache for value in (*args, *kwargs.values())):
+            return None  # another thread's
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        key = (*self._kinds[idx], hidden.device)
+        if key not in self._masks:
+            self._masks[key] = self._branches.mask(key[0], key[1], self._queries, hidden.device)
+        if "attention_mask" in kwargs:
+            return args, {**kwargs, "attention_mask": self._masks[key]}
+        if not any(map(_is_stand_in, args)):
+            raise ValueError("its decoder layers are given no attention_mask")
+        return tuple(self._masks[key] if _is_stand_in(value) else value for value in args), kwargs
+
+
+class _LayerHook:
+    """What a layer calls: told apart from hooks that change what is computed."""
+
+    leaves_kv_alone = True
+
+    def __init__(self, running: _Running, idx: int) -> None:
+        self._running, self._idx = running, idx
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        if kwargs is None:  # torch leaves them out when another thread has just removed the hook
+            return None
+        return self._running.before_layer(self._idx, module, args, kwargs)
+
+
+class StockLender:
+    """Lends the layers of a cache of transformers.
+
+    Args:
+        cache: With layers of full or sliding attention only.
+
+    Raises:
+        ValueError: for other ones.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        kinds = {type(layer).__name__ for layer in cache.layers} - BRANCHING_LAYERS
+        if kinds or cache.offloading:
+            found = "offloaded layers" if not kinds else f"layers of the kind {', '.join(sorted(kinds))}"
+            raise ValueError(
+                f"K/V of branches cannot be held in {found}. Pass a ChunkReuseCache or nothing as `past_key_values`."
+            )
+        self._cache, self._held = cache, 0
+        self._layers: list[Any] = cache.layers
+
+    def lend(self) -> list[Any]:
+        """See `Lender`."""
+        self._held = self._cache.get_seq_length()
+        return self._layers
+
+    def give_back(self) -> None:
+        """See `Lender`."""
+        for layer in self._layers:
+            if _has_kv(layer):
+                layer.crop(self._held - layer.get_seq_length())
+
+    def extend(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kv: Sequence[Pair | None]) -> None:
+        """See `Lender`."""
+        for layer, pair in zip(self._layers, kv, strict=True):
+            if pair is not None:
+                layer.update(*pair)
+                layer.crop(0)
+
+
+BRANCHING_LAYERS = frozenset(("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"))
+
+
+def sources(model: PreTrainedModel, layers: Sequence[Any]) -> list[int]:
+    """For each layer, the one whose K/V it attends to: one without any shares that of the last one of its kind."""
+    config: Any = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or [None] * len(layers)
+    found: list[int] = []
+    for idx, layer in enumerate(layers):
+        before = [i for i in range(idx) if _has_kv(layers[i]) and kinds[i] == kinds[idx]]
+        found.append(idx if _has_kv(layer) or not before else before[-1])
+    return found
+
+
+def _is_stand_in(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == _STAND_IN
+
+
+def _has_kv(layer: Any) -> bool:
+    return type(layer).__name__ != "DummyLayer"
+
+
+def _columns(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return tensor.index_select(2, at.to(tensor.device))

@@ -1,0 +1,304 @@
+"""Decoding by trees of drafts, each checked in one pass of the target, in `generate(custom_generate=...)`."""
+
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from kvboost_hf.assisted.branch_probe import branch_reason
+from kvboost_hf.assisted.branches import Branches
+from kvboost_hf.assisted.growth import Growth
+from kvboost_hf.assisted.stats import SpeculationStats
+from kvboost_hf.assisted.tree import ROOT, Tree
+from kvboost_hf.assisted.tree_draft import TreeDraft
+from kvboost_hf.compat import generate_frame
+from kvboost_hf.config import DraftTreeConfig
+
+
+class TreeDecoding:
+    """Pass it to `generate()` as `custom_generate`: trees of drafts by `draft`, checked by the model that generates.
+
+    A chain of drafts ends with the first token that is not what the target says. A tree has other tokens beside it,
+    and goes on if the target's is one of them. The answer is that of plain `generate()`: greedy token for token in
+    float32; with sampling, each token is drawn from the target's own distribution, and found among the drafts or not.
+
+    One object may be used for many calls, from one thread at a time. It learns from each how far to draft.
+
+    Args:
+        draft: A smaller model with the same vocabulary, on the same device. With `attach(draft)`, K/V of its prompts
+            is reused.
+        config: How large trees are.
+        clock: Seconds.
+
+    Raises:
+        ValueError: for a draft that cannot compute tokens that branch; and in a call, for a target of another
+            vocabulary, or that cannot, more than one row, beams, or attentions or hidden states to return.
+
+    Example:
+        >>> from kvboost_hf import ChunkReuseCache, TreeDecoding, speculation_stats
+        >>> from kvboost_hf.assets import load_embedded, load_embedded_draft
+        >>> model, tokenizer = load_embedded()
+        >>> trees = TreeDecoding(load_embedded_draft())
+        >>> inputs = tokenizer("Maria lives in Rome. Where does Maria live?", return_tensors="pt")
+        >>> out = model.generate(
+        ...     **inputs, custom_generate=trees, past_key_values=ChunkReuseCache(model), max_new_tokens=12
+        ... )
+        >>> out.equal(model.generate(**inputs, max_new_tokens=12))
+        True
+    """
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        config: DraftTreeConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.draft, self.config = draft, config if config is not None else DraftTreeConfig()
+        self.stats = SpeculationStats()
+        self._growth, self._clock = Growth(self.config), clock
+        _require_branches(draft, "draft")
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """What `generate()` calls; it returns what this returns."""
+        self._require_fits(model, input_ids, generation_config, model_kwargs)
+        answer = _Answer(input_ids, logits_processor, stopping_criteria, generation_config)
+        drafting = TreeDraft(self.draft, self.config, self._growth, logits_processor, answer.ends)
+        cache, position, keep = self._begin(model, answer, drafting, model_kwargs)
+        pads = 0 if keep is None else int((~keep).sum())
+        while not answer.done:
+            began = self._clock()
+            tree, nodes = Tree(), []
+            if answer.room > 1:  # the last token is the target's
+                tree = drafting.grow(answer.ids[:, pads:], answer.room - 1)
+                nodes = self._growth.chosen(tree)
+                tree = tree.part(nodes)
+            drafted = self._clock()
+            branches = Branches(model, cache, position, keep)
+            parents = [ROOT, *(parent + 1 for parent in tree.parents)]
+            logits = branches.forward([int(answer.ids[0, -1]), *tree.tokens], parents)
+            taken = answer.take(tree, logits)
+            branches.keep([0, *(node + 1 for node in taken.kept)])
+            if nodes:
+                drafting.keep([nodes[node] for node in taken.kept])
+            position = position + 1 + len(taken.kept)
+            if keep is not None:
+                keep = torch.cat([keep, keep.new_ones(1, 1 + len(taken.kept))], dim=1)
+            self._note(tree, taken, drafting.passes, drafted - began, self._clock() - drafted, first=False)
+        return answer.result(cache)
+
+    def _begin(
+        self, model: PreTrainedModel, answer: "_Answer", drafting: TreeDraft, model_kwargs: dict[str, Any]
+    ) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
+        """Run the prompt, with a chain of drafts behind it where that can be told from what a cache holds.
+
+        Returns:
+            The cache, the position of the token that is to be computed next, and which columns of the cache are no
+            padding; None for all.
+        """
+        began = self._clock()
+        generator: Any = model
+        cache: Any = model_kwargs.get("past_key_values")
+        positions, mask = (model_kwargs.get(name) for name in ("position_ids", "attention_mask"))
+        keep = mask.bool() if mask is not None and not mask.all() else None
+        if positions is None:
+            positions = torch.arange(answer.ids.shape[1], device=answer.ids.device)[None]
+        chain = Tree()
+        alone = cache is not None and cache.get_seq_length() == 0 and keep is None and positions.ndim == 2
+        if alone and answer.room > 1 and answer.config.prefill_chunk_size is None:
+            chain = drafting.grow(answer.ids, answer.room - 1, chain=True)
+            _extend(model_kwargs, positions, len(chain))
+            cache.activate_past_recording()
+        drafted = self._clock()
+        ids = torch.cat([answer.ids, answer.ids.new_tensor([chain.tokens])], dim=1) if len(chain) else answer.ids
+        output = generator._prefill(ids, answer.config, model_kwargs)
+        taken = answer.take(chain, output.logits[0, -1 - len(chain) :])
+        cache = output.past_key_values
+        if len(chain):
+            cache.crop(len(taken.kept) - len(chain))
+            drafting.keep(taken.kept)
+        else:
+            cache.activate_past_recording()
+        self._note(chain, taken, drafting.passes, drafted - began, self._clock() - drafted, first=True)
+        return cache, positions[..., -1:] + 1 + len(taken.kept), keep
+
+    def _note(self, tree: Tree, taken: "_Taken", passes: int, draft_s: float, target_s: float, *, first: bool) -> None:
+        if not len(tree):  # no room for drafts
+            return
+        stats = self.stats
+        stats.rounds += 1
+        stats.drafted += len(tree)
+        stats.accepted += len(taken.path)
+        stats.committed += taken.committed
+        stats.histogram[len(taken.path)] += 1
+        stats.draft_s += draft_s
+        stats.target_s += target_s
+        self._growth.learn(
+            tree,
+            tree.children(),
+            taken.path,
+            committed=taken.committed,
+            passes=passes,
+            draft_s=draft_s,
+            target_s=target_s,
+            first=first,
+        )
+
+    def _require_fits(
+        self, model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> None:
+        mine, theirs = (each.config.get_text_config(decoder=True).vocab_size for each in (self.draft, model))
+        if mine != theirs:
+            raise ValueError(
+                f"The draft must have the vocabulary of the model that generates, of {theirs} tokens, got {mine}. "
+                "Choose one of the same family."
+            )
+        _require_branches(model, "model that generates")
+        if ids.shape[0] > 1 or config.num_beams > 1:
+            raise ValueError(
+                f"Trees are drafted for one row without beams, got {ids.shape[0]} rows and num_beams="
+                f"{config.num_beams}. Call generate() for each prompt."
+            )
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(config, name):
+                raise ValueError(f"`{name}` cannot be returned with trees of drafts. Leave it out.")
+        if not model_kwargs.get("use_cache", True):
+            raise ValueError("`use_cache` must be True with trees of drafts. Leave it out.")
+        if self.draft.device != model.device:
+            warnings.warn(
+                f"The draft is on {self.draft.device} and its target on {model.device}. Move it with "
+                "draft.to(model.device).",
+                stacklevel=4,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What a pass of the target has given."""
+
+    path: list[int]  # tokens of the tree that it says, too
+    committed: int  # tokens by which the text has grown
+
+    @property
+    def kept(self) -> list[int]:
+        """The tokens of the tree whose K/V is needed: the last token of the text is computed later."""
+        return self.path[: self.committed - 1]
+
+
+class _Answer:
+    """The text so far, and what ends it."""
+
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+    ) -> None:
+        self.ids, self.done = ids, False
+        self.config: Any = config
+        self._processors: Any = processors
+        self._most = min(
+            [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)], default=sys.maxsize
+        )
+        found: Any = [each for each in criteria if isinstance(each, EosTokenCriteria)]
+        self.ends = frozenset(int(token) for each in found for token in each.eos_token_id.tolist())
+        others = [each for each in criteria if not isinstance(each, EosTokenCriteria | MaxLengthCriteria)]
+        self._criteria = StoppingCriteriaList(others)
+        wanted = self.config.return_dict_in_generate
+        self._scores: list[torch.Tensor] | None = [] if wanted and self.config.output_scores else None
+        self._logits: list[torch.Tensor] | None = [] if wanted and self.config.output_logits else None
+        frame = generate_frame(sys._getframe())
+        # transformers keeps it from functions of a user's own.
+        self._streamer: Any = frame.f_locals.get("streamer") if frame is not None else None
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return self._most - self.ids.shape[1]
+
+    def take(self, tree: Tree, logits: torch.Tensor) -> _Taken:
+        """Choose tokens by `logits` [1 + tokens of the tree, vocab_size], behind the text and behind each of them."""
+        children, path, new = tree.children(), [], []
+        greedy = None
+        if not len(self._processors) and not self.config.do_sample:
+            greedy = logits.argmax(-1).tolist()  # the device is waited for once
+        at = ROOT
+        while True:
+            new.append(self._choose(logits[at + 1], greedy[at + 1] if greedy is not None else None))
+            self.done = self._ends(new[-1])
+            at = children.get(at, {}).get(new[-1], ROOT)
+            if at != ROOT:
+                path.append(at)
+            if at == ROOT or self.done:
+                break
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([new]))
+            if self.done:
+                self._streamer.end()
+        return _Taken(path, len(new))
+
+    def _choose(self, logits: torch.Tensor, token: int | None) -> int:
+        """The next token, by its logits [vocab_size], or as it is known; it becomes a part of the text."""
+        if token is None or self._scores is not None or self._logits is not None:
+            row = logits[None].to(copy=True, dtype=torch.float32, device=self.ids.device)
+            scores = self._processors(self.ids, row)
+            if self._scores is not None:
+                self._scores.append(scores)
+            if self._logits is not None:
+                self._logits.append(row)
+            if token is None:
+                chosen = scores.softmax(-1).multinomial(1) if self.config.do_sample else scores.argmax(-1)
+                token = int(chosen)
+        self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=1)
+        return token
+
+    def _ends(self, token: int) -> bool:
+        if token in self.ends or self.room <= 0:
+            return True
+        scores = None if self._scores is None else tuple(self._scores)
+        return any(bool(each(self.ids, scores).all()) for each in self._criteria)
+
+    def result(self, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """What generate() returns."""
+        if not self.config.return_dict_in_generate:
+            return self.ids
+        scores, logits = (None if each is None else tuple(each) for each in (self._scores, self._logits))
+        found: Any = {"sequences": self.ids, "scores": scores, "logits": logits, "past_key_values": cache}
+        return GenerateDecoderOnlyOutput(**found)
+
+
+def _extend(model_kwargs: dict[str, Any], positions: torch.Tensor, count: int) -> None:
+    """Make the arguments of a prompt those of one with so many more tokens."""
+    if model_kwargs.get("position_ids") is not None:
+        behind = torch.arange(1, count + 1, device=positions.device)
+        model_kwargs["position_ids"] = torch.cat([positions, positions[..., -1:] + behind], dim=-1)
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        model_kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(1, count)], dim=1)
+    if "logits_to_keep" in model_kwargs:
+        model_kwargs["logits_to_keep"] = count + 1
+
+
+def _require_branches(model: PreTrainedModel, role: str) -> None:
+    reason = branch_reason(model)
+    if reason is not None:
+        raise ValueError(
+            f"The {role}, a {type(model).__name__}, cannot compute trees of tokens: {reason}. Draft chains instead, "
+            "with generate(assistant_model=load_assistant(...))."
+        )

@@ -1,0 +1,93 @@
+"""Growing a tree behind a text, level by level, each in one pass of a draft model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+
+from kvboost_hf.assisted.branches import Branches
+from kvboost_hf.assisted.growth import Growth
+from kvboost_hf.assisted.tree import ROOT, Tree
+from kvboost_hf.config import DraftTreeConfig
+
+
+class TreeDraft:
+    """The draft of one answer, with its K/V.
+
+    Args:
+        draft: The draft model.
+        config: How large trees are.
+        growth: Decides where they end.
+        processors: Of the scores, as the target's are processed.
+        ends: Tokens that end a text.
+    """
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        config: DraftTreeConfig,
+        growth: Growth,
+        processors: LogitsProcessorList,
+        ends: frozenset[int],
+    ) -> None:
+        self.passes = 0  # of the draft, for the last tree
+        self._draft, self._growth, self._ends = draft, growth, ends
+        self._processors: Any = processors
+        self._width, self._branching = (1, 1) if config.policy == "chain" else (config.width, config.branching)
+        self._cache: Any = DynamicCache(config=draft.config.get_text_config(decoder=True))
+        self._branches: Branches | None = None
+        self._computed: dict[int, int] = {}  # of the tokens with K/V in branches, their numbers there
+
+    @torch.no_grad()
+    def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
+        """A tree, or a `chain`, behind `ids` [1, tokens], of at most `room` levels."""
+        model: Any = self._draft
+        held = self._cache.get_seq_length()
+        output = model(
+            input_ids=ids[:, held:], past_key_values=self._cache, use_cache=True, logits_to_keep=1, return_dict=True
+        )
+        if output.past_key_values is not self._cache or not held:  # a model with attach() brings its own
+            self._cache = output.past_key_values
+            self._cache.activate_past_recording()
+        position = torch.tensor([[ids.shape[1]]], device=ids.device)
+        self._branches, self._computed, self.passes = Branches(model, self._cache, position), {}, 1
+        tree, logits, behind = Tree(), output.logits[0, -1:], [ROOT]
+        level = 0
+        while True:
+            level += 1
+            children = self._add_children(tree, ids, behind, logits, 1 if chain else self._branching)
+            order = sorted(children, key=lambda node: -tree.chances[node])[: self._width]
+            behind = sorted(node for node in order if tree.tokens[node] not in self._ends)
+            if level >= room or not self._growth.goes_on([tree.chances[node] for node in behind], level):
+                return tree
+            parents = [self._computed.get(tree.parents[node], ROOT) for node in behind]
+            first = len(self._computed)
+            logits = self._branches.forward([tree.tokens[node] for node in behind], parents)
+            self._computed |= {node: first + place for place, node in enumerate(behind)}
+            self.passes += 1
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Keep the K/V of the tokens of the last tree that were taken, as far as there is any."""
+        assert self._branches is not None
+        self._branches.keep([self._computed[node] for node in path if node in self._computed])
+
+    def _add_children(
+        self, tree: Tree, ids: torch.Tensor, behind: Sequence[int], logits: torch.Tensor, branching: int
+    ) -> list[int]:
+        """Add the likeliest tokens behind each token, by its `logits` [tokens, vocab_size]; returns their numbers."""
+        scores = logits.float()
+        if len(self._processors):
+            paths = [[tree.tokens[node] for node in tree.path(at)] for at in behind]
+            texts = [torch.cat([ids, ids.new_tensor([path])], dim=1) if path else ids for path in paths]
+            rows = [self._processors(text, score[None]) for text, score in zip(texts, scores, strict=True)]
+            scores = torch.cat(rows)
+        found = scores.softmax(-1).topk(min(branching, scores.shape[-1]))
+        children: list[int] = []
+        for parent, tokens, odds in zip(behind, found.indices.tolist(), found.values.tolist(), strict=True):
+            chance = tree.chances[parent] if parent != ROOT else 1.0
+            for token, probability in zip(tokens, odds, strict=True):
+                rate = self._growth.calibration.rate(probability)
+                if probability > 0:
+                    children.append(tree.add(token, parent, chance * rate, probability))
+        return children

@@ -1,0 +1,75 @@
+"""Lending layers to forwards over tokens of which not all will stay, and taking over those that do.
+
+Drafts that branch are such tokens: side by side in the layers, they are no text that the cache could keep track of.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvboost_hf.cache.held import Running
+from kvboost_hf.cache.serve import ServingCache
+from kvboost_hf.compat import attention_kind, rope_regime
+from kvboost_hf.handles import ATTENTION
+
+
+class LendingCache(ServingCache):
+    """A cache whose layers can be lent."""
+
+    def lend(self) -> list[Any]:
+        """The layers, as transformers knows them, for one forward that is not told to the cache.
+
+        What it appends is gone with `give_back`, or with whatever is done to the cache next.
+
+        Raises:
+            ValueError: if the layers cannot forget what was appended.
+        """
+        self._settled()
+        if self._unsupported is not None:
+            raise ValueError(f"K/V of branches needs a model that can reuse K/V, but {self._unsupported}.")
+        rigid = {type(layer).__name__ for layer in self._layers if layer.is_stateful or not layer.can_branch}
+        if rigid:
+            kinds = ", ".join(sorted(rigid))
+            raise ValueError(f"K/V of branches cannot be held in layers of the kind {kinds}. Draft chains instead.")
+        model = self._model()
+        self._hand_out(model is not None and attention_kind(model) == ATTENTION)
+        self._running = Running(self._held())
+        return [layer.lend() for layer in self._layers]
+
+    def give_back(self) -> None:
+        """Forget what was appended since `lend`."""
+        self._hand_out(False)
+        self._recover()
+
+    def extend(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        kv: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+    ) -> None:
+        """Append columns that were computed by forwards over lent layers.
+
+        Args:
+            input_ids: [1, tokens].
+            position_ids: [1, tokens], or [planes, 1, tokens].
+            kv: Of each layer, keys and values [1, num_kv_heads, tokens, head_dim]; None where it has none.
+        """
+        ledger, held = self._settled(), self._held()
+        self._running = Running(held)
+        for layer, pair in zip(self._layers, kv, strict=True):
+            if pair is not None:
+                layer.native.update(*pair)
+                layer.native.crop(0)
+        self._columns = held + input_ids.shape[1]
+        model = self._model()
+        if ledger is not None and model is not None:
+            pad = int(ledger.log.pads.min())
+            if rope_regime(model, self._columns - pad) != self._regime:
+                ledger = self._ledger = None
+        if ledger is not None:
+            ledger.log.append(input_ids, position_ids)
+            ledger.version = self._layers_version()
+        self._running = None  # only now: an interrupt before this undoes it
+        if ledger is not None:
+            self._confirm(ledger)

@@ -1,0 +1,19 @@
+"""Which generate() call is under way, as its caller's frame tells."""
+
+from types import FrameType
+
+MAX_DEPTH = 40  # frames to look at
+
+
+def generate_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of the generate() call that `frame` is inside of, or None."""
+    for _ in range(MAX_DEPTH):
+        if frame is None or is_generate(frame):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def is_generate(frame: FrameType) -> bool:
+    """Whether a frame is that of a generate() call."""
+    return frame.f_code.co_name == "generate" and "generation_config" in frame.f_code.co_varnames
