@@ -183,6 +183,27 @@ def read_reach(
     return keep, columns, reach if mask.shape[1] == 2 else None
 
 
+def make_tree(bits: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
+    """What `kvboost_fa2` takes for a mask of causal layers whose queries are the nodes of a tree.
+
+    Args:
+        bits: [batch, queries], int64, of 64 queries at most, which are the last columns: bit t says whether the query
+            sees the t-th of them, as it sees itself, and all columns before them, which are no padding.
+        columns: [batch, queries]: where each query would be if only its ancestors were behind those columns, counted
+            from the first column that the layer holds. A layer with a window needs them to ask which of the columns
+            before the tree are inside it; `bits` leave out the ancestors that are not.
+
+    Returns:
+        [batch, 1, 1, queries], int64; with `columns`, [batch, 1, 2, queries], of which these are the second row.
+    """
+    return torch.stack([bits] if columns is None else [bits, columns.long()], dim=1)[:, None]
+
+
+def read_tree(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of what `make_tree` has made: `bits`, and `columns` in int32."""
+    return mask[:, 0, 0], mask[:, 0, 1].int() if mask.shape[2] == 2 else None
+
+
 class Held(torch.Tensor):
     """Stands for the keys or the values [batch, num_kv_heads, columns, head_dim] of a layer.
 

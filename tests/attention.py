@@ -23,7 +23,7 @@ class Problem:
     window: int = 0
     softcap: float = 0.0
     padding: bool = False  # each row begins later than the one before it
-    sparse: bool = False  # queries are anywhere
+    sparse: bool = False  # queries are anywhere; those of a tree as far behind its root as they are deep
     tree: bool = False
     mask: bool = False
     sinks: bool = False
@@ -59,6 +59,8 @@ class Problem:
                 for node in range(1, self.queries):
                     row[node] |= row[int(torch.randint(node, (1,), generator=draw))]
             tree = (seen.long() << torch.arange(self.queries)).sum(dim=-1)
+            if self.sparse:
+                columns = (self.columns - self.queries + seen.sum(dim=-1) - 1).int()
         if self.mask:
             mask = torch.rand(self.batch, 1, self.queries, self.columns, generator=draw) > 0.3
         given = (each.to(self.device) if each is not None else None for each in (keep, columns, tree, mask))

@@ -11,7 +11,7 @@ from kvboost_hf.attention import ops, reference, sdpa
 from kvboost_hf.attention.masks import make_mask
 from kvboost_hf.attention.tiers import active_tier
 from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.handles import ATTENTION, CodedKV, Held, HeldKV, PiecedKV, read_reach, register_reader
+from kvboost_hf.handles import ATTENTION, CodedKV, Held, HeldKV, PiecedKV, read_reach, read_tree, register_reader
 from kvboost_hf.kernel_calls import count
 
 # Weights, which no kernel has; keys chosen by an index of the model's own; sinks that differ between queries.
@@ -41,7 +41,7 @@ def attention(
         key: [batch, num_kv_heads, columns, head_dim]; may be a `Held`, as `value`.
         value: [batch, num_kv_heads, columns, value_dim].
         attention_mask: None, [batch, 1 or heads, queries, columns] bool or numbers to add, or what
-            `handles.make_reach` makes.
+            `handles.make_reach` or `handles.make_tree` makes.
         dropout: Must be 0 where there is a cap or a sink.
         scaling: Factor of the logits; by default 1 / sqrt(head_dim).
         is_causal: Overrides what the module says.
@@ -56,7 +56,8 @@ def attention(
 
     Raises:
         ValueError: for dropout together with a cap or a sink, for weights (`output_attentions`), for models that
-            choose keys in ways of their own, and for a mask of queries and columns in integers.
+            choose keys in ways of their own, for a mask of queries and columns in integers, and for a tree that is not
+            that of the queries, or tells no columns to a layer with a window.
     """
     for name in _NOT_TAKEN:
         if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -66,7 +67,7 @@ def attention(
             )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    seen, bias = _read_mask(attention_mask, query.shape[2], key.shape[2], causal=causal, window=sliding_window or 0)
+    seen, bias = _read_mask(attention_mask, query, key.shape[2], causal=causal, window=sliding_window or 0)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     if dropout and (softcap or s_aux is not None):
@@ -90,18 +91,22 @@ def attention(
 
 
 def _read_mask(
-    mask: torch.Tensor | None, queries: int, total: int, *, causal: bool, window: int
+    mask: torch.Tensor | None, query: torch.Tensor, total: int, *, causal: bool, window: int
 ) -> tuple[Visibility, torch.Tensor | None]:
     """Who sees what, and what is to be added to the logits."""
+    queries = query.shape[2]
     if mask is None:
         return Visibility(causal, window), None
     if mask.is_floating_point():
         return Visibility(causal=False), mask
-    if mask.dtype not in (torch.bool, torch.int32) or (mask.dtype == torch.int32 and mask.shape[2] > 2):
+    told = mask.dtype in (torch.int32, torch.int64) and mask.shape[2] <= 2
+    if not told and mask.dtype != torch.bool:
         raise ValueError(
             f"`attention_mask` of the shape {list(mask.shape)} must be bool, or numbers to add, got {mask.dtype}. "
             "Pass attention_mask.bool()."
         )
+    if mask.dtype == torch.int64:
+        return _read_tree(mask, len(query), queries, total, causal=causal, window=window), None
     if mask.dtype == torch.int32:
         keep, columns, reach = read_reach(mask, queries)
         if reach is None or window:
@@ -114,6 +119,27 @@ def _read_mask(
     if queries == mask.shape[1] == 1:
         return Visibility(causal=False, keep=mask[:, 0, 0]), None
     return Visibility(causal=False, mask=mask), None
+
+
+def _read_tree(mask: torch.Tensor, batch: int, queries: int, total: int, *, causal: bool, window: int) -> Visibility:
+    bits, columns = read_tree(mask)
+    fits = mask.shape[1] == 1 and bits.shape == (batch, queries) and queries <= 64
+    if fits and queries == total:  # as a mask of queries and columns may fit
+        fits = bool((bits >> torch.arange(queries, device=mask.device) & 1).all())
+    if not fits:
+        raise ValueError(
+            f"`attention_mask` in int64 must tell of a tree that has the {queries} queries for nodes, 64 at most, that "
+            f"see themselves, got the shape {list(mask.shape)} for {batch} rows. Pass make_tree(bits) with bits for each "
+            "query, or attention_mask.bool() if it is no tree."
+        )
+    if window >= total:  # hides nothing
+        window = 0
+    if window and columns is None:
+        raise ValueError(
+            f"`columns` must be told of a tree in a layer with a window of {window}, over {total} columns, got bits "
+            "alone. Pass make_tree(bits, columns)."
+        )
+    return Visibility(causal, window, columns=columns if window else None, tree=bits)
 
 
 def _with_graph(
@@ -143,15 +169,15 @@ def _read_in_place(
     query: torch.Tensor, kv: HeldKV, seen: Visibility, scale: float, softcap: float, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Attention over K/V that is no tensor of all columns; None where it has to be made one."""
-    if seen.columns is not None or seen.mask is not None or seen.tree is not None:
+    if seen.columns is not None or seen.mask is not None:
         return None
     if isinstance(kv, PiecedKV):
         columns = kv.table.columns
         total = columns + kv.keys.shape[2]
         keep = seen.keep[:, columns:] if seen.keep is not None else None
-        behind = Visibility(seen.causal, seen.window, keep)
+        before, behind = replace(seen, tree=None), Visibility(seen.causal, seen.window, keep, tree=seen.tree)
         parts = [
-            ops.attend_pieces(query, kv.table, scale=scale, total=total, visibility=seen, softcap=softcap),
+            ops.attend_pieces(query, kv.table, scale=scale, total=total, visibility=before, softcap=softcap),
             ops.attend(query, kv.keys, kv.values, scale=scale, visibility=behind, softcap=softcap, partial=True),
         ]
         return ops.merge(parts, sinks, query.dtype)
@@ -160,7 +186,7 @@ def _read_in_place(
     keep = seen.keep
     if keep is not None:  # there is no padding among the codes
         keep = torch.cat([keep[:, : kv.first], keep[:, kv.first + kv.coded :]], dim=1)
-    exact = Visibility(seen.causal, keep=keep)
+    exact = Visibility(seen.causal, keep=keep, tree=seen.tree)
     parts = [
         ops.attend_codes(query, kv.keys, kv.values, kv.lengths, scale=scale, softcap=softcap),
         ops.attend(

@@ -17,7 +17,7 @@ class Visibility:
         keep: [batch, columns], bool: the column is no padding.
         columns: [batch, queries], int32: the column of each query, in any order.
         tree: [batch, queries], int64, of 64 queries at most, which are the last columns: bit t says whether the query
-            sees the t-th of them. `causal` and `window` are asked of the columns before them.
+            sees the t-th of them. `causal` and `window` are asked of the columns before them, by `columns` if given.
         mask: [batch or 1, heads or 1, queries, columns], bool: everything else there is to say.
     """
 

@@ -243,7 +243,7 @@ def take_block(
         if window is not None:
             seen &= own[:, None] - column[None, :] < window
         if bits is not None:
-            node = tl.maximum(column - tail, 0)
+            node = (column - tail) & 63  # a shift by more than 63 bits is undefined
             told = (bits[:, None] >> node[None, :].to(tl.int64)) & 1
             seen = tl.where((column < tail)[None, :], seen, (told == 1) & (column < total)[None, :])
         scores = tl.where(seen, scores, float("-inf"))
