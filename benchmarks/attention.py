@@ -9,10 +9,11 @@ before the first one begins; decode is also timed as a CUDA graph of these calls
 input before these clocks start, which compiles it; what the first call with an input takes, but for the first input of
 all, is said, too, since prompts are of ever new lengths. A way or a case that fails is named, and the others go on.
 
-On a GPU all is bfloat16: squares against PyTorch's flash and cuDNN kernels and FlexAttention; suffixes and sparse rows
-against `sdpa` as transformers calls it, with a mask and keys repeated for each head of a group, and suffixes against
-PyTorch's bias for them, which needs neither; decode as a share of what a copy of as many bytes takes. On a CPU all is
-float32 against `sdpa` as transformers calls it, and codes against decoding all of them as a live cache does.
+On a GPU all is bfloat16: squares against PyTorch's flash and cuDNN kernels and FlexAttention; suffixes, trees and
+sparse rows against `sdpa` as transformers calls it, with a mask and keys repeated for each head of a group, and
+suffixes against PyTorch's bias for them, which needs neither; decode as a share of what a copy of as many bytes takes.
+On a CPU all is float32 against `sdpa` as transformers calls it, and codes against decoding all of them as a live cache
+does.
 """
 
 import argparse
@@ -232,6 +233,18 @@ def suffix(queries: int, total: int, heads: tuple[int, int], dim: int, device: s
     return Case(name, ways, draw(queries, total, heads, dim, device, dtype), device)
 
 
+def tree(nodes: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+    """Drafted tokens behind as many columns; each one's parent is any of those before it."""
+    seen = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        seen[node] |= seen[int(torch.randint(node, (1,)))]
+    visibility = Visibility(tree=(seen.long() << torch.arange(nodes)).sum(dim=-1)[None].to(device))
+    mask = visibility.dense(nodes, total + nodes, torch.device(device))
+    ways = {"kvboost_fa2": ours(visibility), "masked sdpa": stock(mask)}
+    name = f"tree of {nodes} over {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
+    return Case(name, ways, draw(nodes, total + nodes, heads, dim, device, dtype), device)
+
+
 def sparse(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
     """15% of the rows of a prompt, computed again: against a mask, and against attention of all rows."""
     rows = torch.randperm(total, device=device)[: total * 15 // 100].sort().values
@@ -358,6 +371,7 @@ def cpu_cases() -> Iterator[partial[Case]]:
             yield partial(suffix, queries, total, *on)
     for total in (512, 8192):
         yield partial(decode, total, *on)
+    yield partial(tree, 32, 4096, *on)
     yield partial(sparse, 4096, *on)
     for name in CODES:
         for queries in (1, 64):
@@ -382,6 +396,8 @@ def gpu_cases() -> Iterator[partial[Case]]:
             yield partial(coded, name, 1, total, (32, 8), 128, *end)
         for queries in (1, 16, 128):
             yield partial(table, queries, total, (32, 8), 128, *end)
+    for total in (4096, 32768):
+        yield partial(tree, 32, total, (32, 8), 128, *end)
     for total in (4096, 16384):
         yield partial(sparse, total, (32, 8), 128, *end)
 

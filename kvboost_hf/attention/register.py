@@ -128,9 +128,9 @@ def _read_tree(mask: torch.Tensor, batch: int, queries: int, total: int, *, caus
         fits = bool((bits >> torch.arange(queries, device=mask.device) & 1).all())
     if not fits:
         raise ValueError(
-            f"`attention_mask` in int64 must tell of a tree that has the {queries} queries for nodes, 64 at most, that "
-            f"see themselves, got the shape {list(mask.shape)} for {batch} rows. Pass make_tree(bits) with bits for each "
-            "query, or attention_mask.bool() if it is no tree."
+            f"`attention_mask` in int64 must tell what each of {queries} queries, 64 at most, in {batch} rows sees of "
+            f"a tree, got the shape {list(mask.shape)}. Pass make_tree(bits), where each node sees itself, or "
+            "attention_mask.bool() if it is no tree."
         )
     if window >= total:  # hides nothing
         window = 0

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy, handles
 from kvboost_hf.attention import active_tier, kernel_calls, ops, reference, use_tier
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.cache.pieced import PiecedLayer
 from tests.attention import Problem, assert_within_budget
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
-from tests.parity import test_triton_codes, test_triton_dense, test_triton_pieces
+from tests.parity import test_tree_attention, test_triton_codes, test_triton_dense, test_triton_pieces
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,6 +30,8 @@ LARGE = {
     "scattered": Problem(dtype=BF16, head_dim=128, heads=8, queries=600, columns=4_000, sparse=True),
     "scattered in a window": Problem(dtype=BF16, head_dim=64, queries=300, columns=3_000, sparse=True, window=512),
     "tree": Problem(dtype=BF16, head_dim=128, heads=8, queries=63, columns=5_000, tree=True),
+    "tree in a window": Problem(head_dim=128, heads=8, queries=64, columns=5_000, tree=True, sparse=True, window=700),
+    "tree behind a long text": Problem(dtype=BF16, head_dim=64, heads=8, queries=64, columns=60_000, tree=True),
     "softcap": Problem(dtype=BF16, head_dim=256, heads=8, queries=200, columns=3_000, softcap=30.0),
     "mask": Problem(dtype=BF16, head_dim=128, queries=130, columns=2_000, mask=True, causal=False),
 }
@@ -79,6 +81,14 @@ def test_cases_of_the_interpreter(case: dict[str, Any]) -> None:
     found = attend(problem)
     assert dict(kernel_calls() - before) == {"triton.attend": 1}
     check(found, problem.solve(torch.float64), problem.solve(problem.dtype), problem.dtype)
+
+
+@pytest.mark.parametrize("name", test_tree_attention.SIZES)
+def test_trees_of_any_size(name: str) -> None:
+    problem, before = replace(test_tree_attention.SIZES[name], device="cuda"), kernel_calls()
+    found = attend(problem)
+    assert dict(kernel_calls() - before) == {"triton.attend": 1}
+    check(found, problem.solve(torch.float64), problem.solve(torch.float32), torch.float32)
 
 
 @pytest.mark.parametrize("problem", LARGE.values(), ids=LARGE)
@@ -153,6 +163,38 @@ def test_tokens_are_those_of_eager_attention(name: str) -> None:
     found = ours.generate(**inputs, max_new_tokens=20, min_new_tokens=20, do_sample=False)
     assert dict(kernel_calls() - before) == {"triton.attend": 20 * ours.config.num_hidden_layers}
     assert torch.equal(found, eager.generate(**inputs, max_new_tokens=20, min_new_tokens=20, do_sample=False))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_logits_of_a_tree_are_those_of_its_paths(name: str) -> None:
+    model, tree = make_model(name).cuda(), test_tree_attention.random_tree()
+    before = kernel_calls()
+    found = test_tree_attention.logits_of(model, tree)
+    assert dict(kernel_calls() - before) == {"triton.attend": 2 * model.config.num_hidden_layers}
+    truth = test_tree_attention.logits_of_paths(model, tree)
+    torch.testing.assert_close(found, truth, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "live_quant"),
+    [
+        ("triton.attend_pieces", None),
+        ("triton.attend_codes", KVQuantConfig(method="kivi", group_size=16, window=16, exact_layers=0)),
+    ],
+)
+def test_trees_behind_what_is_read_in_place(
+    kernel: str, live_quant: KVQuantConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tree, found = make_model("llama").cuda(), test_tree_attention.random_tree(), []
+    model.set_attn_implementation("kvboost_fa2")
+    for in_place in (True, False):
+        store = ChunkStore(model, chunk_size=16)
+        store.warm(random_ids(test_tree_attention.PROMPT, 1)[:, :32])
+        before = kernel_calls()
+        found.append(test_tree_attention.logits_of(model, tree, ChunkReuseCache(model, store, live_quant=live_quant)))
+        assert bool((kernel_calls() - before)[kernel]) == in_place
+        monkeypatch.setattr(handles, "_readers", {})  # the second time, all is made dense
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("tiers", [["ram:1GB"], ["device:1GB", "ram:1GB"]], ids=["ram", "device"])

@@ -23,6 +23,7 @@ LARGE = {
     "prompt": Problem(dtype=HALF, head_dim=128, queries=700, columns=700, heads=8, window=500),
     "suffix of a long one": Problem(dtype=HALF, head_dim=128, queries=100, columns=9000, heads=8, padding=True),
     "one token": Problem(dtype=HALF, head_dim=96, queries=1, columns=20_000, heads=8, sinks=True),
+    "tree": Problem(dtype=HALF, head_dim=128, queries=64, columns=9000, heads=8, tree=True, sparse=True, window=4000),
 }
 
 

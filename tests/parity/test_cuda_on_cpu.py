@@ -1,5 +1,6 @@
 """The arithmetic of the CUDA kernel, without a GPU: its source runs on the CPU, thread by thread."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -135,6 +136,14 @@ def test_what_is_wrong_is_found(right: str, wrong: str, tmp_path: Path) -> None:
 
     with pytest.raises(AssertionError):
         right_both_ways()
+
+
+def test_a_tree_of_which_32_bits_are_read_is_found(tmp_path: Path) -> None:
+    source, problem = nvrtc.SOURCE.read_text(), replace(PROBLEMS["tree of 64"], head_dim=16)
+    assert "const long long bits" in source
+    kernel = CpuKernel(tmp_path, 16, 16, source.replace("const long long bits", "const int bits"))
+    with pytest.raises(AssertionError, match="off by"):
+        check(solve(kernel, problem), problem)
 
 
 def test_how_many_splits() -> None:

@@ -231,7 +231,7 @@ def test_pieces_are_read_in_place(name: str, tier: Any, monkeypatch: pytest.Monk
 )
 def test_what_is_no_tree_of_the_queries_is_refused(mask: torch.Tensor, columns: int) -> None:
     problem = Problem(queries=65 if mask.shape[-1] == 65 else 9, columns=columns)
-    with pytest.raises(ValueError, match="must tell of a tree that has the"):
+    with pytest.raises(ValueError, match="must tell what each of"):
         attention(nn.Module(), *problem.tensors(), mask)
 
 
