@@ -2,8 +2,8 @@
 
     python benchmarks/speculation_trees.py --out benchmarks/results [--answers 20] [--forms 3]
 
-The work and the virtual clock are those of `speculation.py`: T for every forward of the target, whatever its width, and
-D for every forward of the draft. The draft is the embedded one, and the same with noise in its weights: by so many
+The work and the virtual clock are those of `speculation.py`: T for every forward of the target, whatever its width,
+and D for every forward of the draft. The draft is the embedded one, and the same with noise in its weights: by so many
 standard deviations of each tensor. Chains are those of stock `generate(assistant_model=...)` at each fixed length from
 1 to 20, and `load_assistant`'s; trees are those of `generate(custom_generate=TreeDecoding(...))`.
 
@@ -122,11 +122,8 @@ def table(found: dict[float, Result]) -> list[str]:
     ]
     for share, one in found.items():
         for name, ratio in RATIOS.items():
-            chain, tree = (best(one[kind], lambda arm, n=name: arm["speed_ups"][n]) for kind in ("chains", "trees"))
-            cells = [
-                f"{kind}: {one[arms][kind]['speed_ups'][name]:.2f}x"
-                for arms, kind in (("chains", chain), ("trees", tree))
-            ]
+            kinds = {kind: best(one[kind], lambda arm, n=name: arm["speed_ups"][n]) for kind in ("chains", "trees")}
+            cells = [f"{which}: {one[kind][which]['speed_ups'][name]:.2f}x" for kind, which in kinds.items()]
             adaptive, auto = (one[arms][name]["speed_ups"][name] for arms in ("adaptive", "auto"))
             lines.append(f"| {share} | T/D {ratio} | {cells[0]} | {adaptive:.2f}x | {cells[1]} | {auto:.2f}x |")
     return lines

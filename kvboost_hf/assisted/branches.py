@@ -61,8 +61,7 @@ class Branches:
         self, model: PreTrainedModel, cache: Cache, position: torch.Tensor, keep: torch.Tensor | None = None
     ) -> None:
         self._model, self._position, self._keep = model, position, keep
-        lender: Any = cache if hasattr(cache, "lend") else StockLender(cache)
-        self._lender: Lender = lender
+        self._lender = lender_of(cache)
         self._held = cache.get_seq_length()
         self._tokens: list[int] = []
         self._parents: list[int] = []
@@ -223,6 +222,16 @@ class _LayerHook:
         if kwargs is None:  # torch leaves them out when another thread has just removed the hook
             return None
         return self._running.before_layer(self._idx, module, args, kwargs)
+
+
+def lender_of(cache: Any) -> Lender:
+    """What lends the layers of a cache.
+
+    Raises:
+        ValueError: for a cache of transformers whose layers cannot forget.
+    """
+    found: Lender = cache if hasattr(cache, "lend") else StockLender(cache)
+    return found
 
 
 class StockLender:

@@ -45,16 +45,19 @@ class Growth:
     def __init__(self, config: DraftTreeConfig) -> None:
         self.calibration = Calibration()
         self._config = config
-        self._reached, self._continued = 1.0, 0.7  # tokens that were drafted on from, and those with a right child
+        self._right = {
+            any_of: _Mean(_FADE_TOKEN) for any_of in (False, True)
+        }  # of tokens behind one that was reached: the first one, or any
         self._rough = True
         self._forget_times()
 
-    def goes_on(self, chances: Sequence[float], level: int) -> bool:
+    def goes_on(self, chances: Sequence[float], level: int, *, chain: bool = False) -> bool:
         """Whether to run the draft once more, on tokens that are reached with these chances.
 
         Args:
             chances: Of the tokens.
             level: How many levels there are.
+            chain: Whether there will be one token only behind each.
         """
         if not chances or level >= self._config.depth:
             return False
@@ -62,7 +65,8 @@ class Growth:
             return True
         if not self._rounds.weight:
             return level < _FIRST
-        gain = sum(chances) * self._continued / self._reached
+        right = self._right[not chain and self._config.policy != "chain"]
+        gain = sum(chances) * (right.value if right.weight else 1.0)
         return gain * self._seconds_per_token > self._draft_s.value / max(self._passes.value, 1.0)
 
     def chosen(self, tree: Tree) -> list[int]:
@@ -100,8 +104,9 @@ class Growth:
             behind = children.get(node)
             if behind is None:
                 continue
-            self._reached = _FADE_TOKEN * self._reached + 1
-            self._continued = _FADE_TOKEN * self._continued + (taken is not None)
+            self._right[False].learn(taken == next(iter(behind.values())))
+            if len(behind) > 1:
+                self._right[True].learn(taken is not None)
             for child in behind.values():
                 self.calibration.learn(tree.probabilities[child], hit=child == taken)
         if first and not self._rough:
@@ -132,12 +137,12 @@ class Growth:
 class _Mean:
     """A mean in which earlier numbers fade."""
 
-    def __init__(self) -> None:
-        self.weight, self._sum = 0.0, 0.0
+    def __init__(self, fade: float = _FADE) -> None:
+        self.weight, self._sum, self._fade = 0.0, 0.0, fade
 
     def learn(self, new: float) -> None:
-        self.weight = _FADE * self.weight + 1
-        self._sum = _FADE * self._sum + new
+        self.weight = self._fade * self.weight + 1
+        self._sum = self._fade * self._sum + new
 
     @property
     def value(self) -> float:

@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.assisted.branches import Branches
+from kvboost_hf.assisted.branches import Branches, lender_of
 from kvboost_hf.assisted.growth import Growth
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree import ROOT, Tree
@@ -174,6 +174,8 @@ class TreeDecoding:
                 f"Trees are drafted for one row without beams, got {ids.shape[0]} rows and num_beams="
                 f"{config.num_beams}. Call generate() for each prompt."
             )
+        if (cache := model_kwargs.get("past_key_values")) is not None:
+            lender_of(cache)
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(config, name):
                 raise ValueError(f"`{name}` cannot be returned with trees of drafts. Leave it out.")

@@ -50,6 +50,7 @@ class TreeDraft:
         if output.past_key_values is not self._cache or not held:  # a model with attach() brings its own
             self._cache = output.past_key_values
             self._cache.activate_past_recording()
+        self._cache.crop(0)  # layers with a window let go of what has left it
         position = torch.tensor([[ids.shape[1]]], device=ids.device)
         self._branches, self._computed, self.passes = Branches(model, self._cache, position), {}, 1
         tree, logits, behind = Tree(), output.logits[0, -1:], [ROOT]
@@ -59,7 +60,7 @@ class TreeDraft:
             children = self._add_children(tree, ids, behind, logits, 1 if chain else self._branching)
             order = sorted(children, key=lambda node: -tree.chances[node])[: self._width]
             behind = sorted(node for node in order if tree.tokens[node] not in self._ends)
-            if level >= room or not self._growth.goes_on([tree.chances[node] for node in behind], level):
+            if level >= room or not self._growth.goes_on([tree.chances[node] for node in behind], level, chain=chain):
                 return tree
             parents = [self._computed.get(tree.parents[node], ROOT) for node in behind]
             first = len(self._computed)

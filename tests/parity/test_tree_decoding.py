@@ -12,8 +12,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    StopStringCriteria,
     StoppingCriteria,
+    StopStringCriteria,
     TextStreamer,
 )
 
@@ -207,9 +207,7 @@ def test_a_filled_cache() -> None:
         for cache in (DynamicCache(config=target.config), ChunkReuseCache(target)):
             with torch.no_grad():
                 target(ids[:, :held], past_key_values=cache)
-            found = target.generate(
-                **as_inputs(ids), custom_generate=trees, past_key_values=cache, max_new_tokens=12
-            )
+            found = target.generate(**as_inputs(ids), custom_generate=trees, past_key_values=cache, max_new_tokens=12)
             assert torch.equal(found, wanted)
 
 
@@ -235,7 +233,7 @@ def test_sampling_keeps_the_distribution() -> None:
     )
     trees = TreeDecoding(draft, DraftTreeConfig(policy="tree", depth=3, width=2, branching=2))
     ids = torch.tensor([[1, 2, 1]])
-    count, seen = 900, Counter[tuple[int, ...]]()
+    count, seen = 700, Counter[tuple[int, ...]]()
     for _ in range(count):
         said = target.generate(
             ids, do_sample=True, top_k=0, max_new_tokens=3, eos_token_id=None, custom_generate=trees
@@ -248,7 +246,10 @@ def test_sampling_keeps_the_distribution() -> None:
                 (*told, token): chance * odds
                 for told, chance in chances.items()
                 for token, odds in enumerate(
-                    target(torch.cat([ids, torch.tensor([told], dtype=torch.long)], 1)).logits[0, -1].softmax(-1).tolist()
+                    target(torch.cat([ids, torch.tensor([told], dtype=torch.long)], 1))
+                    .logits[0, -1]
+                    .softmax(-1)
+                    .tolist()
                 )
             }
     chi2 = sum((seen[text] - count * chance) ** 2 / (count * chance) for text, chance in chances.items())
@@ -364,18 +365,16 @@ def test_what_cannot_be_done_is_said() -> None:
     with pytest.raises(ValueError, match="vocabulary of the model that generates, of 200 tokens, got 300"):
         target.generate(**inputs, custom_generate=TreeDecoding(other.eval()))
     with pytest.raises(ValueError, match="got 2 rows"):
-        target.generate(**as_inputs(random_ids(10, 0, batch=2)), custom_generate=trees)
+        target.generate(**as_inputs(random_ids(10, 0, batch=2)), custom_generate=trees, max_new_tokens=4)
     with pytest.raises(ValueError, match="num_beams=3"):
         target.generate(**inputs, custom_generate=trees, num_beams=3)
     with pytest.raises(ValueError, match="`output_hidden_states` cannot be returned"):
-        target.generate(
-            **inputs, custom_generate=trees, output_hidden_states=True, return_dict_in_generate=True
-        )
+        target.generate(**inputs, custom_generate=trees, output_hidden_states=True, return_dict_in_generate=True)
     with pytest.raises(ValueError, match="layers that cannot hold branches"):
         TreeDecoding(make_model("qwen3_next"))
     with pytest.raises(ValueError, match="`use_cache` must be True"):
         target.generate(**inputs, custom_generate=trees, use_cache=False)
-    with pytest.raises(ValueError, match="offloaded|StaticLayer"):
+    with pytest.raises(ValueError, match="layers of the kind StaticLayer"):
         target.generate(**inputs, custom_generate=trees, cache_implementation="static")
     with pytest.raises(ValueError, match="`policy` must be"):
         DraftTreeConfig(policy="clever")  # type: ignore[arg-type]
