@@ -71,6 +71,7 @@ def test_the_bound_is_reached(schedule: str, pass_s: float) -> None:
     assert speed_up >= ENOUGH * found.bound(pass_s)
     assert speed_up > 1.8
     shown = found.rounds * pass_s + found.forwards
+    assert found.plain / shown >= 0.9 * found.bound(pass_s)  # in vain only
     assert found.rounds * pass_s * 0.99 <= found.assisted <= shown
     assert found.assisted >= shown - found.rounds * pass_s / 2  # no more than the copy into the free slot is hidden
     assert found.forwards - found.drafted <= 3 * PROMPTS  # in vain, behind the ends of texts
