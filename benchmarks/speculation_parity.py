@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from reuse import Result, measured_on, provenance
@@ -37,6 +36,7 @@ from tests.speculation import (
     Reader,
     combinations,
     conversations,
+    parted,
     run,
 )
 
@@ -78,19 +78,6 @@ def make_unsure(reader: Reader) -> Reader:
     return reader
 
 
-def parted(found: Any, plain: Any, prompt_tokens: int, eps: float) -> tuple[float, float | None]:
-    """How far logits are off up to the first token that differs, and how far the best two are apart there."""
-    off = 0.0
-    for at, (ours, theirs) in enumerate(zip(found.logits, plain.logits, strict=False), start=prompt_tokens):
-        unit = eps * float(theirs.abs().max())
-        off = max(off, float((ours - theirs).abs().max()) / unit)
-        if found.sequences[0, at] != plain.sequences[0, at]:
-            best, second = theirs[0].topk(2).values.tolist()
-            return off, (best - second) / unit
-    assert torch.equal(found.sequences, plain.sequences)
-    return off, None
-
-
 def in_half_precision(name: str, reader: Reader, chats: Sequence[Conversation]) -> list[Result]:
     rows, dtype = [], reader.model.dtype
     told = {"output_logits": True, "return_dict_in_generate": True}
@@ -99,7 +86,7 @@ def in_half_precision(name: str, reader: Reader, chats: Sequence[Conversation]) 
     for assistant in ("constant", "lookup", "early exit"):
         done = run(reader, Combination(assistant, "conversation", False, "sdpa"), chats, **told)
         found = [
-            parted(ours, theirs, prompt.shape[1], torch.finfo(dtype).eps)
+            parted(ours, theirs, prompt.shape[1], dtype)
             for ours, theirs, prompt in zip(done.answers, plain, prompts, strict=True)
         ]
         gaps = [gap for _, gap in found if gap is not None]

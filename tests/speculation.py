@@ -185,6 +185,22 @@ _CACHES: dict[str, Callable[[Reader], Any]] = {
 }
 
 
+def parted(found: Any, plain: Any, prompt_tokens: int, dtype: torch.dtype) -> tuple[float, float | None]:
+    """How far logits are off up to the first token that differs, and how far the best two are apart there.
+
+    Both in units of the epsilon of `dtype` times the largest logit; the latter None if no token differs.
+    """
+    off = 0.0
+    for at, (ours, theirs) in enumerate(zip(found.logits, plain.logits, strict=False), start=prompt_tokens):
+        unit = torch.finfo(dtype).eps * float(theirs.abs().max())
+        off = max(off, float((ours - theirs).abs().max()) / unit)
+        if found.sequences[0, at] != plain.sequences[0, at]:
+            best, second = theirs[0].topk(2).values.tolist()
+            return off, (best - second) / unit
+    assert torch.equal(found.sequences, plain.sequences)
+    return off, None
+
+
 def make_draft(assistant: str, reader: Reader) -> PreTrainedModel:
     """A model that drafts."""
     attention = reader.model.config._attn_implementation
