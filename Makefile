@@ -52,6 +52,8 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/streaming.py --out benchmarks/results
 	$(BIN)/python benchmarks/speculation.py --out benchmarks/results
 	$(BIN)/python benchmarks/speculation_trees.py --out benchmarks/results
+	$(BIN)/python benchmarks/speculation_parity.py --out benchmarks/results
+	$(BIN)/python benchmarks/speculation_streamed.py --out benchmarks/results
 
 # Processes that write to one folder and are killed, 1,000 times.
 soak: $(VENV)/installed
