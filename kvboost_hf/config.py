@@ -299,8 +299,8 @@ class DraftTreeConfig:
     """
 
     policy: DraftPolicy = "auto"
-    branching: int = 4
-    width: int = 4
+    branching: int = 8
+    width: int = 8
     depth: int = 24
     max_nodes: int = 63
 

@@ -131,7 +131,9 @@ class Growth:
 
     @property
     def _seconds_per_token(self) -> float:
-        return (self._draft_s.value + self._target_s.value) / max(self._committed.value, 1.0)
+        """At the speed so far, or without drafts, if that is faster."""
+        drafted = (self._draft_s.value + self._target_s.value) / max(self._committed.value, 1.0)
+        return min(drafted, self._target_s.value)
 
 
 class _Mean:

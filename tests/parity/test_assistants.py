@@ -155,7 +155,7 @@ def test_with_streamed_layers_and_codes() -> None:
     draft = load_assistant(make_layers(2), target=target)
     stream_except(target, (0,))
     told = {**as_inputs(random_ids(40, 2)), "max_new_tokens": 10}
-    config = KVQuantConfig(exact_layers=1)
+    config = KVQuantConfig(exact_layers=1, window=16, sink_tokens=4)
     assert torch.equal(target.generate(**told, assistant_model=draft), plain.generate(**told))
     found, wanted = (
         model.generate(**told, past_key_values=ChunkReuseCache(model, live_quant=config), **more)
