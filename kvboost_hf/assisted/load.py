@@ -29,8 +29,8 @@ def load_assistant(
 ) -> PreTrainedModel:
     """Prepare a draft model for `target.generate(assistant_model=...)`.
 
-    transformers asks the draft for candidates in each round; what it returns decides how many tokens are drafted,
-    notes what came of them, and waits for the device every few tokens only.
+    transformers asks the draft for candidates in each round; what it returns decides how many tokens are drafted, and
+    notes what came of them.
 
     Args:
         name_or_model: A name on the hub, a folder, or a loaded model.
@@ -78,7 +78,7 @@ def load_assistant(
     told.num_assistant_tokens = num_assistant_tokens if schedule == "constant" else 2**16  # the schedule decides
     told.num_assistant_tokens_schedule = "constant"
     told.assistant_confidence_threshold = confidence_threshold
-    draft.generate = Drafting(draft, lengths, clock)  # type: ignore[assignment]
+    draft.generate = Drafting(draft, target, lengths, clock)  # type: ignore[assignment]
     return draft
 
 
