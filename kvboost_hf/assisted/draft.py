@@ -109,7 +109,10 @@ class Drafting:
     def _over(self, cache: "ref[Any]") -> None:
         """What came of the last draft of an answer, of which the draft's cache is gone."""
         last = self._rounds.pop(cache)
-        if last.outcome is None or last.outcome.known is None:
+        if last.outcome is None:
+            return
+        last.outcome.give_up()
+        if last.outcome.known is None:
             return
         accepted = last.outcome.held - last.start
         whole = last.ends and accepted == len(last.tokens) - 1  # the token that ends a text is never in the cache

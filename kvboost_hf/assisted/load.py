@@ -51,7 +51,7 @@ def load_assistant(
         ValueError: its vocabulary is not the target's, it is no causal language model, or numbers that are none.
 
     Warns:
-        UserWarning: it is on another device than the target, or has more weights.
+        UserWarning: it is on another device than the target, or has more weights than one that is not quantized.
 
     Example:
         >>> from kvboost_hf import load_assistant, speculation_stats
@@ -129,7 +129,8 @@ def _require_fitting(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             "round. Move it with draft.to(target.device).",
             stacklevel=3,
         )
-    if draft.num_parameters() >= target.num_parameters():
+    quantized = getattr(target.config, "quantization_config", None) is not None  # in buffers, which are not counted
+    if not quantized and draft.num_parameters() >= target.num_parameters():
         warnings.warn(
             f"The draft has {draft.num_parameters()} weights, and its target {target.num_parameters()}: drafting will "
             "take longer than it saves. Choose a smaller one.",

@@ -31,8 +31,10 @@ class Outcome:
         self._handle = target.register_forward_hook(self._after)
 
     def give_up(self) -> None:
-        """Wait no longer."""
+        """Wait no longer, if it has not come."""
         self._handle.remove()
+        if (cache := self._cache()) is not None:
+            vars(cache).pop("crop", None)
 
     def _after(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
         cache = output.past_key_values

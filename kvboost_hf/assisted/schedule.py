@@ -6,8 +6,8 @@ from itertools import accumulate
 from math import prod
 from typing import Protocol, runtime_checkable
 
-_FADE = 0.95  # what the times of a round still count after the next one
-_FADE_TOKEN = 0.985  # what a comparison still counts after the next one
+_FADE = 0.85  # what the times of a round still count after the next one
+_FADE_TOKEN = 0.975  # what a comparison still counts after the next one
 _PRIOR_TOKENS, _PRIOR_RATE = 4.0, 0.7  # as if so many drafted tokens had been compared, so many of them accepted
 _SURE = (0.3, 0.5, 0.7, 0.9, 0.99, 0.999)  # probabilities between which tokens are counted together
 _PRIOR_RATES = (0.2, 0.4, 0.6, 0.8, 0.95, 0.99, 0.999)  # of these
