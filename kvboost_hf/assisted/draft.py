@@ -43,7 +43,7 @@ class Drafting:
     go to the model's own `generate()`.
 
     What comes behind an end of the text, or a token that the draft is not sure of, is cut off. A copy keeps what the
-    schedule has learned, and counts its own rounds.
+    schedule has learned, counts its own rounds, and knows of no target.
 
     Args:
         model: The draft.
