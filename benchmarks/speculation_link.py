@@ -7,12 +7,13 @@ with another token in place of some, by a seeded coin for each position. So ever
 is what was asked for. The draft gives each token the same probability, from which nothing can be learned.
 
 A time goes from the call of generate() to its tokens on the host, prompt included. `load_assistant` begins in the dark
-for each acceptance. T is the time of a token in plain decoding, D that of one of the draft alone, in the same run; the
-bound is `committed per round * T / (T + drafted per round * D)`.
+for each acceptance. T is the time of a token in plain decoding, D that of one of the draft alone, both taken right
+before the arms of each acceptance; the bound is `committed per round * T / (T + drafted per round * D)`.
 """
 
 import argparse
 import random
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -67,6 +68,14 @@ def seconds(model: PreTrainedModel, text: list[int], tokens: int, **kwargs: Any)
     call = timed_generate(model, text[:PROMPT], tokens, **kwargs)
     assert call.ids == text[PROMPT : PROMPT + tokens]
     return call.total_ms / 1000
+
+
+def plain(target: PreTrainedModel, said: list[list[int]], tokens: int) -> float:
+    total = 0.0
+    for text in said:
+        with saying(target, text):
+            total += seconds(target, text, tokens)
+    return total
 
 
 def draft_s(draft: PreTrainedModel, tokens: int) -> float:
@@ -134,14 +143,14 @@ def measure_link(options: argparse.Namespace) -> Result:
         warm_up(target)
         warm_up(draft)
         plan = streaming_plan(target)
-        plain_s = 0.0
-        for text in said:
-            with saying(target, text):
-                plain_s += seconds(target, text, tokens)
-        target_s, each_s = plain_s / (len(said) * tokens), draft_s(draft, tokens)
-        print(f"a token of the target {target_s:.4f} s, of the draft {each_s:.4f} s", flush=True)
         arms: Result = {}
+        times: dict[str, list[float]] = {"target_s": [], "draft_s": []}
         for acceptance in ACCEPTANCES:
+            plain_s = plain(target, said, tokens)
+            target_s, each_s = plain_s / (len(said) * tokens), draft_s(draft, tokens)
+            times["target_s"].append(target_s)
+            times["draft_s"].append(each_s)
+            print(f"a token of the target {target_s:.4f} s, of the draft {each_s:.4f} s", flush=True)
             for name, told in ARMS.items():
                 assistant = load_assistant(draft, target=target, **told)
                 found = arm(target, assistant, said, tokens, acceptance)
@@ -151,20 +160,19 @@ def measure_link(options: argparse.Namespace) -> Result:
         "layers": target_config.num_hidden_layers,
         "streamed_bytes": plan.streamed_bytes if plan is not None else 0,
         "tokens": len(said) * tokens,
-        "plain_s": plain_s,
-        "target_s": target_s,
-        "draft_s": each_s,
+        **times,
         "arms": arms,
     }
 
 
 def link_markdown(result: Result) -> str:
     link = result["link"]
+    target_ms, draft_ms = (1000 * statistics.median(link[key]) for key in ("target_s", "draft_s"))
     lines = [
         measured_on(result["provenance"]),
         "",
         f"{link['layers']} layers of the target, {link['streamed_bytes'] / 1e9:.2f} GB of them copied for each pass. "
-        f"A token takes {1000 * link['target_s']:.1f} ms in plain decoding, {1000 * link['draft_s']:.1f} ms in the "
+        f"A token takes {target_ms:.1f} ms in plain decoding, {draft_ms:.1f} ms in the "
         f"draft. {link['tokens']} tokens in each arm.",
         "",
         "| drafts, acceptance of each token | accepted | drafted per round | committed per round | verifying, a round "

@@ -2,6 +2,7 @@
 
 import gc
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -53,6 +54,20 @@ class Noting:
         self.told.append(told)
 
 
+class Cautious(Noting):
+    """Drafts until the draft is less sure than it was of its first token."""
+
+    def __init__(self) -> None:
+        super().__init__(99)
+        self.compared = list[list[float]]()
+
+    def goes_on(self, sure: Sequence[float]) -> bool:
+        return sure[-1] >= sure[0]
+
+    def compare(self, sure: Sequence[float], accepted: int) -> None:
+        self.compared.append([*sure, accepted])
+
+
 def same_pair(tokens: int, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedModel, Noting]:
     """A draft that says what its target says, though it has fewer layers: those that it lacks do nothing."""
     target, schedule = make_layers(3), Noting(tokens)
@@ -94,6 +109,30 @@ def test_a_last_round_that_is_refused() -> None:
     target.generate(**as_inputs(IDS), max_new_tokens=3, eos_token_id=None, assistant_model=draft)
     assert [each["accepted"] for each in schedule.told] == [0, 0]
     assert speculation_stats(draft).committed == 2  # one token was left, for which nothing is drafted
+
+
+def test_a_schedule_that_is_asked_at_each_token() -> None:
+    """It is told the draft's own probabilities, and no pass of the draft comes after it has said no."""
+    target, draft, _ = same_pair(4)
+    schedule, passes = Cautious(), [0]
+    draft = load_assistant(draft, target=target, schedule=schedule)
+    handle = draft.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    told = {**as_inputs(IDS), "max_new_tokens": 16, "eos_token_id": None}
+    found = target.generate(**told, assistant_model=draft)
+    handle.remove()
+    stats = speculation_stats(draft)
+    assert passes[0] == stats.drafted == sum(len(each) - 1 for each in schedule.compared)
+    with torch.no_grad():
+        likely = draft(found).logits[0].softmax(-1)
+    at = IDS.shape[1]
+    for *sure, accepted in schedule.compared:
+        assert accepted == len(sure)
+        assert all(each >= sure[0] for each in sure[:-1])
+        for place, each in enumerate(sure):
+            assert each == pytest.approx(likely[at + place - 1, found[0, at + place]].item(), rel=1e-4)
+        at += len(sure) + 1
+    assert len(schedule.compared) > 2
+    assert stats.rounds < stats.drafted  # some drafts went on
 
 
 def test_where_time_goes() -> None:

@@ -201,6 +201,8 @@ def test_drafts_that_do_not_fit() -> None:
         load_assistant(make_layers(1), target=target, confidence_threshold=1)
     with pytest.warns(UserWarning, match="will take longer than it saves"):
         load_assistant(make_model(seed=1), target=target)
+    target.config.quantization_config = {"quant_method": "awq"}
+    load_assistant(make_model(seed=1), target=target)  # weights in codes are not counted
     with pytest.warns(UserWarning, match="on meta and its target on cpu"):
         load_assistant(make_layers(1).to("meta"), target=make_layers(2))
     with pytest.raises(ValueError, match="keeps no counts"):
