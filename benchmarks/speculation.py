@@ -1,6 +1,6 @@
 """What a draft of the right length is worth, at four speeds of the target.
 
-    python benchmarks/speculation.py --out benchmarks/results [--answers 40] [--forms 6]
+    python benchmarks/speculation.py --out benchmarks/results [--answers 40] [--forms 6] [--device cuda]
 
 The embedded reader writes plainly, with its draft at fixed lengths, and with `load_assistant`. It answers held-out
 prompts, each in a sentence; and it fills in forms of 8 questions about documents in one call of `generate()`. There
@@ -12,8 +12,9 @@ by T in every forward of the target, whatever its width, and by D in every forwa
 target in memory (5) and of targets that stream over three links (20, 60, 200). So the figures repeat on any machine.
 
 The bound is `committed per round * T / (T + drafted per round * D)`, with the tokens that came to the target: a draft
-ends where the text ends, however long it may be. Fixed lengths reach it; what `load_assistant` drafts behind the end
-is time lost.
+ends where the text ends, however long it may be.
+
+On a GPU, time is real, and so is the link: see speculation_link.py.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 from reuse import Result, measured_on, provenance
+from speculation_link import link_markdown, measure_link
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf import load_assistant
@@ -219,18 +221,29 @@ def main() -> None:
     parser.add_argument("--forms", type=int, default=6)
     parser.add_argument("--seed", type=int, default=2, help="below 10 000, so that the prompts are held out")
     parser.add_argument("--threads", type=int, default=1, help="more take longer with models this small")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--tiny", action="store_true", help="what --device cuda does, in seconds, on any device")
+    parser.add_argument("--layers", type=int, default=24, help="of the target on a GPU: 253 MB each")
+    parser.add_argument("--texts", type=int, default=2, help="to write on a GPU")
+    parser.add_argument("--tokens", type=int, default=128, help="of each of these")
+    parser.add_argument("--folder", type=Path, help="where weights are written, and removed again")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     result: Result = {"provenance": provenance(sys.argv[1:], "speculation.py")}
-    reader, tokenizer = load_embedded()
-    for name, tasks in WORK.items():
-        result[name] = measure(reader, tasks(tokenizer, getattr(options, name), options.seed))
+    if linked := options.tiny or options.device == "cuda":
+        result["link"] = measure_link(options)
+    else:
+        reader, tokenizer = load_embedded()
+        for name, tasks in WORK.items():
+            result[name] = measure(reader, tasks(tokenizer, getattr(options, name), options.seed))
+    file, text = ("speculation-link", link_markdown(result)) if linked else ("speculation", markdown(result))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "speculation.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "speculation.md").write_text(markdown(result))
-    print(markdown(result))
+        (options.out / f"{file}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.out / f"{file}.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
+    torch.set_grad_enabled(False)
     main()

@@ -3,16 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from kvboost_hf.assisted.schedule import DraftLength
+from kvboost_hf.assisted.looks import Looks
+from kvboost_hf.assisted.outcome import Outcome
+from kvboost_hf.assisted.schedule import ConfidentLength, DraftLength
 from kvboost_hf.assisted.stats import SpeculationStats
 
-_LOOK = 4  # tokens after which it is looked whether the text has ended
 # Arguments that transformers passes on to an assistant and that a plain forward of token ids can do without.
 _PLAIN = frozenset(
     ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
@@ -25,74 +26,119 @@ class _Round:
 
     start: int  # tokens before it
     tokens: list[int]
+    sure: list[float]  # the probability that the draft gave each of them; empty if that is not known
     forwards: int  # of the draft; one for each token, and for those that were cut off
     draft_s: float
     ended: float  # on the clock
-    first: bool  # of its answer: the target's pass took the prompt in, too
+    first: bool  # of its answer: both models took the prompt in, too
+    ends: bool  # the text, with its last token
+    outcome: Outcome | None
 
 
 class Drafting:
     """Takes the place of `generate` on a draft model, and decides how long drafts are.
 
     transformers calls it for each round with all tokens so far, from which it also learns what came of the last
-    draft. Calls that are not for an assistant go to the model's own `generate()`.
+    draft; what came of the last one of an answer is seen in the target's cache. Calls that are not for an assistant
+    go to the model's own `generate()`.
 
-    Tokens are drafted several at a time without looking at them, so that a device is seldom waited for; what comes
-    behind an end of the text, or a token that the draft is not sure of, is cut off then.
+    What comes behind an end of the text, or a token that the draft is not sure of, is cut off. A copy keeps what the
+    schedule has learned, counts its own rounds, and knows of no target.
 
     Args:
         model: The draft.
+        target: Whose passes to time.
         schedule: How many tokens to draft.
         clock: Seconds, as time.perf_counter().
     """
 
-    def __init__(self, model: PreTrainedModel, schedule: DraftLength, clock: Callable[[], float]) -> None:
-        self.stats = SpeculationStats()
+    def __init__(
+        self, model: PreTrainedModel, target: PreTrainedModel, schedule: DraftLength, clock: Callable[[], float]
+    ) -> None:
         self._generate: Callable[..., Any] = type(model).generate  # type: ignore[attr-defined]
         self._model, self._schedule, self._clock = model, schedule, clock
-        self._rounds: WeakKeyDictionary[Any, _Round] = WeakKeyDictionary()  # by the cache of each answer
+        self._begin(ref(target))
+
+    def _begin(self, target: "ref[PreTrainedModel] | None") -> None:
+        self.stats, self._looks = SpeculationStats(), Looks()
+        self._target = target
+        self._awaited: Outcome | None = None
+        self._rounds: dict[ref[Any], _Round] = {}  # by the cache of each answer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("_generate", "_model", "_schedule", "_clock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin(None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `generate()`."""
         if args or not getattr(kwargs.get("generation_config"), "is_assistant", False):
             return self._generate(self._model, *args, **kwargs)
         began, ids, cache = self._clock(), kwargs["input_ids"], kwargs.get("past_key_values")
-        first = cache is None
-        if not first:
-            self._learn(ids, began, self._rounds.pop(cache, None))
+        last = self._rounds.pop(ref(cache), None) if cache is not None else None
+        if last is not None and ids.shape[1] > last.start:
+            said = ids[0, last.start :].tolist()
+            accepted = _agreeing(last.tokens, said[:-1])  # the last one is the target's own
+            self._learn(last, accepted, len(said), began)
         most = int(kwargs.pop("max_new_tokens"))
-        count = self._schedule.length(most)
         if self._is_plain(kwargs):
-            found, tokens, forwards = self._draft(count, **kwargs)
+            found, tokens, sure, forwards = self._draft(most, **kwargs)
         else:
+            count = self._schedule.length(most)
             kwargs["min_new_tokens"] = min(kwargs.get("min_new_tokens") or 0, count)
             found = self._generate(self._model, **kwargs, max_new_tokens=count)
-            tokens = found.sequences[0, ids.shape[1] :].tolist()
+            tokens, sure = found.sequences[0, ids.shape[1] :].tolist(), []
             forwards = len(tokens)
         ended = self._clock()
-        self._rounds[found.past_key_values] = _Round(ids.shape[1], tokens, forwards, ended - began, ended, first)
+        ends = bool(tokens) and tokens[-1] in _ends(kwargs["generation_config"])
+        outcome = self._await_outcome(ids.shape[1] + len(tokens))
+        self._rounds[ref(found.past_key_values, self._over)] = _Round(
+            ids.shape[1], tokens, sure, forwards, ended - began, ended, cache is None, ends, outcome
+        )
         return found
 
-    def _learn(self, ids: torch.Tensor, now: float, last: _Round | None) -> None:
-        """What came of the last draft, now that the tokens behind it are known."""
-        if last is None or ids.shape[1] <= last.start:
+    def _await_outcome(self, length: int) -> Outcome | None:
+        if self._awaited is not None:
+            self._awaited.give_up()
+        target = self._target() if self._target is not None else None
+        self._awaited = Outcome(target, length, self._clock) if target is not None else None
+        return self._awaited
+
+    def _over(self, cache: "ref[Any]") -> None:
+        """What came of the last draft of an answer, of which the draft's cache is gone."""
+        last = self._rounds.pop(cache)
+        if last.outcome is None:
             return
-        said = ids[0, last.start :].tolist()
-        accepted = _agreeing(last.tokens, said[:-1])  # the last one is the target's own
-        target_s = now - last.ended
+        last.outcome.give_up()
+        if last.outcome.known is None:
+            return
+        accepted = last.outcome.held - last.start
+        whole = last.ends and accepted == len(last.tokens) - 1  # the token that ends a text is never in the cache
+        self._learn(last, accepted + whole, accepted + 1, last.outcome.known)
+
+    def _learn(self, last: _Round, accepted: int, committed: int, known: float) -> None:
+        rollback_s = 0.0
+        if last.outcome is not None and last.outcome.known is not None:
+            known, rollback_s = last.outcome.known, last.outcome.rollback_s
+        verify_s = known - last.ended
         stats = self.stats
         stats.rounds += 1
         stats.drafted += len(last.tokens)
         stats.accepted += accepted
-        stats.committed += len(said)
+        stats.committed += committed
         stats.histogram[accepted] += 1
         stats.draft_s += last.draft_s
-        stats.target_s += target_s
+        stats.verify_s += verify_s
+        stats.rollback_s += rollback_s
+        if isinstance(self._schedule, ConfidentLength):
+            self._schedule.compare(last.sure, accepted)
         self._schedule.learn(
             drafted=len(last.tokens),
             accepted=accepted,
             draft_s=last.draft_s * len(last.tokens) / last.forwards,
-            target_s=target_s,
+            target_s=verify_s + rollback_s,
             first=last.first,
         )
 
@@ -110,18 +156,18 @@ class Drafting:
 
     def _draft(
         self,
-        count: int,
+        most: int,
         *,
         input_ids: torch.Tensor,
         generation_config: Any,
         logits_processor: Sequence[Any] | None = None,
         past_key_values: Any = None,
         **_: Any,
-    ) -> tuple[GenerateDecoderOnlyOutput, list[int], int]:
+    ) -> tuple[GenerateDecoderOnlyOutput, list[int], list[float], int]:
         model: Any = self._model
         ids: Any = input_ids
         scores: list[torch.Tensor] = []
-        sure: list[torch.Tensor] = []
+        chances: list[torch.Tensor] = []
         processors = LogitsProcessorList(logits_processor or ())
         cache = past_key_values
         if cache is None:
@@ -129,8 +175,12 @@ class Drafting:
             cache.activate_past_recording()  # type: ignore[no-untyped-call]  # refused candidates are cropped
         keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         held, start = cache.get_seq_length(), input_ids.shape[1]
+        schedule, looks = self._schedule, self._looks
+        goes_on = schedule.goes_on if isinstance(schedule, ConfidentLength) else None
+        count = most if goes_on else schedule.length(most)
         tokens: list[int] = []
-        end = None
+        sure: list[float] = []
+        end, looked = None, self._clock()
         while end is None and len(scores) < count:
             output = model(input_ids=ids[:, held:], past_key_values=cache, use_cache=True, **keep)
             cache, held = output.past_key_values, ids.shape[1]
@@ -139,28 +189,38 @@ class Drafting:
             token = likely.multinomial(1) if generation_config.do_sample else score.argmax(-1, keepdim=True)
             ids = torch.cat([ids, token], 1)
             scores.append(score)
-            sure.append(likely.gather(1, token))
-            if len(scores) % _LOOK == 0 or len(scores) == count:
-                tokens = ids[0, start:].tolist()  # the device is waited for here
-                end = _end(tokens, generation_config, torch.cat(sure, 1)[0])
+            chances.append(likely.gather(1, token))
+            passes = len(scores) - len(tokens)
+            if passes < looks.every and len(scores) < count:
+                continue
+            launched = self._clock()
+            sure += torch.cat(chances[-passes:], 1)[0].tolist()  # the device is waited for here
+            tokens += ids[0, -passes:].tolist()
+            began, looked = looked, self._clock()
+            looks.learn(passes=passes, launch_s=launched - began, wait_s=looked - launched)
+            end = _end(tokens, sure, generation_config)
+            if goes_on and not goes_on(sure):
+                break
         end = end or len(tokens)
         found = GenerateDecoderOnlyOutput(
             sequences=ids[:, : start + end],
             scores=tuple(scores[:end]),  # type: ignore[arg-type]
             past_key_values=cache,
         )
-        return found, tokens[:end], len(tokens)
+        return found, tokens[:end], sure[:end], len(tokens)
 
 
-def _end(tokens: list[int], config: Any, sure: torch.Tensor) -> int | None:
+def _end(tokens: list[int], sure: list[float], config: Any) -> int | None:
     """How many drafted tokens to hand out, if not all: up to an end of the text, or one that is not sure."""
+    ends, threshold = _ends(config), config.assistant_confidence_threshold or 0.0
+    pairs = enumerate(zip(tokens, sure, strict=True), 1)
+    return next((count for count, (token, each) in pairs if token in ends or each < threshold), None)
+
+
+def _ends(config: Any) -> set[int]:
+    """Tokens that end a text."""
     ends = config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    stops = [place + 1 for place, token in enumerate(tokens) if token in ends]
-    threshold = config.assistant_confidence_threshold
-    if threshold:
-        stops += [place + 1 for place, each in enumerate(sure.tolist()) if each < threshold]
-    return min(stops, default=None)
+    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def _agreeing(drafted: Sequence[int], said: Sequence[int]) -> int:

@@ -30,8 +30,8 @@ def load_assistant(
 ) -> PreTrainedModel:
     """Prepare a draft model for `target.generate(assistant_model=...)`.
 
-    transformers asks the draft for candidates in each round; what it returns decides how many tokens are drafted,
-    notes what came of them, and waits for the device every few tokens only.
+    transformers asks the draft for candidates in each round; what it returns decides how many tokens are drafted, and
+    notes what came of them.
 
     Args:
         name_or_model: A name on the hub, a folder, or a loaded model.
@@ -52,7 +52,7 @@ def load_assistant(
         ValueError: its vocabulary is not the target's, it is no causal language model, or numbers that are none.
 
     Warns:
-        UserWarning: it is on another device than the target, or has more weights.
+        UserWarning: it is on another device than the target, or has more weights than one that is not quantized.
 
     Example:
         >>> from kvboost_hf import load_assistant, speculation_stats
@@ -79,7 +79,7 @@ def load_assistant(
     told.num_assistant_tokens = num_assistant_tokens if schedule == "constant" else 2**16  # the schedule decides
     told.num_assistant_tokens_schedule = "constant"
     told.assistant_confidence_threshold = confidence_threshold
-    draft.generate = Drafting(draft, lengths, clock)  # type: ignore[assignment]
+    draft.generate = Drafting(draft, target, lengths, clock)  # type: ignore[assignment]
     return draft
 
 
@@ -132,7 +132,8 @@ def _require_fitting(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             "round. Move it with draft.to(target.device).",
             stacklevel=3,
         )
-    if draft.num_parameters() >= target.num_parameters():
+    quantized = getattr(target.config, "quantization_config", None) is not None  # in buffers, which are not counted
+    if not quantized and draft.num_parameters() >= target.num_parameters():
         warnings.warn(
             f"The draft has {draft.num_parameters()} weights, and its target {target.num_parameters()}: drafting will "
             "take longer than it saves. Choose a smaller one.",

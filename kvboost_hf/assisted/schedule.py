@@ -1,10 +1,16 @@
 """How many tokens to draft: pure Python, no tensors."""
 
-from typing import Protocol
+from bisect import bisect
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Protocol, runtime_checkable
 
-_FADE = 0.95  # what the times of a round still count after the next one
-_FADE_TOKEN = 0.985  # what a comparison still counts after the next one
+_FADE = 0.85  # what the times of a round still count after the next one
+_FADE_TOKEN = 0.975  # what a comparison still counts after the next one
 _PRIOR_TOKENS, _PRIOR_RATE = 4.0, 0.7  # as if so many drafted tokens had been compared, so many of them accepted
+_SURE = (0.3, 0.5, 0.7, 0.9, 0.99, 0.999)  # probabilities between which tokens are counted together
+_PRIOR_RATES = (0.2, 0.4, 0.6, 0.8, 0.95, 0.99, 0.999)  # of these
 
 
 class DraftLength(Protocol):
@@ -21,7 +27,27 @@ class DraftLength(Protocol):
             accepted: Of these, the first ones, that the target would have said, too.
             draft_s: Seconds that drafting them took.
             target_s: Seconds of the target's pass over them.
-            first: Whether that pass took the prompt in, too.
+            first: Whether both took the prompt in, too.
+        """
+
+
+@runtime_checkable
+class ConfidentLength(DraftLength, Protocol):
+    """Decides at each drafted token whether another one follows; `length` is asked where that cannot be."""
+
+    def goes_on(self, sure: Sequence[float]) -> bool:
+        """Whether to draft on.
+
+        Args:
+            sure: The probability that the draft gave each of its tokens so far, one at least.
+        """
+
+    def compare(self, sure: Sequence[float], accepted: int) -> None:
+        """What came of a draft, before `learn`.
+
+        Args:
+            sure: The probability that the draft gave each of its tokens.
+            accepted: So many first ones were.
         """
 
 
@@ -66,8 +92,11 @@ class Adaptive:
     """As many as give the most tokens per second, by what was accepted and how long it took.
 
     With an acceptance of `a` for each token, a draft of `n` tokens gives `(1 - a^(n + 1)) / (1 - a)` tokens (Leviathan
-    et al., ICML 2023, https://arxiv.org/abs/2211.17192) in the time of a target's pass and `n` of the draft's. Earlier
-    rounds fade. A target whose layers are streamed takes long for each pass, and wants long drafts.
+    et al., ICML 2023, https://arxiv.org/abs/2211.17192) in the time of a target's pass and `n` of the draft's. Where
+    a draft can be looked at, the best `n` only says how many tokens per second there are to be had: another token is
+    drafted where the chance that it comes to be accepted, over the time it takes, is more than that. This chance goes
+    by the probabilities that the draft gave its tokens, and by what came of others like them. Earlier rounds fade. A
+    target whose layers are streamed takes long for each pass, and wants long drafts.
 
     Args:
         tokens: For the first round.
@@ -76,37 +105,63 @@ class Adaptive:
 
     def __init__(self, tokens: int, most: int) -> None:
         self._tokens, self._most = tokens, most
-        self._compared, self._accepted = _PRIOR_TOKENS, _PRIOR_TOKENS * _PRIOR_RATE
+        self._overall = _Share(_PRIOR_RATE)
+        self._shares = [_Share(rate) for rate in _PRIOR_RATES]
         self._draft_s, self._drafted = 0.0, 0.0
         self._target_s, self._passes, self._rough = 0.0, 0.0, True
 
     def length(self, most: int) -> int:
         """See `DraftLength`."""
-        most = min(most, self._most)
-        if not self._passes or not self._drafted:
-            return min(self._tokens, most)
-        rate = self._accepted / self._compared
-        per_token, per_pass = self._draft_s / self._drafted, self._target_s / self._passes
-        return max(range(1, most + 1), key=lambda n: _expected(rate, n) / (per_pass + n * per_token))
+        if not self._target_s:
+            return min(self._tokens, self._most, most)
+        speeds = self._tokens_per_s()[:most]
+        return 1 + speeds.index(max(speeds))
+
+    def goes_on(self, sure: Sequence[float]) -> bool:
+        """See `ConfidentLength`."""
+        if not self._target_s or len(sure) >= self._most:
+            return len(sure) < min(self._tokens, self._most)
+        accepted = prod(self._share(each).rate for each in sure) * self._overall.rate
+        return accepted * self._drafted > self._draft_s * max(self._tokens_per_s())
+
+    def compare(self, sure: Sequence[float], accepted: int) -> None:
+        """See `ConfidentLength`."""
+        for place, each in enumerate(sure[: accepted + 1]):
+            self._share(each).add(place < accepted)
 
     def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
-        """See `DraftLength`. Passes over prompts count until there are others."""
-        compared = accepted + (accepted < drafted)  # nothing is known of those behind the first that differs
-        kept = _FADE_TOKEN**compared
-        self._compared = kept * self._compared + compared
-        self._accepted = kept * self._accepted + accepted
-        self._drafted = _FADE * self._drafted + drafted
-        self._draft_s = _FADE * self._draft_s + draft_s
+        """See `DraftLength`. The times of passes over prompts count until there are others."""
+        for place in range(min(accepted + 1, drafted)):  # nothing is known of those behind the first that differs
+            self._overall.add(place < accepted)
         if first and not self._rough:
             return
         if self._rough and not first:
-            self._rough, self._passes, self._target_s = False, 0.0, 0.0
+            self._rough, self._drafted, self._draft_s, self._passes, self._target_s = False, 0.0, 0.0, 0.0, 0.0
+        self._drafted = _FADE * self._drafted + drafted
+        self._draft_s = _FADE * self._draft_s + draft_s
         self._passes = _FADE * self._passes + 1
         self._target_s = _FADE * self._target_s + target_s
 
+    def _share(self, sure: float) -> "_Share":
+        return self._shares[bisect(_SURE, sure)]
 
-def _expected(rate: float, drafted: int) -> float:
-    """Tokens that a round gives."""
-    if rate >= 1:
-        return drafted + 1.0
-    return float((1 - rate ** (drafted + 1)) / (1 - rate))
+    def _tokens_per_s(self) -> list[float]:
+        """By drafts of 1 token, 2 tokens, and so on."""
+        per_token, per_pass = self._draft_s / self._drafted, self._target_s / self._passes
+        tokens = accumulate(self._overall.rate**n for n in range(self._most + 1))
+        return [each / (per_pass + n * per_token) for n, each in enumerate(tokens)][1:]
+
+
+class _Share:
+    """How many of the last tokens were accepted."""
+
+    def __init__(self, rate: float) -> None:
+        self._compared, self._accepted = _PRIOR_TOKENS, _PRIOR_TOKENS * rate
+
+    @property
+    def rate(self) -> float:
+        return self._accepted / self._compared
+
+    def add(self, accepted: bool) -> None:
+        self._compared = _FADE_TOKEN * self._compared + 1
+        self._accepted = _FADE_TOKEN * self._accepted + accepted

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 class SpeculationStats:
     """Counts of rounds: drafts and what the target made of them.
 
-    The last round of an answer is left out, whose outcome is not told.
+    The last round of an answer is counted when the answer is there, if `generate()` ran on the target that the draft
+    was prepared for; else it is left out, for its outcome is not told. A round that ends its answer with a drafted
+    token has no token of the target's own.
 
     Args:
         rounds: How many.
@@ -17,7 +19,8 @@ class SpeculationStats:
         committed: Tokens that rounds gave, with those of the target.
         histogram: How many rounds had so many tokens accepted.
         draft_s: Seconds of drafting.
-        target_s: Seconds between a draft and the next one: the target's pass, its sampling, and taking back K/V.
+        verify_s: Seconds from a draft to what the target made of it, on the host: its pass, and its sampling.
+        rollback_s: Seconds of taking back K/V of refused tokens from the target's cache.
     """
 
     rounds: int = 0
@@ -26,7 +29,13 @@ class SpeculationStats:
     committed: int = 0
     histogram: Counter[int] = field(default_factory=Counter)
     draft_s: float = 0.0
-    target_s: float = 0.0
+    verify_s: float = 0.0
+    rollback_s: float = 0.0
+
+    @property
+    def target_s(self) -> float:
+        """Seconds of verifying and rolling back."""
+        return self.verify_s + self.rollback_s
 
     @property
     def acceptance(self) -> float:
@@ -41,6 +50,6 @@ class SpeculationStats:
     def __str__(self) -> str:
         return (
             f"{self.rounds} rounds, {self.acceptance:.0%} of {self.drafted} drafted tokens accepted, "
-            f"{self.committed_per_round:.2f} tokens a round, {self.draft_s:.2f} s drafting, {self.target_s:.2f} s "
-            "verifying"
+            f"{self.committed_per_round:.2f} tokens a round, {self.draft_s:.2f} s drafting, {self.verify_s:.2f} s "
+            f"verifying, {self.rollback_s:.2f} s rolling back"
         )

@@ -19,7 +19,6 @@ from kvboost_hf import (
     speculation_stats,
 )
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.assisted.schedule import Adaptive
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.streaming import make_layers, stream_except
 
@@ -49,18 +48,19 @@ def pair(name: str = "llama", **kwargs: Any) -> tuple[PreTrainedModel, PreTraine
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens(name: str, schedule: Any) -> None:
     target, draft = pair(name, schedule=schedule)
-    cache = ChunkReuseCache(target)
+    cache, tokens = ChunkReuseCache(target), 0
     for seed in range(4):
         told = {**as_inputs(random_ids(30 + seed, seed)), "max_new_tokens": 20}
         wanted = target.generate(**told)
         assert torch.equal(target.generate(**told, assistant_model=draft), wanted)
         assert torch.equal(target.generate(**told, assistant_model=draft, past_key_values=cache), wanted)
         longer = {"input_ids": torch.cat([wanted, random_ids(9, seed + 50)], 1), "max_new_tokens": 12}
-        assert torch.equal(
-            target.generate(**longer, assistant_model=draft, past_key_values=cache), target.generate(**longer)
-        )
+        answer = target.generate(**longer)
+        assert torch.equal(target.generate(**longer, assistant_model=draft, past_key_values=cache), answer)
+        tokens += 2 * (wanted.shape[1] - 30 - seed) + answer.shape[1] - longer["input_ids"].shape[1]
     stats = speculation_stats(draft)
-    assert stats.committed == stats.accepted + stats.rounds
+    assert stats.rounds - 12 <= stats.committed - stats.accepted <= stats.rounds  # an answer may end with its draft
+    assert tokens - 12 <= stats.committed <= tokens  # one that is left to an answer is not drafted
     assert sum(stats.histogram.values()) == stats.rounds
     assert stats.acceptance > 0.2
 
@@ -171,11 +171,11 @@ def test_the_draft_itself_generates_as_before() -> None:
 
 
 def test_fewer_passes_of_the_target() -> None:
-    """What it is for, counted; and nothing of it is lost to a schedule that begins in the dark."""
+    """What it is for, counted."""
     target, tokenizer = load_embedded()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        draft = load_assistant(str(EMBEDDED_MODEL_DIR), target=target, schedule=_Everything())
+        draft = load_assistant(str(EMBEDDED_MODEL_DIR), target=target, schedule="constant", num_assistant_tokens=12)
     passes = [0]
     target.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     inputs = tokenizer("Maria lives in Rome. She owns the lamp. Where does Maria live?", return_tensors="pt")
@@ -183,14 +183,6 @@ def test_fewer_passes_of_the_target() -> None:
     assert passes[0] <= 3
     stats = speculation_stats(draft)
     assert stats.acceptance == 1
-
-
-class _Everything(Adaptive):
-    def __init__(self) -> None:
-        super().__init__(1, 1)
-
-    def length(self, most: int) -> int:
-        return min(most, 12)
 
 
 def test_drafts_that_do_not_fit() -> None:
@@ -209,6 +201,8 @@ def test_drafts_that_do_not_fit() -> None:
         load_assistant(make_layers(1), target=target, confidence_threshold=1)
     with pytest.warns(UserWarning, match="will take longer than it saves"):
         load_assistant(make_model(seed=1), target=target)
+    target.config.quantization_config = {"quant_method": "awq"}
+    load_assistant(make_model(seed=1), target=target)  # weights in codes are not counted
     with pytest.warns(UserWarning, match="on meta and its target on cpu"):
         load_assistant(make_layers(1).to("meta"), target=make_layers(2))
     with pytest.raises(ValueError, match="keeps no counts"):
