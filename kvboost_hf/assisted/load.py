@@ -15,6 +15,7 @@ from kvboost_hf.assisted.tree_decoding import TreeDecoding
 Schedule = Literal["adaptive", "constant", "heuristic"]
 
 _LONGEST = 32  # draft of the adaptive schedule
+_FAR = 256  # up to here other schedules decide
 _FIRST = 5  # tokens, before anything is known
 
 
@@ -76,7 +77,7 @@ def load_assistant(
     _require_fitting(draft, target)
     lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
     told = draft.generation_config
-    told.num_assistant_tokens = num_assistant_tokens if schedule == "constant" else 2**16  # the schedule decides
+    told.num_assistant_tokens = _LONGEST if schedule == "adaptive" else _FAR  # at most: the schedule decides
     told.num_assistant_tokens_schedule = "constant"
     told.assistant_confidence_threshold = confidence_threshold
     draft.generate = Drafting(draft, target, lengths, clock)  # type: ignore[assignment]

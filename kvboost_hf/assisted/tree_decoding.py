@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -93,13 +94,14 @@ class TreeDecoding:
             parents = [ROOT, *(parent + 1 for parent in tree.parents)]
             logits = branches.forward([int(answer.ids[0, -1]), *tree.tokens], parents)
             taken = answer.take(tree, logits)
+            verified = self._clock()
             branches.keep([0, *(node + 1 for node in taken.kept)])
             if nodes:
                 drafting.keep([nodes[node] for node in taken.kept])
             position = position + 1 + len(taken.kept)
             if keep is not None:
                 keep = torch.cat([keep, keep.new_ones(1, 1 + len(taken.kept))], dim=1)
-            self._note(tree, taken, drafting.passes, drafted - began, self._clock() - drafted, first=False)
+            self._note(tree, taken, drafting.passes, (began, drafted, verified, self._clock()), first=False)
         return answer.result(cache)
 
     def _begin(
@@ -128,18 +130,21 @@ class TreeDecoding:
         ids = torch.cat([answer.ids, answer.ids.new_tensor([chain.tokens])], dim=1) if len(chain) else answer.ids
         output = generator._prefill(ids, answer.config, model_kwargs)
         taken = answer.take(chain, output.logits[0, -1 - len(chain) :])
-        cache = output.past_key_values
+        verified, cache = self._clock(), output.past_key_values
         if len(chain):
             cache.crop(len(taken.kept) - len(chain))
             drafting.keep(taken.kept)
         else:
             cache.activate_past_recording()
-        self._note(chain, taken, drafting.passes, drafted - began, self._clock() - drafted, first=True)
+        self._note(chain, taken, drafting.passes, (began, drafted, verified, self._clock()), first=True)
         return cache, positions[..., -1:] + 1 + len(taken.kept), keep
 
-    def _note(self, tree: Tree, taken: "_Taken", passes: int, draft_s: float, target_s: float, *, first: bool) -> None:
+    def _note(
+        self, tree: Tree, taken: "_Taken", passes: int, clock: tuple[float, float, float, float], *, first: bool
+    ) -> None:
         if not len(tree):  # no room for drafts
             return
+        draft_s, verify_s, rollback_s = (after - before for before, after in pairwise(clock))
         stats = self.stats
         stats.rounds += 1
         stats.drafted += len(tree)
@@ -147,7 +152,8 @@ class TreeDecoding:
         stats.committed += taken.committed
         stats.histogram[len(taken.path)] += 1
         stats.draft_s += draft_s
-        stats.target_s += target_s
+        stats.verify_s += verify_s
+        stats.rollback_s += rollback_s
         self._growth.learn(
             tree,
             tree.children(),
@@ -155,7 +161,7 @@ class TreeDecoding:
             committed=taken.committed,
             passes=passes,
             draft_s=draft_s,
-            target_s=target_s,
+            target_s=verify_s + rollback_s,
             first=first,
         )
 
