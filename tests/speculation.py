@@ -16,6 +16,7 @@ from kvboost_hf import (
     ChunkStore,
     KVQuantConfig,
     StreamingConfig,
+    TreeDecoding,
     attach,
     check_model_compatibility,
     load_assistant,
@@ -29,8 +30,8 @@ from kvboost_hf.compat import decoder_layers
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
 
-ASSISTANTS = ("adaptive", "constant", "lookup", "prompt lookup", "early exit", "other tokenizer")
-DRAFTS = ("adaptive", "constant", "other tokenizer")  # models of their own, with K/V of their own
+ASSISTANTS = ("adaptive", "constant", "lookup", "prompt lookup", "early exit", "other tokenizer", "trees")
+DRAFTS = ("adaptive", "constant", "other tokenizer", "trees")  # models of their own, with K/V of their own
 CACHES = ("none", "cold", "warm", "conversation", "codes", "reuse by both")
 ATTENTIONS = ("sdpa", "kvboost_fa2")
 CODES = KVQuantConfig(window=16, exact_layers=0)
@@ -210,6 +211,9 @@ def make_draft(assistant: str, reader: Reader) -> PreTrainedModel:
         use_constant_drafts(draft, LENGTH)
         return draft
     clock = count().__next__  # a tick at each look, so that lengths do not depend on the machine
+    if assistant == "trees":
+        draft.trees = TreeDecoding(draft, clock=clock)
+        return draft
     return load_assistant(draft, target=reader.model, schedule=assistant, num_assistant_tokens=LENGTH, clock=clock)
 
 
@@ -226,6 +230,8 @@ def _given(assistant: str, reader: Reader, cache: ChunkReuseCache | None, draft:
             "tokenizer": reader.tokenizer,
             "assistant_tokenizer": draft.tokenizer,
         }
+    if assistant == "trees":
+        return {"custom_generate": draft.trees}
     return {"assistant_model": draft}
 
 
