@@ -5,11 +5,11 @@
 The embedded reader answers held-out prompts, single questions and the turns of chats, greedily. Drafts come from the
 embedded draft with `load_assistant`, at lengths that follow a clock or at one of 5, from `lookup_assistant`, from
 transformers' prompt lookup and early exit (after 2 of 4 layers), and from a draft that reads and writes in another
-vocabulary; and in trees, by `TreeDecoding`. Each of them meets each cache once; targets, resident and streamed, and attentions take turns, so that any
-two values that can meet do. Plain answers are those of a resident target with the same attention, without a cache of
-ours, but with codes where there are codes. Passes and tokens are counted in the last layer. A warm store holds the
-plain answers, too; with no cache, lookups go there. The first cache of a model that holds codes looks at it with a
-pass over four tokens, which is counted once.
+vocabulary; and in trees, by `TreeDecoding`. Each of them meets each cache once; targets, resident and streamed, and
+attentions take turns, so that any two values that can meet do. Plain answers are those of a resident target with the
+same attention, without a cache of ours, but with codes where there are codes. Passes and tokens are counted in the
+last layer. A warm store holds the plain answers, too; with no cache, lookups go there. The first cache of a model that
+holds codes looks at it with a pass over four tokens, which is counted once.
 
 In half precision a pass over several tokens rounds otherwise than one over a single token, so that answers may part
 where two tokens are next to equal. For four assistants, logits and answers are compared with plain ones up to the
