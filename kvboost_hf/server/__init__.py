@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: an asynchronous front, and one thread that runs the model."""
