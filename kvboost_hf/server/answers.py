@@ -1,0 +1,126 @@
+"""What the answers of all routes have in common: pieces of text and calls, why they end, and their tokens."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvboost_hf.server.jobs import Finished, TokenLogprob
+from kvboost_hf.server.run import Run
+from kvboost_hf.server.tools import Parsed, ToolCall, ToolCallStream
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More of one answer.
+
+    Args:
+        choice: Of which.
+        text: May be empty.
+        reasoning: Before the answer, where the model marks it.
+        calls: Of tools.
+        logprobs: Of its tokens, if they were asked for.
+        reason: Why the answer ends with it, as clients are told; None if it does not.
+    """
+
+    choice: int
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallReaders:
+    """Tell calls of tools from text.
+
+    Args:
+        streams: One for each choice; none where no tools were offered.
+        one_call: Whether all calls but the first of an answer are left out.
+    """
+
+    streams: Sequence[ToolCallStream] = ()
+    one_call: bool = False
+
+
+async def pieces(run: Run, readers: CallReaders) -> AsyncIterator[Piece]:
+    """What comes of a run.
+
+    Raises:
+        ApiError: see `Run.events`.
+    """
+    called: set[int] = set()
+    async for choice, event in run.events():
+        ended = isinstance(event, Finished)
+        reason = str(event.reason) if isinstance(event, Finished) else None
+        read, logprobs = (Parsed(), ()) if isinstance(event, Finished) else (Parsed(event.text), event.logprobs)
+        if readers.streams:
+            stream = readers.streams[choice]
+            read = stream.finish() if ended else stream.push(read.content)
+        calls = read.calls
+        if readers.one_call:
+            calls = () if choice in called else calls[:1]
+        if calls:
+            called.add(choice)
+        if reason == "stop" and choice in called:
+            reason = "tool_calls"
+        yield Piece(choice, read.content, read.reasoning, calls, logprobs, reason)
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer: the pieces of one choice, joined."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reason: str | None = None
+
+
+async def whole(found: AsyncIterator[Piece], choices: int) -> list[Answer]:
+    """All pieces of all choices, joined."""
+    answers = [Answer() for _ in range(choices)]
+    async for piece in found:
+        answer = answers[piece.choice]
+        answer.text += piece.text
+        answer.reasoning += piece.reasoning
+        answer.calls += piece.calls
+        answer.logprobs += piece.logprobs
+        answer.reason = piece.reason or answer.reason
+    return answers
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request.
+
+    Args:
+        prompt: Of its prompts; choices of the same prompt count once.
+        cached: Of these, not computed.
+        completion: Of all its answers.
+    """
+
+    prompt: int
+    cached: int
+    completion: int
+
+    @classmethod
+    def of(cls, finished: Mapping[int, Finished], n: int) -> "Usage":
+        """Of a run in which each prompt has `n` choices, one after the other."""
+        firsts = [event for choice, event in finished.items() if choice % n == 0]
+        return cls(
+            sum(event.prompt_tokens for event in firsts),
+            sum(event.cached_tokens for event in firsts),
+            sum(event.completion_tokens for event in finished.values()),
+        )
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As completions tell it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }

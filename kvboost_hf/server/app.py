@@ -1,0 +1,152 @@
+"""The app: an OpenAI-compatible front for an engine."""
+
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from kvboost_hf import __version__
+from kvboost_hf.server.answers import Usage
+from kvboost_hf.server.chat import chat_routes
+from kvboost_hf.server.completions import completion_routes
+from kvboost_hf.server.errors import ApiError, add_handlers
+from kvboost_hf.server.guard import Guard
+from kvboost_hf.server.jobs import Engine, SamplingOptions
+from kvboost_hf.server.metrics import Meter
+from kvboost_hf.server.responses import response_routes
+from kvboost_hf.server.run import unless_gone
+from kvboost_hf.server.schema import WarmRequest
+from kvboost_hf.server.served import Served
+from kvboost_hf.server.settings import ServerSettings
+
+
+def make_app(
+    engine: Engine,
+    tokenizer: Any,
+    settings: ServerSettings,
+    *,
+    vocab_size: int | None = None,
+    ends: Iterable[int] | None = None,
+) -> FastAPI:
+    """An app that answers in the form of OpenAI's API what an engine says.
+
+    Args:
+        engine: Runs the model.
+        tokenizer: Of the model, with a chat template if chats are to be answered.
+        settings: See `ServerSettings`.
+        vocab_size: Columns of the model's logits; None for the tokens of the tokenizer.
+        ends: Tokens that end an answer; None for the tokenizer's one.
+
+    Returns:
+        The app. When it is shut down it lets the engine finish what it has taken, for `settings.drain_s` at most.
+    """
+    if ends is None:
+        ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    served = Served(
+        engine=engine,
+        tokenizer=tokenizer,
+        settings=settings,
+        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
+        ends=frozenset(ends),
+        meter=Meter(engine),
+        created=int(time.time()),
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await anyio.to_thread.run_sync(engine.drain, settings.drain_s)
+
+    app = FastAPI(title="kvboost_hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    add_handlers(app)
+    for router in (
+        chat_routes(served),
+        completion_routes(served),
+        response_routes(served),
+        _model_routes(served),
+        _operator_routes(served),
+    ):
+        app.include_router(router)
+    app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
+    if settings.cors_origins:
+        # Around the guard: browsers ask what they may do without a key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return app
+
+
+def _model_routes(served: Served) -> APIRouter:
+    router = APIRouter()
+    model = {
+        "id": served.settings.model_name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "kvboost_hf",
+    }
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @router.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        served.require_model(name)
+        return model
+
+    @router.post("/v1/embeddings")
+    async def embeddings() -> None:
+        raise ApiError(501, "This server makes no embeddings, only text.", code="not_supported")
+
+    return router
+
+
+def _operator_routes(served: Served) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        full = served.engine.stats().get("waiting", 0) >= served.settings.max_queue_size > 0
+        return JSONResponse({"status": "busy" if full else "ready"}, 503 if full else 200)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(served.meter.page(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/v1/stats")
+    async def stats() -> dict[str, Any]:
+        return served.engine.stats()
+
+    @router.post("/v1/warm")
+    async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
+        if body.messages is not None:
+            prompts = [await served.encode_chat(body.messages, body.tools or (), answer=False)]
+        else:
+            prompts = [await served.encode(text) for text in body.texts or ()]
+        options = SamplingOptions(max_tokens=0)
+        salt = served.salt(request, body.prompt_cache_key)
+        run = served.start([served.job(ids, options, salt=salt) for ids in prompts])
+
+        async def finish() -> dict[str, Any]:
+            async for _ in run.events():
+                pass
+            found = Usage.of(run.finished, 1)
+            return {"object": "warm", "prompt_tokens": found.prompt, "cached_tokens": found.cached}
+
+        return await unless_gone(request, run, finish())
+
+    return router

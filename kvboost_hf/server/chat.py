@@ -1,0 +1,165 @@
+"""`/v1/chat/completions`."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import anyio
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvboost_hf.server.answers import Answer, CallReaders, Usage, pieces, whole
+from kvboost_hf.server.constraints import constraint_of
+from kvboost_hf.server.errors import refused
+from kvboost_hf.server.jobs import TokenLogprob
+from kvboost_hf.server.run import Run, unless_gone
+from kvboost_hf.server.schema import ChatRequest
+from kvboost_hf.server.served import Served
+from kvboost_hf.server.sse import EventStream
+from kvboost_hf.server.tools import ToolCall, ToolCallStream
+
+
+def chat_routes(served: Served) -> APIRouter:
+    """The routes of this file."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        run, readers = await start_chat(served, body, request)
+        form = _Form(served, body, run, readers)
+        if body.stream:
+            return EventStream(form.chunks(), run, served.settings.ping_s)
+        return JSONResponse(await unless_gone(request, run, form.completion()))
+
+    return router
+
+
+async def start_chat(served: Served, body: ChatRequest, request: Request) -> tuple[Run, CallReaders]:
+    """Submit a job for each answer that a request wants.
+
+    Returns:
+        They, and what reads the calls in their texts.
+    """
+    served.require_model(body.model)
+    choices = served.require_choices(body.n or 1)
+    ids = await served.encode_chat(body.messages, body.offered)
+    readers = CallReaders(_streams(served, body, ids, choices), one_call=body.parallel_tool_calls is False)
+    most = body.max_completion_tokens or body.max_tokens or served.room(ids)
+    logprobs = body.top_logprobs or 0 if body.logprobs else None
+    salt = served.salt(request, body.prompt_cache_key)
+    compile_ = partial(constraint_of, body, served.tokenizer, served.vocab_size, served.ends)
+    jobs = []
+    for choice in range(choices):
+        constraint = await anyio.to_thread.run_sync(compile_)
+        options = served.options(body, max_tokens=most, logprobs=logprobs, choice=choice, constraint=constraint)
+        jobs.append(served.job(ids, options, stop=body.stops, salt=salt, skip_special_tokens=not body.offered))
+    return served.start(jobs), readers
+
+
+def _streams(served: Served, body: ChatRequest, ids: Sequence[int], choices: int) -> list[ToolCallStream]:
+    if not body.offered:
+        return []
+    tools, tokenizer = [tool.body for tool in body.offered], served.tokenizer
+    # Templates of the tokenizer's own may begin in the prompt.
+    prefix = str(tokenizer.decode(ids)) if getattr(tokenizer, "response_template", None) is not None else ""
+    try:
+        return [ToolCallStream(tokenizer, tools, prefix=prefix) for _ in range(choices)]
+    except ValueError as error:
+        raise refused("tools", str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Answers as this route tells them."""
+
+    served: Served
+    asked: ChatRequest
+    run: Run
+    readers: CallReaders
+
+    async def completion(self) -> dict[str, Any]:
+        """All of it."""
+        choices = self.asked.n or 1
+        answers = await whole(pieces(self.run, self.readers), choices)
+        return self._head("chat.completion") | {
+            "choices": [
+                {
+                    "index": index,
+                    "message": _message(answer),
+                    "logprobs": self._logprobs(answer.logprobs),
+                    "finish_reason": answer.reason,
+                }
+                for index, answer in enumerate(answers)
+            ],
+            "usage": Usage.of(self.run.finished, choices).body,
+        }
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Piece by piece."""
+        head, choices = self._head("chat.completion.chunk"), self.asked.n or 1
+        if self.asked.with_usage:
+            head["usage"] = None
+        for choice in range(choices):
+            yield head | {"choices": [_delta(choice, {"role": "assistant", "content": ""})]}
+        told = [0] * choices  # calls of each
+        async for piece in pieces(self.run, self.readers):
+            delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+            if piece.reasoning:
+                delta["reasoning_content"] = piece.reasoning
+            if piece.calls:
+                first = told[piece.choice]
+                delta["tool_calls"] = [{"index": n} | _call(call) for n, call in enumerate(piece.calls, first)]
+                told[piece.choice] += len(piece.calls)
+            if delta or piece.logprobs:
+                logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
+                yield head | {"choices": [_delta(piece.choice, delta, logprobs)]}
+            if piece.reason is not None:
+                yield head | {"choices": [_delta(piece.choice, {}, reason=piece.reason)]}
+        if self.asked.with_usage:
+            yield head | {"choices": [], "usage": Usage.of(self.run.finished, choices).body}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.asked.model,
+        }
+
+    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self.asked.logprobs:
+            return None
+        return {
+            "content": [
+                self._logprob(one.token, one.logprob)
+                | {"top_logprobs": [self._logprob(token, logprob) for token, logprob in one.top]}
+                for one in found
+            ],
+            "refusal": None,
+        }
+
+    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.served.token_text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in answer.calls]}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    return message
+
+
+def _delta(
+    choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,135 @@
+"""`/v1/completions`."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvboost_hf.server.answers import CallReaders, Usage, pieces, whole
+from kvboost_hf.server.errors import refused
+from kvboost_hf.server.jobs import TokenLogprob
+from kvboost_hf.server.run import Run, unless_gone
+from kvboost_hf.server.schema import CompletionRequest
+from kvboost_hf.server.served import Served
+from kvboost_hf.server.sse import EventStream
+
+_DEFAULT_TOKENS = 16  # as OpenAI's API has it
+
+
+def completion_routes(served: Served) -> APIRouter:
+    """The routes of this file."""
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        served.require_model(body.model)
+        n = body.n or 1
+        served.require_choices(n * len(body.prompts))
+        prompts = [await _encode(served, prompt) for prompt in body.prompts]
+        salt = served.salt(request, body.prompt_cache_key)
+        options = [
+            served.options(
+                body,
+                max_tokens=body.max_tokens or _DEFAULT_TOKENS,
+                logprobs=body.logprobs,
+                choice=choice,
+                constraint=None,
+            )
+            for choice in range(n)
+        ]
+        run = served.start(
+            [served.job(ids, option, stop=body.stops, salt=salt) for ids in prompts for option in options]
+        )
+        form = _Form(served, body, run)
+        if body.stream:
+            return EventStream(form.chunks(), run, served.settings.ping_s)
+        return JSONResponse(await unless_gone(request, run, form.completion()))
+
+    return router
+
+
+async def _encode(served: Served, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        return await served.encode(prompt)
+    for token in prompt:
+        if not 0 <= token < served.vocab_size:
+            raise refused("prompt", f"Tokens must be from 0 to {served.vocab_size - 1}, got {token}.")
+    return prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Answers as this route tells them."""
+
+    served: Served
+    asked: CompletionRequest
+    run: Run
+
+    async def completion(self) -> dict[str, Any]:
+        """All of it."""
+        answers = await whole(pieces(self.run, CallReaders()), self._choices)
+        choices = []
+        for choice, answer in enumerate(answers):
+            text, logprobs = self._echo(choice) + answer.text, self._logprobs(answer.logprobs, 0)
+            choices.append(_choice(choice, text, logprobs, answer.reason))
+        return self._head() | {"choices": choices, "usage": self._usage()}
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Piece by piece."""
+        head = self._head() | ({"usage": None} if self.asked.with_usage else {})
+        offsets = [0] * self._choices
+        for choice in range(self._choices if self.asked.echo else 0):
+            yield head | {"choices": [_choice(choice, self._echo(choice))]}
+        async for piece in pieces(self.run, CallReaders()):
+            if not (piece.text or piece.logprobs or piece.reason):
+                continue
+            logprobs = self._logprobs(piece.logprobs, offsets[piece.choice]) if piece.logprobs else None
+            offsets[piece.choice] += len(piece.text)
+            yield head | {"choices": [_choice(piece.choice, piece.text, logprobs, piece.reason)]}
+        if self.asked.with_usage:
+            yield head | {"choices": [], "usage": self._usage()}
+
+    @property
+    def _choices(self) -> int:
+        return len(self.asked.prompts) * (self.asked.n or 1)
+
+    def _echo(self, choice: int) -> str:
+        if not self.asked.echo:
+            return ""
+        prompt = self.asked.prompts[choice // (self.asked.n or 1)]
+        return prompt if isinstance(prompt, str) else str(self.served.tokenizer.decode(prompt))
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.asked.model,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        return Usage.of(self.run.finished, self.asked.n or 1).body
+
+    def _logprobs(self, found: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        if self.asked.logprobs is None:
+            return None
+        tokens = [self.served.token_text(one.token) for one in found]
+        offsets = [offset]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [one.logprob for one in found],
+            "top_logprobs": [{self.served.token_text(token): p for token, p in one.top} for one in found],
+            "text_offset": offsets[: len(tokens)],
+        }
+
+
+def _choice(
+    choice: int, text: str, logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,33 @@
+"""Which constraint a chat request asks for."""
+
+from collections.abc import Collection
+from typing import Any
+
+from kvboost_hf.server.errors import refused
+from kvboost_hf.server.jobs import Constraint
+from kvboost_hf.server.schema import ChatRequest, SchemaFormat, ToolChoice
+from kvboost_hf.server.structured import constraint_for, json_object, json_schema, tool_calls
+
+
+def constraint_of(body: ChatRequest, tokenizer: Any, vocab_size: int, ends: Collection[int]) -> Constraint | None:
+    """A new constraint for one answer; None where anything may be said.
+
+    Raises:
+        ApiError: it asks for what cannot be enforced.
+    """
+    if not (body.must_call or body.json_wanted):
+        return None
+    try:
+        return constraint_for(tokenizer, vocab_size, _grammar(body, tokenizer), ends=ends)
+    except ValueError as error:
+        raise refused("tools" if body.must_call else "response_format", str(error)) from error
+
+
+def _grammar(body: ChatRequest, tokenizer: Any) -> str:
+    if body.must_call:
+        named = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
+        tools = [tool.body for tool in body.offered if named in (None, tool.function.name)]
+        return tool_calls(tokenizer, tools, parallel=body.parallel_tool_calls is not False)
+    form = body.response_format
+    schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else None
+    return json_object() if schema is None else json_schema(schema)

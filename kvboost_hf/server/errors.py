@@ -1,0 +1,126 @@
+"""Errors as clients of OpenAI's API expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from kvboost_hf.server.jobs import DrainingError, QueueFullError, TooLongError
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: Of HTTP.
+        message: For people: value, constraint and remedy.
+        param: The field of the request that it is about.
+        code: For programs.
+        headers: To be sent along.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        self.more: dict[str, Any] = {}  # told besides
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What is sent."""
+        told = {"message": self.message, "type": _type(self.status), "param": self.param, "code": self.code}
+        return {"error": told | self.more}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def refused(param: str, message: str, code: str | None = None) -> ApiError:
+    """A field with a value that is not served."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+            return ApiError(429, str(error), code="queue_full", headers=wait)
+        case TooLongError():
+            found = ApiError(413, str(error), code="context_length_exceeded")
+            found.more["max_prompt_tokens"] = error.max_prompt_tokens
+            return found
+        case DrainingError():
+            return ApiError(503, str(error), code="draining", headers={"Retry-After": "5"})
+        case RequestValidationError():
+            # A value that fits no kind of a union has an error for each; those of its own kind say more.
+            first = min(error.errors(), key=lambda one: str(one["type"]).endswith("_type"))
+            return _invalid(first, error.body)
+        case HTTPException():
+            code = _CODES.get(error.status_code)
+            return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+        case _:
+            return ApiError(500, "The server failed; its log says why.", code="internal_error")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Have all errors of an app told in this form."""
+
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        return api_error(error).response
+
+    for kind in (ApiError, QueueFullError, TooLongError, DrainingError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, handle)
+    app.add_exception_handler(Exception, handle)
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+def _type(status: int) -> str:
+    return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def _invalid(first: Mapping[str, Any], body: Any) -> ApiError:
+    param = _path(first["loc"], body)
+    match first["type"]:
+        case "extra_forbidden":
+            name = ascii(first["loc"][-1])
+            return ApiError(400, f"{name} is not supported. Leave it out.", param=param, code="unsupported_parameter")
+        case "json_invalid":
+            return ApiError(400, f"The body must be JSON: {first['ctx']['error']}.", code="invalid_json")
+        case "missing":
+            param = ".".join(filter(None, (param, str(first["loc"][-1]))))
+    message = str(first["msg"]).removeprefix("Value error, ").removesuffix(".")
+    return ApiError(400, f"{param or 'body'}: {message}.", param=param, code="invalid_value")
+
+
+def _path(steps: Sequence[str | int], body: Any) -> str | None:
+    """Where in the body something is; steps that name a choice of the schema, such as `"list[str]"`, are left out."""
+    found = []
+    for step in steps[1:]:
+        match body, step:
+            case (dict(), _) if step in body:
+                body = body[step]
+            case (list(), int()) if step < len(body):
+                body = body[step]
+            case _:
+                continue
+        found.append(str(step))
+    return ".".join(found).encode(errors="replace").decode() or None

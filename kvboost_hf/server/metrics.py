@@ -1,0 +1,96 @@
+"""Figures for Prometheus. Each app has its own, so that several can live in one process."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvboost_hf.server.jobs import Engine, Finished, FinishReason
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Meter:
+    """Counts what the jobs of an engine tell.
+
+    Args:
+        engine: Its own figures are read each time they are asked for.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._ttft = Histogram(
+            "kvboost_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._queued = Histogram(
+            "kvboost_queue_seconds", "From a request's arrival to its turn.", buckets=_SECONDS, registry=registry
+        )
+        self._between = Histogram(
+            "kvboost_inter_token_seconds",
+            "Between the tokens of one answer, as they reach the front.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._finished = Counter(
+            "kvboost_finished", "Answers, by the reason of their end.", ["reason"], registry=registry
+        )
+        self._refused = Counter("kvboost_refused", "Requests that were not taken.", ["error"], registry=registry)
+        self._tokens = Counter("kvboost_tokens", "Of prompts and of answers.", ["of"], registry=registry)
+        self._cached = Counter(
+            "kvboost_cached_tokens", "Of prompts, not computed, by where they were.", ["tier"], registry=registry
+        )
+        registry.register(_EngineFigures(engine))
+        for reason in get_args(FinishReason):
+            self._finished.labels(reason)
+
+    def gap(self, seconds: float, tokens: int) -> None:
+        """So many tokens came, each so long after the one before."""
+        for _ in range(tokens):
+            self._between.observe(seconds)
+
+    def finished(self, event: Finished) -> None:
+        """A job ended."""
+        self._finished.labels(event.reason).inc()
+        self._tokens.labels("prompt").inc(event.prompt_tokens)
+        self._tokens.labels("answer").inc(event.completion_tokens)
+        self._queued.observe(event.queue_s)
+        if event.ttft_s is not None:
+            self._ttft.observe(event.ttft_s)
+        for tier, tokens in event.tiers.items():
+            self._cached.labels(tier).inc(tokens)
+
+    def refused(self, error: Exception) -> None:
+        """A job was not taken."""
+        self._refused.labels(type(error).__name__).inc()
+
+    def page(self) -> bytes:
+        """All figures, in the text format of Prometheus."""
+        return generate_latest(self._registry)
+
+
+class _EngineFigures(Collector):
+    """The numbers in `Engine.stats()`; those in dicts by their path, such as `tiers.ram.bytes`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "kvboost_engine", "What the engine tells of itself, such as queued and running.", labels=["figure"]
+        )
+        for path, value in _numbers(self._engine.stats()):
+            family.add_metric([path], value)
+        yield family
+
+
+def _numbers(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{above}{name}.")
+        elif isinstance(value, int | float):
+            yield f"{above}{name}", float(value)

@@ -1,0 +1,167 @@
+"""`/v1/responses`: text and calls of functions, nothing stored."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvboost_hf.server.answers import CallReaders, Usage, pieces
+from kvboost_hf.server.chat import start_chat
+from kvboost_hf.server.responses_schema import ResponseRequest
+from kvboost_hf.server.run import Run, unless_gone
+from kvboost_hf.server.served import Served
+from kvboost_hf.server.sse import EventStream
+from kvboost_hf.server.tools import ToolCall
+
+
+def response_routes(served: Served) -> APIRouter:
+    """The routes of this file."""
+    router = APIRouter()
+
+    @router.post("/v1/responses")
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        run, readers = await start_chat(served, body.chat, request)
+        reply = _Reply(body, run, readers)
+        if body.stream:
+            return EventStream(reply.events(), run, served.settings.ping_s, done=False)
+        return JSONResponse(await unless_gone(request, run, reply.whole()))
+
+    return router
+
+
+@dataclass(slots=True)
+class _Reply:
+    """An answer as this route tells it: items that open, grow and close."""
+
+    asked: ResponseRequest
+    run: Run
+    readers: CallReaders
+    id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    created: float = field(default_factory=time.time)
+    output: list[dict[str, Any]] = field(default_factory=list)
+    sequence: int = 0
+
+    async def whole(self) -> dict[str, Any]:
+        """All of it: what the last event tells."""
+        told: dict[str, Any] = {}
+        async for event in self.events():
+            told = event.get("response", told)
+        return told
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """What happens, one thing after the other."""
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+        text: str | None = None  # of the message that is open
+        reason = None
+        async for piece in pieces(self.run, self.readers):
+            reason = piece.reason or reason
+            if piece.text:
+                if text is None:
+                    for event in self._open_message():
+                        yield event
+                text = (text or "") + piece.text
+                yield self._event("response.output_text.delta", **self._here, delta=piece.text, logprobs=[])
+            for call in piece.calls:
+                if text is not None:
+                    for event in self._close_message(text, "completed"):
+                        yield event
+                    text = None
+                for event in self._call(call):
+                    yield event
+        status = "incomplete" if reason == "length" else "completed"
+        if text is None and not self.output:
+            for event in self._open_message():
+                yield event
+            text = ""
+        if text is not None:
+            for event in self._close_message(text, status):
+                yield event
+        yield self._event(f"response.{status}", response=self._response(status))
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self.sequence += 1
+        return {"type": kind, "sequence_number": self.sequence - 1, **fields}
+
+    @property
+    def _here(self) -> dict[str, Any]:
+        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, "content_index": 0}
+
+    def _open_message(self) -> Iterator[dict[str, Any]]:
+        item = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
+        self.output.append(item)
+        yield self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
+        yield self._event("response.content_part.added", **self._here, part=_part(""))
+
+    def _close_message(self, text: str, status: str) -> Iterator[dict[str, Any]]:
+        self.output[-1] |= {"status": status, "content": [_part(text)]}
+        yield self._event("response.output_text.done", **self._here, text=text, logprobs=[])
+        yield self._event("response.content_part.done", **self._here, part=_part(text))
+        yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=self.output[-1])
+
+    def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
+        item = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+        self.output.append(item)
+        place = {"item_id": item["id"], "output_index": len(self.output) - 1}
+        opened = item | {"status": "in_progress", "arguments": ""}
+        yield self._event("response.output_item.added", output_index=place["output_index"], item=opened)
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def _response(self, status: str) -> dict[str, Any]:
+        asked, ended = self.asked.model_dump(by_alias=True), status != "in_progress"
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(self.created),
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.asked.model,
+            "output": list(self.output),
+            "instructions": self.asked.instructions,
+            "max_output_tokens": self.asked.max_output_tokens,
+            "metadata": self.asked.metadata or {},
+            "parallel_tool_calls": self.asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": 1.0 if self.asked.temperature is None else self.asked.temperature,
+            "text": asked["text"] or {"format": {"type": "text"}},
+            "tool_choice": asked["tool_choice"] or "auto",
+            "tools": asked["tools"] or [],
+            "top_p": 1.0 if self.asked.top_p is None else self.asked.top_p,
+            "truncation": "disabled",
+            "usage": _usage(Usage.of(self.run.finished, 1)) if ended else None,
+        }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(found: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": found.prompt,
+        "input_tokens_details": {"cached_tokens": found.cached},
+        "output_tokens": found.completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": found.prompt + found.completion,
+    }

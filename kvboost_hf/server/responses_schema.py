@@ -1,0 +1,169 @@
+"""What requests to `/v1/responses` may hold, and the chat that each stands for."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError
+
+from kvboost_hf.server.schema import (
+    Body,
+    CalledFunction,
+    ChatRequest,
+    Content,
+    Function,
+    MadeCall,
+    Message,
+    PlainFormat,
+    Request,
+)
+
+
+class SaidItem(Body):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(Body):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class ResultItem(Body):
+    """What a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str | None = None
+    status: str | None = None
+
+
+def _known(item: Any) -> Any:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind not in (None, "message", "function_call", "function_call_output"):
+        raise ValueError(f"items of type {kind!a} are not served")
+    return item
+
+
+def _tag(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return str(kind)
+
+
+Item = Annotated[
+    Annotated[SaidItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")],
+    Discriminator(_tag),
+    BeforeValidator(_known),
+]
+
+
+class FlatFunction(Function):
+    """A tool."""
+
+    type: Literal["function"]
+
+
+class FlatChoice(Body):
+    """The tool to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class FlatSchema(Body):
+    """A schema that an answer must keep to."""
+
+    type: Literal["json_schema"]
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """Of what form the text is."""
+
+    format: Annotated[PlainFormat | FlatSchema, Field(discriminator="type")] | None = None
+
+
+def _not_stored(given: Any) -> None:
+    if given is not None:
+        raise ValueError("responses are not stored; send the whole conversation as input")
+
+
+class ResponseRequest(Request):
+    """Of `/v1/responses`."""
+
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: TextOptions | None = None
+    tools: list[FlatFunction] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: Annotated[Any, AfterValidator(_not_stored)] = None
+    store: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The same as a chat.
+
+        Raises:
+            RequestValidationError: its parts do not fit together.
+        """
+        form = self.text.format if self.text is not None else None
+        choice: Any = self.tool_choice
+        if isinstance(choice, FlatChoice):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        functions = [tool.model_dump(exclude={"type"}) for tool in self.tools or ()]
+        fields = {
+            **self.model_dump(include=set(Request.model_fields)),
+            "messages": [message.model_dump() for message in self._messages()],
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [{"type": "function", "function": function} for function in functions] or None,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+        if isinstance(form, FlatSchema):
+            schema = form.model_dump(by_alias=True, exclude={"type"})
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif form is not None:
+            fields["response_format"] = form.model_dump()
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+
+    def _messages(self) -> list[Message]:
+        found = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        if isinstance(self.input, str):
+            return [*found, Message(role="user", content=self.input)]
+        for item in self.input:
+            match item:
+                case SaidItem():
+                    found.append(Message(role=item.role, content=item.content))
+                case ResultItem():
+                    found.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
+                case CallItem():
+                    call = MadeCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+                    if found and found[-1].role == "assistant":
+                        calls = [*(found[-1].tool_calls or ()), call]
+                        found[-1] = found[-1].model_copy(update={"tool_calls": calls})
+                    else:
+                        found.append(Message(role="assistant", tool_calls=[call]))
+        return found

@@ -1,0 +1,112 @@
+"""The jobs of one request, between the thread that runs the model and the event loop; ended if nobody listens."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from kvboost_hf.server.errors import ApiError
+from kvboost_hf.server.jobs import Engine, Event, Finished, Job, Ticket
+from kvboost_hf.server.metrics import Meter
+
+T = TypeVar("T")
+
+
+class Run:
+    """Jobs that were submitted together.
+
+    Args:
+        engine: Runs them.
+        jobs: Either all of them are taken or none.
+        meter: Counts what comes.
+
+    Raises:
+        QueueFullError: see `Engine.submit`, as for the others.
+        TooLongError:
+        DrainingError:
+    """
+
+    def __init__(self, engine: Engine, jobs: Sequence[Job], meter: Meter) -> None:
+        self._loop, self._meter = asyncio.get_running_loop(), meter
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        self._last: dict[int, float] = {}  # by job, when tokens came
+        self.finished: dict[int, Finished] = {}
+        try:
+            for n, job in enumerate(jobs):
+                self._tickets.append(engine.submit(job, self._listener(n)))
+        except Exception as error:
+            self.cancel()
+            meter.refused(error)
+            raise
+
+    def _listener(self, n: int) -> Callable[[Event], None]:
+        def listen(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it whoever would have listened
+                self._loop.call_soon_threadsafe(self._put, n, event)
+
+        return listen
+
+    def _put(self, n: int, event: Event) -> None:
+        # Counted here and not in `events`, which nobody may read any more.
+        if isinstance(event, Finished):
+            self._meter.finished(event)
+        elif event.tokens:
+            now, before = self._loop.time(), self._last.get(n)
+            if before is not None:
+                self._meter.gap((now - before) / event.tokens, event.tokens)
+            self._last[n] = now
+        self._events.put_nowait((n, event))
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """What comes of which job, until all have finished.
+
+        Raises:
+            ApiError: one was given up, or failed.
+        """
+        while len(self.finished) < len(self._tickets):
+            n, event = await self._events.get()
+            if isinstance(event, Finished):
+                self.finished[n] = event
+                _require_answer(event)
+            yield n, event
+
+    def cancel(self) -> None:
+        """End the jobs that still run. Any number of times."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+
+def _require_answer(event: Finished) -> None:
+    match event.reason:
+        case "timeout":
+            raise ApiError(504, f"The request was given up after {event.total_s:.1f} s.", code="timeout")
+        case "cancelled":
+            raise ApiError(503, "The request was cancelled, since the server is about to end.", code="cancelled")
+        case "error":
+            raise ApiError(500, event.error or "The model failed.", code="model_error")
+
+
+async def unless_gone(request: Request, run: Run, answer: Coroutine[Any, Any, T]) -> T:
+    """An answer, unless the client goes away: then the run is cancelled.
+
+    Raises:
+        ApiError: it went away.
+    """
+    work, gone = asyncio.create_task(answer), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ApiError(499, "The client went away.", code="cancelled")
+        return work.result()
+    finally:
+        run.cancel()
+        work.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,181 @@
+"""What all routes share: the model's engine, its tokenizer, and how prompts become jobs."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import anyio
+from jinja2 import TemplateError
+from starlette.requests import Request
+
+from kvboost_hf.server.errors import ApiError, refused
+from kvboost_hf.server.jobs import Constraint, Engine, Job, SamplingOptions
+from kvboost_hf.server.metrics import Meter
+from kvboost_hf.server.run import Run
+from kvboost_hf.server.schema import Message, Sampled, Tool
+from kvboost_hf.server.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One model, and what it takes to serve it.
+
+    Args:
+        engine: Runs jobs.
+        tokenizer: Of the model.
+        settings: Of the server.
+        vocab_size: Columns of the model's logits.
+        ends: Tokens that end an answer.
+        meter: Counts.
+        created: When the server started, in seconds since 1970.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    settings: ServerSettings
+    vocab_size: int
+    ends: frozenset[int]
+    meter: Meter
+    created: int
+    # A tokenizer is used by one thread at a time, and never by the one that serves connections.
+    _one: anyio.CapacityLimiter = field(default_factory=partial(anyio.CapacityLimiter, 1))
+
+    def require_model(self, name: str) -> None:
+        """Raises an `ApiError` if another model is asked for."""
+        if name != self.settings.model_name:
+            raise ApiError(
+                404,
+                f"There is no model {name!a}. This server has {self.settings.model_name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokens of a text, with what the tokenizer puts before each text if `special`."""
+        return await self._on_thread(partial(self._encode, text, special))
+
+    async def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, answer: bool = True
+    ) -> list[int]:
+        """Tokens of a chat, up to where the answer starts, or without that start."""
+        told = [_as_template_has_it(message) for message in messages]
+        return await self._on_thread(partial(self._encode_chat, told, [tool.body for tool in tools], answer))
+
+    def token_text(self, token: int) -> str:
+        """What a token stands for by itself."""
+        return str(self.tokenizer.decode([token]))
+
+    async def _on_thread(self, work: partial[list[int]]) -> list[int]:
+        return await anyio.to_thread.run_sync(work, limiter=self._one)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=special))
+        except UnicodeEncodeError as error:
+            raise ApiError(400, f"Texts must be valid Unicode, got {error.object[error.start]!a}.") from error
+
+    def _encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer: bool) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            raise refused("messages", "The model has no chat template. Send a text to /v1/completions.")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=answer
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise refused("messages", f"The model's chat template refuses them: {error}") from error
+        return self._encode(str(text), special=False)
+
+    def options(
+        self, request: Sampled, *, max_tokens: int, logprobs: int | None, choice: int, constraint: Constraint | None
+    ) -> SamplingOptions:
+        """How one of a request's choices is sampled."""
+        bias = request.logit_bias or {}
+        if any(token >= self.vocab_size for token in bias):
+            raise refused("logit_bias", f"Tokens must be below {self.vocab_size}, got {max(bias)}.")
+        return SamplingOptions(
+            max_tokens=max_tokens,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=request.top_k or 0,
+            min_p=request.min_p or 0.0,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=request.repetition_penalty or 1.0,
+            logit_bias=bias,
+            seed=None if request.seed is None else (request.seed + choice) % 2**63,
+            logprobs=logprobs,
+            constraint=constraint,
+        )
+
+    def room(self, ids: Sequence[int]) -> int:
+        """How many tokens an answer has that was given no length."""
+        most = self.settings.max_model_len
+        default = self.settings.default_max_tokens
+        return default if most is None else max(1, min(default, most - len(ids)))
+
+    def salt(self, request: Request, cache_key: str | None) -> bytes:
+        """Separates K/V of those with other API keys, or who gave another `prompt_cache_key`."""
+        return salt(request.scope.get("api_key"), cache_key)
+
+    def job(
+        self,
+        ids: Sequence[int],
+        options: SamplingOptions,
+        *,
+        stop: tuple[str, ...] = (),
+        salt: bytes,
+        skip_special_tokens: bool = True,
+    ) -> Job:
+        """A text to continue.
+
+        Raises:
+            ApiError: it has no tokens.
+        """
+        if not ids:
+            raise refused("prompt", "A prompt must have a token at least, got an empty text.")
+        return Job(
+            ids=ids,
+            options=options,
+            stop=stop,
+            ends=self.ends,
+            salt=salt,
+            timeout_s=self.settings.timeout_s,
+            skip_special_tokens=skip_special_tokens,
+        )
+
+    def require_choices(self, choices: int) -> int:
+        """As many answers as one request may have, or an `ApiError`."""
+        most = self.settings.max_choices
+        if choices > most:
+            raise refused("n", f"One request may have {most} answers, got {choices}. Send several requests.")
+        return choices
+
+    def start(self, jobs: Sequence[Job]) -> Run:
+        """Submit jobs together; see `Run`."""
+        return Run(self.engine, jobs, self.meter)
+
+
+def salt(api_key: str | None, cache_key: str | None) -> bytes:
+    """See `Served.salt`; nothing for neither."""
+    if api_key is None and cache_key is None:
+        return b""
+    return hashlib.sha256(repr((api_key, cache_key)).encode()).digest()
+
+
+def _as_template_has_it(message: Message) -> dict[str, Any]:
+    """Contents as one text, and arguments of calls as the objects that chat templates expect."""
+    role = "system" if message.role == "developer" else message.role
+    told: dict[str, Any] = {"role": role, "content": message.text}
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.parsed},
+            }
+            for call in message.tool_calls
+        ]
+    told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+    return told

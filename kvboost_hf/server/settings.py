@@ -1,0 +1,73 @@
+"""What the operator of a server may choose."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the server answers, and what it refuses.
+
+    Args:
+        model_name: What `/v1/models` and answers call the model; requests must name it.
+        host: Address to listen at.
+        port: And its port; 0 for any free one.
+        api_keys: Any of these opens all routes; without one they are open to everybody who reaches the address.
+        cors_origins: Web pages from these origins may call the server; `"*"` for all.
+        max_batch_size: Requests that run at the same time.
+        max_queue_size: Requests that wait; those beyond are refused with status 429.
+        batch_window_ms: Milliseconds that a request waits for others to share its batch.
+        prefill_chunk_size: Prompts are computed by so many tokens at a time, between which others go on.
+        max_model_len: Tokens of a prompt and its answer together; None for what the model has positions for.
+        default_max_tokens: Length of a chat's answer where the request gives none.
+        timeout_s: Seconds from the arrival of a request until it is given up.
+        drain_s: Seconds that requests have left when the server is told to end.
+        ping_s: A stream that is silent for so many seconds sends a comment, so that no proxy closes it.
+        max_body_bytes: Requests with a larger body are refused with status 413.
+        max_choices: The largest `n` of a request, times its number of prompts.
+
+    Raises:
+        ValueError: for counts or times that are none, an empty name or an empty key.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_batch_size: int = 8
+    max_queue_size: int = 64
+    batch_window_ms: float = 0.0
+    prefill_chunk_size: int = 256
+    max_model_len: int | None = None
+    default_max_tokens: int = 1024
+    timeout_s: float = 600.0
+    drain_s: float = 30.0
+    ping_s: float = 15.0
+    max_body_bytes: int = 16 * 2**20
+    max_choices: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.model_name:
+            raise ValueError("`model_name` must not be empty. Pass the name that clients ask for.")
+        if any(not key or not key.isascii() for key in self.api_keys):
+            raise ValueError("`api_keys` must be texts of ASCII characters, and not empty.")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"`port` must be from 0 to 65535, got {self.port}.")
+        for name in (
+            "max_batch_size",
+            "prefill_chunk_size",
+            "default_max_tokens",
+            "timeout_s",
+            "ping_s",
+            "max_body_bytes",
+            "max_choices",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+        for name in ("max_queue_size", "batch_window_ms", "drain_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be 0 or more, got {getattr(self, name)}.")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(
+                f"`max_model_len` must be 2 or more, got {self.max_model_len}. Pass None for the model's."
+            )

@@ -1,0 +1,74 @@
+"""Server-sent events: a response that tells what comes when it comes."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvboost_hf.server.errors import ApiError, api_error
+from kvboost_hf.server.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+class EventStream(StreamingResponse):
+    """Sends objects as they come, and cancels the run that they come from when the client goes away.
+
+    Args:
+        events: What to send. Those with a `"type"` have that as the name of their event.
+        run: What they are made of.
+        ping_s: After so many silent seconds a comment is sent.
+        done: Whether `[DONE]` ends it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], run: Run, ping_s: float, *, done: bool = True) -> None:
+        super().__init__(
+            _lines(events, ping_s, done), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._run.cancel()
+
+
+async def _lines(events: AsyncIterator[dict[str, Any]], ping_s: float, done: bool) -> AsyncIterator[str]:
+    task: asyncio.Task[dict[str, Any] | None] | None = None
+    try:
+        while True:
+            task = task or asyncio.create_task(_next(events))
+            if not (await asyncio.wait({task}, timeout=ping_s))[0]:
+                yield ": still running\n\n"
+                continue
+            event, task = task.result(), None
+            if event is None:
+                break
+            yield _line(event)
+    except Exception as error:
+        # The status was sent long ago: the error takes the place of what would have come.
+        if not isinstance(error, ApiError):
+            _log.exception("a stream failed")
+        yield _line(api_error(error).body | ({} if done else {"type": "error"}))
+        return
+    finally:
+        if task is not None:
+            task.cancel()
+    if done:
+        yield "data: [DONE]\n\n"
+
+
+async def _next(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any] | None:
+    return await anext(events, None)
+
+
+def _line(event: dict[str, Any]) -> str:
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"

@@ -1,0 +1,97 @@
+"""Apps on real ports, and the clients that people use."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.server.app import make_app
+from kvboost_hf.server.jobs import Engine
+from kvboost_hf.server.settings import ServerSettings
+from tests.server.fake_engine import FakeEngine
+
+SETTINGS = ServerSettings(model_name="reader", timeout_s=20)
+
+
+class Listening:
+    """A server under way.
+
+    Attributes:
+        url: Where.
+        server: Uvicorn's.
+    """
+
+    def __init__(self, url: str, server: uvicorn.Server) -> None:
+        self.url, self.server = url, server
+        self.http = httpx.Client(base_url=url, timeout=20)
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+@contextmanager
+def listening(app: Any, drain_s: int = 5) -> Iterator[Listening]:
+    """An app behind a port of this machine, until the context ends."""
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=drain_s)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [port]}, daemon=True)
+        thread.start()
+        found = Listening(f"http://127.0.0.1:{port.getsockname()[1]}", server)
+        while not server.started:
+            assert thread.is_alive()
+        try:
+            with found.http, found.openai:
+                yield found
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The embedded model's, with a chat template that knows tools."""
+    found = load_embedded()[1]
+    tools = "<|im_start|>tools\n{{ tools | tojson }} <tool_call>{name, arguments}</tool_call><|im_end|>\n"
+    found.chat_template = "{% if tools %}" + tools + "{% endif %}" + found.chat_template
+    return found
+
+
+@pytest.fixture(scope="session")
+def _served(tokenizer: Any) -> Iterator[tuple[FakeEngine, Listening]]:
+    engine = FakeEngine()
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        yield engine, at
+
+
+@pytest.fixture
+def engine(_served: tuple[FakeEngine, Listening]) -> FakeEngine:
+    """Says a sentence, and has nothing to remember."""
+    vars(_served[0]).update(vars(FakeEngine("Anna ", "plays ", "the ", "piano.")))
+    return _served[0]
+
+
+Serve = Callable[..., Listening]
+
+
+@pytest.fixture
+def serve(tokenizer: Any) -> Iterator[Serve]:
+    """Serves an engine; keywords change the settings."""
+    with ExitStack() as stack:
+
+        def start(engine: Engine, **changes: Any) -> Listening:
+            return stack.enter_context(listening(make_app(engine, tokenizer, replace(SETTINGS, **changes))))
+
+        yield start
+
+
+@pytest.fixture
+def at(_served: tuple[FakeEngine, Listening], engine: FakeEngine) -> Listening:
+    """The engine of the fixture, behind a server that all tests share."""
+    return _served[1]

@@ -1,0 +1,97 @@
+"""An engine without a model: it says what it is told to say, and remembers what it was asked."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvboost_hf.server.jobs import DrainingError, Finished, FinishReason, Job, Listener, Progress, TokenLogprob
+
+
+@dataclass
+class FakeTicket:
+    """A job that was taken, and the thread that answers it."""
+
+    job: Job
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """See `Ticket`."""
+        self.cancelled.set()
+
+
+class FakeEngine:
+    """Says the same pieces to everybody, each in a thread of its own.
+
+    Attributes:
+        says: The pieces.
+        reason: Of the end.
+        error: To be raised by `submit`.
+        failure: The error of `Finished`, with the reason `"error"`.
+        before: Called with the ticket and the number of each piece before it is said.
+        tickets: Of all jobs that were taken.
+    """
+
+    def __init__(self, *says: str) -> None:
+        self.says: Sequence[str] = says
+        self.reason: FinishReason = "stop"
+        self.error: Exception | None = None
+        self.failure: str | None = None
+        self.before: Callable[[FakeTicket, int], None] = lambda ticket, piece: None
+        self.tickets: list[FakeTicket] = []
+        self.drained: float | None = None
+
+    @property
+    def job(self) -> Job:
+        """The last one."""
+        return self.tickets[-1].job
+
+    def submit(self, job: Job, listener: Listener) -> FakeTicket:
+        """See `Engine`."""
+        if self.drained is not None:
+            raise DrainingError("about to end")
+        if self.error is not None:
+            raise self.error
+        ticket = FakeTicket(job)
+        self.tickets.append(ticket)
+        threading.Thread(target=self._answer, args=(ticket, listener), daemon=True).start()
+        return ticket
+
+    def _answer(self, ticket: FakeTicket, listener: Listener) -> None:
+        job, said, reason = ticket.job, 0, self.reason
+        for piece, text in enumerate(self.says[: job.options.max_tokens]):
+            self.before(ticket, piece)
+            if ticket.cancelled.is_set():
+                reason = "cancelled"
+                break
+            said += 1
+            listener(Progress(text, 1, self._logprobs(job, piece)))
+        listener(
+            Finished(
+                reason="error" if self.failure else reason,
+                prompt_tokens=len(job.ids),
+                completion_tokens=said,
+                cached_tokens=len(job.ids) // 2,
+                tiers={"ram": len(job.ids) // 2},
+                ttft_s=0.25,
+                total_s=0.5,
+                error=self.failure,
+            )
+        )
+        ticket.ended.set()
+
+    def _logprobs(self, job: Job, piece: int) -> tuple[TokenLogprob, ...]:
+        if job.options.logprobs is None:
+            return ()
+        top = tuple((token, -0.5 - token) for token in range(job.options.logprobs))
+        return (TokenLogprob(piece + 40, -0.25, top),)
+
+    def stats(self) -> dict[str, Any]:
+        """See `Engine`."""
+        return {"waiting": 0, "running": len(self.tickets), "store": {"tiers": {"ram": {"bytes": 7}}}, "name": "fake"}
+
+    def drain(self, timeout_s: float) -> bool:
+        """See `Engine`."""
+        self.drained = timeout_s
+        return True

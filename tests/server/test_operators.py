@@ -1,0 +1,153 @@
+"""What operators ask of a server: keys, figures, request ids, origins."""
+
+import json
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from kvboost_hf.server.app import make_app
+from kvboost_hf.server.guard import JsonLines
+from kvboost_hf.server.settings import ServerSettings
+from tests.server.conftest import SETTINGS, Listening, Serve, listening
+from tests.server.fake_engine import FakeEngine
+
+ASK: list[Any] = [{"role": "user", "content": "Who?"}]
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/reader"),
+    ("GET", "/v1/stats"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nowhere"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/warm"),
+    ("POST", "/v1/embeddings"),
+]
+
+
+def test_every_route_is_in_the_list_of_this_test(at: Listening) -> None:
+    found = {
+        (method.upper(), path.replace("{name}", "reader"))
+        for path, methods in at.http.get("/openapi.json").json()["paths"].items()
+        for method in methods
+    }
+    assert found == {*ROUTES, ("GET", "/health"), ("GET", "/ready")} - {("GET", "/openapi.json"), ("GET", "/nowhere")}
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", "Basic right", "right", "Bearer rig\xfft"])
+def test_all_routes_but_two_need_a_key(serve: Serve, engine: FakeEngine, header: str | None) -> None:
+    at = serve(engine, api_keys=("right", "other"))
+    headers = {} if header is None else {"authorization": header.encode("latin-1")}
+    for method, path in ROUTES:
+        response = at.http.request(method, path, headers=headers)
+        assert response.status_code == 401, path
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert "right" not in response.text
+    for path in ("/health", "/ready"):
+        assert at.http.get(path, headers=headers).status_code == 200
+    assert not engine.tickets
+
+
+@pytest.mark.parametrize("key", ["right", "other"])
+def test_each_key_opens(serve: Serve, engine: FakeEngine, key: str) -> None:
+    at = serve(engine, api_keys=("right", "other"))
+    assert at.openai.with_options(api_key=key).models.list().data[0].id == "reader"
+
+
+def test_models(at: Listening) -> None:
+    assert at.openai.models.retrieve("reader").owned_by == "kvboost_hf"
+    assert at.http.get("/v1/models/org/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_figures(serve: Serve) -> None:
+    engine = FakeEngine("Anna ", "plays ", "the ", "piano.")
+    at = serve(engine)
+    at.openai.chat.completions.create(model="reader", messages=ASK)
+    prompt = len(engine.job.ids)
+    page = at.http.get("/metrics").text
+    for line in (
+        "kvboost_time_to_first_token_seconds_count 1.0",
+        "kvboost_inter_token_seconds_count 3.0",
+        'kvboost_finished_total{reason="stop"} 1.0',
+        'kvboost_finished_total{reason="cancelled"} 0.0',
+        f'kvboost_tokens_total{{of="prompt"}} {prompt}.0',
+        'kvboost_tokens_total{of="answer"} 4.0',
+        f'kvboost_cached_tokens_total{{tier="ram"}} {prompt // 2}.0',
+        'kvboost_engine{figure="running"} 1.0',
+        'kvboost_engine{figure="store.tiers.ram.bytes"} 7.0',
+    ):
+        assert line in page.splitlines()
+    assert at.http.get("/v1/stats").json() == engine.stats()
+
+
+def test_warming_computes_prompts_and_says_nothing(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    found = at.http.post("/v1/warm", json={"texts": ["Anna lives in Oslo.", "Tom."]}).json()
+    assert [ticket.job.options.max_tokens for ticket in engine.tickets] == [0, 0]
+    lengths = [len(ticket.job.ids) for ticket in engine.tickets]
+    assert found == {"object": "warm", "prompt_tokens": sum(lengths), "cached_tokens": sum(n // 2 for n in lengths)}
+    at.http.post("/v1/warm", json={"messages": ASK, "prompt_cache_key": "tenant"})
+    assert list(engine.job.ids) == tokenizer.apply_chat_template(ASK, return_dict=False)
+    salt = engine.job.salt
+    at.openai.chat.completions.create(model="reader", messages=ASK, prompt_cache_key="tenant")
+    assert engine.job.salt == salt != b""
+    for body in ({}, {"texts": ["a"], "messages": ASK}, {"texts": []}, {"texts": [""]}):
+        assert at.http.post("/v1/warm", json=body).status_code == 400
+
+
+def test_request_ids(at: Listening) -> None:
+    assert at.http.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made = [at.http.get("/health", headers={"X-Request-Id": "a b"}).headers["x-request-id"] for _ in range(2)]
+    assert len({*made, "a b"}) == 3
+    assert at.http.get("/nowhere").headers["x-request-id"]
+
+
+def test_log_lines_are_json(tokenizer: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app(engine, tokenizer, SETTINGS)
+    with caplog.at_level(logging.INFO, "kvboost_hf.server.requests"), listening(app) as at:
+        at.http.get("/nowhere", headers={"X-Request-Id": "mine"})
+    line = json.loads(JsonLines().format(caplog.records[-1]))
+    assert {"request_id": "mine", "status": 404, "path": "/nowhere", "level": "info"}.items() <= line.items()
+
+
+def test_other_origins_are_let_in_only_if_asked(serve: Serve, engine: FakeEngine) -> None:
+    asks = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+    closed, opened = serve(engine), serve(engine, cors_origins=("http://page",), api_keys=("key",))
+    assert "access-control-allow-origin" not in closed.http.options("/v1/models", headers=asks).headers
+    told = opened.http.options(
+        "/v1/chat/completions", headers=asks | {"Access-Control-Request-Headers": "authorization"}
+    )
+    assert told.status_code == 200
+    assert told.headers["access-control-allow-origin"] == "http://page"
+    refused = opened.http.get("/v1/models", headers={"Origin": "http://page"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "http://page"
+
+
+def test_ready_says_when_the_queue_is_full(at: Listening, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert at.http.get("/ready").json() == {"status": "ready"}
+    monkeypatch.setattr(engine, "stats", lambda: {"waiting": 64})
+    assert at.http.get("/ready").status_code == 503
+    assert httpx.get(at.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_name": ""}, "model_name"),
+        ({"api_keys": ("",)}, "api_keys"),
+        ({"port": 2**16}, "port"),
+        ({"max_batch_size": 0}, "max_batch_size"),
+        ({"max_queue_size": -1}, "max_queue_size"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+        ({"max_model_len": 1}, "max_model_len"),
+    ],
+)
+def test_settings_are_checked(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ServerSettings(**({"model_name": "reader"} | change))
+    assert ServerSettings(model_name="reader").host == "127.0.0.1"

@@ -1,0 +1,131 @@
+"""Clients that go away, and servers that end."""
+
+import logging
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from kvboost_hf.server.app import make_app
+from tests.server.conftest import SETTINGS, Listening, Serve, listening
+from tests.server.fake_engine import FakeEngine, FakeTicket
+
+ASK: list[Any] = [{"role": "user", "content": "Who?"}]
+
+
+@pytest.fixture
+def endless() -> FakeEngine:
+    """Says one piece, and then nothing until it is cancelled."""
+    engine = FakeEngine("a", "b")
+
+    def wait(ticket: FakeTicket, piece: int) -> None:
+        if piece:
+            assert ticket.cancelled.wait(20)
+
+    engine.before = wait
+    return engine
+
+
+def _require_cancelled(engine: FakeEngine, jobs: int) -> None:
+    assert len(engine.tickets) == jobs
+    for ticket in engine.tickets:
+        assert ticket.ended.wait(20)
+        assert ticket.cancelled.is_set()
+
+
+@pytest.mark.parametrize("route", ["chat", "text", "responses"])
+def test_closing_a_stream_ends_the_job(serve: Serve, endless: FakeEngine, route: str) -> None:
+    client = serve(endless).openai
+    stream: Any
+    if route == "chat":
+        stream = client.chat.completions.create(model="reader", messages=ASK, stream=True, n=2)
+    elif route == "text":
+        stream = client.completions.create(model="reader", prompt="Who", stream=True, n=2)
+    else:
+        stream = client.responses.create(model="reader", input="Who", stream=True)
+    next(iter(stream))
+    assert not any(ticket.cancelled.is_set() for ticket in endless.tickets)
+    stream.close()
+    _require_cancelled(endless, 1 if route == "responses" else 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": ASK, "n": 2}),
+        ("/v1/completions", {"prompt": ["Who?", "Why?"]}),
+        ("/v1/responses", {"input": "Who?"}),
+    ],
+)
+def test_going_away_while_waiting_ends_the_job(
+    serve: Serve, endless: FakeEngine, path: str, body: dict[str, Any]
+) -> None:
+    at = serve(endless)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(at.url + path, json={"model": "reader"} | body, timeout=0.5)
+    _require_cancelled(endless, 1 if path == "/v1/responses" else 2)
+    assert 'kvboost_finished_total{reason="cancelled"}' in at.http.get("/metrics").text
+
+
+def test_answers_that_are_heard_are_not_cancelled(at: Listening, engine: FakeEngine) -> None:
+    said = []
+    engine.before = lambda ticket, piece: said.append(ticket.cancelled.is_set())
+    at.openai.chat.completions.create(model="reader", messages=ASK)
+    list(at.openai.chat.completions.create(model="reader", messages=ASK, stream=True))
+    assert said == [False] * 8
+
+
+def test_a_silent_stream_pings(serve: Serve, endless: FakeEngine) -> None:
+    at = serve(endless, ping_s=0.01)
+    body = {"model": "reader", "messages": ASK, "stream": True}
+    with at.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith(":"):
+                break
+        else:
+            pytest.fail("no ping")
+
+
+def test_a_server_that_ends_answers_what_it_has_taken(tokenizer: Any, engine: FakeEngine) -> None:
+    taken, ending = threading.Event(), threading.Event()
+
+    def wait(ticket: FakeTicket, piece: int) -> None:
+        taken.set()
+        assert ending.wait(20)
+
+    engine.before = wait
+    answers: list[httpx.Response] = []
+    with listening(make_app(engine, tokenizer, SETTINGS)) as at:
+        body = {"model": "reader", "messages": ASK}
+        client = threading.Thread(
+            target=lambda: answers.append(httpx.post(at.url + "/v1/chat/completions", json=body))
+        )
+        client.start()
+        assert taken.wait(20)
+        at.server.should_exit = True
+        assert engine.drained is None
+        ending.set()
+        client.join(20)
+    assert answers[0].json()["choices"][0]["message"]["content"] == "Anna plays the piano."
+    assert engine.drained == SETTINGS.drain_s
+
+
+def test_a_server_that_ends_gives_up_what_takes_too_long(tokenizer: Any, endless: FakeEngine) -> None:
+    with listening(make_app(endless, tokenizer, SETTINGS), drain_s=1) as at:
+        stream = at.openai.chat.completions.create(model="reader", messages=ASK, stream=True)
+        next(iter(stream))
+        at.server.should_exit = True
+        _require_cancelled(endless, 1)
+        stream.close()
+
+
+def test_no_text_is_logged(tokenizer: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app(engine, tokenizer, SETTINGS)
+    with caplog.at_level(logging.DEBUG, "kvboost_hf"), listening(app) as at:
+        at.openai.chat.completions.create(model="reader", messages=[{"role": "user", "content": "secret"}])
+        at.http.post("/v1/chat/completions", json={"model": "secret", "messages": ASK})
+    told = [record for record in caplog.records if record.name.startswith("kvboost_hf.server")]
+    assert len(told) == 2
+    assert "secret" not in repr([record.__dict__ for record in told])
+    assert "piano" not in repr([record.__dict__ for record in told])

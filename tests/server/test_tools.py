@@ -1,0 +1,160 @@
+"""Tools and structured answers by the openai SDK."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from kvboost_hf.server.jobs import Constraint
+from tests.server.conftest import Listening
+from tests.server.fake_engine import FakeEngine
+
+ASK: list[Any] = [{"role": "user", "content": "Is the lamp on?"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"To {name}.",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+        },
+    }
+    for name in ("look", "touch")
+]
+LOOK = '<tool_call>\n{"name": "look", "arguments": {"at": "lamp"}}\n</tool_call>'
+BAD = {"type": 3}
+MUST = {"tool_choice": "required"}
+TOUCH = LOOK.replace("look", "touch")
+
+
+def _ask(at: Listening, **more: Any) -> Any:
+    return at.openai.chat.completions.create(**({"model": "reader", "messages": ASK} | more))
+
+
+def test_a_call(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    engine.says = ("I will look. ", LOOK[:9], LOOK[9:30], LOOK[30:])
+    answer = _ask(at, tools=TOOLS).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content == "I will look."
+    [call] = answer.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "look", {"at": "lamp"})
+    told = tokenizer.apply_chat_template(ASK, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    assert list(engine.job.ids) == told
+    assert engine.job.options.constraint is None
+    assert not engine.job.skip_special_tokens  # some models mark calls with them
+
+
+def test_calls_in_a_stream_have_indices_and_no_text_shows(at: Listening, engine: FakeEngine) -> None:
+    engine.says = [*LOOK, "\n", *TOUCH]
+    calls: dict[int, Any] = {}
+    reason = None
+    for chunk in _ask(at, tools=TOOLS, stream=True):
+        assert not chunk.choices[0].delta.content
+        for call in chunk.choices[0].delta.tool_calls or ():
+            calls[call.index] = call
+        reason = chunk.choices[0].finish_reason
+    assert [calls[n].function.name for n in (0, 1)] == ["look", "touch"]
+    assert calls[0].id != calls[1].id
+    assert reason == "tool_calls"
+
+
+def test_the_streaming_helper_of_the_sdk(at: Listening, engine: FakeEngine) -> None:
+    engine.says = (LOOK,)
+    with at.openai.chat.completions.stream(model="reader", messages=ASK, tools=TOOLS) as stream:
+        message: Any = stream.get_final_completion().choices[0].message
+    assert json.loads(message.tool_calls[0].function.arguments) == {"at": "lamp"}
+
+
+def test_one_call_if_several_are_not_wanted(at: Listening, engine: FakeEngine) -> None:
+    engine.says = (LOOK + "\n" + TOUCH,)
+    for parallel, names in ((False, ["look"]), (True, ["look", "touch"])):
+        answer = _ask(at, tools=TOOLS, parallel_tool_calls=parallel)
+        assert [call.function.name for call in answer.choices[0].message.tool_calls] == names
+
+
+def test_tools_that_must_not_be_called_are_not_shown(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    engine.says = (LOOK,)
+    answer = _ask(at, tools=TOOLS, tool_choice="none").choices[0]
+    assert (answer.finish_reason, answer.message.tool_calls, answer.message.content) == ("stop", None, LOOK)
+    assert list(engine.job.ids) == tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
+
+
+def test_results_go_back(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    engine.says = (LOOK,)
+    answer = _ask(at, tools=TOOLS).choices[0].message
+    [call] = answer.tool_calls
+    again: list[Any] = [*ASK, answer, {"role": "tool", "tool_call_id": call.id, "content": "it is on"}]
+    engine.says = ("Yes.",)
+    assert _ask(at, messages=again, tools=TOOLS).choices[0].message.content
+    assert "it is on" in tokenizer.decode(engine.job.ids)
+
+
+def _follow(constraint: Constraint | None, tokenizer: Any, text: str) -> bool:
+    """Whether a text is allowed, and ends there."""
+    assert constraint is not None
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if not constraint.allowed()[token]:
+            return False
+        constraint.advance(token)
+    return constraint.finished or bool(constraint.allowed()[tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "allowed"),
+    [
+        ("required", True, {LOOK, TOUCH, LOOK + "\n" + TOUCH}),
+        ("required", False, {LOOK, TOUCH}),
+        ({"type": "function", "function": {"name": "touch"}}, False, {TOUCH}),
+    ],
+)
+def test_calls_that_must_come(
+    at: Listening, engine: FakeEngine, tokenizer: Any, choice: Any, parallel: bool, allowed: set[str]
+) -> None:
+    engine.says = (TOUCH,)
+    for text in (LOOK, TOUCH, LOOK + "\n" + TOUCH, "No.", LOOK.replace("at", "on")):
+        answer = _ask(at, tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert _follow(engine.job.options.constraint, tokenizer, text) == (text in allowed)
+
+
+def test_an_answer_with_a_schema(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "lamp", "strict": True, "schema": schema}}
+    _ask(at, response_format=form, n=2)
+    first, second = (ticket.job.options.constraint for ticket in engine.tickets)
+    assert first is not second  # each follows its own answer
+    assert _follow(first, tokenizer, '{"on": true}')
+    assert not _follow(second, tokenizer, '{"on": 1}')
+    flat: Any = {"format": {"type": "json_schema", "name": "lamp", "strict": True, "schema": schema}}
+    told = at.openai.responses.create(model="reader", input="Is it on?", text=flat)
+    assert told.text is not None
+    assert _follow(engine.job.options.constraint, tokenizer, '{"on": false}')
+
+
+def test_any_json_object(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    _ask(at, response_format={"type": "json_object"})
+    assert _follow(engine.job.options.constraint, tokenizer, '{"a": [1, "b"]}')
+    _ask(at, response_format={"type": "json_object"})
+    assert not _follow(engine.job.options.constraint, tokenizer, "[1]")
+    _ask(at, response_format={"type": "text"})
+    assert engine.job.options.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": BAD}}], **MUST}, "tools"),
+        ({"tools": TOOLS, **MUST, "response_format": {"type": "json_object"}}, None),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(at: Listening, change: Any, param: str | None) -> None:
+    with pytest.raises(openai.BadRequestError) as told:
+        _ask(at, **change)
+    assert told.value.param == param
