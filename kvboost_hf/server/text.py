@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 
 # How many tokens are decoded again in front of a new one, so that it gets the space and the form it has behind them.
@@ -20,7 +21,7 @@ class TextStream:
     has behind the text of its prompt, and up to the stop text that is complete first. Where bytes of a tokenizer with
     byte fallback do not make up a character, the characters before them stay, which `decode()` spoils.
 
-    Each token costs the decoding of some 30 tokens at most, however long the text is.
+    Each token costs the decoding of some 50 tokens at most, however long the text is, broken bytes apart.
 
     Args:
         tokenizer: Of the model.
@@ -54,21 +55,24 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._skip_special_tokens = skip_special_tokens
-        self._cleans_up = bool(tokenizer.clean_up_tokenization_spaces)
+        self._cleans_up = _cleans_up(tokenizer)
         self._held = ""  # decoded, but may begin a stop text
         self._window = self._context(prompt_ids)  # the last tokens
-        self._told = len(self._decode(self._window).rstrip("\ufffd"))  # characters of them that were decoded for good
+        self._told = self._decode(self._window).rstrip("\ufffd")  # what was decoded of them for good
+        self._whole = len(self._window)  # how many of them that is all of
 
     def push(self, token: int) -> str:
         """What is sure of the text with one more token, and was not before. Empty when a stop text has come."""
         if self.stopped:
             return ""
         self._window.append(token)
-        text = self._decode(self._window)
+        text = self._text()
         sure = len(text.rstrip("\ufffd")) - (_CLEANED_CHARS if self._cleans_up else 0)
-        piece = text[self._told : sure]
-        self._told = max(self._told, sure)
-        if len(self._window) >= 2 * _CONTEXT_TOKENS:
+        piece = text[len(self._told) : max(sure, len(self._told))]
+        self._told += piece
+        if self._told == text:
+            self._whole = len(self._window)
+        if len(self._window) >= 2 * _CONTEXT_TOKENS and not text.endswith("\ufffd"):
             self._shorten(text)
         return self._until_stop(piece)
 
@@ -76,9 +80,14 @@ class TextStream:
         """The rest of the text: no more tokens come."""
         if self.stopped:
             return ""
-        piece = self._until_stop(self._decode(self._window)[self._told :])
+        piece = self._until_stop(self._text().removeprefix(self._told))
         rest, self._held = self._held, ""
         return piece if self.stopped else piece + rest
+
+    def _text(self) -> str:
+        text = self._decode(self._window)
+        # A broken byte spoils all bytes that are in a row with it, those that were told as characters, too.
+        return text if text.startswith(self._told) else self._told + self._decode(self._window[self._whole :])
 
     def _decode(self, ids: list[int]) -> str:
         text = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
@@ -93,17 +102,20 @@ class TextStream:
             if token in special:
                 break
             context.insert(0, token)
-        while context and self._decode(context).startswith("\ufffd"):
-            del context[0]
+        if len(context) == _CONTEXT_TOKENS:  # may begin in a character
+            starts = (context[n:] for n in range(4))
+            return next((ids for ids in starts if not self._decode(ids).startswith("\ufffd")), context)
         return context
 
     def _shorten(self, text: str) -> None:
         """Forget the first tokens of the window, if `text`, which is all of it, ends with what the others say."""
-        for start in range(len(self._window) - _CONTEXT_TOKENS, 0, -1):
+        last = len(self._window) - _CONTEXT_TOKENS
+        for start in range(last, last - _CONTEXT_TOKENS, -1):
             rest = self._decode(self._window[start:])
-            if len(rest) > len(text) - self._told and text.endswith(rest):
+            if len(rest) > len(text) - len(self._told) and text.endswith(rest):
                 del self._window[:start]
-                self._told -= len(text) - len(rest)
+                self._told = self._told[len(text) - len(rest) :]
+                self._whole = max(0, self._whole - start)
                 return
 
     def _until_stop(self, piece: str) -> str:
@@ -127,3 +139,9 @@ class TextStream:
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     added = {token for token, what in tokenizer.added_tokens_decoder.items() if what.special}
     return frozenset(added.union(tokenizer.all_special_ids))
+
+
+def _cleans_up(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether `decode()` takes spaces out; it does not for BPE, whatever the setting is."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return bool(tokenizer.clean_up_tokenization_spaces) and not isinstance(getattr(backend, "model", None), BPE)
