@@ -50,7 +50,7 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmResult:
-    """What `KVBoost.warm` has done; true if the text can be reused now.
+    """What `KVBoost.warm` has done; true if anything of the text can be reused now.
 
     Args:
         chunks_stored: Chunks that are new; 0 where all of the text was stored before.
@@ -76,4 +76,4 @@ class WarmResult:
         return self.partial_tail_tokens == 0
 
     def __bool__(self) -> bool:
-        return self.report.bypass_reason is None
+        return self.chunks_stored + self.cached_tokens > 0

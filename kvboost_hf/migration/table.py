@@ -56,7 +56,7 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
             "RecomputeStrategy",
             "The default is None, which gives the answers of plain `generate()`. Also `query` and `first_k`.",
         ),
-        _same("WarmResult", "WarmResult", "It is true if the text can be reused."),
+        _same("WarmResult", "WarmResult", "It is true if anything of the text can be reused."),
         _same("check_model_compatibility", "check_model_compatibility", "It runs the model on a few tokens."),
         _same(
             "SUPPORTED_ARCHITECTURES, UNSUPPORTED_ARCHITECTURES",
@@ -291,7 +291,7 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
             "--speculative-tree, --speculative-mode-policy, --speculative-tree-max-branching, "
             "--speculative-tree-max-depth, --speculative-tree-node-budget, --speculative-tree-cold-accept",
             "TreeDecoding",
-            "Trees are drafted for single prompts, in the library; the server drafts none.",
+            "In the library: `KVBoost(assistant=TreeDecoding(draft, DraftTreeConfig(...)))`.",
         ),
         Entry("--log-level", "Set the level of the logger `kvboost_hf`."),
     ),

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import kvboost_hf
@@ -21,7 +24,7 @@ from kvboost_hf import (
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded, load_embedded_draft
 from kvboost_hf.engine.watch import Watch
 from kvboost_hf.errors import StoreFullError
-from tests.conftest import counted
+from tests.conftest import FULL_ATTENTION, STATEFUL, VOCAB, WINDOWED, counted, make_model, random_ids
 
 NEW = 10
 DOCUMENTS = [
@@ -159,6 +162,51 @@ def test_everything_computed_again_gives_the_answers_of_plain_generate(embedded:
     assert result.token_ids == plain(engine, prompt)
 
 
+# Other architectures
+
+
+def words_engine(name: str, **options: Any) -> KVBoost:
+    """A tiny random model that reads `w2 w3 …`."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return KVBoost(make_model(name), PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0"), **options)
+
+
+def words(n: int, seed: int) -> str:
+    return " ".join(f"w{i}" for i in random_ids(n, seed)[0].tolist()) + " "
+
+
+@pytest.mark.parametrize("name", [*FULL_ATTENTION, *WINDOWED, *STATEFUL])
+def test_architectures_are_answered_as_by_plain_generate(name: str) -> None:
+    engine = words_engine(name, chunk_size=32)
+    document = words(100, seed=1)
+    prompts = [document + words(n, seed=n) for n in (5, 40, 12)]
+    alone = [plain(engine, prompt) for prompt in prompts]
+    engine.warm(document)
+    with counted(engine.model) as work:
+        results = [engine.generate(prompt, NEW) for prompt in prompts]
+    assert [result.token_ids for result in results] == alone
+    assert sum(result.cached_tokens for result in results) >= 3 * 96
+    assert work.tokens == sum(r.prompt_tokens - r.cached_tokens + r.generated_tokens - 1 for r in results)
+    engine.reset_cache()
+    batch = engine.generate_batch(prompts, NEW)
+    assert [result.token_ids for result in batch] == alone
+    if name not in STATEFUL:  # whose rows cannot be padded
+        assert sum(result.cached_tokens for result in batch) >= 2 * 64
+    assert [result.token_ids for result in engine.generate_many(prompts[::-1], NEW)] == alone[::-1]
+
+
+def test_answers_come_from_what_is_stored() -> None:
+    """The control: with zeroed K/V the answer must be another one."""
+    engine = words_engine("llama", chunk_size=32)
+    prompt = words(100, seed=1)
+    engine.warm(prompt)
+    for chunk in engine.store._chunks.values():
+        for block in chunk.kv.tensors:
+            block.zero_()
+    assert engine.generate(prompt, NEW).token_ids != plain(engine, prompt)
+
+
 # Streams
 
 
@@ -281,6 +329,12 @@ def test_warm_tells_what_it_stored(engine: KVBoost) -> None:
     with counted(engine.model) as work:
         engine.generate(document + QUESTIONS[0], 1)
     assert work.tokens <= tokens_of(engine, QUESTIONS[0]) + 1
+
+
+def test_a_text_that_is_too_short_to_be_stored(engine: KVBoost) -> None:
+    result = engine.warm("Who?")
+    assert not result
+    assert "too few to be stored" in (result.alignment_warning or "")
 
 
 def test_a_text_that_fills_its_chunks_warns_of_nothing(engine: KVBoost) -> None:

@@ -1,5 +1,7 @@
 """Which prompts go into one batch."""
 
+from itertools import combinations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,15 +47,12 @@ def test_every_row_is_in_one_group_with_those_that_share_most(rows: list[list[in
     groups = group_by_prefix(rows, size)
     assert sorted(row for group in groups for row in group) == list(range(len(rows)))
     assert [group[0] for group in groups] == sorted(group[0] for group in groups)
-    together = {row: group for group in groups for row in group}
+    place = {row: at for at, group in enumerate(groups) for row in group}
+    chains = [[shared(a, b, size) if i != j else 0 for j, b in enumerate(rows)] for i, a in enumerate(rows)]
     for group in groups:
-        depth = min((shared(rows[a], rows[b], size) for a in group for b in group), default=0)
-        assert len(group) == 1 or depth >= 1
-        for (
-            other,
-            theirs,
-        ) in together.items():  # nobody outside shares more than the group has, unless it is better off
-            if theirs is not group and any(shared(rows[row], rows[other], size) > depth for row in group):
-                theirs_share = min(shared(rows[a], rows[b], size) for a in theirs for b in theirs)
-                assert len(group) > 1 or len(theirs) > 1
-                assert max(depth if len(group) > 1 else 0, theirs_share if len(theirs) > 1 else 0) >= 1
+        assert len(group) == 1 or all(chains[a][b] for a in group for b in group if a != b)
+    for i, j in combinations(range(len(rows)), 2):
+        if chains[i][j] and chains[i][j] == max(chains[i]) == max(chains[j]):
+            assert place[i] == place[j]
+    alone = [group[0] for group in groups if len(group) == 1]
+    assert not any(chains[i][j] for i, j in combinations(alone, 2))
