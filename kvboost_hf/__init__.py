@@ -1,5 +1,7 @@
 """kvboost_hf: plain `model.generate()` that does not compute again what it has computed before."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 from kvboost_hf import attention
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
 from kvboost_hf.assisted.lookup import lookup_assistant
@@ -13,6 +15,7 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compatibility import CompatibilityReport, check_model_compatibility
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy, StreamingConfig
+from kvboost_hf.engine import GenerationMode, GenerationResult, KVBoost, RecomputeStrategy, WarmResult
 from kvboost_hf.errors import (
     CacheModelMismatchError,
     InterruptedForwardError,
@@ -21,6 +24,7 @@ from kvboost_hf.errors import (
     StoreFullError,
     StreamingError,
 )
+from kvboost_hf.migration import missing
 from kvboost_hf.offload.build import stop_streaming, stream_layers, streaming_plan, streaming_stats
 from kvboost_hf.offload.hook import LayerStreamingHook
 from kvboost_hf.offload.load import load_streamed
@@ -38,10 +42,14 @@ __all__ = [
     "ContentChunker",
     "CorrectnessReport",
     "DraftTreeConfig",
+    "GenerationMode",
+    "GenerationResult",
     "InterruptedForwardError",
+    "KVBoost",
     "KVBoostError",
     "KVQuantConfig",
     "LayerStreamingHook",
+    "RecomputeStrategy",
     "ResidencyPlan",
     "ReusePolicy",
     "ReuseReport",
@@ -52,6 +60,7 @@ __all__ = [
     "StreamingError",
     "StreamingStats",
     "TreeDecoding",
+    "WarmResult",
     "attach",
     "attention",
     "check_model_compatibility",
@@ -72,3 +81,9 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        """Say what a name of the kvboost package is here."""
+        raise AttributeError(missing(name), name=name)

@@ -189,6 +189,9 @@ class BlendingCache(HoldingCache):
         pieces = [piece for row in plan.placed for piece in row]
         for piece in pieces:
             tally.count(piece.chunk.tier, piece.stop - piece.start)
+        again = (moved & ~stale).sum(axis=1).tolist()
+        for row, placed in enumerate(plan.placed):
+            tally.rows[row] += sum(piece.stop - piece.start for piece in placed) - again[row]
         tally.moved += int(moved.sum())
         tally.recomputed += int(moved.sum() - stale.sum())
         missed = any(row.computed.any() for row in plan.rows)

@@ -52,6 +52,7 @@ class ReuseReport:
         audit_tokens: Tokens that were computed again, whole, to check the answer (`ReusePolicy.audit_rate`).
         audit_divergence: What the check found: the largest difference of a logit in standard deviations of the
             logits, or None if there was none.
+        row_tokens: `reused_tokens` of each row; empty where nothing was looked for.
     """
 
     prompt_tokens: int = 0
@@ -66,6 +67,7 @@ class ReuseReport:
     misses: tuple[MissReport, ...] = ()
     audit_tokens: int = 0
     audit_divergence: float | None = None
+    row_tokens: tuple[int, ...] = ()
 
     @property
     def reused_tokens(self) -> int:
@@ -131,6 +133,7 @@ class Tally:
     misses: list[MissReport] = field(default_factory=list)
     audit_tokens: int = 0
     audit_divergence: float | None = None
+    rows: list[int] = field(default_factory=list)  # reused tokens of each row
 
     @property
     def stored(self) -> int:
@@ -156,6 +159,7 @@ class Tally:
             misses=tuple(self.misses),
             audit_tokens=self.audit_tokens,
             audit_divergence=self.audit_divergence,
+            row_tokens=tuple(self.rows),
         )
 
 

@@ -176,7 +176,8 @@ class ServingCache(BlendingCache):
         self._regime = regime
         candidates = inputs.logits - 1 if armed and not inputs.computes_all else 0
         self._tally.prompt = int((columns - candidates - pads).sum())
-        self._tally.live = int(np.maximum(held - pads, 0).sum())
+        self._tally.rows = np.maximum(held - pads, 0).tolist()
+        self._tally.live = sum(self._tally.rows)
         self._tally.moved = ledger.blended.tainted_columns(held) if ledger.blended is not None else 0
         self._tally.forwarded = -candidates * batch
         self._tally.bypass = inputs.computes_all
@@ -344,10 +345,10 @@ class ServingCache(BlendingCache):
         )
 
     def _load_meanwhile(self, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs, first: int) -> Loading:
-        served = dict(self._tally.tiers)
+        served, rows = dict(self._tally.tiers), list(self._tally.rows)
 
         def compute() -> list[list[Piece]]:
-            self._tally.tiers = served
+            self._tally.tiers, self._tally.rows = served, rows
             self._tally.forwarded += sum(plan.filled - max(plan.held, pad) for pad in plan.pads)
             return compute_columns(model, self._layers, plan, inputs, first)
 
@@ -412,7 +413,9 @@ class ServingCache(BlendingCache):
             reach = plan.starts(row) - pad  # what follows up to `stop` was computed ahead
             served = [segment for segment in row_plan.segments if segment.start < reach]
             for segment in served:
-                self._tally.count(stored_chunk(segment).tier, min(segment.stop, reach) - segment.start)
+                tokens = min(segment.stop, reach) - segment.start
+                self._tally.count(stored_chunk(segment).tier, tokens)
+                self._tally.rows[row] += tokens
             chunks = [stored_chunk(segment) for segment in served]
             saved = (row_plan.states or {}).get(stop)
             states = saved if isinstance(saved, StoredStates) else None

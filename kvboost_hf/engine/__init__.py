@@ -1,0 +1,16 @@
+"""`KVBoost`: a model, its tokenizer and a store behind one object, with the names of the kvboost package."""
+
+from kvboost_hf.engine.grouping import group_by_prefix
+from kvboost_hf.engine.kvboost import KVBoost
+from kvboost_hf.engine.results import GenerationMode, GenerationResult, WarmResult
+from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
+
+__all__ = [
+    "EngineSettings",
+    "GenerationMode",
+    "GenerationResult",
+    "KVBoost",
+    "RecomputeStrategy",
+    "WarmResult",
+    "group_by_prefix",
+]

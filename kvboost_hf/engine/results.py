@@ -1,0 +1,79 @@
+"""What the calls of `KVBoost` return."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvboost_hf.cache.report import ReuseReport
+
+
+class GenerationMode(StrEnum):
+    """What a call may take from the store."""
+
+    BASELINE = "baseline"  # nothing: plain generate()
+    PREFIX_CACHE = "prefix_cache"  # what is exactly the same
+    CHUNK_KV_REUSE = "chunk_kv_reuse"  # what `recompute_strategy` says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """One answer.
+
+    Args:
+        mode: What the call was allowed to reuse.
+        prompt: As it was passed.
+        output_text: The answer, without special tokens.
+        generated_tokens: Tokens of the answer, with the one that ends it.
+        ttft_ms: Milliseconds from the call to the first token on the host. In a batch that of all rows.
+        total_ms: Milliseconds from the call to the last token on the host. In a batch that of the longest row.
+        tokens_per_sec: `generated_tokens` by `total_ms`.
+        kv_reuse_ratio: `cached_tokens` as a share of `prompt_tokens`.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Of these, not computed for this answer. In a batch, the prefix that all rows share counts as
+            computed for the first one.
+        token_ids: Of the answer, with the one that ends it.
+        report: Where reused tokens came from, and where and why reuse ended; in a batch, of all rows together.
+    """
+
+    mode: GenerationMode
+    prompt: str
+    output_text: str
+    generated_tokens: int
+    ttft_ms: float
+    total_ms: float
+    tokens_per_sec: float
+    kv_reuse_ratio: float
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: tuple[int, ...]
+    report: ReuseReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmResult:
+    """What `KVBoost.warm` has done; true if anything of the text can be reused now.
+
+    Args:
+        chunks_stored: Chunks that are new; 0 where all of the text was stored before.
+        token_count: Tokens of the text.
+        cached_tokens: Of these, stored before.
+        chunk_size: The most tokens of a chunk.
+        partial_tail_tokens: The last tokens of the text, which fill no chunk.
+        alignment_warning: What becomes of them, or None if there are none.
+        report: What was stored before, and what was computed.
+    """
+
+    chunks_stored: int
+    token_count: int
+    cached_tokens: int
+    chunk_size: int
+    partial_tail_tokens: int
+    alignment_warning: str | None
+    report: ReuseReport
+
+    @property
+    def chunk_boundary_aligned(self) -> bool:
+        """Whether the text ends where a chunk does."""
+        return self.partial_tail_tokens == 0
+
+    def __bool__(self) -> bool:
+        return self.chunks_stored + self.cached_tokens > 0

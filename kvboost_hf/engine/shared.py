@@ -1,0 +1,43 @@
+"""What all prompts of a batch begin with: computed once, and counted once."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvboost_hf.cache.chunks import Tokens, common_length
+from kvboost_hf.cache.plan import HEAD_TOKENS
+from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.config import ReusePolicy
+
+
+def store_shared(store: ChunkStore, policy: ReusePolicy, rows: Sequence[Tokens]) -> int:
+    """Store what all rows begin with, if that saves anything; returns how many tokens were computed.
+
+    Args:
+        store: Where to.
+        policy: Of the cache that is to find it.
+        rows: Token ids [n] of each prompt.
+    """
+    shared = min(min(common_length(rows[0], row), len(row) - 1) for row in rows)
+    if shared < HEAD_TOKENS or shared * (len(rows) - 1) < policy.min_prefill_saving:
+        return 0
+    return store.warm(rows[0][:shared].tolist(), pin=False, policy=policy).forwarded_tokens
+
+
+def with_computed(report: ReuseReport, computed: int) -> ReuseReport:
+    """The report of a batch, with tokens that were computed for it before it ran as computed for its first row."""
+    if not report.row_tokens:
+        return replace(report, forwarded_tokens=report.forwarded_tokens + computed)
+    first, *others = report.row_tokens
+    own = min(computed, first)
+    left, tiers = own, dict(report.tier_tokens)
+    for tier in reversed(tiers):  # what was still in the cache was not computed now
+        taken = min(left, tiers[tier])
+        tiers[tier], left = tiers[tier] - taken, left - taken
+    return replace(
+        report,
+        exact_tokens=report.exact_tokens - own,
+        forwarded_tokens=report.forwarded_tokens + computed,
+        tier_tokens=tiers,
+        row_tokens=(first - own, *others),
+    )

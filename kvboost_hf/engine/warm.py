@@ -1,0 +1,43 @@
+"""What `KVBoost.warm` does."""
+
+from kvboost_hf.cache.chunks import Chunker, Tokens
+from kvboost_hf.cache.plan import HEAD_TOKENS
+from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.config import ReusePolicy
+from kvboost_hf.engine.results import WarmResult
+
+
+def warm(store: ChunkStore, policy: ReusePolicy, ids: Tokens, *, pin: bool) -> WarmResult:
+    """Store what prompts begin with; see `KVBoost.warm`.
+
+    Args:
+        store: Where to.
+        policy: Of the cache that is to find it.
+        ids: Token ids [n].
+        pin: Never evict it.
+    """
+    before = store.stats()
+    report = store.warm(ids.tolist(), pin=pin, policy=policy)
+    after = store.stats()
+    chunk_size = store.chunker.chunk_size
+    tail = len(ids) - _last_cut(store.chunker, ids)
+    warning = None
+    if tail:
+        what = "are stored as a shorter one" if tail >= HEAD_TOKENS else "are too few to be stored"
+        warning = f"The last {tail} of {len(ids)} tokens fill no chunk of {chunk_size} and {what}."
+    return WarmResult(
+        chunks_stored=sum(after[name] - before[name] for name in ("chunks", "evictions")),
+        token_count=len(ids),
+        cached_tokens=report.reused_tokens,
+        chunk_size=chunk_size,
+        partial_tail_tokens=tail,
+        alignment_warning=warning,
+        report=report,
+    )
+
+
+def _last_cut(chunker: Chunker, ids: Tokens) -> int:
+    at = 0
+    while (cut := chunker.next_cut(ids, at)) is not None:
+        at = cut
+    return at

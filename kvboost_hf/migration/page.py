@@ -1,0 +1,54 @@
+"""The table in Markdown."""
+
+from kvboost_hf.migration.table import TABLE, Entry
+
+_TITLES = {
+    "names": "Names of the package",
+    "KVBoost": "`KVBoost(...)` and `KVBoost.from_pretrained(...)`",
+    "methods": "Its methods",
+    "generate": "Arguments of `generate`",
+    "results": "Fields of results",
+    "arguments of parts": "Arguments of parts",
+    "StreamingConfig": "`StreamingConfig`",
+    "speculation": "`SpeculativeConfig` and `TreeSpeculativeConfig`",
+    "server flags": "Flags of the server",
+    "endpoints": "Endpoints",
+    "packages": "Packages and commands",
+}
+_OPENING = """# Migrating from kvboost
+
+<!-- Written by `python -m kvboost_hf.migration --write docs/migrating-from-kvboost.md`: change the table. -->
+
+What the names of kvboost 0.9.0 are here. Most programs need another import, and nothing else:
+
+```python
+from kvboost_hf import KVBoost
+from kvboost_hf.assets import EMBEDDED_MODEL_DIR  # in its place: any hub name of a causal model
+
+engine = KVBoost.from_pretrained(EMBEDDED_MODEL_DIR)
+engine.warm("You read documents and answer questions about them. " * 4)
+result = engine.generate("You read documents and answer questions about them. " * 4 + "Where does Maria live?")
+print(f"TTFT: {result.ttft_ms:.1f} ms | KV reuse: {result.kv_reuse_ratio:.0%}")
+```
+
+What is different on purpose:
+
+- Without a `recompute_strategy` nothing is moved, and answers are those of plain `generate()`. Pass `"cacheblend"` or
+  another one to use chunks anywhere in a prompt.
+- What is not offered raises an error that says what to do in its place. Nothing is ignored.
+- Times are from the call to a token on the host, everything included.
+"""
+
+
+def page() -> str:
+    """All of the table."""
+    parts = [_OPENING]
+    for section, entries in TABLE.items():
+        parts += [f"\n## {_TITLES[section]}\n", "| kvboost | kvboost_hf | |", "| --- | --- | --- |"]
+        parts += [_line(entry) for entry in entries]
+    return "\n".join(parts) + "\n"
+
+
+def _line(entry: Entry) -> str:
+    where = ", ".join(f"`{name}`" for name in entry.ours)
+    return f"| {', '.join(f'`{name}`' for name in entry.names)} | {where} | {entry.note} |"

@@ -1,0 +1,491 @@
+"""`KVBoost`: its answers against plain generate(), and what it computes for them."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import kvboost_hf
+from kvboost_hf import (
+    DraftTreeConfig,
+    GenerationMode,
+    KVBoost,
+    RecomputeStrategy,
+    StreamingConfig,
+    TreeDecoding,
+    attach,
+    detach,
+)
+from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded, load_embedded_draft
+from kvboost_hf.engine.watch import Watch
+from kvboost_hf.errors import StoreFullError
+from tests.conftest import FULL_ATTENTION, STATEFUL, VOCAB, WINDOWED, counted, make_model, random_ids
+
+NEW = 10
+DOCUMENTS = [
+    "Maria lives in Rome. She owns the lamp. It is red and costs ten coins. " * 6,
+    "Anna lives in Oslo. She plays the piano. The bridge is long and old. " * 6,
+]
+QUESTIONS = ["Where does Maria live?", "What colour is the lamp that she owns, and what does it cost?", "Who?"]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    return load_embedded()
+
+
+@pytest.fixture
+def engine(embedded: tuple[PreTrainedModel, Any]) -> KVBoost:
+    return KVBoost(*embedded, chunk_size=32)
+
+
+def plain(engine: KVBoost, prompt: str, **kwargs: Any) -> tuple[int, ...]:
+    inputs = engine.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    out = engine.model.generate(**inputs, **{"do_sample": False, "max_new_tokens": NEW, **kwargs})
+    return tuple(out[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def chat(engine: KVBoost, question: str) -> str:
+    turn = [{"role": "user", "content": f"{DOCUMENTS[0]}\n\n{question}"}]
+    return str(engine.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+
+
+def tokens_of(engine: KVBoost, text: str) -> int:
+    return len(engine.tokenizer(text)["input_ids"])
+
+
+# Single prompts
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_every_mode_without_a_strategy_gives_the_answers_of_plain_generate(engine: KVBoost, mode: str) -> None:
+    for prompt in (DOCUMENTS[0] + QUESTIONS[0], DOCUMENTS[0] + QUESTIONS[1], DOCUMENTS[1] + QUESTIONS[2]):
+        result = engine.generate(prompt, NEW, mode)
+        assert result.token_ids == plain(engine, prompt)
+        assert result.output_text == engine.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        assert (result.mode, result.prompt, result.generated_tokens) == (mode, prompt, len(result.token_ids))
+        assert result.prompt_tokens == tokens_of(engine, prompt)
+        assert 0 < result.ttft_ms <= result.total_ms
+        assert result.tokens_per_sec == pytest.approx(1000 * result.generated_tokens / result.total_ms)
+
+
+def test_a_prompt_that_was_seen_is_computed_from_where_it_differs(engine: KVBoost) -> None:
+    engine.generate(DOCUMENTS[0] + QUESTIONS[0], 1)
+    prompt = DOCUMENTS[0] + QUESTIONS[1]
+    shared = tokens_of(engine, DOCUMENTS[0])
+    for mode, most in ((GenerationMode.CHUNK_KV_REUSE, 40), (GenerationMode.PREFIX_CACHE, 40 + 32)):
+        with counted(engine.model) as work:
+            result = engine.generate(prompt, 1, mode)
+        assert work.tokens == result.prompt_tokens - result.cached_tokens < most
+        assert result.kv_reuse_ratio == result.cached_tokens / result.prompt_tokens > 0.5
+        assert result.report.reused_tokens == result.cached_tokens
+    assert result.cached_tokens >= shared - 32
+    with counted(engine.model) as work:
+        result = engine.generate(prompt, 1, GenerationMode.BASELINE)
+    assert work.tokens == result.prompt_tokens == result.report.forwarded_tokens
+    assert result.cached_tokens == 0
+
+
+def test_a_baseline_of_an_attached_model_is_refused(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine = KVBoost(*embedded)
+    attach(engine.model)
+    try:
+        with pytest.raises(ValueError, match="detach"):
+            engine.generate("Who?", mode="baseline")
+        with pytest.raises(ValueError, match="detach"):
+            KVBoost(*embedded)
+    finally:
+        detach(engine.model)
+
+
+def test_sampling_draws_what_plain_generate_draws(engine: KVBoost) -> None:
+    prompt = DOCUMENTS[0] + QUESTIONS[0]
+    engine.warm(DOCUMENTS[0])
+    torch.manual_seed(3)
+    expected = plain(engine, prompt, do_sample=True, temperature=1.5, top_k=50)
+    torch.manual_seed(3)
+    assert engine.generate(prompt, NEW, temperature=1.5, do_sample=True, top_k=50).token_ids == expected
+
+
+def test_stop_strings_need_no_tokenizer(engine: KVBoost) -> None:
+    prompt = DOCUMENTS[1] + QUESTIONS[0]
+    full = engine.generate(prompt, NEW)
+    stop = engine.tokenizer.decode(full.token_ids[1])
+    assert engine.generate(prompt, NEW, stop_strings=[stop]).token_ids == plain(
+        engine, prompt, stop_strings=[stop], tokenizer=engine.tokenizer
+    )
+
+
+def test_prefill_chunks_are_a_setting(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine = KVBoost(*embedded, prefill_chunk_size=48)
+    prompt = DOCUMENTS[0] + QUESTIONS[0]
+    with counted(engine.model) as work:
+        result = engine.generate(prompt, NEW)
+    assert result.token_ids == plain(engine, prompt)
+    assert work.calls == -(-result.prompt_tokens // 48) + result.generated_tokens - 1
+
+
+# Strategies
+
+
+@pytest.mark.parametrize("strategy", list(RecomputeStrategy))
+def test_strategies_find_documents_in_another_order(
+    embedded: tuple[PreTrainedModel, Any], strategy: RecomputeStrategy
+) -> None:
+    engine = KVBoost(*embedded, recompute_strategy=strategy, chunk_size=32, sink_tokens=4)
+    engine.generate("".join(DOCUMENTS) + QUESTIONS[0], 1)
+    prompt = "".join(DOCUMENTS[::-1]) + QUESTIONS[0]
+    exact = engine.generate(prompt, NEW, GenerationMode.PREFIX_CACHE)
+    assert exact.cached_tokens < 32
+    assert exact.token_ids == plain(engine, prompt)
+    engine.reset_cache()
+    engine.generate("".join(DOCUMENTS) + QUESTIONS[0], 1)
+    result = engine.generate(prompt, 1)
+    assert result.report.moved_tokens > result.prompt_tokens / 2
+    assert (result.report.recomputed_tokens == 0) == (strategy is RecomputeStrategy.NONE)
+    assert result.cached_tokens == result.report.reused_tokens > result.prompt_tokens / 4
+
+
+def test_everything_computed_again_gives_the_answers_of_plain_generate(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine = KVBoost(
+        *embedded, recompute_strategy="cacheblend", recompute_ratio=1.0, chunk_size=32, min_prefill_saving=0
+    )
+    engine.generate("".join(DOCUMENTS) + QUESTIONS[0], 1)
+    prompt = "".join(DOCUMENTS[::-1]) + QUESTIONS[0]
+    result = engine.generate(prompt, NEW)
+    assert result.report.moved_tokens
+    assert result.token_ids == plain(engine, prompt)
+
+
+# Other architectures
+
+
+def words_engine(name: str, **options: Any) -> KVBoost:
+    """A tiny random model that reads `w2 w3 …`."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return KVBoost(make_model(name), PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0"), **options)
+
+
+def words(n: int, seed: int) -> str:
+    return " ".join(f"w{i}" for i in random_ids(n, seed)[0].tolist()) + " "
+
+
+@pytest.mark.parametrize("name", [*FULL_ATTENTION, *WINDOWED, *STATEFUL])
+def test_architectures_are_answered_as_by_plain_generate(name: str) -> None:
+    engine = words_engine(name, chunk_size=32)
+    document = words(100, seed=1)
+    prompts = [document + words(n, seed=n) for n in (5, 40, 12)]
+    alone = [plain(engine, prompt) for prompt in prompts]
+    engine.warm(document)
+    with counted(engine.model) as work:
+        results = [engine.generate(prompt, NEW) for prompt in prompts]
+    assert [result.token_ids for result in results] == alone
+    assert sum(result.cached_tokens for result in results) >= 3 * 96
+    assert work.tokens == sum(r.prompt_tokens - r.cached_tokens + r.generated_tokens - 1 for r in results)
+    engine.reset_cache()
+    batch = engine.generate_batch(prompts, NEW)
+    assert [result.token_ids for result in batch] == alone
+    if name not in STATEFUL:  # whose rows cannot be padded
+        assert sum(result.cached_tokens for result in batch) >= 2 * 64
+    assert [result.token_ids for result in engine.generate_many(prompts[::-1], NEW)] == alone[::-1]
+
+
+def test_answers_come_from_what_is_stored() -> None:
+    """The control: with zeroed K/V the answer must be another one."""
+    engine = words_engine("llama", chunk_size=32)
+    prompt = words(100, seed=1)
+    engine.warm(prompt)
+    for chunk in engine.store._chunks.values():
+        for block in chunk.kv.tensors:
+            block.zero_()
+    assert engine.generate(prompt, NEW).token_ids != plain(engine, prompt)
+
+
+# Streams
+
+
+@pytest.mark.parametrize("drafts", [None, "chain", "tree"])
+def test_pieces_join_to_the_text(embedded: tuple[PreTrainedModel, Any], drafts: str | None) -> None:
+    trees = TreeDecoding(load_embedded_draft(), DraftTreeConfig(depth=4)) if drafts == "tree" else None
+    engine = KVBoost(*embedded, assistant=trees or (load_embedded_draft() if drafts else None))
+    prompt = chat(engine, QUESTIONS[0])
+    pieces = list(engine.stream(prompt, 24))
+    assert len(pieces) > 1
+    assert all(pieces)
+    result = engine.generate(prompt, 24)
+    assert "".join(pieces) == result.output_text
+    assert result.token_ids == plain(engine, prompt, max_new_tokens=24)
+    stats = engine.speculative_stats()
+    assert (stats is not None and stats.rounds > 0) == (drafts is not None)
+
+
+def test_closing_a_stream_ends_the_call(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled, calls = threading.Event(), 0
+
+    def wait_at_the_20th(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        assert calls < 20 or cancelled.wait(60)
+
+    cancel = Watch.cancel
+    monkeypatch.setattr(Watch, "cancel", lambda watch: (cancel(watch), cancelled.set()))
+    hook = engine.model.lm_head.register_forward_hook(wait_at_the_20th)
+    stream = engine.stream(chat(engine, QUESTIONS[0]), 500, min_new_tokens=500)
+    assert next(stream)
+    stream.close()
+    hook.remove()
+    assert calls <= 20
+    prompt = DOCUMENTS[0] + QUESTIONS[0]
+    assert engine.generate(prompt, NEW).token_ids == plain(engine, prompt)
+
+
+def test_errors_reach_whoever_reads_a_stream(engine: KVBoost) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        engine.stream("Who?", 0)
+    hook = engine.model.lm_head.register_forward_hook(_fail)
+    stream = engine.stream("Who lives in Rome?", NEW)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        list(stream)
+    hook.remove()
+    assert "".join(engine.stream("Who lives in Rome?", NEW)) == engine.generate("Who lives in Rome?", NEW).output_text
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("broken on purpose")
+
+
+# Many prompts
+
+
+def test_unequal_rows_of_a_batch_are_answered_as_alone(engine: KVBoost) -> None:
+    prompts = [DOCUMENTS[0] + question for question in QUESTIONS] + [DOCUMENTS[0] + DOCUMENTS[1] + QUESTIONS[0]]
+    alone = [plain(engine, prompt) for prompt in prompts]
+    with counted(engine.model) as work:
+        results = engine.generate_batch(prompts, NEW)
+    assert [result.token_ids for result in results] == alone
+    assert [result.prompt for result in results] == prompts
+    shared = tokens_of(engine, DOCUMENTS[0])
+    total = sum(result.prompt_tokens for result in results)
+    computed = total - sum(result.cached_tokens for result in results)
+    assert results[0].cached_tokens == 0
+    assert all(result.cached_tokens > shared - 32 for result in results[1:])
+    report = results[0].report
+    assert computed == report.prompt_tokens - report.reused_tokens
+    assert computed <= report.forwarded_tokens < computed + 32  # rows with less to reuse go ahead of the others
+    # Padding and decoding go through the model, too.
+    width = max(result.prompt_tokens for result in results)
+    assert report.forwarded_tokens <= work.tokens <= shared + len(prompts) * (width - shared + NEW)
+
+
+def test_rows_end_each_for_itself(engine: KVBoost) -> None:
+    prompts = [chat(engine, question) for question in QUESTIONS]
+    results = engine.generate_batch(prompts, 30)
+    assert [result.token_ids for result in results] == [plain(engine, prompt, max_new_tokens=30) for prompt in prompts]
+    assert len({result.generated_tokens for result in results}) > 1
+    assert all(result.token_ids[-1] == engine.model.generation_config.eos_token_id for result in results)
+
+
+def test_any_prompts_are_answered_in_their_order(engine: KVBoost) -> None:
+    prompts = [DOCUMENTS[at % 2] + QUESTIONS[at % 3] for at in range(5)] + ["Who lives in Rome?"]
+    results = engine.generate_many(prompts, NEW, max_batch_size=2)
+    assert [result.prompt for result in results] == prompts
+    assert [result.token_ids for result in results] == [plain(engine, prompt) for prompt in prompts]
+    computed = sum(result.prompt_tokens - result.cached_tokens for result in results)
+    assert computed < 2 * tokens_of(engine, "".join(DOCUMENTS))
+    assert engine.generate_many([]) == engine.generate_batch([]) == []
+
+
+def test_batches_leave_the_assistant_out(
+    embedded: tuple[PreTrainedModel, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = KVBoost(*embedded, assistant=str(EMBEDDED_DRAFT_DIR))
+    prompts = [DOCUMENTS[0] + question for question in QUESTIONS]
+    for _ in range(2):
+        assert [each.token_ids for each in engine.generate_batch(prompts, NEW)] == [plain(engine, p) for p in prompts]
+    assert caplog.text.count("without the assistant") == 1
+
+
+# The store
+
+
+def test_warm_tells_what_it_stored(engine: KVBoost) -> None:
+    document = DOCUMENTS[0]
+    first, second = engine.warm(document), engine.warm(document)
+    tokens = tokens_of(engine, document)
+    assert first
+    assert second
+    assert first.chunks_stored == -(-tokens // 32) == engine.cache_stats()["chunks"]
+    assert (first.token_count, first.cached_tokens) == (tokens, 0)
+    assert (second.chunks_stored, second.cached_tokens) == (0, tokens - 1)
+    assert first.partial_tail_tokens == tokens % 32
+    assert first.chunk_boundary_aligned == (tokens % 32 == 0)
+    assert f"The last {tokens % 32} of {tokens} tokens" in (first.alignment_warning or "")
+    with counted(engine.model) as work:
+        engine.generate(document + QUESTIONS[0], 1)
+    assert work.tokens <= tokens_of(engine, QUESTIONS[0]) + 1
+
+
+def test_a_text_that_is_too_short_to_be_stored(engine: KVBoost) -> None:
+    result = engine.warm("Who?")
+    assert not result
+    assert "too few to be stored" in (result.alignment_warning or "")
+
+
+def test_a_text_that_fills_its_chunks_warns_of_nothing(engine: KVBoost) -> None:
+    text = engine.tokenizer.decode(engine.tokenizer(DOCUMENTS[0])["input_ids"][:64])
+    if tokens_of(engine, text) == 64:
+        assert engine.warm(text).alignment_warning is None
+
+
+def test_pinned_texts_that_do_not_fit_are_refused(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine = KVBoost(*embedded, chunk_size=32, max_chunks=2)
+    assert engine.warm(DOCUMENTS[0])
+    with pytest.raises(StoreFullError):
+        engine.warm(DOCUMENTS[1], pin=True)
+    stats = engine.cache_stats()
+    assert stats["bytes"] <= stats["max_bytes"]
+    assert stats["chunks"] == 2
+
+
+def test_nothing_is_left_after_a_reset(engine: KVBoost) -> None:
+    prompt = DOCUMENTS[0] + QUESTIONS[0]
+    engine.generate(prompt, NEW)
+    engine.reset_cache()
+    assert engine.cache_stats()["chunks"] == 0
+    assert engine.generate(prompt, NEW).cached_tokens == 0
+
+
+def test_a_folder_serves_the_next_engine(embedded: tuple[PreTrainedModel, Any], tmp_path: Any) -> None:
+    folder = tmp_path / "k:v"
+    first = KVBoost(*embedded, chunk_size=32, disk_cache_dir=folder)
+    first.warm(DOCUMENTS[0])
+    first.store.close()
+    second = KVBoost(*embedded, chunk_size=32, disk_cache_dir=str(folder))
+    assert second.cache_stats()["tiers"]["disk"]["chunks"] > 0
+    prompt = DOCUMENTS[0] + QUESTIONS[0]
+    assert second.generate(prompt, NEW).token_ids == plain(second, prompt)
+    second.store.close()
+
+
+@pytest.mark.parametrize(("bits", "codec"), [(16, "raw"), (8, "kivi:8"), (4, "kivi:4"), (None, "raw")])
+def test_bits_choose_the_codec(embedded: tuple[PreTrainedModel, Any], bits: int | None, codec: str) -> None:
+    assert KVBoost(*embedded, kv_cache_bits=bits).cache_stats()["codec"].startswith(codec)
+
+
+def test_chunks_are_cut_where_sentences_end(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine = KVBoost(*embedded, chunk_size=32, chunk_boundary_window=8)
+    prompt = DOCUMENTS[0] + QUESTIONS[0]
+    engine.warm(DOCUMENTS[0])
+    result = engine.generate(prompt, NEW)
+    assert result.token_ids == plain(engine, prompt)
+    assert result.kv_reuse_ratio > 0.8
+
+
+def test_correctness_is_measured_with_the_settings(embedded: tuple[PreTrainedModel, Any]) -> None:
+    exact = KVBoost(*embedded, chunk_size=32).verify_correctness(max_new_tokens=3)
+    assert exact
+    assert exact.exact.reused_tokens
+    blend = KVBoost(*embedded, chunk_size=32, recompute_strategy="first_k").verify_correctness(max_new_tokens=3)
+    assert blend
+    assert any(arm.policy is not None and arm.policy.repair == "first_k" and arm.moved_tokens for arm in blend.arms)
+    lossy = KVBoost(*embedded, chunk_size=32, kv_cache_bits=4)
+    assert not lossy.verify_correctness([DOCUMENTS[at] + QUESTIONS[at] for at in (0, 1, 0)], max_new_tokens=3)
+
+
+# Loading
+
+
+def test_models_are_loaded_by_name(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine = KVBoost.from_pretrained(
+        EMBEDDED_MODEL_DIR, dtype=torch.float32, chunk_size=64, device="cpu", assistant=str(EMBEDDED_DRAFT_DIR)
+    )
+    prompt = DOCUMENTS[0] + QUESTIONS[0]
+    assert engine.store.chunker.chunk_size == 64
+    assert engine.generate(prompt, NEW).token_ids == plain(KVBoost(*embedded), prompt)
+    assert engine.streaming_stats() is None
+
+
+def test_streamed_models_are_loaded_by_name(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine = KVBoost.from_pretrained(
+        EMBEDDED_MODEL_DIR, dtype=torch.float32, device="cpu", streaming_config=StreamingConfig(keep_first_k=1)
+    )
+    prompt = DOCUMENTS[0] + QUESTIONS[0]
+    assert engine.generate(prompt, NEW).token_ids == plain(KVBoost(*embedded), prompt)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"recompute_strategy": "magic"}, "cacheblend"),
+        ({"kv_cache_bits": 3}, "16, 8 or 4"),
+        ({"max_chunks": 2, "max_cache_bytes": 2**30}, "one of the two"),
+        ({"max_chunks": 0}, "1 or more"),
+        ({"max_cache_bytes": 2e9}, "positive int"),
+        ({"min_deviation": 0.01}, "min_coverage"),
+        ({"recency_window_chunks": 8}, "pin=True"),
+        ({"speculative_config": object()}, "assistant"),
+        ({"tree_speculative_config": object()}, "TreeDecoding"),
+        ({"awq_path": "x"}, "load_streamed"),
+        ({"recompute_ratio": 2, "recompute_strategy": "cacheblend"}, "from 0 to 1"),
+    ],
+)
+def test_settings_that_do_not_work_say_what_does(
+    embedded: tuple[PreTrainedModel, Any], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        KVBoost(*embedded, **options)
+    with pytest.raises(ValueError, match=says):
+        KVBoost.from_pretrained(EMBEDDED_MODEL_DIR, device="cpu", **options)
+
+
+def test_unknown_settings_are_refused(embedded: tuple[PreTrainedModel, Any]) -> None:
+    with pytest.raises(TypeError, match="chunk_sise"):
+        KVBoost(*embedded, chunk_sise=64)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"temperature": 0.7}, "do_sample=True"),
+        ({"temperature": 0, "do_sample": True}, "positive"),
+        ({"max_new_tokens": 0}, "1 or more"),
+        ({"mode": "magic"}, "prefix_cache"),
+        ({"on_token": print}, "stream"),
+        ({"cacheable_prefix_len": 3}, "salt"),
+        ({"kv_cache_bits": 8}, "setting"),
+        ({"past_key_values": None}, "set by the engine"),
+        ({"num_beams": 2}, "set by the engine"),
+    ],
+)
+def test_arguments_that_do_not_work_say_what_does(engine: KVBoost, options: dict[str, Any], says: str) -> None:
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(ValueError, match=says):
+            call("Who?", **options)
+
+
+def test_prompts_must_be_texts(engine: KVBoost) -> None:
+    with pytest.raises(ValueError, match="one token or more"):
+        engine.generate("")
+    with pytest.raises(ValueError, match="must be a text"):
+        engine.generate([1, 2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Pass \[text\]"):
+        engine.generate_batch("Who?")
+    with pytest.raises(ValueError, match="stop_strings"):
+        engine.generate_batch(["Who?", "Where?"], stop_strings=["."])
+    with pytest.raises(ValueError, match="documents"):
+        engine.warm("Who?", position_offset=16)
+
+
+def test_the_package_says_what_its_names_are(engine: KVBoost) -> None:
+    assert kvboost_hf.KVBoost is KVBoost
+    with pytest.raises(AttributeError, match="codec="):
+        kvboost_hf.quantize_kv  # noqa: B018

@@ -1,0 +1,160 @@
+"""The table of what kvboost's names are here is true, complete, and on its page."""
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+import kvboost_hf
+from kvboost_hf.config import DraftTreeConfig
+from kvboost_hf.engine import EngineSettings
+from kvboost_hf.migration import TABLE, Entry, missing, refuse
+from kvboost_hf.migration.page import page
+
+ROOT = Path(__file__).parents[2]
+ENTRIES = [entry for entries in TABLE.values() for entry in entries]
+
+# What kvboost 0.9.0 has, taken down by hand.
+EXPORTED = """
+KVBoost GenerationMode GenerationResult RecomputeStrategy CPUPagedEngine BlockAllocator paged_attention_fwd
+ChunkBlockMapper install_flash_attention uninstall_flash_attention install_paged_attention uninstall_paged_attention
+flash_attention_available get_flash_attn_tier CachedChunk AssembledPrompt WarmResult KVCacheManager ChunkRegistry
+ChunkStrategy PromptAssembler AssemblyMode SelectiveRecompute CacheBlendRecompute SUPPORTED_ARCHITECTURES
+UNSUPPORTED_ARCHITECTURES check_model_compatibility quantize_kv dequantize_kv QuantizedKV content_hash_from_tokens
+chained_hash DiskTier find_common_chunk_prefix broadcast_kv group_by_prefix default_device
+StreamingConfig StreamingCausalLM load_streaming_model SpeculativeConfig TreeSpeculativeConfig SpeculativeStats
+"""
+CONSTRUCTOR = """
+model tokenizer max_cache_bytes chunk_size max_chunks recency_window_chunks recompute_overlap recompute_strategy
+recompute_ratio kv_cache_bits disk_cache_dir device chunk_boundary_window overlap_k sink_tokens prefill_chunk_size
+speculative_config tree_speculative_config cost_coefficients model_name strict streaming_config awq_path
+"""
+GENERATE = """
+prompt max_new_tokens mode temperature do_sample cacheable_prefix_len on_token prefill_chunk_size kv_cache_bits
+"""
+RESULTS = """
+mode prompt output_text generated_tokens ttft_ms total_ms tokens_per_sec kv_reuse_ratio prompt_tokens cached_tokens
+first_token_logits chunks_stored token_count chunk_size chunk_boundary_aligned partial_tail_tokens alignment_warning
+"""
+STREAMING = """
+residency_mode keep_first_k keep_last_k n_staging_slots auto_slots_margin_gb auto_slots_max enable_double_buffering
+enable_async_prefetch transfer_stream_priority use_pinned_memory enable_pinned_lru quant_kernel fuse_gate_up
+prefetch_layers_ahead streaming_disable_below_layers verify_layer_shapes enable_nvtx verbose_scheduler
+speculative_decode paged_kv_cache max_pinned_host_memory_gb
+"""
+SPECULATION = """
+draft_model_id draft_streaming_config draft_device draft_k mode temperature enable_kv_rollback max_branching max_depth
+node_budget cold_accept ewma_alpha verify_extra_per_node policy
+"""
+FLAGS = """
+model gguf-file model-name device dtype backend quantization use-slow-tokenizer max-memory max-cache-bytes chunk-size
+recompute-strategy kv-cache-bits sink-tokens overlap-k prefill-chunk-size block-size num-blocks awq-streaming
+streaming-mode keep-first-k keep-last-k streaming-quant-kernel speculative-draft-model speculative-gamma
+speculative-mode speculative-temperature speculative-tree speculative-mode-policy speculative-tree-max-branching
+speculative-tree-max-depth speculative-tree-node-budget speculative-tree-cold-accept host port workers batch-window-ms
+max-batch-size max-queue-size release-cache-after-request oom-planning no-oom-planning auto-truncate
+planner-safety-margin max-tokens enable-auto-tool-choice tool-call-parser warm always-warm log-level
+"""
+METHODS = """
+from_pretrained reset_cache set_cost_coefficients generate generate_batch generate_many warm cache_stats
+speculative_stats streaming_stats verify_correctness
+"""
+
+
+def names(section: str) -> list[str]:
+    return [name for entry in TABLE[section] for name in entry.names]
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("names", EXPORTED.split()),
+        ("KVBoost", CONSTRUCTOR.split()),
+        ("generate", GENERATE.split()),
+        ("results", RESULTS.split()),
+        ("StreamingConfig", STREAMING.split()),
+        ("speculation", SPECULATION.split()),
+        ("server flags", [f"--{flag}" for flag in FLAGS.split()]),
+        ("methods", [f"KVBoost.{method}" for method in METHODS.split()]),
+    ],
+)
+def test_nothing_is_left_out(section: str, expected: list[str]) -> None:
+    assert set(expected) <= set(names(section))
+    assert len(names(section)) == len(set(names(section)))
+
+
+@pytest.mark.parametrize("name", sorted({name for entry in ENTRIES for name in entry.ours}))
+def test_what_is_ours_can_be_imported(name: str) -> None:
+    assert resolved(name) is not None
+
+
+def test_a_name_that_is_not_there_would_be_noticed() -> None:
+    with pytest.raises(AttributeError):
+        resolved("kvboost_hf.ChunkStore.wram")
+
+
+def resolved(name: str) -> object:
+    package, *path = name.split(".")
+    return reduce(getattr, path, importlib.import_module(package))
+
+
+def test_every_entry_says_something() -> None:
+    assert all(entry.ours or entry.note for entry in ENTRIES)
+    assert all(entry.note.endswith(".") for entry in ENTRIES if entry.note)
+
+
+def test_arguments_of_calls_are_taken_or_refused() -> None:
+    taken = {*EngineSettings.__dataclass_fields__, *inspect.signature(kvboost_hf.KVBoost).parameters}
+    taken |= {*inspect.signature(kvboost_hf.KVBoost.from_pretrained).parameters, "model_name"}
+    for entry in TABLE["KVBoost"]:
+        for name in entry.names:
+            assert (name in taken) != entry.refused, name
+    taken = {*inspect.signature(kvboost_hf.KVBoost.generate).parameters, "prefill_chunk_size"}
+    for entry in TABLE["generate"]:
+        for name in entry.names:
+            assert (name in taken) != entry.refused, name
+
+
+@pytest.mark.parametrize("section", ["KVBoost", "generate"])
+def test_what_is_refused_says_what_to_do(section: str) -> None:
+    for entry in TABLE[section]:
+        for name in entry.names:
+            if entry.refused:
+                with pytest.raises(ValueError, match=f"`{name}` must be left out. {re.escape(entry.note)}"):
+                    refuse(section, ["top_p", name])
+            else:
+                refuse(section, [name])
+
+
+def test_names_that_are_gone_name_what_took_their_place() -> None:
+    for entry in TABLE["names"]:
+        for name in entry.names:
+            if name not in kvboost_hf.__all__:
+                with pytest.raises(AttributeError, match=re.escape(f"`{name}`. {entry.note}"[:60])) as found:
+                    getattr(kvboost_hf, name)
+                assert all(ours in str(found.value) for ours in entry.ours)
+    with pytest.raises(AttributeError, match=r"kvboost_hf has no `nothing_of_the_kind`\.$"):
+        kvboost_hf.nothing_of_the_kind  # noqa: B018
+    assert missing("KVBoost.set_cost_coefficients") == "kvboost_hf has no `KVBoost.set_cost_coefficients`. " + (
+        "Nothing to set: times are measured."
+    )
+
+
+def test_fields_of_drafts_have_their_names() -> None:
+    fields = {name.rpartition(".")[2] for entry in TABLE["speculation"] for name in entry.ours if "Tree" in name}
+    assert fields <= set(DraftTreeConfig.__dataclass_fields__)
+
+
+def test_the_page_is_what_the_table_says(tmp_path: Path) -> None:
+    written = ROOT / "docs" / "migrating-from-kvboost.md"
+    assert written.read_text(encoding="utf-8") == page(), "run python -m kvboost_hf.migration --write " + str(written)
+    again = tmp_path / "page.md"
+    command = [sys.executable, "-W", "error", "-m", "kvboost_hf.migration", "--write", str(again)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    assert again.read_text(encoding="utf-8") == page()
+    assert Entry("a, b", "c.").names == ("a", "b")
