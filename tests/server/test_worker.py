@@ -203,7 +203,7 @@ def test_tenants_do_not_see_each_other(engines: Any) -> None:
         listener = Told()
         engine.submit(job(random_ids(40, 1), 2, salt=salt), listener)
         found.append(listener.end.cached_tokens)
-    assert found == [0, 0, 32]
+    assert found == [0, 0, 39]
 
 
 def test_what_is_too_long_is_refused(engines: Any) -> None:
