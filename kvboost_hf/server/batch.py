@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -24,12 +23,12 @@ _ROOM = 128  # columns to spare, at least, in a buffer that had to be made anew
 
 
 class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Keys and values [rows, num_kv_heads, columns, head_dim] in buffers with room to spare."""
+    """Keys and values [rows, num_kv_heads, columns, head_dim], in buffers with rows and columns to spare."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers: list[torch.Tensor] = []
-        self.stop = 0
+        self.rows = self.stop = 0
 
     def get_seq_length(self) -> int:
         """Columns held."""
@@ -37,15 +36,45 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Append [rows, num_kv_heads, 1, head_dim]; returns views of all columns."""
-        new = key_states.shape[2]
-        if self.stop + new > self.buffers[0].shape[2]:
-            room = max(_ROOM, self.stop // 8) + new
-            self.buffers = [F.pad(buffer[:, :, : self.stop], (0, 0, 0, room)) for buffer in self.buffers]
+        start, self.stop = self.stop, self.stop + key_states.shape[2]
+        if self.stop > self.buffers[0].shape[2]:
+            self.move(0, len(self.buffers[0]), start)
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self.stop : self.stop + new].copy_(states)
-        self.stop += new
-        self.keys, self.values = (buffer[:, :, : self.stop] for buffer in self.buffers)
+            buffer[: self.rows, :, start : self.stop].copy_(states)
+        self.keys, self.values = (buffer[: self.rows, :, : self.stop] for buffer in self.buffers)
         return self.keys, self.values
+
+    def add(self, pair: Pair, stop: int) -> None:
+        """Add a row whose last columns are `pair`; all rows end at `stop` then."""
+        if not self.buffers:
+            shapes = [(1, new.shape[1], stop + _room(stop), new.shape[3]) for new in pair]
+            self.buffers = [new.new_zeros(shape) for new, shape in zip(pair, shapes, strict=True)]
+            self.stop = stop
+        rows = len(self.buffers[0])
+        if self.rows == rows or stop > self.stop:
+            by, held, self.stop = stop - self.stop, self.stop, stop
+            self.move(by, rows if self.rows < rows else 2 * rows, held)
+        for buffer, new in zip(self.buffers, pair, strict=True):
+            buffer[self.rows, :, : stop - new.shape[2]] = 0  # whatever is hidden must be a number
+            buffer[self.rows, :, stop - new.shape[2] : stop].copy_(new[0])
+        self.rows += 1
+
+    def remove(self, row: int) -> None:
+        """Remove a row; the last one takes its place."""
+        self.rows -= 1
+        for buffer in self.buffers:
+            buffer[row, :, : self.stop].copy_(buffer[self.rows, :, : self.stop])
+
+    def move(self, by: int, rows: int, held: int) -> None:
+        """Make new buffers, of so many rows, in which the first `held` columns are `by` further on."""
+        for i, buffer in enumerate(self.buffers):
+            made = buffer.new_zeros(rows, buffer.shape[1], self.stop + _room(self.stop), buffer.shape[3])
+            made[: self.rows, :, max(by, 0) : held + by].copy_(buffer[: self.rows, :, max(-by, 0) : held])
+            self.buffers[i] = made
+
+
+def _room(columns: int) -> int:
+    return max(_ROOM, columns // 8)
 
 
 class _BatchCache(Cache):
@@ -89,32 +118,31 @@ class BatchKV:
         if not self._lengths:
             self._layers = [None if pair is None else _BatchLayer() for pair in kv]
             self._stop = 0
-        stop = max(self._stop, length)
+        self._stop = max(self._stop, length)
         for layer, pair in zip(self._layers, kv, strict=True):
-            if layer is None or pair is None:
-                continue
-            made = []
-            for i, new in enumerate(pair):
-                buffer = new.new_zeros(len(self) + 1, new.shape[1], stop + _ROOM, new.shape[3])
-                if layer.buffers:
-                    buffer[:-1, :, stop - self._stop : stop].copy_(layer.buffers[i][:, :, : self._stop])
-                buffer[-1:, :, stop - new.shape[2] : stop].copy_(new)
-                made.append(buffer)
-            layer.buffers, layer.stop = made, stop
+            if layer is not None and pair is not None:
+                layer.add(pair, self._stop)
         self._lengths.append(length)
-        self._stop = stop
 
     @torch.no_grad()
     def leave(self, row: int) -> None:
-        """Remove a row; those behind it move up, and columns that nobody needs any more go."""
-        del self._lengths[row]
-        rest = [i for i in range(len(self) + 1) if i != row]
-        first = self._stop - max(self._lengths, default=0)
+        """Remove a row; the last one takes its place."""
+        last = self._lengths.pop()
+        if row < len(self):
+            self._lengths[row] = last
+        if not self._lengths:
+            self._layers = []
+            return
+        longest = max(self._lengths)
+        unused = self._stop - longest
         for layer in self._layers:
             if layer is not None:
-                layer.buffers = [buffer[rest, :, first:] for buffer in layer.buffers] if rest else []
-                layer.stop -= first
-        self._stop -= first
+                layer.remove(row)
+                if unused > longest:  # most of the columns are of nobody
+                    held, layer.stop = layer.stop, longest
+                    layer.move(-unused, len(layer.buffers[0]), held)
+        if unused > longest:
+            self._stop = longest
 
     def read(self, row: int, tokens: int) -> list[Pair | None]:
         """Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of a row's last `tokens`, as views."""

@@ -39,7 +39,7 @@ from kvboost_hf.server.jobs import (
 )
 from kvboost_hf.server.sampling import Sampler, choose_rows
 from kvboost_hf.server.text import TextStream
-from kvboost_hf.server.waiting import WaitingLine
+from kvboost_hf.server.waiting import WaitingLine, common_prefix
 
 _log = logging.getLogger("kvboost_hf.server")
 
@@ -225,7 +225,7 @@ class ModelEngine:
                 self._admit()
             self._end_those_that_must()
             if self._prompts:
-                self._run_piece(self._next_prompt())
+                self._run_prompts()
             if self._running:
                 self._run_step()
         for row in [*self._prompts, *self._running, *self._waiting]:
@@ -269,15 +269,22 @@ class ModelEngine:
             other.passed = 0 if other is row else other.passed + 1
         return row
 
-    def _run_piece(self, row: _Row) -> None:
+    def _run_prompts(self) -> None:
+        """A piece of a prompt, or several short ones."""
+        room = self._piece
+        while self._prompts and room > 0:
+            room -= self._run_piece(self._next_prompt(), room)
+
+    def _run_piece(self, row: _Row, room: int) -> int:
+        """The next piece of a prompt, of at most `room` tokens to compute; returns how many they were."""
         try:
-            logits = self._prefill(row)
+            computed, logits = self._prefill(row, room)
             if row.left:
-                return
+                return computed
             self._begin_text(row)
             if not row.job.options.max_tokens:
                 self._end(row, "length")
-                return
+                return computed
             if self._takes_rows:
                 assert row.cache is not None
                 self._batch.join(row.cache.read(), len(row.job.ids))
@@ -286,20 +293,21 @@ class ModelEngine:
             self._running.append(row)
         except Exception as error:
             self._fail([row], error)
-            return
+            return room
         self._take([row], logits)
+        return computed
 
-    def _prefill(self, row: _Row) -> torch.Tensor:
-        """Compute the next piece of a prompt; returns the logits [1, vocab_size] behind it."""
+    def _prefill(self, row: _Row, room: int) -> tuple[int, torch.Tensor]:
+        """Compute the next piece of a prompt; returns its tokens, and the logits [1, vocab_size] behind it."""
         ids = torch.tensor([row.job.ids], device=self._device)
+        known = row.done
         if row.cache is None:
             row.started = time.perf_counter()
-            row.cache = ChunkReuseCache(self.model, self.store, self._policy, row.job.salt)
-            whole = self._policy.mode == "blend" or row.cache.lending_reason is not None
-            stop = len(row.job.ids) if whole else row.cache.stored_tokens(ids) + self._piece
-        else:
-            stop = row.done + self._piece
-        stop = min(stop, len(row.job.ids))
+            shared = self._open(row)
+            assert row.cache is not None
+            known = max(row.cache.stored_tokens(ids), shared)
+        whole = self._policy.mode == "blend" or not self._takes_rows  # which cannot be cut
+        stop = len(row.job.ids) if whole else min(known + room, len(row.job.ids))
         model: Any = self.model
         output = model(
             input_ids=ids[:, row.done : stop],
@@ -311,7 +319,29 @@ class ModelEngine:
         row.done = stop
         self._counts["pieces"] += 1
         logits: torch.Tensor = output.logits[:, -1]
-        return logits
+        return stop - known, logits
+
+    def _open(self, row: _Row) -> int:
+        """Give a row a cache: one that goes on from another row's, if that has more of its prompt than a chunk.
+
+        Returns:
+            Tokens that it shares.
+        """
+        others = [
+            each
+            for each in (*self._running, *self._prompts)
+            if each.cache is not None and each.job.salt == row.job.salt
+        ]
+        shared = [min(common_prefix(each.job.ids, row.job.ids), each.done) for each in others]
+        most = max(shared, default=0)
+        if self._takes_rows and most >= self.store.chunker.chunk_size:
+            other = others[shared.index(most)].cache
+            assert other is not None
+            row.cache = other.fork()
+            row.cache.begin_anew()
+            return most
+        row.cache = ChunkReuseCache(self.model, self.store, self._policy, row.job.salt)
+        return 0
 
     def _begin_text(self, row: _Row) -> None:
         assert row.cache is not None
@@ -401,14 +431,13 @@ class ModelEngine:
             self._prompts.remove(row)
         elif row in self._running:
             place = self._running.index(row)
-            del self._running[place]
-            if self._takes_rows and place < len(self._batch):
+            if self._takes_rows:
                 new = self._batch.length(place) - row.joined
                 if new and cache is not None:
                     ids = torch.tensor([row.ids[:new]], device=self._device)
                     positions = torch.arange(row.joined, row.joined + new, device=self._device)[None]
                     cache.extend(ids, positions, self._batch.read(place, new))
-                self._batch.leave(place)
+            self._leave(place)
         if cache is not None:
             cache.store_tails()
         row.cache = None
@@ -418,14 +447,19 @@ class ModelEngine:
         _log.error("A forward has failed.", exc_info=error)
         for row in rows:
             if row in self._running:
-                place = self._running.index(row)
-                del self._running[place]
-                if self._takes_rows and place < len(self._batch):
-                    self._batch.leave(place)
+                self._leave(self._running.index(row))
             elif row in self._prompts:
                 self._prompts.remove(row)
             row.cache = None
             self._tell_end(row, "error", f"{type(error).__name__}: {error}")
+
+    def _leave(self, place: int) -> None:
+        """Remove a row; the last one takes its place."""
+        last = self._running.pop()
+        if place < len(self._running):
+            self._running[place] = last
+        if self._takes_rows:
+            self._batch.leave(place)
 
     def _tell_end(self, row: _Row, reason: FinishReason, error: str | None = None) -> None:
         now = time.perf_counter()
