@@ -159,8 +159,8 @@ def main() -> None:
         result[name] = {"texts": len(tasks), "tokens": sum(map(len, expected)), "found": found}
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "speculation_trees.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "speculation_trees.md").write_text(markdown(result))
+        (options.out / "speculation-trees.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.out / "speculation-trees.md").write_text(markdown(result))
     print(markdown(result))
 
 

@@ -6,9 +6,11 @@ Drafts that branch are such tokens: side by side in the layers, they are no text
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvboost_hf.cache.held import Running
+from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.serve import ServingCache
 from kvboost_hf.compat import attention_kind, rope_regime
 from kvboost_hf.handles import ATTENTION
@@ -16,6 +18,14 @@ from kvboost_hf.handles import ATTENTION
 
 class LendingCache(ServingCache):
     """A cache whose layers can be lent."""
+
+    @property
+    def lending_reason(self) -> str | None:
+        """Why the layers cannot be lent, nor read and extended; None if they can."""
+        if self._unsupported is not None:
+            return self._unsupported
+        rigid = {type(layer).__name__ for layer in self._layers if layer.is_stateful or not layer.can_branch}
+        return f"its cache has layers of the kind {', '.join(sorted(rigid))}" if rigid else None
 
     def lend(self) -> list[Any]:
         """The layers, as transformers knows them, for one forward that is not told to the cache.
@@ -26,12 +36,8 @@ class LendingCache(ServingCache):
             ValueError: if the layers cannot forget what was appended.
         """
         self._settled()
-        if self._unsupported is not None:
-            raise ValueError(f"K/V of branches needs a model that can reuse K/V, but {self._unsupported}.")
-        rigid = {type(layer).__name__ for layer in self._layers if layer.is_stateful or not layer.can_branch}
-        if rigid:
-            kinds = ", ".join(sorted(rigid))
-            raise ValueError(f"K/V of branches cannot be held in layers of the kind {kinds}. Draft chains instead.")
+        if (reason := self.lending_reason) is not None:
+            raise ValueError(f"K/V of branches cannot be held, for {reason}. Draft chains instead.")
         model = self._model()
         self._hand_out(model is not None and attention_kind(model) == ATTENTION)
         self._running = Running(self._held())
@@ -41,6 +47,27 @@ class LendingCache(ServingCache):
         """Forget what was appended since `lend`."""
         self._hand_out(False)
         self._recover()
+
+    def read(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of the only row's tokens that it holds.
+
+        They are views where they can be, and not to be kept. None for a layer that has none.
+        """
+        self._settled()
+        length = self._held()
+        found = [layer.columns(0, layer.first, length) for layer in self._layers]
+        return [None if not piece else (piece[0][None], piece[1][None]) for piece in found]
+
+    def stored_tokens(self, ids: torch.Tensor) -> int:
+        """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
+        model = self._model()
+        regime = rope_regime(model, ids.shape[1]) if model is not None and self._unsupported is None else None
+        root = self._root(regime) if regime is not None else None
+        if root is None:
+            return 0
+        ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)
+        tokens = ids.cpu().numpy().astype(np.int64, copy=False)
+        return ledger.plan(tokens, 0, ids.shape[1] - 1, self.store, 0, stateful=self._stateful).filled
 
     def extend(
         self,

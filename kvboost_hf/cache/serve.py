@@ -70,7 +70,15 @@ class ServingCache(BlendingCache):
     """A cache that leaves out of each forward what it or its store holds already."""
 
     _call: GenerateCall | None = None  # the generate() call that has armed the cache
+    _begins_anew = False  # the next forward brings a prompt, whatever the layers hold
     _hides_padding_only = True  # the mask of the last generate() call, if it went on from what the layers hold
+
+    def begin_anew(self) -> None:
+        """Take the ids of the next forward for the start of a prompt, as generate() has it, not for what follows.
+
+        What the layers hold of it is used, and the rest forgotten.
+        """
+        self._begins_anew = True
 
     # Before a forward
 
@@ -87,7 +95,8 @@ class ServingCache(BlendingCache):
         self._recover()
         self._hand_out(False)
         call, self._call = self._call, None
-        armed = call is not None and call.contains(sys._getframe())
+        armed = self._begins_anew or (call is not None and call.contains(sys._getframe()))
+        self._begins_anew = False
         if self._lost and not armed:
             raise InterruptedForwardError(
                 "The last forward with this ChunkReuseCache was interrupted, and the states that it held cannot be "

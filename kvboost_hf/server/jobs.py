@@ -29,7 +29,7 @@ class SamplingOptions:
     """How the tokens of one job are chosen.
 
     Args:
-        max_tokens: At most so many.
+        max_tokens: At most so many; with 0 the prompt is computed, and kept in the store.
         temperature: 0 takes the likeliest.
         top_p: Of the likeliest tokens, those that have this probability together.
         top_k: The so many likeliest tokens; 0 for all.

@@ -1,0 +1,491 @@
+"""The thread that runs the model: one piece of a prompt, then one token for each running text, and so on.
+
+    submit ──▶ waiting ──▶ prompt, piece by piece ──▶ batch, a token a step ──▶ finished
+                             ChunkReuseCache            BatchKV
+
+A long prompt keeps nobody waiting for more than one of its pieces, and a text that ends makes room at once. What was
+computed, prompt and answer, is in the store when a text has ended.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.compat import cache_argument, input_device, require_cache
+from kvboost_hf.config import ReusePolicy
+from kvboost_hf.server.batch import BatchKV
+from kvboost_hf.server.jobs import (
+    DrainingError,
+    Event,
+    Finished,
+    FinishReason,
+    Job,
+    Listener,
+    Progress,
+    QueueFullError,
+    TokenLogprob,
+    TooLongError,
+)
+from kvboost_hf.server.sampling import Sampler, choose_rows
+from kvboost_hf.server.text import TextStream
+from kvboost_hf.server.waiting import WaitingLine, common_prefix
+
+_log = logging.getLogger("kvboost_hf.server")
+
+_PATIENCE = 4  # pieces of other prompts that the first prompt lets pass
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A job under way; also its ticket."""
+
+    job: Job
+    listener: Listener
+    submitted: float
+    cancelled: bool = False
+    cache: ChunkReuseCache | None = None
+    done: int = 0  # tokens of the prompt that were computed or reused
+    passed: int = 0  # pieces of other prompts since the last one of this
+    ids: list[int] = field(default_factory=list)  # of the answer
+    sampler: Sampler | None = None
+    text: TextStream | None = None
+    joined: int = 0  # tokens that its own cache holds while it is in the batch
+    report: ReuseReport | None = None
+    started: float | None = None
+    first: float | None = None  # when its first token was on the host
+
+    def cancel(self) -> None:
+        """See `Ticket`."""
+        self.cancelled = True
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        return len(self.job.ids) + self.job.options.max_tokens
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that are still to be computed."""
+        return len(self.job.ids) - self.done
+
+
+def _fits(row: _Row, most: int | None) -> bool:
+    return most is None or row.longest <= most
+
+
+class ModelEngine:
+    """Runs jobs on a model, in a thread of its own. See `Engine`.
+
+    Args:
+        model: A causal language model in eval mode.
+        tokenizer: Its tokenizer.
+        store: Where K/V is kept; None for the model's default store.
+        policy: How stored K/V may be used.
+        max_batch_size: Texts under way at once, prompts included.
+        max_queue_size: Jobs that may wait besides.
+        prefill_chunk_size: Tokens of a prompt that are computed at once, at most.
+        batch_window_ms: How long the first job after a pause waits for others, in milliseconds.
+        max_model_len: Tokens of prompt and answer together, at most; None for what the model has positions for.
+        max_live_tokens: Tokens of all texts under way, answers at their longest; None for no limit.
+
+    Raises:
+        ValueError: for a model that cannot be served, or numbers that are not positive.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        store: ChunkStore | None = None,
+        policy: ReusePolicy | None = None,
+        max_batch_size: int = 8,
+        max_queue_size: int = 64,
+        prefill_chunk_size: int = 256,
+        batch_window_ms: float = 0,
+        max_model_len: int | None = None,
+        max_live_tokens: int | None = None,
+    ) -> None:
+        require_cache(model)
+        limits = {
+            "max_batch_size": max_batch_size,
+            "max_queue_size": max_queue_size,
+            "prefill_chunk_size": prefill_chunk_size,
+            "max_model_len": max_model_len,
+            "max_live_tokens": max_live_tokens,
+        }
+        for name, value in limits.items():
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be positive, got {value}.")
+        self.model, self.tokenizer = model, tokenizer
+        self.store = store if store is not None else ChunkStore(model)
+        self._policy = policy if policy is not None else ReusePolicy()
+        self._max_batch, self._max_queue, self._piece = max_batch_size, max_queue_size, prefill_chunk_size
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._max_len = max_model_len or positions or 2**31
+        self._max_live, self._window_s = max_live_tokens, batch_window_ms / 1000
+        self._takes_rows = ChunkReuseCache(model, self.store).lending_reason is None
+        self._device = input_device(model)
+        self._changed = threading.Condition()
+        self._waiting: WaitingLine[_Row] = WaitingLine(lambda row: row.job.ids)
+        self._prompts: list[_Row] = []  # under way, in the order in which they were taken
+        self._running: list[_Row] = []  # in the order of the rows of the batch
+        self._batch = BatchKV(model)
+        self._draining = self._closed = False
+        self._counts: Counter[str] = Counter()
+        self._tiers: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._pace = 0.0  # seconds that a job takes, smoothed
+        self._thread = threading.Thread(target=self._run, name="kvboost-hf engine", daemon=True)
+        self._thread.start()
+
+    # Called by any thread
+
+    def submit(self, job: Job, listener: Listener) -> _Row:
+        """See `Engine`."""
+        row = _Row(job, listener, time.perf_counter())
+        prompt, longest = len(job.ids), row.longest
+        if not prompt:
+            raise ValueError("The prompt must have at least one token, got none.")
+        for limit, what in ((self._max_len, "the model's context"), (self._max_live, "the memory of this server")):
+            if limit is not None and longest > limit:
+                most = max(limit - job.options.max_tokens, 0)
+                raise TooLongError(
+                    f"A prompt of {prompt} tokens with {job.options.max_tokens} new ones takes {longest}, more than "
+                    f"the {limit} of {what}. Shorten it to {most} tokens, or ask for fewer new ones.",
+                    most,
+                )
+        with self._changed:
+            if self._draining or self._closed:
+                raise DrainingError("The server is about to end and takes no more requests.")
+            if len(self._waiting) >= self._max_queue:
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests are waiting, as many as may. Try again later.",
+                    max(1.0, self._pace * len(self._waiting) / self._max_batch),
+                )
+            self._waiting.append(row)
+            self._changed.notify_all()
+        return row
+
+    def stats(self) -> dict[str, Any]:
+        """See `Engine`."""
+        with self._changed:
+            return {
+                "waiting": len(self._waiting),
+                "prompts": len(self._prompts),
+                "running": len(self._running),
+                "batch_bytes": self._batch.nbytes,
+                **{name: self._counts[name] for name in ("prompt_tokens", "cached_tokens", "computed_tokens")},
+                **{name: self._counts[name] for name in ("generated_tokens", "steps", "pieces")},
+                "cached_tokens_by_tier": dict(self._tiers),
+                "finished": dict(self._finished),
+                "store": dict(self.store.stats()),
+            }
+
+    def drain(self, timeout_s: float) -> bool:
+        """See `Engine`."""
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(lambda: not self._count(), timeout_s)
+
+    def close(self) -> None:
+        """End all jobs, and the thread."""
+        with self._changed:
+            self._draining = self._closed = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # The thread
+
+    def _count(self) -> int:
+        return len(self._waiting) + len(self._prompts) + len(self._running)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                idle = not self._count()
+                self._changed.wait_for(lambda: self._closed or self._count())
+                if idle and self._window_s:
+                    self._changed.wait_for(lambda: self._closed or self._count() >= self._max_batch, self._window_s)
+                if self._closed:
+                    break
+                self._admit()
+            self._end_those_that_must()
+            if self._prompts:
+                self._run_prompts()
+            if self._running:
+                self._run_step()
+        for row in [*self._prompts, *self._running, *self._waiting]:
+            self._tell_end(row, "cancelled")
+
+    def _admit(self) -> None:
+        """Take jobs from the line as long as there is room."""
+        while len(self._waiting) and len(self._prompts) + len(self._running) < self._max_batch:
+            busy = sum(row.longest for row in (*self._prompts, *self._running))
+            row = self._waiting.take(
+                partial(_fits, most=self._max_live - busy if self._max_live is not None else None)
+            )
+            if row is None:
+                break
+            self._prompts.append(row)
+
+    def _end_those_that_must(self) -> None:
+        """End what was cancelled or has taken too long, waiting or not."""
+        now = time.perf_counter()
+        with self._changed:
+            waiting = [row for row in self._waiting if self._must_end(row, now) is not None]
+            for row in waiting:
+                self._waiting.remove(row)
+        for row in waiting:
+            self._tell_end(row, self._must_end(row, now) or "cancelled")
+        for row in [*self._prompts, *self._running]:
+            if (reason := self._must_end(row, now)) is not None:
+                self._end(row, reason)
+
+    def _must_end(self, row: _Row, now: float) -> FinishReason | None:
+        if row.cancelled:
+            return "cancelled"
+        limit = row.job.timeout_s
+        return "timeout" if limit is not None and now - row.submitted > limit else None
+
+    def _next_prompt(self) -> _Row:
+        """The one with the least left, unless the first one has waited for long enough."""
+        first = self._prompts[0]
+        row = first if first.passed >= _PATIENCE else min(self._prompts, key=lambda row: row.left)
+        for other in self._prompts:
+            other.passed = 0 if other is row else other.passed + 1
+        return row
+
+    def _run_prompts(self) -> None:
+        """A piece of a prompt, or several short ones."""
+        room = self._piece
+        while self._prompts and room > 0:
+            room -= self._run_piece(self._next_prompt(), room)
+
+    def _run_piece(self, row: _Row, room: int) -> int:
+        """The next piece of a prompt, of at most `room` tokens to compute; returns how many they were."""
+        try:
+            computed, logits = self._prefill(row, room)
+            if row.left:
+                return computed
+            self._begin_text(row)
+            if not row.job.options.max_tokens:
+                self._end(row, "length")
+                return computed
+            if self._takes_rows:
+                assert row.cache is not None
+                self._batch.join(row.cache.read(), len(row.job.ids))
+                row.joined = len(row.job.ids)
+            self._prompts.remove(row)
+            self._running.append(row)
+        except Exception as error:
+            self._fail([row], error)
+            return room
+        self._take([row], logits)
+        return computed
+
+    def _prefill(self, row: _Row, room: int) -> tuple[int, torch.Tensor]:
+        """Compute the next piece of a prompt; returns its tokens, and the logits [1, vocab_size] behind it."""
+        ids = torch.tensor([row.job.ids], device=self._device)
+        known = row.done
+        if row.cache is None:
+            row.started = time.perf_counter()
+            shared = self._open(row)
+            assert row.cache is not None
+            known = max(row.cache.stored_tokens(ids), shared)
+        whole = self._policy.mode == "blend" or not self._takes_rows  # which cannot be cut
+        stop = len(row.job.ids) if whole else min(known + room, len(row.job.ids))
+        model: Any = self.model
+        output = model(
+            input_ids=ids[:, row.done : stop],
+            logits_to_keep=1,
+            use_cache=True,
+            return_dict=True,
+            **{cache_argument(self.model): row.cache},
+        )
+        row.done = stop
+        self._counts["pieces"] += 1
+        logits: torch.Tensor = output.logits[:, -1]
+        return stop - known, logits
+
+    def _open(self, row: _Row) -> int:
+        """Give a row a cache: one that goes on from another row's, if that has more of its prompt than a chunk.
+
+        Returns:
+            Tokens that it shares.
+        """
+        others = [
+            each
+            for each in (*self._running, *self._prompts)
+            if each.cache is not None and each.job.salt == row.job.salt
+        ]
+        shared = [min(common_prefix(each.job.ids, row.job.ids), each.done) for each in others]
+        most = max(shared, default=0)
+        if self._takes_rows and most >= self.store.chunker.chunk_size:
+            other = others[shared.index(most)].cache
+            assert other is not None
+            row.cache = other.fork()
+            row.cache.begin_anew()
+            return most
+        row.cache = ChunkReuseCache(self.model, self.store, self._policy, row.job.salt)
+        return 0
+
+    def _begin_text(self, row: _Row) -> None:
+        assert row.cache is not None
+        report = row.report = row.cache.report
+        self._counts.update(
+            prompt_tokens=report.prompt_tokens,
+            cached_tokens=report.reused_tokens,
+            computed_tokens=report.forwarded_tokens,
+        )
+        self._tiers.update(report.tier_tokens)
+        row.sampler = Sampler(row.job.options, row.job.ids)
+        row.text = TextStream(self.tokenizer, row.job.stop, row.job.ids)
+
+    def _run_step(self) -> None:
+        """One more token for each running text."""
+        rows = list(self._running)
+        try:
+            if self._takes_rows:
+                logits = self._batch.step([row.ids[-1] for row in rows])
+            else:
+                logits = torch.cat([self._step_alone(row) for row in rows])
+        except Exception as error:
+            self._fail(rows, error)
+            return
+        self._counts["steps"] += 1
+        self._take(rows, logits)
+
+    def _step_alone(self, row: _Row) -> torch.Tensor:
+        """For models whose rows cannot be put together."""
+        model: Any = self.model
+        ids = torch.tensor([row.ids[-1:]], device=self._device)
+        given = {cache_argument(self.model): row.cache}
+        logits: torch.Tensor = model(
+            input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True, **given
+        ).logits[:, -1]
+        return logits
+
+    def _take(self, rows: Sequence[_Row], logits: torch.Tensor) -> None:
+        """Choose a token for each row, tell of it, and end the rows that it ends."""
+        try:
+            chosen = choose_rows([row.sampler for row in rows if row.sampler is not None], logits)
+        except Exception as error:
+            self._fail(rows, error)
+            return
+        now = time.perf_counter()
+        for row, (token, logprob) in zip(rows, chosen, strict=True):
+            try:
+                reason = self._add(row, token, logprob, now)
+            except Exception as error:
+                self._fail([row], error)
+                continue
+            if reason is not None:
+                self._end(row, reason)
+
+    def _add(self, row: _Row, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
+        assert row.text is not None
+        row.ids.append(token)
+        self._counts["generated_tokens"] += 1
+        row.first = row.first or now
+        options = row.job.options
+        reason: FinishReason | None = None
+        if token in row.job.ends:
+            reason, piece = "stop", row.text.finish()
+        else:
+            piece = row.text.push(token)
+            constraint = options.constraint
+            if row.text.stopped or (constraint is not None and constraint.finished):
+                reason = "stop"
+            elif len(row.ids) >= options.max_tokens:
+                reason = "length"
+            if reason is not None:
+                piece += row.text.finish()
+        self._tell(row, Progress(piece, 1, () if logprob is None else (logprob,)))
+        return reason
+
+    def _end(self, row: _Row, reason: FinishReason) -> None:
+        """Make room, hand what was computed to the store, and tell of the end."""
+        try:
+            self._put_away(row)
+        except Exception:
+            _log.exception("K/V of a finished text could not be stored.")
+        self._tell_end(row, reason)
+
+    def _put_away(self, row: _Row) -> None:
+        cache = row.cache
+        if row in self._prompts:
+            self._prompts.remove(row)
+        elif row in self._running:
+            place = self._running.index(row)
+            if self._takes_rows:
+                new = self._batch.length(place) - row.joined
+                if new and cache is not None:
+                    ids = torch.tensor([row.ids[:new]], device=self._device)
+                    positions = torch.arange(row.joined, row.joined + new, device=self._device)[None]
+                    cache.extend(ids, positions, self._batch.read(place, new))
+            self._leave(place)
+        if cache is not None:
+            cache.store_tails()
+        row.cache = None
+
+    def _fail(self, rows: Sequence[_Row], error: Exception) -> None:
+        """End rows whose forward has failed, without what it may have left behind."""
+        _log.error("A forward has failed.", exc_info=error)
+        for row in rows:
+            if row in self._running:
+                self._leave(self._running.index(row))
+            elif row in self._prompts:
+                self._prompts.remove(row)
+            row.cache = None
+            self._tell_end(row, "error", f"{type(error).__name__}: {error}")
+
+    def _leave(self, place: int) -> None:
+        """Remove a row; the last one takes its place."""
+        last = self._running.pop()
+        if place < len(self._running):
+            self._running[place] = last
+        if self._takes_rows:
+            self._batch.leave(place)
+
+    def _tell_end(self, row: _Row, reason: FinishReason, error: str | None = None) -> None:
+        now = time.perf_counter()
+        report = row.report
+        with self._changed:
+            self._finished[reason] += 1
+            self._pace = 0.8 * self._pace + 0.2 * (now - (row.started or now))
+            self._changed.notify_all()
+        self._tell(
+            row,
+            Finished(
+                reason=reason,
+                prompt_tokens=len(row.job.ids),
+                completion_tokens=len(row.ids),
+                cached_tokens=report.reused_tokens if report is not None else 0,
+                tiers=dict(report.tier_tokens) if report is not None else {},
+                queue_s=(row.started or now) - row.submitted,
+                ttft_s=row.first - row.submitted if row.first is not None else None,
+                total_s=now - row.submitted,
+                error=error,
+            ),
+        )
+
+    def _tell(self, row: _Row, event: Event) -> None:
+        try:
+            row.listener(event)
+        except Exception:  # nobody listens any more
+            row.cancelled = True
+            _log.exception("A listener has failed.")

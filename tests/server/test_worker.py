@@ -1,0 +1,305 @@
+"""The thread that runs the model: each answer is that of plain generate(), whatever runs beside it."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf import ChunkStore
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.server.jobs import (
+    DrainingError,
+    Event,
+    Finished,
+    Job,
+    Progress,
+    QueueFullError,
+    SamplingOptions,
+    TooLongError,
+)
+from kvboost_hf.server.waiting import WaitingLine, common_prefix
+from kvboost_hf.server.worker import ModelEngine
+from tests.conftest import as_inputs, counted, make_model, random_ids
+
+WAIT_S = 60
+
+
+class Told:
+    """Listens, and waits for the end."""
+
+    def __init__(self, at: Callable[[Event], None] = lambda event: None) -> None:
+        self.events: list[Event] = []
+        self._at, self._ended = at, threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        self._at(event)
+        if isinstance(event, Finished):
+            self._ended.set()
+
+    @property
+    def end(self) -> Finished:
+        assert self._ended.wait(WAIT_S), "the job did not end"
+        *_, last = self.events
+        assert isinstance(last, Finished)
+        return last
+
+    @property
+    def text(self) -> str:
+        assert self.end
+        return "".join(event.text for event in self.events if isinstance(event, Progress))
+
+
+@pytest.fixture(scope="module")
+def reader() -> tuple[PreTrainedModel, Any]:
+    return load_embedded()
+
+
+class Ids:
+    """A tokenizer of numbers, for models that know no text."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(f"{each}," for each in ids)
+
+
+def job(ids: torch.Tensor, count: int, **more: Any) -> Job:
+    return Job(ids=ids[0].tolist(), options=SamplingOptions(max_tokens=count), **more)
+
+
+def plain(model: PreTrainedModel, ids: torch.Tensor, count: int) -> str:
+    said = model.generate(**as_inputs(ids), max_new_tokens=count, eos_token_id=None, do_sample=False)
+    return Ids().decode(said[0, ids.shape[1] :].tolist())
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., ModelEngine]]:
+    made: list[ModelEngine] = []
+
+    def make(model: PreTrainedModel, **told: Any) -> ModelEngine:
+        told = {"store": ChunkStore(model, chunk_size=16), "prefill_chunk_size": 16, **told}
+        made.append(ModelEngine(model, Ids(), **told))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+MODELS = ["llama", "qwen2", "gpt2", "deepseek_v3", "gemma2", "mistral", "gpt_oss", "qwen3_next", "bloom"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_beside_others(name: str, engines: Any) -> None:
+    """Rows of unequal length that come and go in the middle of others."""
+    model, rng = make_model(name), random.Random(0)
+    engine = engines(model, max_batch_size=3)
+    prompts = [random_ids(rng.choice((1, 5, 20, 40, 70)), seed) for seed in range(12)]
+    prompts[6] = torch.cat([prompts[3], random_ids(8, 99)], 1)
+    counts = [rng.randint(1, 24) for _ in prompts]
+    told = [Told() for _ in prompts]
+    for ids, count, listener in zip(prompts, counts, told, strict=True):
+        engine.submit(job(ids, count), listener)
+    for ids, count, listener in zip(prompts, counts, told, strict=True):
+        assert listener.text == plain(model, ids, count)
+        assert listener.end.reason == "length"
+        assert listener.end.completion_tokens == count
+        assert listener.end.prompt_tokens == ids.shape[1]
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+
+
+def test_what_was_said_is_not_computed_again(engines: Any) -> None:
+    model = make_model()
+    engine = engines(model)
+    ids = random_ids(50, 1)
+    first = Told()
+    engine.submit(job(ids, 30), first)
+    said = [int(each) for each in first.text.split(",")[:-1]]
+    longer = torch.cat([ids, torch.tensor([said]), random_ids(5, 2)], 1)
+    with counted(model) as work:
+        second = Told()
+        engine.submit(job(longer, 4), second)
+        assert second.end.cached_tokens >= 79
+    assert second.text == plain(model, longer, 4)
+    assert work.tokens <= 85 - 79 + 3
+
+
+def test_a_long_prompt_keeps_nobody_waiting(engines: Any) -> None:
+    model = make_model()
+    engine = engines(model)
+    order: list[str] = []
+    with engine._changed:  # both are there when the thread looks
+        long, short = (Told(lambda event, name=name: order.append(name)) for name in ("long", "short"))
+        engine.submit(job(random_ids(150, 1), 2), long)
+        engine.submit(job(random_ids(10, 2), 2), short)
+    assert {long.end.reason, short.end.reason} == {"length"}
+    assert order[:3] == ["short"] * 3
+
+
+def test_the_queue_is_bounded(engines: Any) -> None:
+    engine = engines(make_model(), max_batch_size=1, max_queue_size=3)
+    told = [Told() for _ in range(5)]
+    with engine._changed:
+        for listener in told[:3]:
+            engine.submit(job(random_ids(20, 0), 3), listener)
+        with pytest.raises(QueueFullError, match="3 requests are waiting") as refused:
+            engine.submit(job(random_ids(20, 0), 3), told[3])
+        assert refused.value.retry_after_s >= 1
+    assert all(listener.end.reason == "length" for listener in told[:3])
+    assert not told[3].events
+
+
+def test_cancelling_and_time_limits(engines: Any) -> None:
+    model = make_model()
+    engine = engines(model, max_batch_size=1)
+    tickets: list[Any] = []
+    running = Told(lambda event: tickets[0].cancel() if len(running.events) == 3 else None)
+    with engine._changed:
+        tickets.append(engine.submit(job(random_ids(20, 0), 500), running))
+        waiting, late, last = Told(), Told(), Told()
+        engine.submit(job(random_ids(20, 1), 5), waiting).cancel()
+        engine.submit(job(random_ids(20, 2), 5, timeout_s=0.0), late)
+        engine.submit(job(random_ids(20, 3), 5), last)
+    assert running.end.reason == "cancelled"
+    assert running.end.completion_tokens == 3
+    assert waiting.end.reason == "cancelled"
+    assert waiting.end.completion_tokens == 0
+    assert late.end.reason == "timeout"
+    assert last.text == plain(model, random_ids(20, 3), 5)
+
+
+def test_a_forward_that_fails(engines: Any) -> None:
+    model = make_model()
+    engine = engines(model)
+    calls = [0]
+
+    def fail(*_: object) -> None:
+        calls[0] += 1
+        if calls[0] in (2, 6):
+            raise RuntimeError("out of luck")
+
+    handle = model.model.layers[1].register_forward_hook(fail)
+    told = [Told() for _ in range(4)]
+    for seed, listener in enumerate(told):
+        engine.submit(job(random_ids(12, seed), 6), listener)
+    ends = [listener.end for listener in told]
+    handle.remove()
+    failed = [end for end in ends if end.reason == "error"]
+    assert failed
+    assert all(end.error == "RuntimeError: out of luck" for end in failed)
+    for seed in range(4):
+        listener = Told()
+        engine.submit(job(random_ids(12, seed), 6), listener)
+        assert listener.text == plain(model, random_ids(12, seed), 6)
+
+
+def test_tenants_do_not_see_each_other(engines: Any) -> None:
+    engine = engines(make_model())
+    found = []
+    for salt in (b"a", b"b", b"a"):
+        listener = Told()
+        engine.submit(job(random_ids(40, 1), 2, salt=salt), listener)
+        found.append(listener.end.cached_tokens)
+    assert found == [0, 0, 39]
+
+
+def test_what_is_too_long_is_refused(engines: Any) -> None:
+    engine = engines(make_model(), max_model_len=40, max_live_tokens=30)
+    with pytest.raises(TooLongError, match="takes 31, more than the 30 of the memory") as refused:
+        engine.submit(job(random_ids(21, 0), 10), Told())
+    assert refused.value.max_prompt_tokens == 20
+    with pytest.raises(TooLongError, match="more than the 40 of the model's context"):
+        engine.submit(job(random_ids(31, 0), 10), Told())
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.submit(Job(ids=[], options=SamplingOptions(max_tokens=1)), Told())
+    told = [Told() for _ in range(4)]  # two at once have no room
+    for seed, listener in enumerate(told):
+        engine.submit(job(random_ids(20, seed), 8), listener)
+    assert all(listener.end.reason == "length" for listener in told)
+    assert engine.stats()["steps"] == 4 * 7
+
+
+def test_draining(engines: Any) -> None:
+    engine = engines(make_model())
+    told = [Told() for _ in range(3)]
+    for seed, listener in enumerate(told):
+        engine.submit(job(random_ids(20, seed), 10), listener)
+    assert engine.drain(WAIT_S)
+    assert all(listener.end.reason == "length" for listener in told)
+    with pytest.raises(DrainingError):
+        engine.submit(job(random_ids(20, 0), 1), Told())
+
+
+def test_closing_ends_everything(engines: Any) -> None:
+    engine = engines(make_model(), max_batch_size=1)
+    told = [Told() for _ in range(3)]
+    for seed, listener in enumerate(told):
+        engine.submit(job(random_ids(20, seed), 2000), listener)
+    engine.close()
+    assert [listener.end.reason for listener in told] == ["cancelled"] * 3
+
+
+def test_many_at_once(engines: Any) -> None:
+    """64 jobs from 8 threads, some of them cancelled: every other answer is right, and nothing is left over."""
+    model = make_model()
+    engine = engines(model, max_batch_size=6, max_queue_size=64)
+    shared = random_ids(48, 7)
+    prompts = [torch.cat([shared[:, : 16 * (i % 4)], random_ids(1 + i % 9, i)], 1) for i in range(64)]
+    wanted = [plain(model, ids, 3 + i % 7) for i, ids in enumerate(prompts)]
+    told = [Told() for _ in prompts]
+
+    def submit(start: int) -> None:
+        for i in range(start, 64, 8):
+            ticket = engine.submit(job(prompts[i], 3 + i % 7), told[i])
+            if i % 11 == 5:
+                ticket.cancel()
+
+    threads = [threading.Thread(target=submit, args=(start,)) for start in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, listener in enumerate(told):
+        assert listener.end.reason in ("length", "cancelled")
+        assert listener.text == wanted[i] or listener.end.reason == "cancelled"
+        assert wanted[i].startswith(listener.text)
+    assert sum(engine.stats()["finished"].values()) == 64
+    assert engine.stats()["batch_bytes"] == 0
+
+
+def test_the_line() -> None:
+    line: WaitingLine[tuple[int, ...]] = WaitingLine(lambda ids: ids)
+    for ids in ((1, 2, 3), (9, 9), (1, 2, 4), (1, 5)):
+        line.append(ids)
+    taken = [line.take() for _ in range(4)]
+    assert taken == [(1, 2, 3), (1, 2, 4), (1, 5), (9, 9)]
+    assert line.take() is None
+    line.append((9, 9))
+    for i in range(20):  # nobody waits for ever
+        line.append((1, 2, i))
+    assert line.take() == (9, 9)  # what was taken last
+    line.append((5, 5))
+    line.append((1, 2, 3))
+    assert (5, 5) in [line.take() for _ in range(29)]
+    assert line.take(lambda ids: False) is None
+
+
+def test_common_prefix() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        one, other = ([rng.randint(0, 1) for _ in range(rng.randint(0, 9))] for _ in range(2))
+        same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+        assert common_prefix(one, other) == (min(len(one), len(other)) if same is None else same)
+
+
+def test_a_prompt_without_an_answer_is_kept(engines: Any) -> None:
+    engine = engines(make_model(), batch_window_ms=1)
+    for cached in (0, 48):
+        listener = Told()
+        engine.submit(job(random_ids(50, 1), 0), listener)
+        assert listener.end.reason == "length"
+        assert listener.end.completion_tokens == 0
+        assert listener.end.cached_tokens == cached
