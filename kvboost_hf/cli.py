@@ -22,9 +22,11 @@ from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.contents import as_json, as_tables, contents
+from kvboost_hf.engine.load import load
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.offload.awq.swap import AwqSettings
 from kvboost_hf.offload.sizes import what_fits
+from kvboost_hf.server.options import add_options, engine_settings, server_settings, streaming_config
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import validate_turboquant, verify_correctness
 from kvboost_hf.verify.turboquant import CODECS
@@ -40,6 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KVBoostError, ValueError, OSError) as error:
         sys.stderr.write(f"kvboost-hf: {error}\n")
         return 2
+
+
+def serve() -> int:
+    """Run the command `kvboost-server`: `kvboost-hf serve` by another name; returns its exit status."""
+    return main(["serve", *sys.argv[1:]])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,6 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     warm.add_argument("--chunk-size", type=_positive, help="tokens (default: 128); with --documents cut by content")
     warm.add_argument("--salt", default="", help="whose prompts they are (default: nobody's)")
     warm.set_defaults(run=_warm)
+
+    serve = commands.add_parser("serve", help="answer requests as OpenAI's API does")
+    _add_model_options(serve)
+    add_options(serve)
+    serve.set_defaults(run=_serve)
 
     inspect = commands.add_parser("inspect", help="show what is stored: tokens, text, bytes, hits, tier")
     _add_tiers(inspect, "what to look into, such as disk:~/.cache/kvboost_hf or redis://localhost:6379")
@@ -341,6 +353,26 @@ def _warm(options: argparse.Namespace) -> int:
         console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
     failed = not tiers or any(stats["errors"] for stats in tiers.values())
     return 1 if failed else 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    try:
+        from kvboost_hf.server.serve import serve as run
+    except ModuleNotFoundError as error:
+        raise ValueError(f"`kvboost-hf serve` needs {error.name}: pip install 'kvboost_hf[server]'") from error
+
+    kept, streaming = engine_settings(options), streaming_config(options)
+    server_settings(options, "model", None)  # refuses now, not when the model is there
+    if streaming is None:
+        model, tokenizer, _ = _load(options)
+    elif options.model is None:
+        raise ValueError("`--awq-streaming` needs `--model`: the embedded model fits any device.")
+    else:
+        model, tokenizer = load(options.model, streaming, options.device, {"dtype": options.dtype})
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    settings = server_settings(options, options.model or EMBEDDED_MODEL_DIR.name, positions)
+    run(model, tokenizer, settings, kept, warm=options.warm, log_level=options.log_level)
+    return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -120,7 +120,7 @@ def _operator_routes(served: Served) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        full = served.engine.stats().get("waiting", 0) >= served.settings.max_queue_size > 0
+        full = served.engine.stats().get("waiting", 0) >= served.settings.max_queue_size
         return JSONResponse({"status": "busy" if full else "ready"}, 503 if full else 200)
 
     @router.get("/metrics")

@@ -55,6 +55,7 @@ class ServerSettings:
             raise ValueError(f"`port` must be from 0 to 65535, got {self.port}.")
         for name in (
             "max_batch_size",
+            "max_queue_size",
             "prefill_chunk_size",
             "default_max_tokens",
             "timeout_s",
@@ -64,7 +65,7 @@ class ServerSettings:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
-        for name in ("max_queue_size", "batch_window_ms", "drain_s"):
+        for name in ("batch_window_ms", "drain_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must be 0 or more, got {getattr(self, name)}.")
         if self.max_model_len is not None and self.max_model_len < 2:

@@ -353,7 +353,9 @@ class ModelEngine:
         )
         self._tiers.update(report.tier_tokens)
         row.sampler = Sampler(row.job.options, row.job.ids)
-        row.text = TextStream(self.tokenizer, row.job.stop, row.job.ids)
+        row.text = TextStream(
+            self.tokenizer, row.job.stop, row.job.ids, skip_special_tokens=row.job.skip_special_tokens
+        )
 
     def _run_step(self) -> None:
         """One more token for each running text."""

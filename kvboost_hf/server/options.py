@@ -1,0 +1,133 @@
+"""The command line of the server, and the settings that follow from it."""
+
+import argparse
+
+from kvboost_hf.config import StreamingConfig, parse_size
+from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
+from kvboost_hf.server.settings import ServerSettings
+
+_STREAMING = ("streaming_mode", "keep_first_k", "keep_last_k", "vram_budget")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a server takes besides a model."""
+    http = parser.add_argument_group("who may ask, and where")
+    http.add_argument("--host", help="address to listen at (default: 127.0.0.1, this machine alone)")
+    http.add_argument("--port", type=int, help="and its port (default: 8000)")
+    http.add_argument("--api-key", action="append", default=[], metavar="KEY", help="let in who sends it; repeatable")
+    http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="of pages; repeatable")
+    http.add_argument("--model-name", help="what clients call the model (default: its name)")
+    http.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+
+    load = parser.add_argument_group("how much at once")
+    load.add_argument("--max-batch-size", type=int, help="requests that run at once (default: 8)")
+    load.add_argument("--max-queue-size", type=int, help="requests that wait; others get status 429 (default: 64)")
+    load.add_argument("--batch-window-ms", type=float, help="wait so long for others to share a batch (default: 0)")
+    load.add_argument("--prefill-chunk-size", type=int, metavar="TOKENS", help="of a prompt at a time (default: 256)")
+    load.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="of prompt and answer (default: the model's)"
+    )
+    load.add_argument("--max-tokens", type=int, help="of a chat's answer that is given no length (default: 1024)")
+    load.add_argument("--timeout-s", type=float, help="after which a request is given up (default: 600)")
+    load.add_argument("--drain-s", type=float, help="that requests have left when the server ends (default: 30)")
+
+    reuse = parser.add_argument_group("what is kept, and how it is used again")
+    reuse.add_argument(
+        "--recompute-strategy",
+        choices=["exact", *RecomputeStrategy],
+        default="exact",
+        help="'exact' gives the answers of plain generate(); with the others K/V moves, and answers may differ "
+        "(default: exact)",
+    )
+    reuse.add_argument("--chunk-size", type=int, default=128, help="tokens, a multiple of 16 (default: 128)")
+    reuse.add_argument("--kv-cache-bits", type=int, choices=(4, 8, 16), default=16, help="of stored K/V (default: 16)")
+    reuse.add_argument("--max-cache-bytes", type=_size, metavar="SIZE", help="host memory for K/V (default: 4GiB)")
+    reuse.add_argument("--disk-cache-dir", metavar="FOLDER", help="keeps up to 10 GB of K/V for later processes")
+    reuse.add_argument(
+        "--tiers", nargs="+", default=[], metavar="ADDRESS", help="other places for K/V, such as redis://…"
+    )
+    reuse.add_argument(
+        "--warm", action="append", default=[], metavar="TEXT", help="that prompts start with; repeatable"
+    )
+
+    streaming = parser.add_argument_group("a model larger than its device")
+    streaming.add_argument("--awq-streaming", action="store_true", help="stream layers that do not stay on the device")
+    streaming.add_argument("--streaming-mode", help="partial_resident, ffn_only_stream, full_stream or full_resident")
+    streaming.add_argument("--keep-first-k", type=int, metavar="LAYERS", help="that stay")
+    streaming.add_argument("--keep-last-k", type=int, metavar="LAYERS", help="that stay")
+    streaming.add_argument("--vram-budget", metavar="SIZE", help="as many layers stay as fit into it")
+
+    drafts = parser.add_argument_group("drafts, which the server does not make yet")
+    drafts.add_argument("--speculative-draft-model", metavar="NAME", help=argparse.SUPPRESS)
+    drafts.add_argument("--speculative-gamma", type=int, help=argparse.SUPPRESS)
+
+
+def server_settings(options: argparse.Namespace, name: str, positions: int | None) -> ServerSettings:
+    """Of the parsed options.
+
+    Args:
+        options: Parsed.
+        name: Of the model, if clients are to use no other.
+        positions: That the model has, if that is known.
+    """
+    given = {
+        "host": options.host,
+        "port": options.port,
+        "max_batch_size": options.max_batch_size,
+        "max_queue_size": options.max_queue_size,
+        "batch_window_ms": options.batch_window_ms,
+        "prefill_chunk_size": options.prefill_chunk_size,
+        "max_model_len": options.max_model_len or positions,
+        "default_max_tokens": options.max_tokens,
+        "timeout_s": options.timeout_s,
+        "drain_s": options.drain_s,
+    }
+    return ServerSettings(
+        model_name=options.model_name or name,
+        api_keys=tuple(options.api_key),
+        cors_origins=tuple(options.cors_origin),
+        **{field: value for field, value in given.items() if value is not None},
+    )
+
+
+def engine_settings(options: argparse.Namespace) -> EngineSettings:
+    """What is kept, and how it is used again.
+
+    Raises:
+        ValueError: for values that are none, and drafts.
+    """
+    for name in ("speculative_draft_model", "speculative_gamma"):
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"`{flag}` is not served: the server decodes whole batches without drafts. Leave it out.")
+    return EngineSettings(
+        recompute_strategy=None if options.recompute_strategy == "exact" else options.recompute_strategy,
+        chunk_size=options.chunk_size,
+        kv_cache_bits=options.kv_cache_bits,
+        max_cache_bytes=options.max_cache_bytes,
+        disk_cache_dir=options.disk_cache_dir,
+        tiers=options.tiers,
+    )
+
+
+def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
+    """Which layers are streamed; None for none.
+
+    Raises:
+        ValueError: for values that are none, or without `--awq-streaming`.
+    """
+    given = {name: getattr(options, name) for name in _STREAMING if getattr(options, name) is not None}
+    if not options.awq_streaming:
+        if given:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{flags} must be left out without `--awq-streaming`.")
+        return None
+    mode = given.pop("streaming_mode", "partial_resident")
+    return StreamingConfig(residency_mode=mode, **given)
+
+
+def _size(text: str) -> int:
+    size = int(float(text)) if text.replace(".", "").replace("e", "").isdigit() else parse_size(text)
+    if not size:
+        raise argparse.ArgumentTypeError(f"must be bytes, or text with a unit such as 8GB or 7.5GiB, got {text!r}")
+    return size

@@ -1,0 +1,107 @@
+"""A server in this process, until it is told to end."""
+
+import logging
+import math
+import queue
+import signal
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import uvicorn
+from transformers import PreTrainedModel
+
+from kvboost_hf.engine.settings import EngineSettings
+from kvboost_hf.server.app import make_app
+from kvboost_hf.server.guard import JsonLines
+from kvboost_hf.server.jobs import Engine, Event, Finished, Job, SamplingOptions
+from kvboost_hf.server.served import salt
+from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.worker import ModelEngine
+
+_log = logging.getLogger("kvboost_hf.server")
+
+
+def serve(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    settings: ServerSettings,
+    kept: EngineSettings,
+    *,
+    warm: Iterable[str] = (),
+    log_level: str = "info",
+) -> None:
+    """Serve a model until SIGTERM or SIGINT, and then let those finish who have been heard.
+
+    Args:
+        model: A causal language model in eval mode.
+        tokenizer: Of the model.
+        settings: Of the server.
+        kept: What is kept of prompts, and how it is used again.
+        warm: Texts that prompts start with; they are computed for each API key before the server listens.
+        log_level: Of the lines of JSON on standard error.
+    """
+    _log_lines(log_level)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(
+            number, _end
+        )  # uvicorn raises it again when all is answered; what is kept is still to be written
+    store = kept.store(model, tokenizer)
+    engine = ModelEngine(
+        model,
+        tokenizer,
+        store=store,
+        policy=kept.policy(),
+        max_batch_size=settings.max_batch_size,
+        max_queue_size=settings.max_queue_size,
+        prefill_chunk_size=settings.prefill_chunk_size,
+        batch_window_ms=settings.batch_window_ms,
+        max_model_len=settings.max_model_len,
+    )
+    try:
+        for text in warm:
+            _warm(engine, tokenizer.encode(text), settings.api_keys or (None,))
+        app = make_app(engine, tokenizer, settings, vocab_size=_columns(model), ends=_ends(model, tokenizer))
+        where = f"http://{settings.host}:{settings.port}/v1"
+        _log.info("serving %s at %s%s", settings.model_name, where, "" if settings.api_keys else ", without API keys")
+        uvicorn.run(
+            app,
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(settings.drain_s),
+        )
+    finally:
+        engine.close()
+        store.close()
+
+
+def _end(number: int, frame: object) -> None:
+    raise SystemExit(0)
+
+
+def _warm(engine: Engine, ids: Sequence[int], api_keys: Sequence[str | None]) -> None:
+    for key in api_keys:
+        events: queue.Queue[Event] = queue.Queue()
+        engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=0), salt=salt(key, None)), events.put)
+        while not isinstance(event := events.get(), Finished):
+            pass
+        if event.reason == "error":
+            raise ValueError(f"A text of {len(ids)} tokens could not be warmed: {event.error}. Warm less.")
+
+
+def _columns(model: Any) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
+def _ends(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    told = getattr(model.generation_config, "eos_token_id", None)
+    ends = set(told) if isinstance(told, list | tuple) else {told}
+    return {int(token) for token in (*ends, tokenizer.eos_token_id) if token is not None}
+
+
+def _log_lines(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,107 @@
+"""The command, and the embedded model behind it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.cli import main
+from tests.servers import free_port
+
+_ASK: list[Any] = [
+    {"role": "system", "content": "You read documents and answer questions about them."},
+    {"role": "user", "content": "Anna lives in Oslo. She plays the piano.\n\nWhat does Anna play?"},
+]
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
+    """`kvboost-hf serve`, and a client of it."""
+    port, log = free_port(), tmp_path_factory.mktemp("serve") / "log"
+    command = [sys.executable, "-c", "from kvboost_hf.cli import serve; raise SystemExit(serve())"]
+    options = f"--port {port} --api-key key --chunk-size 16 --device cpu".split()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("w") as stderr:
+        server = subprocess.Popen(
+            [*command, *options, "--warm", _ASK[0]["content"]], stderr=stderr, text=True, env=environment
+        )
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key", max_retries=60) as client:
+        client.models.list()  # retried until it listens
+        yield server, client
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+    lines = [json.loads(line) for line in Path(log).read_text().splitlines() if line.startswith("{")]
+    assert {"/v1/models", "/v1/chat/completions"} <= {line.get("path") for line in lines}
+    assert "piano" not in Path(log).read_text()
+
+
+def test_it_answers_as_generate_does(process: tuple[Any, openai.OpenAI]) -> None:
+    model, tokenizer = load_embedded()
+    inputs = tokenizer.apply_chat_template(_ASK, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    with torch.no_grad():
+        ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    cached = []
+    for _ in range(2):
+        answer = process[1].chat.completions.create(model="reader", messages=_ASK, temperature=0, max_tokens=16)
+        assert answer.choices[0].message.content == tokenizer.decode(ids, skip_special_tokens=True)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len(ids)
+        assert answer.usage.prompt_tokens_details is not None
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
+    assert cached[1] > cached[0]
+    assert cached[1] > len(inputs["input_ids"][0]) // 2
+
+
+def test_a_schema_is_kept_to(process: tuple[Any, openai.OpenAI]) -> None:
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "lamp", "schema": schema | {"additionalProperties": False}},
+    }
+    answer = process[1].chat.completions.create(model="reader", messages=_ASK, response_format=form, seed=3)
+    assert type(json.loads(answer.choices[0].message.content or "")["on"]) is bool
+
+
+def test_a_stream_with_logprobs_and_several_choices(process: tuple[Any, openai.OpenAI]) -> None:
+    said, logprobs = {0: "", 1: ""}, 0
+    for chunk in process[1].chat.completions.create(
+        model="reader", messages=_ASK, temperature=0, n=2, max_tokens=4, logprobs=True, top_logprobs=2, stream=True
+    ):
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+            logprobs += len(choice.logprobs.content or ()) if choice.logprobs is not None else 0
+    assert said[0] == said[1] != ""
+    assert logprobs == 8
+
+
+def test_too_long_prompts_are_refused_with_a_length(process: tuple[Any, openai.OpenAI]) -> None:
+    with pytest.raises(openai.APIStatusError) as told:
+        process[1].completions.create(model="reader", prompt=[5] * 9000, max_tokens=8)
+    assert told.value.status_code == 413
+    assert told.value.body["max_prompt_tokens"] < 9000  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--speculative-draft-model", "small"], "without drafts"),
+        (["--keep-first-k", "2"], "--awq-streaming"),
+        (["--awq-streaming"], "--model"),
+        (["--chunk-size", "100"], "chunk_size"),
+        (["--max-batch-size", "0"], "max_batch_size"),
+        (["--api-key", ""], "api_keys"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *arguments, "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
