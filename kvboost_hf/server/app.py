@@ -139,7 +139,7 @@ def _operator_routes(served: Served) -> APIRouter:
             prompts = [await served.encode(text) for text in body.texts or ()]
         options = SamplingOptions(max_tokens=0)
         salt = served.salt(request, body.prompt_cache_key)
-        run = served.start([served.job(ids, options, salt=salt) for ids in prompts])
+        run = served.start([served.job(ids, options, salt=salt) for ids in prompts], request)
 
         async def finish() -> dict[str, Any]:
             async for _ in run.events():

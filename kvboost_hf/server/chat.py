@@ -56,7 +56,7 @@ async def start_chat(served: Served, body: ChatRequest, request: Request) -> tup
         constraint = await anyio.to_thread.run_sync(compile_)
         options = served.options(body, max_tokens=most, logprobs=logprobs, choice=choice, constraint=constraint)
         jobs.append(served.job(ids, options, stop=body.stops, salt=salt, skip_special_tokens=not body.offered))
-    return served.start(jobs), readers
+    return served.start(jobs, request), readers
 
 
 def _streams(served: Served, body: ChatRequest, ids: Sequence[int], choices: int) -> list[ToolCallStream]:

@@ -42,7 +42,8 @@ def completion_routes(served: Served) -> APIRouter:
             for choice in range(n)
         ]
         run = served.start(
-            [served.job(ids, option, stop=body.stops, salt=salt) for ids in prompts for option in options]
+            [served.job(ids, option, stop=body.stops, salt=salt) for ids in prompts for option in options],
+            request,
         )
         form = _Form(served, body, run)
         if body.stream:

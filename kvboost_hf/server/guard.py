@@ -65,7 +65,7 @@ class Guard:
         finally:
             seconds = round(time.perf_counter() - start, 6)
             line = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
-            _log.info("request", extra={"fields": line | {"seconds": seconds} | scope.get("told", {})})
+            _log.info("request", extra={"fields": line | {"seconds": seconds} | scope.get("run", {})})
 
     def _limited(self, receive: Receive) -> Receive:
         left = self._max_bytes

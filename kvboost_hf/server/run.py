@@ -1,6 +1,7 @@
 """The jobs of one request, between the thread that runs the model and the event loop; ended if nobody listens."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ class Run:
         self._tickets: list[Ticket] = []
         self._last: dict[int, float] = {}  # by job, when tokens came
         self.finished: dict[int, Finished] = {}
+        self.figures: Counter[str] = Counter()  # for the log
         try:
             for n, job in enumerate(jobs):
                 self._tickets.append(engine.submit(job, self._listener(n)))
@@ -53,6 +55,10 @@ class Run:
         # Counted here and not in `events`, which nobody may read any more.
         if isinstance(event, Finished):
             self._meter.finished(event)
+            self.figures["prompt_tokens"] += event.prompt_tokens
+            self.figures["cached_tokens"] += event.cached_tokens
+            self.figures["completion_tokens"] += event.completion_tokens
+            self.figures[event.reason] += 1
         elif event.tokens:
             now, before = self._loop.time(), self._last.get(n)
             if before is not None:

@@ -152,9 +152,11 @@ class Served:
             raise refused("n", f"One request may have {most} answers, got {choices}. Send several requests.")
         return choices
 
-    def start(self, jobs: Sequence[Job]) -> Run:
-        """Submit jobs together; see `Run`."""
-        return Run(self.engine, jobs, self.meter)
+    def start(self, jobs: Sequence[Job], request: Request) -> Run:
+        """Submit the jobs of a request together; see `Run`."""
+        run = Run(self.engine, jobs, self.meter)
+        request.scope["run"] = run.figures
+        return run
 
 
 def salt(api_key: str | None, cache_key: str | None) -> bytes:
