@@ -50,7 +50,7 @@ class KVBoost:
         device: Move the model there; None leaves it where it is.
         strict: Raise if the model cannot reuse K/V; else only warn.
         assistant: Drafts for single prompts: a model, its name, or a `TreeDecoding`.
-        options: The fields of `EngineSettings`.
+        options: The fields of `kvboost_hf.engine.EngineSettings`, such as `recompute_strategy` and `chunk_size`.
 
     Raises:
         ValueError: for settings that are none or that only the kvboost package has, and models that cannot be served.
