@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compatibility import check_model_compatibility
-from kvboost_hf.config import ReusePolicy, StreamingConfig
+from kvboost_hf.config import StreamingConfig
 from kvboost_hf.engine.call import call_options, generate_rows
 from kvboost_hf.engine.grouping import group_by_prefix
 from kvboost_hf.engine.load import load
@@ -49,7 +50,7 @@ class KVBoost:
         device: Move the model there; None leaves it where it is.
         strict: Raise if the model cannot reuse K/V; else only warn.
         assistant: Drafts for single prompts: a model, its name, or a `TreeDecoding`.
-        options: The fields of `EngineSettings`.
+        options: The fields of `kvboost_hf.engine.EngineSettings`, such as `recompute_strategy` and `chunk_size`.
 
     Raises:
         ValueError: for settings that are none or that only the kvboost package has, and models that cannot be served.
@@ -91,7 +92,7 @@ class KVBoost:
             self.assistant = assistant
         elif assistant is not None:
             self.assistant = load_assistant(assistant, target=model)
-        exact = ChunkReuseCache(model, self.store, ReusePolicy(min_prefill_saving=self.policy.min_prefill_saving))
+        exact = ChunkReuseCache(model, self.store, replace(self.policy, mode="exact"))
         blend = exact if self.policy.mode == "exact" else ChunkReuseCache(model, self.store, self.policy)
         self._caches = {GenerationMode.PREFIX_CACHE: exact, GenerationMode.CHUNK_KV_REUSE: blend}
         self._lock = threading.RLock()

@@ -64,7 +64,8 @@ class EngineSettings:
         salt: Separates those who must not see each other's prompts.
 
     Raises:
-        ValueError: for an unknown strategy, bits, or both of `max_cache_bytes` and `max_chunks`.
+        ValueError: for an unknown strategy, other bits, counts or ratios that are none, or both of `max_cache_bytes`
+            and `max_chunks`.
     """
 
     recompute_strategy: RecomputeStrategy | str | None = None
@@ -102,14 +103,14 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(f"`{name}` must be an int of {least} or more, got {value!r}.")
+        self.policy()  # refuses the rest
 
     def policy(self) -> ReusePolicy:
         """How stored K/V may be used."""
-        if self.recompute_strategy is None:
-            return ReusePolicy(min_prefill_saving=self.min_prefill_saving)
+        strategy = self.recompute_strategy
         return ReusePolicy(
-            mode="blend",
-            repair=_REPAIRS[RecomputeStrategy(self.recompute_strategy)],
+            mode="exact" if strategy is None else "blend",
+            repair=_REPAIRS[RecomputeStrategy(strategy or RecomputeStrategy.CACHEBLEND)],
             recompute_ratio=self.recompute_ratio,
             seam_tokens=self.recompute_overlap,
             sink_tokens=self.sink_tokens,

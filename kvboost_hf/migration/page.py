@@ -36,8 +36,7 @@ What is different on purpose:
 - Without a `recompute_strategy` nothing is moved, and answers are those of plain `generate()`. Pass `"cacheblend"` or
   another one to use chunks anywhere in a prompt.
 - What is not offered raises an error that says what to do in its place. Nothing is ignored.
-- Times are from the call to a token on the host, everything included.
-"""
+- Times are from the call to a token on the host, everything included."""
 
 
 def page() -> str:

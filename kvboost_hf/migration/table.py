@@ -187,7 +187,6 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
             "ChunkReuseCache.salt",
         ),
         _gone("kv_cache_bits", "It is a setting of the whole engine: KVBoost(kv_cache_bits=8)."),
-        _gone("position_offset", "Of warm(), where it must be 0.", "ChunkStore.warm"),
     ),
     "results": (
         _works(
@@ -301,6 +300,6 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
         _works("kvboost[cuda]", "Needed for GPUs older than sm_80 only: the other kernels are compiled by Triton."),
         _works("kvboost[server]", "`pip install 'kvboost_hf[server]'`."),
         _works("kvboost[streaming]", "Nothing to install."),
-        _works("kvboost-server", "`kvboost-hf serve`."),
+        _works("kvboost-server", "The same, and `kvboost-hf serve`."),
     ),
 }

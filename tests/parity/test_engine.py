@@ -1,6 +1,7 @@
 """`KVBoost`: its answers against plain generate(), and what it computes for them."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -260,6 +261,16 @@ def _fail(*_: Any) -> None:
     raise RuntimeError("broken on purpose")
 
 
+def test_calls_of_several_threads_do_not_meet(engine: KVBoost) -> None:
+    prompts = [DOCUMENTS[at % 2] + QUESTIONS[at % 3] for at in range(6)]
+    stream = engine.stream(prompts[0], NEW)
+    first = next(stream)
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(lambda prompt: engine.generate(prompt, NEW), prompts))
+    assert [result.token_ids for result in results] == [plain(engine, prompt) for prompt in prompts]
+    assert first + "".join(stream) == results[0].output_text
+
+
 # Many prompts
 
 
@@ -337,10 +348,10 @@ def test_a_text_that_is_too_short_to_be_stored(engine: KVBoost) -> None:
     assert "too few to be stored" in (result.alignment_warning or "")
 
 
-def test_a_text_that_fills_its_chunks_warns_of_nothing(engine: KVBoost) -> None:
-    text = engine.tokenizer.decode(engine.tokenizer(DOCUMENTS[0])["input_ids"][:64])
-    if tokens_of(engine, text) == 64:
-        assert engine.warm(text).alignment_warning is None
+def test_a_text_that_fills_its_chunks_warns_of_nothing() -> None:
+    result = words_engine("llama", chunk_size=32).warm(words(64, seed=1))
+    assert result.chunk_boundary_aligned
+    assert (result.chunks_stored, result.partial_tail_tokens, result.alignment_warning) == (2, 0, None)
 
 
 def test_pinned_texts_that_do_not_fit_are_refused(embedded: tuple[PreTrainedModel, Any]) -> None:

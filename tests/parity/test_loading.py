@@ -137,6 +137,7 @@ def test_damage_in_the_middle_of_a_forward(
     assert [each.computed for each in loadings] == [True]
     report = cache.report
     assert (report.reused_tokens, report.forwarded_tokens) == (0, 150)  # all of it was computed
+    assert report.row_tokens == (0,)
     assert work.tokens == 150 + 3
     assert store.stats()["lost"] == 1
     cache.reset()
