@@ -1,0 +1,214 @@
+"""Choosing the next token of each row from its logits."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvboost_hf.errors import KVBoostError
+from kvboost_hf.server.jobs import SamplingOptions, TokenLogprob
+
+Choice = tuple[int, TokenLogprob | None]
+_Given = TypeVar("_Given")
+_Got = TypeVar("_Got")
+
+# Logits divided by less overflow float32: what is this cold is greedy.
+_MIN_TEMPERATURE = 1e-6
+
+
+class Sampler:
+    """Chooses the tokens of one job, with the distribution that `generate()` has for the same options.
+
+    The order is that of transformers: the repetition penalty, then presence and frequency penalties, the bias and the
+    constraint, then temperature, top-k, top-p and min-p. With a seed and on the same device, the choices equal those
+    of `generate(do_sample=True)` behind `torch.manual_seed(seed)`, whatever other rows there are.
+
+    Args:
+        options: How to choose. Its constraint, if any, is told of every choice.
+        prompt_ids: Of the prompt, for the repetition penalty.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Example:
+        >>> sampler = Sampler(SamplingOptions(max_tokens=1), prompt_ids=[5])
+        >>> sampler.choose(torch.tensor([0.0, 2.0, 1.0]))
+        (1, None)
+    """
+
+    def __init__(self, options: SamplingOptions, prompt_ids: Sequence[int]) -> None:
+        if options.temperature < 0:
+            raise ValueError(f"`temperature` must be 0 or more, got {options.temperature}.")
+        if options.logprobs is not None and options.logprobs < 0:
+            raise ValueError(f"`logprobs` must be 0 or more, got {options.logprobs}.")
+        self._options = options
+        self._repetition: RepetitionPenaltyLogitsProcessor | None = None
+        if options.repetition_penalty != 1.0:
+            self._repetition = RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty))
+        self._greedy = options.temperature < _MIN_TEMPERATURE
+        self._warpers = LogitsProcessorList() if self._greedy else _warpers(options)
+        self._penalizes = bool(options.presence_penalty or options.frequency_penalty)
+        self._edits = bool(self._repetition or self._penalizes or options.logit_bias or options.constraint is not None)
+        self._seen = dict.fromkeys(prompt_ids)  # a set in order
+        self._seen_ids: Tensor | None = None  # [1, tokens], on the device
+        self._counts: Tensor | None = None  # [vocab_size], of the tokens that were chosen
+        self._bias: Tensor | None = None  # [vocab_size]
+        self._generator: torch.Generator | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the choice is the argmax of the logits as they are, and nothing is told but the token."""
+        return self._greedy and self._options.logprobs is None and not self._edits
+
+    def choose(self, logits: Tensor) -> Choice:
+        """Choose the next token. Waits for the device once.
+
+        Args:
+            logits: [vocab_size], floating point, on any device. Not changed.
+
+        Returns:
+            The token, and its log probability before any option if the options ask for it.
+
+        Raises:
+            ValueError: the bias names a token that the model does not have.
+            KVBoostError: the constraint cannot be followed.
+        """
+        (chosen,) = choose_rows([self], logits[None])
+        if isinstance(chosen, Exception):
+            raise chosen
+        return chosen
+
+    def pick(self, logits: Tensor) -> Tensor:
+        """What `take` needs, [1 + n], float32, on the device of `logits` [vocab_size], without waiting for it."""
+        # Ids stay exact: float32 has all integers up to 2**24.
+        scores = logits[None].float()
+        edited = self._edited(scores) if self._edits else scores
+        token = (edited if self._greedy else self._drawn(edited)).argmax(-1)
+        if self._options.logprobs is None:
+            return token.float()
+        logprobs = scores.log_softmax(-1)[0]
+        top = logprobs.topk(min(self._options.logprobs, len(logprobs)))
+        return torch.cat([token.float(), logprobs[token], top.indices.float(), top.values])
+
+    def take(self, picked: Sequence[float]) -> Choice:
+        """Note the choice that `pick` made, now on the host."""
+        token = int(picked[0])
+        if self._seen_ids is not None and token not in self._seen:
+            self._seen[token] = None
+            self._seen_ids = torch.cat([self._seen_ids, self._seen_ids.new_full((1, 1), token)], dim=1)
+        if self._counts is not None:
+            self._counts[token] += 1
+        if self._options.constraint is not None:
+            self._options.constraint.advance(token)
+        if self._options.logprobs is None:
+            return token, None
+        n = (len(picked) - 2) // 2
+        top = tuple(zip(map(int, picked[2 : 2 + n]), picked[2 + n :], strict=True))
+        return token, TokenLogprob(token, picked[1], top)
+
+    def _edited(self, scores: Tensor) -> Tensor:
+        options, device = self._options, scores.device
+        if self._repetition is not None:
+            if self._seen_ids is None:
+                self._seen_ids = torch.tensor([[*self._seen]], dtype=torch.long).to(device, non_blocking=True)
+            scores = self._repetition(self._seen_ids, scores)
+        if self._penalizes:
+            if self._counts is None:
+                self._counts = torch.zeros_like(scores[0])
+            presence = options.presence_penalty * (self._counts > 0)
+            scores = scores - presence - options.frequency_penalty * self._counts
+        if options.logit_bias:
+            if self._bias is None:
+                self._bias = _bias(options.logit_bias, scores.shape[-1]).to(device, non_blocking=True)
+            scores = scores + self._bias
+        if options.constraint is not None:
+            allowed: Tensor = options.constraint.allowed()
+            scores = scores.masked_fill(~allowed.to(device, non_blocking=True), -torch.inf)
+        return scores
+
+    def _drawn(self, scores: Tensor) -> Tensor:
+        """Scores whose argmax is a draw: what `torch.multinomial` does, but for its checks, which wait for a GPU."""
+        if self._generator is None:
+            self._generator = torch.Generator(scores.device)
+            if self._options.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(self._options.seed)
+        # The processors that are used here look at the scores alone.
+        probabilities: Tensor = self._warpers(torch.LongTensor(), scores).softmax(-1)
+        return probabilities / torch.empty_like(probabilities).exponential_(generator=self._generator)
+
+
+def choose_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | ValueError | KVBoostError]:
+    """Choose the next token of each row. Waits for the device once, however many rows there are.
+
+    Args:
+        samplers: One for each row.
+        logits: [rows, vocab_size], floating point, on any device. Not changed.
+
+    Returns:
+        What `Sampler.choose` gives for each row, or the error that it raises: it is of no concern to the others.
+    """
+    if not samplers:
+        return []
+    # Plain rows are cheaper done with all others than picked out.
+    picked: list[Tensor | ValueError | KVBoostError] = [logits.argmax(-1).float()]
+    for sampler, row in zip(samplers, logits, strict=True):
+        if not sampler.plain:
+            picked.append(_tried(sampler.pick, row))
+    greedy, *on_host = _to_host([pick for pick in picked if isinstance(pick, Tensor)])
+    others, values = iter(picked[1:]), iter(on_host)
+    chosen: list[Choice | ValueError | KVBoostError] = []
+    for sampler, token in zip(samplers, greedy, strict=True):
+        if sampler.plain:
+            chosen.append(sampler.take([token]))
+        else:
+            pick = next(others)
+            chosen.append(_tried(sampler.take, next(values)) if isinstance(pick, Tensor) else pick)
+    return chosen
+
+
+def _tried(function: Callable[[_Given], _Got], given: _Given) -> _Got | ValueError | KVBoostError:
+    try:
+        return function(given)
+    except (ValueError, KVBoostError) as error:  # of this row's bias or constraint
+        return error
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Tensors [n] as lists, by one transfer."""
+    values = iter(torch.cat(list(tensors)).tolist())
+    return [list(islice(values, len(tensor))) for tensor in tensors]
+
+
+def _warpers(options: SamplingOptions) -> LogitsProcessorList:
+    warpers = LogitsProcessorList()
+    if options.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(float(options.temperature)))
+    if options.top_k:
+        warpers.append(TopKLogitsWarper(options.top_k))
+    if options.top_p != 1:
+        warpers.append(TopPLogitsWarper(options.top_p))
+    if options.min_p:
+        warpers.append(MinPLogitsWarper(options.min_p))
+    return warpers
+
+
+def _bias(of_tokens: Mapping[int, float], vocab_size: int) -> Tensor:
+    """[vocab_size], on the host, where a token out of range stops nothing but its own job."""
+    bias = torch.zeros(vocab_size)
+    for token, value in of_tokens.items():
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"`logit_bias` must name tokens from 0 to {vocab_size - 1}, got {token}.")
+        bias[token] = value
+    return bias

@@ -1,0 +1,147 @@
+"""Turning tokens into text as they come."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerBase
+
+# How many tokens are decoded again in front of a new one, so that it gets the space and the form it has behind them.
+_CONTEXT_TOKENS = 16
+
+# `clean_up_tokenization` takes spaces out of so many characters at most, as in "is n ' t".
+_CLEANED_CHARS = 8
+
+
+class TextStream:
+    """The text of one answer, in pieces that stay as they are whatever comes next.
+
+    Held back are half of a character, what may begin a stop text, and spaces that the tokenizer may still take out.
+    The pieces together are `tokenizer.decode(answer, skip_special_tokens=True)`, but with the space that the answer
+    has behind the text of its prompt, and up to the stop text that is complete first. Where bytes of a tokenizer with
+    byte fallback do not make up a character, the characters before them stay, which `decode()` spoils.
+
+    Each token costs the decoding of some 50 tokens at most, however long the text is, broken bytes apart.
+
+    Args:
+        tokenizer: Of the model.
+        stop: Texts that end the answer; not empty ones.
+        prompt_ids: Of the prompt. Special tokens at its end begin a new text.
+        skip_special_tokens: Leave special tokens out of the text.
+
+    Raises:
+        ValueError: a stop text is empty.
+
+    Example:
+        >>> from kvboost_hf.assets import load_embedded
+        >>> _, tokenizer = load_embedded()
+        >>> stream = TextStream(tokenizer, stop=("piano",))
+        >>> text = [stream.push(token) for token in tokenizer.encode("Anna plays the piano.")]
+        >>> "".join(text), stream.stopped
+        ('Anna plays the ', True)
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        if "" in stop:
+            raise ValueError(f"`stop` must not have empty texts, got {list(stop)!r}. Leave them out.")
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._skip_special_tokens = skip_special_tokens
+        self._cleans_up = _cleans_up(tokenizer)
+        self._held = ""  # decoded, but may begin a stop text
+        self._window = self._context(prompt_ids)  # the last tokens
+        self._told = self._decode(self._window).rstrip("\ufffd")  # what was decoded of them for good
+        self._whole = len(self._window)  # how many of them that is all of
+
+    def push(self, token: int) -> str:
+        """What is sure of the text with one more token, and was not before. Empty when a stop text has come."""
+        if self.stopped:
+            return ""
+        self._window.append(token)
+        text = self._text()
+        sure = len(text.rstrip("\ufffd")) - (_CLEANED_CHARS if self._cleans_up else 0)
+        piece = text[len(self._told) : max(sure, len(self._told))]
+        self._told += piece
+        if self._told == text:
+            self._whole = len(self._window)
+        if len(self._window) >= 2 * _CONTEXT_TOKENS and not text.endswith("\ufffd"):
+            self._shorten(text)
+        return self._until_stop(piece)
+
+    def finish(self) -> str:
+        """The rest of the text: no more tokens come."""
+        if self.stopped:
+            return ""
+        piece = self._until_stop(self._text().removeprefix(self._told))
+        rest, self._held = self._held, ""
+        return piece if self.stopped else piece + rest
+
+    def _text(self) -> str:
+        text = self._decode(self._window)
+        # A broken byte spoils all bytes that are in a row with it, those that were told as characters, too.
+        return text if text.startswith(self._told) else self._told + self._decode(self._window[self._whole :])
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+        assert isinstance(text, str)
+        return text
+
+    def _context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The end of the prompt's last text, from a whole character on."""
+        special = _special_ids(self._tokenizer)
+        context: list[int] = []
+        for token in reversed(prompt_ids[-_CONTEXT_TOKENS:]):
+            if token in special:
+                break
+            context.insert(0, token)
+        if len(context) == _CONTEXT_TOKENS:  # may begin in a character
+            starts = (context[n:] for n in range(4))
+            return next((ids for ids in starts if not self._decode(ids).startswith("\ufffd")), context)
+        return context
+
+    def _shorten(self, text: str) -> None:
+        """Forget the first tokens of the window, if `text`, which is all of it, ends with what the others say."""
+        last = len(self._window) - _CONTEXT_TOKENS
+        for start in range(last, last - _CONTEXT_TOKENS, -1):
+            rest = self._decode(self._window[start:])
+            if len(rest) > len(text) - len(self._told) and text.endswith(rest):
+                del self._window[:start]
+                self._told = self._told[len(text) - len(rest) :]
+                self._whole = max(0, self._whole - start)
+                return
+
+    def _until_stop(self, piece: str) -> str:
+        """`piece` behind what was held back, up to what may begin a stop text."""
+        text = self._held + piece
+        found = [(text.index(stop) + len(stop), text.index(stop)) for stop in self._stop if stop in text]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)[1]]
+        longest = max(map(len, self._stop), default=1) - 1
+        held = next((n for n in range(min(longest, len(text)), 0, -1) if self._may_begin_stop(text[-n:])), 0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _may_begin_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)
+
+
+@lru_cache(maxsize=8)
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    added = {token for token, what in tokenizer.added_tokens_decoder.items() if what.special}
+    return frozenset(added.union(tokenizer.all_special_ids))
+
+
+def _cleans_up(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether `decode()` takes spaces out; it does not for BPE, whatever the setting is."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return bool(tokenizer.clean_up_tokenization_spaces) and not isinstance(getattr(backend, "model", None), BPE)

@@ -1,0 +1,328 @@
+"""Tools: what a prompt tells of them, and the calls in an answer.
+
+A model's calls are found by transformers' parser of responses: by the tokenizer's `response_template` if it has one,
+else by the one given here for the format that its chat template shows.
+"""
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+
+_CONTENT = {"content_args": {"strip": False}}
+_REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
+_ID_CHARS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a model writes calls down.
+
+    Args:
+        sign: A pattern that the chat templates of such models have.
+        fields: Those of its response template.
+        before: Text before the first call.
+        call: Text before the name, before the arguments and behind them.
+        between: Text between calls; None if there is one call at most.
+        after: Text behind the last call.
+        marked: Whether no other text looks like a call.
+    """
+
+    sign: str
+    fields: Mapping[str, Mapping[str, Any]]
+    before: str = ""
+    call: tuple[str, str, str]
+    between: str | None
+    after: str = ""
+    marked: bool = True
+
+
+def _function(name: str, arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+HERMES = ToolFormat(  # Qwen 2.5 and 3, too
+    sign=r"<tool_call>(\\n|\W)*name",
+    fields={
+        "content": _CONTENT,
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": _function("{content.name}", "{content.arguments}"),
+        },
+    },
+    call=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+    between="\n",
+)
+_MISTRAL_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "content": _CONTENT,
+    "tool_calls": {
+        "open_pattern": r"\[TOOL_CALLS\](?=\s*\[)",
+        "content": "json",
+        "transform_each": True,
+        "transform": _function("{name}", "{arguments}"),
+    },
+    "named_tool_calls": {
+        "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)",
+        "close_pattern": r"(?=\[TOOL_CALLS\])",
+        "repeats": True,
+        "content": "json",
+        "transform": _function("{name}", "{content}"),
+    },
+}
+MISTRAL_NAMED = ToolFormat(  # since its eleventh tokenizer
+    sign=r"\[TOOL_CALLS\](.|\n)*\[ARGS\]",
+    fields=_MISTRAL_FIELDS,
+    call=("[TOOL_CALLS]", "[ARGS]", ""),
+    between="",
+)
+MISTRAL = ToolFormat(
+    sign=r"\[TOOL_CALLS\]",
+    fields=_MISTRAL_FIELDS,
+    before="[TOOL_CALLS][",
+    call=('{"name": "', '", "arguments": ', "}"),
+    between=", ",
+    after="]",
+)
+LLAMA = ToolFormat(
+    sign=r"<\|python_tag\|>|\\?\"parameters\\?\"",
+    fields={
+        "content": _CONTENT,
+        "tool_calls": {
+            "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"name")',
+            "content": "json",
+            "transform": _function("{content.name}", "{content.parameters}"),
+        },
+    },
+    call=('{"name": "', '", "parameters": ', "}"),
+    between=None,
+    marked=False,
+)
+_FORMATS = (HERMES, MISTRAL_NAMED, MISTRAL, LLAMA)
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: str  # JSON
+    id: str  # nine letters and digits, which every chat template takes
+
+
+class Parsed(NamedTuple):
+    """A part of an answer, or all of it."""
+
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+
+def prompt_with_tools(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
+) -> list[int]:
+    """The prompt that tells a model of tools.
+
+    Args:
+        tokenizer: With a chat template.
+        messages: As in OpenAI's API. Arguments of earlier calls are JSON.
+        tools: Likewise.
+
+    Raises:
+        ValueError: the chat template has no place for tools, or the arguments of a call are not JSON.
+    """
+    _chat_template(tokenizer, tools)
+    ids: Any = tokenizer.apply_chat_template(
+        [_for_template(message) for message in messages],
+        tools=[dict(tool) for tool in tools],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    return list(ids)
+
+
+def format_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> ToolFormat:
+    """How a model writes calls down, by its chat template.
+
+    Raises:
+        ValueError: the chat template has no place for tools, or shows none of the formats that are known here.
+    """
+    template = _chat_template(tokenizer, tools)
+    for known in _FORMATS:
+        if re.search(known.sign, template):
+            return known
+    raise ValueError(
+        "`tools` needs a model that writes calls as Hermes, Qwen, Mistral or Llama 3 do, and the chat template of "
+        "this one shows another format. Give its tokenizer a `response_template`."
+    )
+
+
+def parse_tool_calls(
+    text: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], *, prefix: str = ""
+) -> Parsed:
+    """Find the calls in an answer.
+
+    Args:
+        text: All of the answer, with its special tokens but for the one that ends it.
+        tokenizer: Of the model.
+        tools: That were offered.
+        prefix: The prompt's text; a response template needs it where the prompt begins the answer.
+
+    Returns:
+        Its calls, and the text around them. What is malformed stays text.
+
+    Raises:
+        ValueError: see `ToolCallStream`.
+
+    Example:
+        >>> from kvboost_hf.assets import load_embedded
+        >>> _, tokenizer = load_embedded()
+        >>> tokenizer.chat_template = "{{ tools }} Answer <tool_call>{name, arguments}</tool_call>"
+        >>> tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+        >>> text = 'Sure. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        >>> content, (call,), _ = parse_tool_calls(text, tokenizer, tools)
+        >>> content, call.name, call.arguments
+        ('Sure.', 'add', '{"a": 1}')
+    """
+    stream = ToolCallStream(tokenizer, tools, prefix=prefix)
+    return joined([stream.push(text), stream.finish()])
+
+
+def joined(parts: Sequence[Parsed]) -> Parsed:
+    """Parts of an answer as one."""
+    calls = tuple(call for part in parts for call in part.calls)
+    return Parsed("".join(part.content for part in parts), calls, "".join(part.reasoning for part in parts))
+
+
+class ToolCallStream:
+    """Finds calls in a text that comes in pieces; the result is the same however it is cut.
+
+    Held back is what may begin a call, and white space, which is left out around calls.
+
+    Args:
+        tokenizer: Of the model.
+        tools: That were offered.
+        prefix: The prompt's text; a response template needs it where the prompt begins the answer.
+
+    Raises:
+        ValueError: the chat template has no place for tools, or it is not known how the model writes calls.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], *, prefix: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._tools: list[Any] = [dict(tool) for tool in tools]
+        self._template: dict[str, Any] | None = None  # that of the tokenizer
+        self._names: set[str] | None = None  # None for any
+        if getattr(tokenizer, "response_template", None) is None:
+            known = format_of(tokenizer, tools)
+            self._template = {"start_anchor": "\n", "fields": known.fields}
+            prefix = ""
+            if not known.marked:
+                self._names = {tool["function"]["name"] for tool in tools}
+        else:
+            _chat_template(tokenizer, tools)
+        self._parser = self._new_parser(prefix)
+        self._untold = ""  # what came since, as it is
+        self._spaces = ""  # held back
+        self._called = False  # nothing but space since the last call
+
+    def push(self, text: str) -> Parsed:
+        """What is sure with more text, and was not before."""
+        return joined([self._push(char) for char in text])
+
+    def finish(self) -> Parsed:
+        """The rest: no more text comes."""
+        try:
+            parsed = self._read(self._parser.finalize()[1])
+        except (ValueError, KeyError):
+            return Parsed(self._untold)
+        return parsed._replace(content=parsed.content + ("" if self._called else self._spaces))
+
+    def _push(self, char: str) -> Parsed:
+        # One at a time: what has come is then known to end where a call does.
+        self._untold += char
+        try:
+            return self._read(self._parser.feed(char))
+        except (ValueError, KeyError):
+            malformed = Parsed(self._untold)
+            self._parser = self._new_parser("")
+            self._untold, self._spaces, self._called = "", "", False
+            return malformed
+
+    def _new_parser(self, prefix: str) -> Any:
+        return self._tokenizer.get_response_parser(self._template, prefix=prefix, tools=self._tools)
+
+    def _read(self, events: list[dict[str, Any]]) -> Parsed:
+        content, reasoning, calls = "", "", list[ToolCall]()
+        for event in events:
+            kind, field = event["type"], event["field"]
+            if kind == "region_chunk" and field == "content":
+                content += self._content(event["text"])
+            elif kind == "region_chunk" and field in _REASONING_FIELDS:
+                reasoning += event["text"]
+            elif kind == "region_close" and field.endswith("tool_calls"):
+                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                calls += [self._call(value) for value in values]
+                self._spaces, self._called = "", True
+            if kind == "region_close" and field != "content":
+                self._untold = ""
+        return Parsed(content, tuple(calls), reasoning)
+
+    def _content(self, text: str) -> str:
+        """`text` behind the white space that was held back, but for the white space at its end."""
+        whole = text.lstrip() if self._called else self._spaces + text
+        self._called = self._called and not whole
+        content = whole.rstrip()
+        self._spaces = whole[len(content) :]
+        self._untold = self._untold.partition(content)[2] if content else self._untold
+        return content
+
+    def _call(self, value: Any) -> ToolCall:
+        function = value["function"] if isinstance(value, dict) else {}
+        name, arguments = function.get("name"), function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(name, str) or not isinstance(arguments, dict) or (self._names and name not in self._names):
+            raise ValueError(f"A call must have the name of a tool, and arguments, got {value!r}.")
+        return ToolCall(name, json.dumps(arguments, ensure_ascii=False), _new_id())
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> str:
+    template = tokenizer.get_chat_template(tools=[dict(tool) for tool in tools]) if tokenizer.chat_template else ""
+    if "tools" not in template:
+        raise ValueError(
+            "`tools` needs a model whose chat template has a place for them, and that of this one has none. "
+            "Leave `tools` out, or load a tokenizer with such a template."
+        )
+    return template
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: with a text, and with arguments that are no longer JSON."""
+    changed = {**message, "content": message.get("content") or ""}
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [_decoded(call) for call in message["tool_calls"]]
+    return changed
+
+
+def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if not isinstance(function["arguments"], str):
+        return dict(call)
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`arguments` of a call must be JSON, got {function['arguments']!r}.") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))

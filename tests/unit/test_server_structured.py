@@ -1,0 +1,226 @@
+"""Whatever a model would say, what it may say follows the grammar."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.errors import KVBoostError
+from kvboost_hf.server import structured
+from kvboost_hf.server.jobs import SamplingOptions
+from kvboost_hf.server.sampling import Sampler
+from kvboost_hf.server.structured import constraint_for, json_object, json_schema, regex, tool_calls
+from kvboost_hf.server.tools import parse_tool_calls
+from tests.unit.test_server_tools import TEMPLATES, TOOLS
+
+VOCAB = 1500  # more than the tokenizer has tokens
+
+
+def strict(**properties: Any) -> dict[str, Any]:
+    """An object as OpenAI's strict mode wants it."""
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+NAME, NUMBER = {"type": "string", "maxLength": 12}, {"type": "integer", "minimum": 0, "maximum": 999}
+STRICT = [
+    strict(name=NAME),
+    strict(age=NUMBER, name=NAME),
+    strict(colour={"enum": ["red", "green", "blue"]}),
+    strict(tags={"type": "array", "items": NAME, "maxItems": 3}),
+    strict(person=strict(name=NAME, home=strict(city=NAME, code=NUMBER))),
+    strict(value={"anyOf": [NAME, NUMBER, {"type": "null"}]}),
+    strict(yes={"type": "boolean"}, never={"type": "null"}),
+    strict(at={"$ref": "#/$defs/point"}) | {"$defs": {"point": strict(x=NUMBER, y=NUMBER)}},
+    strict(kind={"const": 'a "quoted" text: é'}),
+    strict(day={"type": "string", "format": "date"}),
+    strict(code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}),
+    strict(id={"type": "string", "format": "uuid"}),
+]
+GENERAL = [
+    {"type": "object", "properties": {"a": NAME, "b": NUMBER}, "additionalProperties": False},
+    {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 2, "maxItems": 4},
+    {"type": "array", "prefixItems": [NAME, NUMBER], "items": False, "minItems": 2},
+    {"allOf": [strict(a=NUMBER), {"required": ["a"]}]},
+    {"type": "integer", "multipleOf": 5, "minimum": 10, "maximum": 50},
+    {"enum": ["one", 2, None, True]},
+    {"type": "string", "minLength": 3, "maxLength": 5},
+    {"type": ["boolean", "null"]},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return load_embedded()[1]
+
+
+def sampled(tokenizer: PreTrainedTokenizerFast, kind: str | None, seed: int, n: int = 400) -> tuple[str, bool]:
+    """What a model with random logits says in `n` tokens, and whether it came to an end."""
+    constraint = constraint_for(tokenizer, VOCAB, kind) if kind else None
+    options = SamplingOptions(max_tokens=n, temperature=1.0, seed=seed, constraint=constraint)
+    sampler = Sampler(options, [0])
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = []
+    for _ in range(n):
+        token = sampler.choose(torch.randn(VOCAB, generator=generator) * 3)[0]
+        if token == tokenizer.eos_token_id:
+            return tokenizer.decode(ids), True
+        ids.append(token)
+    return tokenizer.decode([token for token in ids if token < len(tokenizer)]), False
+
+
+@pytest.mark.parametrize("schema", STRICT + GENERAL, ids=str)
+def test_random_logits_make_json_of_the_schema(tokenizer: PreTrainedTokenizerFast, schema: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for seed in range(2):
+        text, ended = sampled(tokenizer, json_schema(schema), seed)
+        assert ended
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+
+
+def test_a_random_model_does_too(tokenizer: PreTrainedTokenizerFast) -> None:
+    model, _ = load_embedded()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(model.config).eval()
+    options = {"max_tokens": 200, "temperature": 1.0, "seed": 0}
+    constraint = constraint_for(tokenizer, model.config.vocab_size, json_schema(STRICT[1]))
+    ids = tokenizer.encode("Anna plays")
+    sampler = Sampler(SamplingOptions(**options, constraint=constraint), ids)
+    answer: list[int] = []
+    with torch.inference_mode():
+        while not constraint.finished:
+            answer.append(sampler.choose(model(torch.tensor([ids + answer])).logits[0, -1])[0])
+    jsonschema.validate(json.loads(tokenizer.decode(answer, skip_special_tokens=True)), STRICT[1])
+
+
+def test_without_a_constraint_it_is_no_json(tokenizer: PreTrainedTokenizerFast) -> None:
+    for seed in range(3):
+        text, _ = sampled(tokenizer, None, seed)
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(text)
+
+
+def test_json_objects_begin_and_go_on_as_such(tokenizer: PreTrainedTokenizerFast) -> None:
+    # Random logits nest ever deeper, so that the end may not come.
+    constraint = constraint_for(tokenizer, VOCAB, json_object())
+    for token in tokenizer.encode('{"a": [1, {"b": null}]'):
+        assert not constraint.finished
+        assert constraint.allowed()[token]
+        constraint.advance(token)
+    constraint.advance(tokenizer.encode("}")[0])
+    assert constraint.finished
+    assert constraint.allowed().nonzero().flatten().tolist() == [tokenizer.eos_token_id]
+    constraint = constraint_for(tokenizer, VOCAB, json_object())
+    assert not constraint.allowed()[tokenizer.encode("[")[0]]
+
+
+def test_spaces_have_an_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    constraint, space = constraint_for(tokenizer, VOCAB, json_object()), tokenizer.encode(" ")[0]
+    constraint.advance(tokenizer.encode("{")[0])
+    spaces = 0
+    while constraint.allowed()[space]:
+        constraint.advance(space)
+        spaces += 1
+        assert spaces <= 40
+    assert spaces > 10
+
+
+@pytest.mark.parametrize("pattern", ["yes|no", r"[0-9]{3}-[a-f]{2,4}", r"(ab)*c", "é{2}🙂"])
+def test_regular_expressions(tokenizer: PreTrainedTokenizerFast, pattern: str) -> None:
+    for seed in range(3):
+        text, ended = sampled(tokenizer, regex(pattern), seed)
+        assert ended
+        assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_calls_as_the_model_writes_them(name: str) -> None:
+    tokenizer = load_embedded()[1]
+    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]"]})
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    marker = tokenizer.convert_tokens_to_ids({"hermes": "<tool_call>"}.get(name, "[TOOL_CALLS]"))
+    for seed in range(3):
+        text, ended = sampled(tokenizer, tool_calls(tokenizer, TOOLS, parallel=False), seed)
+        assert ended
+        assert (marker in tokenizer.encode(text)) == (name != "llama")
+        content, calls, _ = parse_tool_calls(text, tokenizer, TOOLS)
+        assert (content, len(calls)) == ("", 1)
+        parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+        jsonschema.validate(json.loads(calls[0].arguments), parameters[calls[0].name])
+    named = sampled(tokenizer, tool_calls(tokenizer, TOOLS[1:], parallel=False), seed=0)[0]
+    assert [call.name for call in parse_tool_calls(named, tokenizer, TOOLS).calls] == ["weather"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "mistral_named"])
+def test_calls_in_parallel(name: str) -> None:
+    tokenizer = load_embedded()[1]
+    tokenizer.chat_template = TEMPLATES[name]
+    texts = [sampled(tokenizer, tool_calls(tokenizer, TOOLS), seed, 2000)[0] for seed in range(8)]
+    assert max(len(parse_tool_calls(text, tokenizer, TOOLS).calls) for text in texts) > 1
+    assert min(len(parse_tool_calls(text, tokenizer, TOOLS).calls) for text in texts) > 0
+
+
+def test_equal_schemas_are_compiled_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    before = structured._compiled.cache_info()
+    constraints = [constraint_for(tokenizer, VOCAB, json_schema(strict(once=NAME))) for _ in range(3)]
+    after = structured._compiled.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (1, 2)
+    # They share no state.
+    constraints[0].advance(tokenizer.encode("{")[0])
+    assert not torch.equal(constraints[0].allowed(), constraints[1].allowed())
+    assert torch.equal(constraints[1].allowed(), constraints[2].allowed())
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        ({"not": {"type": "string"}}, '"not"'),
+        (strict(a={"type": "array", "uniqueItems": True}), '"uniqueItems"'),
+        ({"if": {}, "then": {}}, '"if", "then"'),
+        ({"oneOf": [{"type": "string"}, {"maxLength": 3, "type": "string"}]}, "oneOf"),
+        ({"type": "string", "format": "colour"}, "colour"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+        ({"$ref": "https://example.org/schema.json"}, "example.org"),
+    ],
+    ids=str,
+)
+def test_schemas_that_cannot_be_enforced(tokenizer: PreTrainedTokenizerFast, schema: Any, names: str) -> None:
+    with pytest.raises(ValueError, match=f"cannot be enforced: .*{re.escape(names)}"):
+        constraint_for(tokenizer, VOCAB, json_schema(schema))
+
+
+def test_regular_expressions_that_are_none(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="unclosed group"):
+        constraint_for(tokenizer, VOCAB, regex("(a"))
+
+
+def test_the_mask_has_the_size_of_the_logits(tokenizer: PreTrainedTokenizerFast) -> None:
+    for size in (len(tokenizer) - 20, len(tokenizer), VOCAB):
+        allowed = constraint_for(tokenizer, size, regex("(?s:.)*")).allowed()
+        assert (allowed.shape, allowed.dtype) == ((size,), torch.bool)
+        assert not allowed[len(tokenizer) :].any()
+        assert allowed.any()
+
+
+def test_tokens_that_are_not_allowed_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    constraint = constraint_for(tokenizer, VOCAB, regex("yes"))
+    with pytest.raises(KVBoostError, match="cannot be followed"):
+        constraint.advance(tokenizer.encode("n")[0])
+
+
+def test_ends(tokenizer: PreTrainedTokenizerFast) -> None:
+    constraint = constraint_for(tokenizer, VOCAB, regex("[0-9]*"), ends={0, 2})
+    assert constraint.allowed()[[0, 1, 2]].tolist() == [True, False, True]
+    constraint.advance(0)
+    assert constraint.finished
+    endless = load_embedded()[1]
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="`ends` must name a token"):
+        constraint_for(endless, VOCAB, regex("a"))
