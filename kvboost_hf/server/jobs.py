@@ -68,6 +68,7 @@ class Job:
         ends: Tokens that end it.
         salt: Separates those who must not see each other's prompts.
         timeout_s: Seconds from `submit` after which it is ended; None for no limit.
+        skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
     """
 
     ids: Sequence[int]
@@ -76,6 +77,7 @@ class Job:
     ends: frozenset[int] = frozenset()
     salt: bytes = b""
     timeout_s: float | None = None
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
