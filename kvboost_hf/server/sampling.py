@@ -1,7 +1,8 @@
 """Choosing the next token of each row from its logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kvboost_hf.errors import KVBoostError
 from kvboost_hf.server.jobs import SamplingOptions, TokenLogprob
+
+Choice = tuple[int, TokenLogprob | None]
+_Given = TypeVar("_Given")
+_Got = TypeVar("_Got")
 
 # Logits divided by less overflow float32: what is this cold is greedy.
 _MIN_TEMPERATURE = 1e-6
@@ -64,7 +70,7 @@ class Sampler:
         """Whether the choice is the argmax of the logits as they are, and nothing is told but the token."""
         return self._greedy and self._options.logprobs is None and not self._edits
 
-    def choose(self, logits: Tensor) -> tuple[int, TokenLogprob | None]:
+    def choose(self, logits: Tensor) -> Choice:
         """Choose the next token. Waits for the device once.
 
         Args:
@@ -75,8 +81,12 @@ class Sampler:
 
         Raises:
             ValueError: the bias names a token that the model does not have.
+            KVBoostError: the constraint cannot be followed.
         """
-        return choose_rows([self], logits[None])[0]
+        (chosen,) = choose_rows([self], logits[None])
+        if isinstance(chosen, Exception):
+            raise chosen
+        return chosen
 
     def pick(self, logits: Tensor) -> Tensor:
         """What `take` needs, [1 + n], float32, on the device of `logits` [vocab_size], without waiting for it."""
@@ -90,7 +100,7 @@ class Sampler:
         top = logprobs.topk(min(self._options.logprobs, len(logprobs)))
         return torch.cat([token.float(), logprobs[token], top.indices.float(), top.values])
 
-    def take(self, picked: Sequence[float]) -> tuple[int, TokenLogprob | None]:
+    def take(self, picked: Sequence[float]) -> Choice:
         """Note the choice that `pick` made, now on the host."""
         token = int(picked[0])
         if self._seen_ids is not None and token not in self._seen:
@@ -139,7 +149,7 @@ class Sampler:
         return probabilities / torch.empty_like(probabilities).exponential_(generator=self._generator)
 
 
-def choose_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[tuple[int, TokenLogprob | None]]:
+def choose_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | ValueError | KVBoostError]:
     """Choose the next token of each row. Waits for the device once, however many rows there are.
 
     Args:
@@ -147,22 +157,32 @@ def choose_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[tuple[int, 
         logits: [rows, vocab_size], floating point, on any device. Not changed.
 
     Returns:
-        What `Sampler.choose` gives for each row.
-
-    Raises:
-        ValueError: a bias names a token that the model does not have.
+        What `Sampler.choose` gives for each row, or the error that it raises: it is of no concern to the others.
     """
     if not samplers:
         return []
     # Plain rows are cheaper done with all others than picked out.
-    picked = [logits.argmax(-1).float()]
-    picked += [sampler.pick(row) for sampler, row in zip(samplers, logits, strict=True) if not sampler.plain]
-    greedy, *rest = _to_host(picked)
-    others = iter(rest)
-    return [
-        sampler.take([token] if sampler.plain else next(others))
-        for sampler, token in zip(samplers, greedy, strict=True)
-    ]
+    picked: list[Tensor | ValueError | KVBoostError] = [logits.argmax(-1).float()]
+    for sampler, row in zip(samplers, logits, strict=True):
+        if not sampler.plain:
+            picked.append(_tried(sampler.pick, row))
+    greedy, *on_host = _to_host([pick for pick in picked if isinstance(pick, Tensor)])
+    others, values = iter(picked[1:]), iter(on_host)
+    chosen: list[Choice | ValueError | KVBoostError] = []
+    for sampler, token in zip(samplers, greedy, strict=True):
+        if sampler.plain:
+            chosen.append(sampler.take([token]))
+        else:
+            pick = next(others)
+            chosen.append(_tried(sampler.take, next(values)) if isinstance(pick, Tensor) else pick)
+    return chosen
+
+
+def _tried(function: Callable[[_Given], _Got], given: _Given) -> _Got | ValueError | KVBoostError:
+    try:
+        return function(given)
+    except (ValueError, KVBoostError) as error:  # of this row's bias or constraint
+        return error
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[list[float]]:

@@ -303,8 +303,7 @@ class ModelEngine:
         known = row.done
         if row.cache is None:
             row.started = time.perf_counter()
-            shared = self._open(row)
-            assert row.cache is not None
+            row.cache, shared = self._open(row)
             known = max(row.cache.stored_tokens(ids), shared)
         whole = self._policy.mode == "blend" or not self._takes_rows  # which cannot be cut
         stop = len(row.job.ids) if whole else min(known + room, len(row.job.ids))
@@ -321,11 +320,11 @@ class ModelEngine:
         logits: torch.Tensor = output.logits[:, -1]
         return stop - known, logits
 
-    def _open(self, row: _Row) -> int:
-        """Give a row a cache: one that goes on from another row's, if that has more of its prompt than a chunk.
+    def _open(self, row: _Row) -> tuple[ChunkReuseCache, int]:
+        """A cache for a row: one that goes on from another row's, if that has more of its prompt than a chunk.
 
         Returns:
-            Tokens that it shares.
+            The cache, and how many tokens it shares.
         """
         others = [
             each
@@ -337,11 +336,10 @@ class ModelEngine:
         if self._takes_rows and most >= self.store.chunker.chunk_size:
             other = others[shared.index(most)].cache
             assert other is not None
-            row.cache = other.fork()
-            row.cache.begin_anew()
-            return most
-        row.cache = ChunkReuseCache(self.model, self.store, self._policy, row.job.salt)
-        return 0
+            cache = other.fork()
+            cache.begin_anew()
+            return cache, most
+        return ChunkReuseCache(self.model, self.store, self._policy, row.job.salt), 0
 
     def _begin_text(self, row: _Row) -> None:
         assert row.cache is not None
@@ -389,9 +387,11 @@ class ModelEngine:
             self._fail(rows, error)
             return
         now = time.perf_counter()
-        for row, (token, logprob) in zip(rows, chosen, strict=True):
+        for row, choice in zip(rows, chosen, strict=True):
             try:
-                reason = self._add(row, token, logprob, now)
+                if isinstance(choice, Exception):
+                    raise choice
+                reason = self._add(row, *choice, now)
             except Exception as error:
                 self._fail([row], error)
                 continue

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from kvboost_hf.errors import KVBoostError
 from kvboost_hf.server.jobs import SamplingOptions, TokenLogprob
 from kvboost_hf.server.sampling import Sampler, choose_rows
 from tests.conftest import EOS, VOCAB, make_model, random_ids
@@ -187,6 +188,36 @@ def test_rows_together_are_rows_alone(dtype: torch.dtype) -> None:
     company = _mixed()[1::-1]
     expected = [choose_rows(_mixed()[:2], steps[0, :2])[i] for i in (1, 0)]
     assert choose_rows(company, steps[0, :2].flip(0)) == expected
+
+
+class Broken(Only):
+    """A constraint that cannot be followed, from the start or after the first token."""
+
+    def allowed(self) -> Tensor:
+        if not self.tokens:
+            raise KVBoostError("No.")
+        return super().allowed()
+
+    def advance(self, token: int) -> None:
+        raise KVBoostError("No more.")
+
+
+def test_what_breaks_one_row_leaves_the_others_as_they_are() -> None:
+    options = SamplingOptions(max_tokens=9, temperature=1.0, seed=4)
+    broken = [
+        SamplingOptions(max_tokens=9, constraint=Broken()),
+        SamplingOptions(max_tokens=9, constraint=Broken(2)),
+        SamplingOptions(max_tokens=9, logit_bias={99: 1.0}),
+    ]
+    samplers = [Sampler(o, []) for o in (broken[0], options, broken[1], GREEDY, broken[2], options)]
+    alone = Sampler(options, [])
+    for _ in range(5):
+        chosen = choose_rows(samplers, BIASED.expand(6, -1))
+        expected = alone.choose(BIASED)
+        assert [chosen[1], chosen[3], chosen[5]] == [expected, (3, None), expected]
+        assert [type(chosen[row]) for row in (0, 2, 4)] == [KVBoostError, KVBoostError, ValueError]
+    with pytest.raises(KVBoostError, match="No more"):
+        samplers[2].choose(BIASED)
 
 
 def test_the_device_is_waited_for_once() -> None:
