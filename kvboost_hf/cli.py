@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -361,6 +362,8 @@ def _serve(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"`kvboost-hf serve` needs {error.name}: pip install 'kvboost_hf[server]'") from error
 
+    if key := os.environ.get("KVBOOST_HF_API_KEY"):
+        options.api_key = [*options.api_key, key]
     kept, streaming = engine_settings(options), streaming_config(options)
     server_settings(options, "model", None)  # refuses now, not when the model is there
     if streaming is None:

@@ -1,5 +1,6 @@
 """What the answers of all routes have in common: pieces of text and calls, why they end, and their tokens."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,11 +99,13 @@ class Usage:
     Args:
         prompt: Of its prompts; choices of the same prompt count once.
         cached: Of these, not computed.
+        tiers: Of these, how many came from each tier.
         completion: Of all its answers.
     """
 
     prompt: int
     cached: int
+    tiers: Mapping[str, int]
     completion: int
 
     @classmethod
@@ -112,6 +115,7 @@ class Usage:
         return cls(
             sum(event.prompt_tokens for event in firsts),
             sum(event.cached_tokens for event in firsts),
+            sum((Counter(event.tiers) for event in firsts), Counter[str]()),
             sum(event.completion_tokens for event in finished.values()),
         )
 
@@ -122,5 +126,5 @@ class Usage:
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached, "cached_tokens_by_tier": self.tiers},
         }

@@ -3,12 +3,13 @@
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvboost_hf import __version__
@@ -24,6 +25,10 @@ from kvboost_hf.server.run import unless_gone
 from kvboost_hf.server.schema import WarmRequest
 from kvboost_hf.server.served import Served
 from kvboost_hf.server.settings import ServerSettings
+
+_PAGE = Path(__file__).with_name("page.html")
+# It loads nothing from elsewhere, and nobody may put it into a frame.
+_PAGE_POLICY = "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 
 
 def make_app(
@@ -113,6 +118,10 @@ def _model_routes(served: Served) -> APIRouter:
 
 def _operator_routes(served: Served) -> APIRouter:
     router = APIRouter()
+
+    @router.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     @router.get("/health")
     async def health() -> dict[str, str]:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_hf.server.errors import ApiError
 
-OPEN = frozenset({"/health", "/ready"})  # to everybody
+OPEN = frozenset({"/", "/health", "/ready"})  # to everybody; the page asks for the key that it sends
 
 _log = logging.getLogger("kvboost_hf.server.requests")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -14,7 +14,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     http = parser.add_argument_group("who may ask, and where")
     http.add_argument("--host", help="address to listen at (default: 127.0.0.1, this machine alone)")
     http.add_argument("--port", type=int, help="and its port (default: 8000)")
-    http.add_argument("--api-key", action="append", default=[], metavar="KEY", help="let in who sends it; repeatable")
+    http.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="let in who sends it; repeatable, and that of the environment's KVBOOST_HF_API_KEY besides",
+    )
     http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="of pages; repeatable")
     http.add_argument("--model-name", help="what clients call the model (default: its name)")
     http.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))

@@ -40,11 +40,6 @@ def serve(
         warm: Texts that prompts start with; they are computed for each API key before the server listens.
         log_level: Of the lines of JSON on standard error.
     """
-    _log_lines(log_level)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(
-            number, _end
-        )  # uvicorn raises it again when all is answered; what is kept is still to be written
     store = kept.store(model, tokenizer)
     engine = ModelEngine(
         model,
@@ -58,6 +53,11 @@ def serve(
         max_model_len=settings.max_model_len,
     )
     try:
+        _log_lines(log_level)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(
+                number, _end
+            )  # uvicorn raises it again when all is answered; what is kept is still to be written
         for text in warm:
             _warm(engine, tokenizer.encode(text), settings.api_keys or (None,))
         app = make_app(engine, tokenizer, settings, vocab_size=_columns(model), ends=_ends(model, tokenizer))

@@ -39,7 +39,7 @@ class Listening:
 def listening(app: Any, drain_s: int = 5) -> Iterator[Listening]:
     """An app behind a port of this machine, until the context ends."""
     with socket.create_server(("127.0.0.1", 0)) as port:
-        config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=drain_s)
+        config = uvicorn.Config(app, log_config=None, log_level="critical", timeout_graceful_shutdown=drain_s)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [port]}, daemon=True)
         thread.start()

@@ -57,7 +57,7 @@ def test_no_body_makes_the_server_fail(at: Listening, engine: FakeEngine, path: 
     model, needed = _ROUTES[path]
     names = sorted({*model.model_fields})
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.data())
     def send(data: st.DataObject) -> None:
         body = {name: _GOOD[name] for name in needed}

@@ -38,7 +38,15 @@ def test_every_route_is_in_the_list_of_this_test(at: Listening) -> None:
     assert found == {*ROUTES, ("GET", "/health"), ("GET", "/ready")} - {("GET", "/openapi.json"), ("GET", "/nowhere")}
 
 
-def test_all_routes_but_two_need_a_key(serve: Serve, engine: FakeEngine) -> None:
+def test_the_page_needs_no_key_and_knows_none(serve: Serve, engine: FakeEngine) -> None:
+    page = serve(engine, api_keys=("right",)).http.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert "v1/chat/completions" in page.text
+    assert "right" not in page.text.replace("text-align: right", "")
+
+
+def test_all_routes_that_tell_something_need_a_key(serve: Serve, engine: FakeEngine) -> None:
     at = serve(engine, api_keys=("right", "other"))
     for header in (None, "Bearer", "Bearer wrong", "Basic right", "right", "Bearer rig\xfft"):
         headers = {} if header is None else {"authorization": header.encode("latin-1")}

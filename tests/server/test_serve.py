@@ -28,8 +28,8 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     """`kvboost-hf serve`, and a client of it."""
     port, log = free_port(), tmp_path_factory.mktemp("serve") / "log"
     command = [sys.executable, "-c", "from kvboost_hf.cli import serve; raise SystemExit(serve())"]
-    options = f"--port {port} --api-key key --chunk-size 16 --device cpu".split()
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    options = f"--port {port} --chunk-size 16 --device cpu".split()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "KVBOOST_HF_API_KEY": "key"}
     with log.open("w") as stderr:
         server = subprocess.Popen(
             [*command, *options, "--warm", _ASK[0]["content"]], stderr=stderr, text=True, env=environment
@@ -60,6 +60,11 @@ def test_it_answers_as_generate_does(process: tuple[Any, openai.OpenAI]) -> None
         cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
     assert cached[1] > cached[0]
     assert cached[1] > len(inputs["input_ids"][0]) // 2
+
+
+def test_the_key_of_the_environment_is_asked_for(process: tuple[Any, openai.OpenAI]) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        process[1].with_options(api_key="other").models.list()
 
 
 def test_a_schema_is_kept_to(process: tuple[Any, openai.OpenAI]) -> None:
