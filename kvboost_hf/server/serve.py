@@ -55,9 +55,8 @@ def serve(
     try:
         _log_lines(log_level)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(
-                number, _end
-            )  # uvicorn raises it again when all is answered; what is kept is still to be written
+            # Uvicorn answers all first, and then raises it again; what is kept is still to be written.
+            signal.signal(number, _end)
         for text in warm:
             _warm(engine, tokenizer.encode(text), settings.api_keys or (None,))
         app = make_app(engine, tokenizer, settings, vocab_size=_columns(model), ends=_ends(model, tokenizer))
