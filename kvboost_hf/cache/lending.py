@@ -57,11 +57,11 @@ class LendingCache(ServingCache):
         """
         ledger, held = self._settled(), self._held()
         self._running = Running(held)
+        self._columns = held + input_ids.shape[1]
         for layer, pair in zip(self._layers, kv, strict=True):
             if pair is not None:
-                layer.native.update(*pair)
+                layer.fill(held, self._columns, [[(pair[0][0], pair[1][0])]])
                 layer.native.crop(0)
-        self._columns = held + input_ids.shape[1]
         model = self._model()
         if ledger is not None and model is not None:
             pad = int(ledger.log.pads.min())
