@@ -8,7 +8,8 @@ transformers gives one mask to all layers of a kind, which knows nothing of bran
 another one in its place while such a forward runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -82,12 +83,11 @@ class Branches:
         """
         self._tokens += tokens
         self._parents += parents
-        running = _Running(self, self._lender.lend(), len(tokens))
-        handles = [
-            module.register_forward_pre_hook(_LayerHook(running, idx).before, with_kwargs=True)
-            for idx, module in enumerate(decoder_layers(self._model))
-        ]
+        layers, handles = self._lender.lend(), []
         try:
+            running = _Running(self, layers, len(tokens))
+            for idx, module in enumerate(decoder_layers(self._model)):
+                handles.append(module.register_forward_pre_hook(_LayerHook(running, idx).before, with_kwargs=True))
             found: Any = self._model(
                 input_ids=torch.tensor([tokens], device=self._position.device),
                 position_ids=self._positions()[..., -len(tokens) :],
@@ -271,6 +271,17 @@ class StockLender:
             if pair is not None:
                 layer.update(*pair)
                 layer.crop(0)
+
+
+@contextmanager
+def recording(cache: Any) -> Iterator[None]:
+    """Let what `activate_past_recording` asks of a cache end here: transformers cannot undo it."""
+    quiet = [layer for layer in cache.layers if getattr(layer, "record_past", None) is False]
+    try:
+        yield
+    finally:
+        for layer in quiet if not hasattr(cache, "lend") else ():  # which ends it by itself
+            layer.record_past = False
 
 
 BRANCHING_LAYERS = frozenset(("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"))
