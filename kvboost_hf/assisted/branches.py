@@ -30,6 +30,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, t
 class Lender(Protocol):
     """A cache that lends its layers, such as `ChunkReuseCache`."""
 
+    def require_branches(self) -> None:
+        """Raise a ValueError if its layers cannot forget."""
+        ...
+
     def lend(self) -> list[Any]:
         """The layers, for one forward whose columns may not stay."""
         ...
@@ -228,9 +232,10 @@ def lender_of(cache: Any) -> Lender:
     """What lends the layers of a cache.
 
     Raises:
-        ValueError: for a cache of transformers whose layers cannot forget.
+        ValueError: for a cache whose layers cannot forget.
     """
     found: Lender = cache if hasattr(cache, "lend") else StockLender(cache)
+    found.require_branches()
     return found
 
 
@@ -239,20 +244,20 @@ class StockLender:
 
     Args:
         cache: With layers of full or sliding attention only.
-
-    Raises:
-        ValueError: for other ones.
     """
 
     def __init__(self, cache: Cache) -> None:
-        kinds = {type(layer).__name__ for layer in cache.layers} - BRANCHING_LAYERS
-        if kinds or cache.offloading:
+        self._cache, self._held = cache, 0
+        self._layers: list[Any] = cache.layers
+
+    def require_branches(self) -> None:
+        """See `Lender`."""
+        kinds = {type(layer).__name__ for layer in self._layers} - BRANCHING_LAYERS
+        if kinds or self._cache.offloading:
             found = "offloaded layers" if not kinds else f"layers of the kind {', '.join(sorted(kinds))}"
             raise ValueError(
                 f"K/V of branches cannot be held in {found}. Pass a ChunkReuseCache or nothing as `past_key_values`."
             )
-        self._cache, self._held = cache, 0
-        self._layers: list[Any] = cache.layers
 
     def lend(self) -> list[Any]:
         """See `Lender`."""

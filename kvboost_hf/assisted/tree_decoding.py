@@ -46,7 +46,8 @@ class TreeDecoding:
 
     Raises:
         ValueError: for a draft that cannot compute tokens that branch; and in a call, for a target of another
-            vocabulary, or that cannot, more than one row, beams, or attentions or hidden states to return.
+            vocabulary, or that cannot, more than one row, beams, a prompt as embeddings, or attentions or hidden
+            states to return.
 
     Example:
         >>> from kvboost_hf import ChunkReuseCache, TreeDecoding, speculation_stats

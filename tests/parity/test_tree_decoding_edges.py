@@ -100,6 +100,10 @@ def test_what_ids_do_not_tell_is_refused() -> None:
     target, trees = pair("gpt2")
     with pytest.raises(ValueError, match="`token_type_ids` must be None"):
         target.generate(**as_inputs(ids), token_type_ids=torch.ones_like(ids), custom_generate=trees, max_new_tokens=4)
+    cache = ChunkReuseCache(target, max_cache_len=64)
+    with counted(target) as work, pytest.raises(ValueError, match="layers of the kind StaticReuseLayer"):
+        target.generate(**as_inputs(ids), past_key_values=cache, custom_generate=trees, max_new_tokens=4)
+    assert work.tokens == 0
     with pytest.raises(ValueError, match="layers that attend to images only"):
         TreeDecoding(multimodal.make_model("mllama"))
 
@@ -152,4 +156,5 @@ def test_no_warning_of_weights_at_rest() -> None:
     accelerate.cpu_offload(target, execution_device=torch.device("cpu"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "You are calling .generate")  # of transformers 5.17, whoever decodes
         assert torch.equal(target.generate(**told, custom_generate=trees), wanted)
