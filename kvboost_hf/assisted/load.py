@@ -11,6 +11,7 @@ from kvboost_hf.assisted.draft import Drafting
 from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
+from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
 
 Schedule = Literal["adaptive", "constant", "heuristic"]
 
@@ -30,6 +31,8 @@ def load_assistant(
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Prepare a draft model for `target.generate(assistant_model=...)`.
+
+    A draft whose vocabulary is that of its target but for padding is resized.
 
     transformers asks the draft for candidates in each round; what it returns decides how many tokens are drafted, and
     notes what came of them.
@@ -121,11 +124,11 @@ def _require_fitting(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             f"The draft must be a causal language model, as its target is, got {type(draft).__name__}. Load it with "
             "AutoModelForCausalLM."
         )
-    mine, theirs = (model.config.get_text_config(decoder=True).vocab_size for model in (draft, target))
-    if mine != theirs:
+    if not fit_vocabulary(draft, target):
         raise ValueError(
-            f"The draft must have the vocabulary of its target, of {theirs} tokens, got {mine}. Choose one of the "
-            "same family, or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is."
+            f"The draft must have the vocabulary of its target, of {vocab_size(target)} tokens, got "
+            f"{vocab_size(draft)}. Choose one of the same family, or pass `tokenizer` and `assistant_tokenizer` to "
+            "generate() with the draft as it is."
         )
     if draft.device != target.device:
         warnings.warn(

@@ -17,21 +17,25 @@ from kvboost_hf.handles import ATTENTION
 class LendingCache(ServingCache):
     """A cache whose layers can be lent."""
 
-    def lend(self) -> list[Any]:
-        """The layers, as transformers knows them, for one forward that is not told to the cache.
-
-        What it appends is gone with `give_back`, or with whatever is done to the cache next.
+    def require_branches(self) -> None:
+        """Raise if the layers cannot be lent.
 
         Raises:
-            ValueError: if the layers cannot forget what was appended.
+            ValueError: if they cannot forget what was appended.
         """
-        self._settled()
         if self._unsupported is not None:
             raise ValueError(f"K/V of branches needs a model that can reuse K/V, but {self._unsupported}.")
         rigid = {type(layer).__name__ for layer in self._layers if layer.is_stateful or not layer.can_branch}
         if rigid:
             kinds = ", ".join(sorted(rigid))
             raise ValueError(f"K/V of branches cannot be held in layers of the kind {kinds}. Draft chains instead.")
+
+    def lend(self) -> list[Any]:
+        """The layers, as transformers knows them, for one forward that is not told to the cache.
+
+        What it appends is gone with `give_back`, or with whatever is done to the cache next.
+        """
+        self._settled()
         model = self._model()
         self._hand_out(model is not None and attention_kind(model) == ATTENTION)
         self._running = Running(self._held())
@@ -57,11 +61,11 @@ class LendingCache(ServingCache):
         """
         ledger, held = self._settled(), self._held()
         self._running = Running(held)
+        self._columns = held + input_ids.shape[1]
         for layer, pair in zip(self._layers, kv, strict=True):
             if pair is not None:
-                layer.native.update(*pair)
+                layer.fill(held, self._columns, [[(pair[0][0], pair[1][0])]])
                 layer.native.crop(0)
-        self._columns = held + input_ids.shape[1]
         model = self._model()
         if ledger is not None and model is not None:
             pad = int(ledger.log.pads.min())
