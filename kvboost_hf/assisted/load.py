@@ -136,6 +136,12 @@ def _require_fitting(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             "round. Move it with draft.to(target.device).",
             stacklevel=3,
         )
+    if draft.dtype.itemsize > target.dtype.itemsize:
+        warnings.warn(
+            f"The draft computes in {draft.dtype} and its target in {target.dtype}: it takes more time and memory than "
+            f"it has to. Load it with dtype={target.dtype}.",
+            stacklevel=3,
+        )
     quantized = getattr(target.config, "quantization_config", None) is not None  # in buffers, which are not counted
     if not quantized and draft.num_parameters() >= target.num_parameters():
         warnings.warn(

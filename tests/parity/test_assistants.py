@@ -204,6 +204,8 @@ def test_drafts_that_do_not_fit() -> None:
         load_assistant(make_model(seed=1), target=target)
     target.config.quantization_config = {"quant_method": "awq"}
     load_assistant(make_model(seed=1), target=target)  # weights in codes are not counted
+    with pytest.warns(UserWarning, match=r"in torch.float32 and its target in torch.bfloat16"):
+        load_assistant(make_layers(1), target=make_layers(2).bfloat16())
     with pytest.warns(UserWarning, match="on meta and its target on cpu"):
         load_assistant(make_layers(1).to("meta"), target=make_layers(2))
     with pytest.raises(ValueError, match="keeps no counts"):
