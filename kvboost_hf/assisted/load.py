@@ -56,7 +56,8 @@ def load_assistant(
         ValueError: its vocabulary is not the target's, it is no causal language model, or numbers that are none.
 
     Warns:
-        UserWarning: it is on another device than the target, or has more weights than one that is not quantized.
+        UserWarning: it is on another device than the target, computes in a wider type, or has more weights than one
+            that is not quantized.
 
     Example:
         >>> from kvboost_hf import load_assistant, speculation_stats
@@ -138,8 +139,8 @@ def _require_fitting(draft: PreTrainedModel, target: PreTrainedModel) -> None:
         )
     if draft.dtype.itemsize > target.dtype.itemsize:
         warnings.warn(
-            f"The draft computes in {draft.dtype} and its target in {target.dtype}: it takes more time and memory than "
-            f"it has to. Load it with dtype={target.dtype}.",
+            f"The draft computes in {draft.dtype} and its target in {target.dtype}: it takes more time and memory "
+            f"than it has to. Load it with dtype={target.dtype}.",
             stacklevel=3,
         )
     quantized = getattr(target.config, "quantization_config", None) is not None  # in buffers, which are not counted
