@@ -18,12 +18,15 @@ import os
 import random
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
 import traceback
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import blake2b, shake_128
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,7 @@ MAX_LIFE_S = 0.05  # of a writer; opening the folder takes a few milliseconds of
 ROOMY, TIGHT = 2**26, 2**18
 LATEST = 3  # blobs that a tight budget does not give up
 BEGUN, KEPT = b"b", b"k"
+MESSAGE = struct.Struct("<cqq")  # what happened, to which blob, and when in ns
 
 CHUNK, WORDS, LENGTH = 16, 6, 3  # tokens in a chunk; a prompt has so many words, out of so many, of a chunk each
 STORE_LIFE_S = 0.15  # of a process with a store
@@ -59,6 +63,7 @@ class Writer:
 
     begun: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
+    when: dict[tuple[bytes, int], int] = field(default_factory=dict)  # each was told, in ns
     failed: bool = False  # before it was killed
 
 
@@ -145,7 +150,7 @@ def run_and_kill(
         pid = os.fork()
         if pid == 0:
             try:
-                work(folder, max_bytes, n, lambda what, n: os.write(write, what + n.to_bytes(8, "little")) and None)
+                work(folder, max_bytes, n, partial(_tell, write))
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -160,11 +165,23 @@ def run_and_kill(
         writer = Writer(failed=not os.WIFSIGNALED(status))
         with open(read, "rb") as pipe:
             told = pipe.read()
-        for at in range(0, len(told), 9):
-            n = int.from_bytes(told[at + 1 : at + 9], "little")
-            (writer.begun if told[at : at + 1] == BEGUN else writer.kept).append(n)
+        for what, n, when in MESSAGE.iter_unpack(told):
+            (writer.begun if what == BEGUN else writer.kept).append(n)
+            writer.when[what, n] = when
         writers.append(writer)
     return writers
+
+
+def _tell(pipe: int, what: bytes, n: int) -> None:
+    os.write(pipe, MESSAGE.pack(what, n, time.monotonic_ns()))
+
+
+def latest(writers: list[Writer]) -> set[int]:
+    """Blobs that fewer than `LATEST` others can have come after, however their writers took turns."""
+    when = {key: at for writer in writers for key, at in writer.when.items()}
+    begun = {n: at for (what, n), at in when.items() if what == BEGUN}
+    ends = sorted(when.get((KEPT, n), 2**63) for n in begun)  # what was being written may have come at any time
+    return {n for n in begun if (KEPT, n) in when and len(ends) - bisect_right(ends, begun[n]) - 1 < LATEST}
 
 
 def check(folder: Path, max_bytes: int, writers: list[Writer], tally: Tally, earlier: list[int]) -> list[int]:
@@ -176,7 +193,7 @@ def check(folder: Path, max_bytes: int, writers: list[Writer], tally: Tally, ear
     tally.leftovers += len(set(names) ^ {entry.key.hex() for entry in tier.entries()})
     in_flight = [n for writer in writers for n in writer.begun if n not in writer.kept]
     kept = [n for writer in writers for n in writer.kept]
-    expected = set(writers[-1].kept[-LATEST:] if tight else earlier + kept)  # the last writer outlived the others
+    expected = latest(writers) if tight else {*earlier, *kept}
     there = []
     for n in [*earlier, *kept, *in_flight]:
         data = tier.read(key_of(n))

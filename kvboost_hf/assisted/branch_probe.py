@@ -56,6 +56,8 @@ def _reason(model: PreTrainedModel) -> str | None:
         return "its forward takes no position_ids"
     if any(map(frequencies_vary, model.modules())):
         return "its rotary frequencies depend on the length"
+    if getattr(config, "cross_attention_layers", None):
+        return "it has layers that attend to images only"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "its attention is chunked"
     try:

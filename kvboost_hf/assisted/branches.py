@@ -8,7 +8,8 @@ transformers gives one mask to all layers of a kind, which knows nothing of bran
 another one in its place while such a forward runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, t
 
 class Lender(Protocol):
     """A cache that lends its layers, such as `ChunkReuseCache`."""
+
+    def require_branches(self) -> None:
+        """Raise a ValueError if its layers cannot forget."""
+        ...
 
     def lend(self) -> list[Any]:
         """The layers, for one forward whose columns may not stay."""
@@ -82,12 +87,11 @@ class Branches:
         """
         self._tokens += tokens
         self._parents += parents
-        running = _Running(self, self._lender.lend(), len(tokens))
-        handles = [
-            module.register_forward_pre_hook(_LayerHook(running, idx).before, with_kwargs=True)
-            for idx, module in enumerate(decoder_layers(self._model))
-        ]
+        layers, handles = self._lender.lend(), []
         try:
+            running = _Running(self, layers, len(tokens))
+            for idx, module in enumerate(decoder_layers(self._model)):
+                handles.append(module.register_forward_pre_hook(_LayerHook(running, idx).before, with_kwargs=True))
             found: Any = self._model(
                 input_ids=torch.tensor([tokens], device=self._position.device),
                 position_ids=self._positions()[..., -len(tokens) :],
@@ -228,9 +232,10 @@ def lender_of(cache: Any) -> Lender:
     """What lends the layers of a cache.
 
     Raises:
-        ValueError: for a cache of transformers whose layers cannot forget.
+        ValueError: for a cache whose layers cannot forget.
     """
     found: Lender = cache if hasattr(cache, "lend") else StockLender(cache)
+    found.require_branches()
     return found
 
 
@@ -239,20 +244,20 @@ class StockLender:
 
     Args:
         cache: With layers of full or sliding attention only.
-
-    Raises:
-        ValueError: for other ones.
     """
 
     def __init__(self, cache: Cache) -> None:
-        kinds = {type(layer).__name__ for layer in cache.layers} - BRANCHING_LAYERS
-        if kinds or cache.offloading:
+        self._cache, self._held = cache, 0
+        self._layers: list[Any] = cache.layers
+
+    def require_branches(self) -> None:
+        """See `Lender`."""
+        kinds = {type(layer).__name__ for layer in self._layers} - BRANCHING_LAYERS
+        if kinds or self._cache.offloading:
             found = "offloaded layers" if not kinds else f"layers of the kind {', '.join(sorted(kinds))}"
             raise ValueError(
                 f"K/V of branches cannot be held in {found}. Pass a ChunkReuseCache or nothing as `past_key_values`."
             )
-        self._cache, self._held = cache, 0
-        self._layers: list[Any] = cache.layers
 
     def lend(self) -> list[Any]:
         """See `Lender`."""
@@ -271,6 +276,17 @@ class StockLender:
             if pair is not None:
                 layer.update(*pair)
                 layer.crop(0)
+
+
+@contextmanager
+def recording(cache: Any) -> Iterator[None]:
+    """Let what `activate_past_recording` asks of a cache end here: transformers cannot undo it."""
+    quiet = [layer for layer in cache.layers if getattr(layer, "record_past", None) is False]
+    try:
+        yield
+    finally:
+        for layer in quiet if not hasattr(cache, "lend") else ():  # which ends it by itself
+            layer.record_past = False
 
 
 BRANCHING_LAYERS = frozenset(("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"))

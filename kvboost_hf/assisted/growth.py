@@ -70,11 +70,11 @@ class Growth:
         return gain * self._seconds_per_token > self._draft_s.value / max(self._passes.value, 1.0)
 
     def chosen(self, tree: Tree) -> list[int]:
-        """The tokens to check."""
+        """The tokens to check: one at least, or nothing more would be learned."""
         least = 0.0
         if self._config.policy != "tree" and self._rounds.weight:
             least = self._slope.value / self._seconds_per_token if self._seconds_per_token else 0.0
-        return tree.likeliest(self._config.max_nodes, least)
+        return tree.likeliest(self._config.max_nodes, least) or tree.likeliest(1)
 
     def learn(
         self,

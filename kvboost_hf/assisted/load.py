@@ -11,6 +11,7 @@ from kvboost_hf.assisted.draft import Drafting
 from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
+from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
 
 Schedule = Literal["adaptive", "constant", "heuristic"]
 
@@ -30,6 +31,8 @@ def load_assistant(
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Prepare a draft model for `target.generate(assistant_model=...)`.
+
+    A draft whose vocabulary is that of its target but for padding is resized.
 
     transformers asks the draft for candidates in each round; what it returns decides how many tokens are drafted, and
     notes what came of them.
@@ -53,7 +56,8 @@ def load_assistant(
         ValueError: its vocabulary is not the target's, it is no causal language model, or numbers that are none.
 
     Warns:
-        UserWarning: it is on another device than the target, or has more weights than one that is not quantized.
+        UserWarning: it is on another device than the target, computes in a wider type, or has more weights than one
+            that is not quantized.
 
     Example:
         >>> from kvboost_hf import load_assistant, speculation_stats
@@ -121,16 +125,22 @@ def _require_fitting(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             f"The draft must be a causal language model, as its target is, got {type(draft).__name__}. Load it with "
             "AutoModelForCausalLM."
         )
-    mine, theirs = (model.config.get_text_config(decoder=True).vocab_size for model in (draft, target))
-    if mine != theirs:
+    if not fit_vocabulary(draft, target):
         raise ValueError(
-            f"The draft must have the vocabulary of its target, of {theirs} tokens, got {mine}. Choose one of the "
-            "same family, or pass `tokenizer` and `assistant_tokenizer` to generate() with the draft as it is."
+            f"The draft must have the vocabulary of its target, of {vocab_size(target)} tokens, got "
+            f"{vocab_size(draft)}. Choose one of the same family, or pass `tokenizer` and `assistant_tokenizer` to "
+            "generate() with the draft as it is."
         )
     if draft.device != target.device:
         warnings.warn(
             f"The draft is on {draft.device} and its target on {target.device}: tokens and scores are copied in each "
             "round. Move it with draft.to(target.device).",
+            stacklevel=3,
+        )
+    if draft.dtype.itemsize > target.dtype.itemsize:
+        warnings.warn(
+            f"The draft computes in {draft.dtype} and its target in {target.dtype}: it takes more time and memory "
+            f"than it has to. Load it with dtype={target.dtype}.",
             stacklevel=3,
         )
     quantized = getattr(target.config, "quantization_config", None) is not None  # in buffers, which are not counted

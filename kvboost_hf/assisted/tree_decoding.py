@@ -10,17 +10,25 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.assisted.branches import Branches, lender_of
+from kvboost_hf.assisted.branches import Branches, lender_of, recording
 from kvboost_hf.assisted.growth import Growth
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree import ROOT, Tree
 from kvboost_hf.assisted.tree_draft import TreeDraft
-from kvboost_hf.compat import generate_frame
+from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
+from kvboost_hf.compat import generate_frame, input_device
 from kvboost_hf.config import DraftTreeConfig
+
+# Processors of transformers that keep something of the texts that they are called with.
+_WITH_STATE = (
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    logits_process.SynthIDTextWatermarkLogitsProcessor,
+)
 
 
 class TreeDecoding:
@@ -40,7 +48,8 @@ class TreeDecoding:
 
     Raises:
         ValueError: for a draft that cannot compute tokens that branch; and in a call, for a target of another
-            vocabulary, or that cannot, more than one row, beams, or attentions or hidden states to return.
+            vocabulary, or that cannot, more than one row, beams, a prompt as embeddings, or attentions or hidden
+            states to return.
 
     Example:
         >>> from kvboost_hf import ChunkReuseCache, TreeDecoding, speculation_stats
@@ -79,7 +88,14 @@ class TreeDecoding:
         """What `generate()` calls; it returns what this returns."""
         self._require_fits(model, input_ids, generation_config, model_kwargs)
         answer = _Answer(input_ids, logits_processor, stopping_criteria, generation_config)
-        drafting = TreeDraft(self.draft, self.config, self._growth, logits_processor, answer.ends)
+        drafting = TreeDraft(self.draft, self.config, self._growth, _without_state(logits_processor), answer.ends)
+        with recording(model_kwargs["past_key_values"]):
+            return answer.result(self._answer(model, answer, drafting, model_kwargs))
+
+    def _answer(
+        self, model: PreTrainedModel, answer: "_Answer", drafting: TreeDraft, model_kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the prompt, and rounds until the answer is done; returns the cache."""
         cache, position, keep = self._begin(model, answer, drafting, model_kwargs)
         pads = 0 if keep is None else int((~keep).sum())
         while not answer.done:
@@ -102,7 +118,7 @@ class TreeDecoding:
             if keep is not None:
                 keep = torch.cat([keep, keep.new_ones(1, 1 + len(taken.kept))], dim=1)
             self._note(tree, taken, drafting.passes, (began, drafted, verified, self._clock()), first=False)
-        return answer.result(cache)
+        return cache
 
     def _begin(
         self, model: PreTrainedModel, answer: "_Answer", drafting: TreeDraft, model_kwargs: dict[str, Any]
@@ -168,11 +184,10 @@ class TreeDecoding:
     def _require_fits(
         self, model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> None:
-        mine, theirs = (each.config.get_text_config(decoder=True).vocab_size for each in (self.draft, model))
-        if mine != theirs:
+        if not fit_vocabulary(self.draft, model):
             raise ValueError(
-                f"The draft must have the vocabulary of the model that generates, of {theirs} tokens, got {mine}. "
-                "Choose one of the same family."
+                f"The draft must have the vocabulary of the model that generates, of {vocab_size(model)} tokens, got "
+                f"{vocab_size(self.draft)}. Choose one of the same family."
             )
         _require_branches(model, "model that generates")
         if ids.shape[0] > 1 or config.num_beams > 1:
@@ -187,10 +202,16 @@ class TreeDecoding:
                 raise ValueError(f"`{name}` cannot be returned with trees of drafts. Leave it out.")
         if not model_kwargs.get("use_cache", True):
             raise ValueError("`use_cache` must be True with trees of drafts. Leave it out.")
-        if self.draft.device != model.device:
+        refused = ["inputs_embeds"]
+        if model.config.get_text_config(decoder=True) is model.config:  # else they tell where images are
+            refused.append("token_type_ids")
+        for name in refused:
+            if model_kwargs.get(name) is not None:
+                raise ValueError(f"`{name}` must be None with trees of drafts, which know ids only. Pass `input_ids`.")
+        here, there = (input_device(each) for each in (self.draft, model))
+        if here != there:
             warnings.warn(
-                f"The draft is on {self.draft.device} and its target on {model.device}. Move it with "
-                "draft.to(model.device).",
+                f"The draft is on {here} and its target on {there}. Move it with draft.to({str(there)!r}).",
                 stacklevel=4,
             )
 
@@ -301,6 +322,15 @@ def _extend(model_kwargs: dict[str, Any], positions: torch.Tensor, count: int) -
         model_kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(1, count)], dim=1)
     if "logits_to_keep" in model_kwargs:
         model_kwargs["logits_to_keep"] = count + 1
+
+
+def _without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Those that may be called with texts that will not be said: a user's own might count them."""
+    return LogitsProcessorList(
+        each
+        for each in processors
+        if type(each).__module__ == logits_process.__name__ and not isinstance(each, _WITH_STATE)
+    )
 
 
 def _require_branches(model: PreTrainedModel, role: str) -> None:

@@ -9,6 +9,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.growth import Growth
 from kvboost_hf.assisted.tree import ROOT, Tree
+from kvboost_hf.compat import input_device
 from kvboost_hf.config import DraftTreeConfig
 
 
@@ -43,6 +44,7 @@ class TreeDraft:
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
         """A tree, or a `chain`, behind `ids` [1, tokens], of at most `room` levels."""
         model: Any = self._draft
+        ids = ids.to(input_device(model))
         held = self._cache.get_seq_length()
         output = model(
             input_ids=ids[:, held:], past_key_values=self._cache, use_cache=True, logits_to_keep=1, return_dict=True

@@ -27,17 +27,21 @@ class LendingCache(ServingCache):
         rigid = {type(layer).__name__ for layer in self._layers if layer.is_stateful or not layer.can_branch}
         return f"its cache has layers of the kind {', '.join(sorted(rigid))}" if rigid else None
 
+    def require_branches(self) -> None:
+        """Raise if the layers cannot be lent.
+
+        Raises:
+            ValueError: if they cannot forget what was appended.
+        """
+        if (reason := self.lending_reason) is not None:
+            raise ValueError(f"K/V of branches cannot be held, for {reason}. Draft chains instead.")
+
     def lend(self) -> list[Any]:
         """The layers, as transformers knows them, for one forward that is not told to the cache.
 
         What it appends is gone with `give_back`, or with whatever is done to the cache next.
-
-        Raises:
-            ValueError: if the layers cannot forget what was appended.
         """
         self._settled()
-        if (reason := self.lending_reason) is not None:
-            raise ValueError(f"K/V of branches cannot be held, for {reason}. Draft chains instead.")
         model = self._model()
         self._hand_out(model is not None and attention_kind(model) == ATTENTION)
         self._running = Running(self._held())
@@ -84,11 +88,11 @@ class LendingCache(ServingCache):
         """
         ledger, held = self._settled(), self._held()
         self._running = Running(held)
+        self._columns = held + input_ids.shape[1]
         for layer, pair in zip(self._layers, kv, strict=True):
             if pair is not None:
-                layer.native.update(*pair)
+                layer.fill(held, self._columns, [[(pair[0][0], pair[1][0])]])
                 layer.native.crop(0)
-        self._columns = held + input_ids.shape[1]
         model = self._model()
         if ledger is not None and model is not None:
             pad = int(ledger.log.pads.min())

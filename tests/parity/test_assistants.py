@@ -13,6 +13,7 @@ from kvboost_hf import (
     ChunkReuseCache,
     ChunkStore,
     KVQuantConfig,
+    TreeDecoding,
     attach,
     last_cache,
     load_assistant,
@@ -203,7 +204,32 @@ def test_drafts_that_do_not_fit() -> None:
         load_assistant(make_model(seed=1), target=target)
     target.config.quantization_config = {"quant_method": "awq"}
     load_assistant(make_model(seed=1), target=target)  # weights in codes are not counted
+    with pytest.warns(UserWarning, match=r"in torch.float32 and its target in torch.bfloat16"):
+        load_assistant(make_layers(1), target=make_layers(2).bfloat16())
     with pytest.warns(UserWarning, match="on meta and its target on cpu"):
         load_assistant(make_layers(1).to("meta"), target=make_layers(2))
     with pytest.raises(ValueError, match="keeps no counts"):
         speculation_stats(target)
+
+
+@pytest.mark.parametrize("size", [193, 210])
+def test_a_vocabulary_that_is_padded_otherwise(size: int) -> None:
+    """As that of Qwen2.5 is, by its size."""
+    target = make_model()
+    inputs = {**as_inputs(random_ids(20, 3)), "max_new_tokens": 24}
+    wanted = target.generate(**inputs)
+    drafts = [noisy(make_model()) for _ in range(2)]
+    for draft in drafts:
+        draft.resize_token_embeddings(size, mean_resizing=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is no smaller
+        assistant = load_assistant(drafts[0], target=target)
+    assert torch.equal(target.generate(**inputs, assistant_model=assistant), wanted)
+    trees = TreeDecoding(drafts[1])
+    assert torch.equal(target.generate(**inputs, custom_generate=trees), wanted)
+    for each in (assistant, trees):
+        assert speculation_stats(each).committed_per_round > 1.3
+    assert all(draft.config.vocab_size == target.config.vocab_size for draft in drafts)
+    assert torch.equal(
+        drafts[1].get_input_embeddings().weight[-1], drafts[1].get_input_embeddings().weight[min(size, 200) - 1]
+    )

@@ -128,6 +128,18 @@ def test_tokens_that_cost_more_than_they_give_are_left_out() -> None:
     assert free.chosen(tree) == [0, 1, 2]
 
 
+def test_drafts_of_little_worth_are_still_learned_from() -> None:
+    growth, tree = Growth(DraftTreeConfig()), Tree()
+    for chance in (0.1, 0.2, 0.05):
+        tree.add(len(tree), ROOT, chance)
+    for nodes in ([0], [0, 1, 2]):
+        part = tree.part(nodes)
+        told: dict[str, Any] = {"committed": 1, "passes": 1, "draft_s": 0.1, "target_s": len(part), "first": False}
+        growth.learn(part, part.children(), [], **told)
+    assert growth.chosen(tree) == [1]
+    assert growth.chosen(Tree()) == []
+
+
 def test_a_fixed_tree_is_always_as_large() -> None:
     growth = Growth(DraftTreeConfig(policy="tree", depth=3))
     assert set(rounds(growth, target_s=0.001, draft_s=1.0, per_token_s=1.0)) == {3}
