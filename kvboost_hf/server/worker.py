@@ -7,6 +7,7 @@ A long prompt keeps nobody waiting for more than one of its pieces, and a text t
 computed, prompt and answer, is in the store when a text has ended.
 """
 
+import inspect
 import logging
 import threading
 import time
@@ -22,7 +23,14 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.compat import cache_argument, input_device, require_cache
+from kvboost_hf.compat import (
+    cache_argument,
+    input_device,
+    padding_reason,
+    probe_reason,
+    require_cache,
+    rope_regime,
+)
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.server.batch import BatchKV
 from kvboost_hf.server.jobs import (
@@ -135,7 +143,12 @@ class ModelEngine:
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_len = max_model_len or positions or 2**31
         self._max_live, self._window_s = max_live_tokens, batch_window_ms / 1000
-        self._takes_rows = ChunkReuseCache(model, self.store).lending_reason is None
+        self._takes_rows = (
+            ChunkReuseCache(model, self.store).lending_reason is None
+            and rope_regime(model, self._max_len) == b""  # a long row would change the frequencies of the others
+            and (probe_reason(model) or padding_reason(model)) is None
+        )
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._device = input_device(model)
         self._changed = threading.Condition()
         self._waiting: WaitingLine[_Row] = WaitingLine(lambda row: row.job.ids)
@@ -307,18 +320,21 @@ class ModelEngine:
             known = max(row.cache.stored_tokens(ids), shared)
         whole = self._policy.mode == "blend" or not self._takes_rows  # which cannot be cut
         stop = len(row.job.ids) if whole else min(known + room, len(row.job.ids))
-        model: Any = self.model
-        output = model(
-            input_ids=ids[:, row.done : stop],
-            logits_to_keep=1,
-            use_cache=True,
-            return_dict=True,
-            **{cache_argument(self.model): row.cache},
-        )
+        logits = self._forward(row, ids[:, row.done : stop], row.done)
         row.done = stop
         self._counts["pieces"] += 1
-        logits: torch.Tensor = output.logits[:, -1]
         return stop - known, logits
+
+    def _forward(self, row: _Row, ids: torch.Tensor, start: int) -> torch.Tensor:
+        """Run the model on tokens [1, tokens] of one row from `start` on; returns the logits [1, vocab_size]."""
+        given: dict[str, Any] = {cache_argument(self.model): row.cache}
+        if self._takes_positions:  # as generate() does: some models would count otherwise
+            given["position_ids"] = torch.arange(start, start + ids.shape[1], device=self._device)[None]
+        model: Any = self.model
+        logits: torch.Tensor = model(
+            input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True, **given
+        ).logits[:, -1]
+        return logits
 
     def _open(self, row: _Row) -> tuple[ChunkReuseCache, int]:
         """A cache for a row: one that goes on from another row's, if that has more of its prompt than a chunk.
@@ -371,13 +387,8 @@ class ModelEngine:
 
     def _step_alone(self, row: _Row) -> torch.Tensor:
         """For models whose rows cannot be put together."""
-        model: Any = self.model
         ids = torch.tensor([row.ids[-1:]], device=self._device)
-        given = {cache_argument(self.model): row.cache}
-        logits: torch.Tensor = model(
-            input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True, **given
-        ).logits[:, -1]
-        return logits
+        return self._forward(row, ids, len(row.job.ids) + len(row.ids) - 1)
 
     def _take(self, rows: Sequence[_Row], logits: torch.Tensor) -> None:
         """Choose a token for each row, tell of it, and end the rows that it ends."""

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
@@ -27,6 +27,7 @@ from kvboost_hf.server.jobs import (
 )
 from kvboost_hf.server.waiting import WaitingLine, common_prefix
 from kvboost_hf.server.worker import ModelEngine
+from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, make_model, random_ids
 
 WAIT_S = 60
@@ -114,6 +115,41 @@ def test_answers_beside_others(name: str, engines: Any) -> None:
         assert listener.end.completion_tokens == count
         assert listener.end.prompt_tokens == ids.shape[1]
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+
+
+def _long_rope() -> PreTrainedModel:
+    """A model whose frequencies are others beyond 48 tokens."""
+    config = make_model().config
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": 48,
+        "short_factor": [1.0] * 8,
+        "long_factor": [3.0] * 8,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "together"),
+    [("bart", None, False), ("roberta", None, False), ("longrope", None, False), ("longrope", 48, True)],
+)
+def test_rows_that_others_would_change(name: str, most: int | None, together: bool, engines: Any) -> None:
+    """Some models count padding, or change the frequencies of all rows for a long one."""
+    model = _long_rope() if name == "longrope" else make_architecture(name)
+    engine = engines(model, max_model_len=most)
+    lengths = (40, 5, 60, 1) if most is None else (40, 5, 33, 1)
+    prompts = [random_ids(length, length) for length in lengths]
+    told = [Told() for _ in prompts]
+    with engine._changed:
+        for ids, listener in zip(prompts, told, strict=True):
+            engine.submit(job(ids, 8), listener)
+    assert engine.drain(WAIT_S)  # the frequencies in use are kept on the model: nothing else may run
+    for ids, listener in zip(prompts, told, strict=True):
+        assert listener.text == plain(model, ids, 8)
+    assert engine._takes_rows == together
 
 
 def test_what_was_said_is_not_computed_again(engines: Any) -> None:
