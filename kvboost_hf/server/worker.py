@@ -236,13 +236,18 @@ class ModelEngine:
                 if self._closed:
                     break
                 self._admit()
-            self._end_those_that_must()
-            if self._prompts:
-                self._run_prompts()
-            if self._running:
-                self._run_step()
-        for row in [*self._prompts, *self._running, *self._waiting]:
-            self._tell_end(row, "cancelled")
+            try:
+                self._end_those_that_must()
+                if self._prompts:
+                    self._run_prompts()
+                if self._running:
+                    self._run_step()
+            except Exception as error:  # such as no memory for the batch: what it holds is no longer sure
+                self._fail_all(error)
+        for row in [*self._prompts, *self._running]:
+            self._end(row, "cancelled")
+        while (left := self._waiting.take()) is not None:
+            self._tell_end(left, "cancelled")
 
     def _admit(self) -> None:
         """Take jobs from the line as long as there is room."""
@@ -298,15 +303,15 @@ class ModelEngine:
             if not row.job.options.max_tokens:
                 self._end(row, "length")
                 return computed
-            if self._takes_rows:
-                assert row.cache is not None
-                self._batch.join(row.cache.read(), len(row.job.ids))
-                row.joined = len(row.job.ids)
-            self._prompts.remove(row)
-            self._running.append(row)
         except Exception as error:
             self._fail([row], error)
             return room
+        if self._takes_rows:
+            assert row.cache is not None
+            self._batch.join(row.cache.read(), len(row.job.ids))
+            row.joined = len(row.job.ids)
+        self._prompts.remove(row)
+        self._running.append(row)
         self._take([row], logits)
         return computed
 
@@ -431,48 +436,53 @@ class ModelEngine:
         return reason
 
     def _end(self, row: _Row, reason: FinishReason) -> None:
-        """Make room, hand what was computed to the store, and tell of the end."""
+        """Hand what was computed to the store, make room, and tell of the end."""
         try:
-            self._put_away(row)
+            self._store(row)
         except Exception:
             _log.exception("K/V of a finished text could not be stored.")
+        self._forget(row)
         self._tell_end(row, reason)
 
-    def _put_away(self, row: _Row) -> None:
+    def _store(self, row: _Row) -> None:
         cache = row.cache
-        if row in self._prompts:
-            self._prompts.remove(row)
-        elif row in self._running:
+        if cache is None:
+            return
+        if self._takes_rows and row in self._running:
             place = self._running.index(row)
-            if self._takes_rows:
-                new = self._batch.length(place) - row.joined
-                if new and cache is not None:
-                    ids = torch.tensor([row.ids[:new]], device=self._device)
-                    positions = torch.arange(row.joined, row.joined + new, device=self._device)[None]
-                    cache.extend(ids, positions, self._batch.read(place, new))
-            self._leave(place)
-        if cache is not None:
-            cache.store_tails()
+            if new := self._batch.length(place) - row.joined:
+                ids = torch.tensor([row.ids[:new]], device=self._device)
+                positions = torch.arange(row.joined, row.joined + new, device=self._device)[None]
+                cache.extend(ids, positions, self._batch.read(place, new))
+        cache.store_tails()
+
+    def _forget(self, row: _Row) -> None:
         row.cache = None
+        if row in self._running:
+            self._leave(self._running.index(row))
+        elif row in self._prompts:
+            self._prompts.remove(row)
 
     def _fail(self, rows: Sequence[_Row], error: Exception) -> None:
         """End rows whose forward has failed, without what it may have left behind."""
         _log.error("A forward has failed.", exc_info=error)
         for row in rows:
-            if row in self._running:
-                self._leave(self._running.index(row))
-            elif row in self._prompts:
-                self._prompts.remove(row)
-            row.cache = None
+            self._forget(row)
             self._tell_end(row, "error", f"{type(error).__name__}: {error}")
+
+    def _fail_all(self, error: Exception) -> None:
+        """End all rows under way."""
+        rows = [*self._prompts, *self._running]
+        self._prompts, self._running, self._batch = [], [], BatchKV(self.model)
+        self._fail(rows, error)
 
     def _leave(self, place: int) -> None:
         """Remove a row; the last one takes its place."""
+        if self._takes_rows:
+            self._batch.leave(place)  # first: if it fails, the row is still there to be told
         last = self._running.pop()
         if place < len(self._running):
             self._running[place] = last
-        if self._takes_rows:
-            self._batch.leave(place)
 
     def _tell_end(self, row: _Row, reason: FinishReason, error: str | None = None) -> None:
         now = time.perf_counter()

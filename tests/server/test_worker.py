@@ -15,6 +15,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerF
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.server.batch import _BatchLayer
 from kvboost_hf.server.jobs import (
     DrainingError,
     Event,
@@ -237,6 +239,46 @@ def test_a_forward_that_fails(engines: Any) -> None:
         assert listener.text == plain(model, random_ids(12, seed), 6)
 
 
+def test_what_cannot_be_stored_is_still_an_answer(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(ChunkReuseCache, "extend", fail)
+    model = make_model()
+    engine = engines(model)
+    told = Told()
+    engine.submit(job(random_ids(20, 0), 5), told)
+    assert told.text == plain(model, random_ids(20, 0), 5)
+    assert engine.drain(WAIT_S)
+    assert engine.stats()["batch_bytes"] == 0
+    assert sum(isinstance(event, Finished) for event in told.events) == 1
+
+
+@pytest.mark.parametrize("method", ["add", "remove"])
+def test_a_batch_that_fails(method: str, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the layers have changed: nothing of the batch is used any more, and the next jobs run."""
+    stock, calls = getattr(_BatchLayer, method), [0]
+
+    def fail(*given: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise RuntimeError("no memory")
+        stock(*given)
+
+    model = make_model()
+    engine = engines(model)
+    monkeypatch.setattr(_BatchLayer, method, fail)
+    told = [Told() for _ in range(2)]
+    with engine._changed:
+        for seed, listener in enumerate(told):
+            engine.submit(job(random_ids(20 + seed, seed), 5 + seed), listener)
+    ended = [listener.end for listener in told]
+    assert "error" in [end.reason for end in ended]
+    again = Told()
+    engine.submit(job(random_ids(30, 7), 5), again)
+    assert again.text == plain(model, random_ids(30, 7), 5)
+
+
 def test_tenants_do_not_see_each_other(engines: Any) -> None:
     engine = engines(make_model())
     found = []
@@ -281,6 +323,8 @@ def test_closing_ends_everything(engines: Any) -> None:
         engine.submit(job(random_ids(20, seed), 2000), listener)
     engine.close()
     assert [listener.end.reason for listener in told] == ["cancelled"] * 3
+    assert engine.drain(0)
+    assert engine.stats()["batch_bytes"] == 0
 
 
 def test_many_at_once(engines: Any) -> None:
