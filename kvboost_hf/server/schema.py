@@ -1,12 +1,14 @@
 """What requests may hold. Fields that are not here are refused, never ignored."""
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
+MAX_DEPTH = 100  # of lists and objects in each other
 
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
@@ -162,7 +164,32 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class Request(Body):
+def _parts(whole: Any) -> Iterable[Any]:
+    if isinstance(whole, dict):
+        return whole.values()
+    return whole if isinstance(whole, list) else ()
+
+
+class Posted(Body):
+    """A whole body."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_told(cls, given: Any) -> Any:
+        """Templates and grammars cannot go deep; and halves of characters, which JSON can name, are no text."""
+        inner = [given]
+        for _ in range(MAX_DEPTH):
+            inner = [part for whole in inner for part in _parts(whole)]
+        if inner:
+            raise ValueError(f"lists and objects must be nested {MAX_DEPTH} deep at most, got more")
+        try:
+            json.dumps(given, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"texts must be valid Unicode, got {error.object[error.start]!a}") from error
+        return given
+
+
+class Request(Posted):
     """What all requests for text have in common."""
 
     model: str
@@ -277,7 +304,7 @@ class CompletionRequest(Sampled):
         return [tokens] if tokens else [one for one in self.prompt if not isinstance(one, int)]
 
 
-class WarmRequest(Body):
+class WarmRequest(Posted):
     """Of `/v1/warm`: texts, or a chat, that prompts will start with."""
 
     texts: Annotated[list[str], Field(min_length=1)] | None = None

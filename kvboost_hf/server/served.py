@@ -71,10 +71,7 @@ class Served:
         return await anyio.to_thread.run_sync(work, limiter=self._one)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        try:
-            return list(self.tokenizer.encode(text, add_special_tokens=special))
-        except UnicodeEncodeError as error:
-            raise ApiError(400, f"Texts must be valid Unicode, got {error.object[error.start]!a}.") from error
+        return list(self.tokenizer.encode(text, add_special_tokens=special))
 
     def _encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer: bool) -> list[int]:
         if self.tokenizer.chat_template is None:

@@ -1,5 +1,6 @@
 """What is refused, and how clients are told."""
 
+import json
 from typing import Any
 
 import httpx
@@ -74,6 +75,31 @@ def test_bodies_that_are_no_json(at: Listening) -> None:
         b'{"model": "reader", "messages": 1e999}',
     ):
         _error(at.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a\ud800"}]}),
+        ("/v1/completions", {"prompt": "\ud800"}),
+        ("/v1/responses", {"input": "a", "metadata": {"a": "\ud800"}}),
+        ("/v1/responses", {"input": "a", "instructions": "\ud800", "stream": True}),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"\ud800": 1}}]}),
+        ("/v1/warm", {"texts": ["\ud800"]}),
+    ],
+)
+def test_halves_of_characters(at: Listening, path: str, body: dict[str, Any]) -> None:
+    told = body if path == "/v1/warm" else {"model": "reader", **body}
+    response = at.http.post(path, content=json.dumps(told), headers={"content-type": "application/json"})
+    assert r"'\ud800'" in _error(response, 400)["message"]
+
+
+@pytest.mark.parametrize(("depth", "status"), [(80, 200), (110, 400), (300, 400), (900, 400), (960, 400), (5000, 400)])
+def test_bodies_that_are_nested(at: Listening, depth: int, status: int) -> None:
+    tools = '[{"type": "function", "function": {"name": "f", "parameters": {"a": %s}}}]' % ("[" * depth + "]" * depth)
+    body = f'{{"model": "reader", "messages": [{{"role": "user", "content": "a"}}], "tools": {tools}}}'
+    response = at.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == status, response.text
 
 
 def test_the_sdk_raises_its_own_errors(at: Listening, engine: FakeEngine) -> None:
