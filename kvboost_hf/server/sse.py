@@ -71,4 +71,5 @@ async def _next(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _line(event: dict[str, Any]) -> str:
     name = f"event: {event['type']}\n" if "type" in event else ""
-    return f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n"
+    # In ASCII: some clients take U+2028 and its like for the end of a line.
+    return f"{name}data: {json.dumps(event)}\n\n"

@@ -1,5 +1,6 @@
 """Clients that go away, and servers that end."""
 
+import json
 import logging
 import threading
 from typing import Any
@@ -74,6 +75,15 @@ def test_answers_that_are_heard_are_not_cancelled(at: Listening, engine: FakeEng
     at.openai.chat.completions.create(model="reader", messages=ASK)
     list(at.openai.chat.completions.create(model="reader", messages=ASK, stream=True))
     assert said == [False] * 8
+
+
+def test_no_text_ends_a_line(at: Listening, engine: FakeEngine) -> None:
+    vars(engine).update(vars(FakeEngine("a\nb", "\u2028", "\x85\r")))
+    body = {"model": "reader", "prompt": "a", "max_tokens": 3, "stream": True}
+    with at.http.stream("POST", "/v1/completions", json=body) as response:
+        *lines, done = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == "a\nb\u2028\x85\r"
+    assert done == "[DONE]"
 
 
 def test_a_silent_stream_pings(serve: Serve, endless: FakeEngine) -> None:
