@@ -106,7 +106,7 @@ def reading(tokenizer: Any) -> Iterator[Listening]:
     """The embedded model behind a server with the key "key", which all tests share."""
     model = load_embedded()[0]
     engine = ModelEngine(model, tokenizer, store=ChunkStore(model, chunk_size=16))
-    settings = replace(SETTINGS, api_keys=("key",))
+    settings = replace(SETTINGS, api_keys=("key",), default_max_tokens=200)
     with listening(make_app(engine, tokenizer, settings, vocab_size=model.config.vocab_size)) as at:
         yield at
     engine.close()
