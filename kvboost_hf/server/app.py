@@ -28,7 +28,7 @@ from kvboost_hf.server.settings import ServerSettings
 
 _PAGE = Path(__file__).with_name("page.html")
 # It loads nothing from elsewhere, and nobody may put it into a frame.
-_PAGE_POLICY = "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+_PAGE_POLICY = "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 
 
 def make_app(

@@ -6,7 +6,7 @@ from typing import Any
 from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import Constraint
 from kvboost_hf.server.schema import ChatRequest, SchemaFormat, ToolChoice
-from kvboost_hf.server.structured import constraint_for, json_object, json_schema, tool_calls
+from kvboost_hf.server.structured import constraint_for, json_schema, tool_calls
 
 
 def constraint_of(body: ChatRequest, tokenizer: Any, vocab_size: int, ends: Collection[int]) -> Constraint | None:
@@ -24,10 +24,12 @@ def constraint_of(body: ChatRequest, tokenizer: Any, vocab_size: int, ends: Coll
 
 
 def _grammar(body: ChatRequest, tokenizer: Any) -> str:
-    if body.must_call:
-        named = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
-        tools = [tool.body for tool in body.offered if named in (None, tool.function.name)]
-        return tool_calls(tokenizer, tools, parallel=body.parallel_tool_calls is not False)
     form = body.response_format
     schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else None
-    return json_object() if schema is None else json_schema(schema)
+    schema = {"type": "object"} if schema is None else schema
+    if not body.offered:
+        return json_schema(schema)
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
+    tools = [tool.body for tool in body.offered if named in (None, tool.function.name)]
+    parallel = body.parallel_tool_calls is not False
+    return tool_calls(tokenizer, tools, parallel=parallel, answer=None if body.must_call else schema)

@@ -259,8 +259,6 @@ class ChatRequest(Sampled):
             name = self.tool_choice.function.name
             if name not in [tool.function.name for tool in self.tools or ()]:
                 raise ValueError(f"tool_choice must name one of tools, got {name!r}")
-        if self.must_call and self.json_wanted:
-            raise ValueError("response_format must be text where tool_choice asks for a call")
         return self
 
     @property

@@ -24,23 +24,25 @@ def json_schema(schema: Mapping[str, Any]) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _SPACE})
 
 
-def json_object() -> str:
-    """The grammar of any JSON object."""
-    return json_schema({"type": "object"})
-
-
 def regex(pattern: str) -> str:
     """The grammar of texts that a regular expression, in the syntax of Rust, matches as a whole."""
     return LLMatcher.grammar_from_regex(pattern)
 
 
-def tool_calls(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], *, parallel: bool = True) -> str:
+def tool_calls(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Tool],
+    *,
+    parallel: bool = True,
+    answer: Mapping[str, Any] | None = None,
+) -> str:
     """The grammar of an answer that calls tools and says nothing else, as the model writes it.
 
     Args:
         tokenizer: Of the model.
         tools: Those that may be called, as in OpenAI's API; one for a call that is named.
         parallel: Whether there may be more than one call.
+        answer: The schema of JSON that may be said in place of calls; None if there must be a call.
 
     Raises:
         ValueError: the chat template has no place for tools, or it is not known how the model writes calls.
@@ -49,16 +51,20 @@ def tool_calls(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], *, par
     added = tokenizer.get_added_vocab()
     before_name, before_arguments, behind = known.call
     rules, names = [], []
+
+    def json_of(schema: Mapping[str, Any]) -> str:
+        return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACE}})}"
+
     for i, tool in enumerate(tools):
         function = tool["function"]
-        schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": {"whitespace_pattern": _SPACE}}
         head = _lark(before_name + json.dumps(function["name"])[1:-1] + before_arguments, added)
-        rules.append(
-            f"call_{i}: {head} arguments_{i} {_lark(behind, added)}\narguments_{i}: %json {json.dumps(schema)}"
-        )
+        arguments = json_of(function.get("parameters") or {"type": "object"})
+        rules.append(f"call_{i}: {head} arguments_{i} {_lark(behind, added)}\narguments_{i}: {arguments}")
         names.append(f"call_{i}")
     more = f"({_lark(known.between, added)} call)*" if parallel and known.between is not None else ""
     start = f"start: {_lark(known.before, added)} call {more} {_lark(known.after, added)}"
+    if answer is not None:
+        start += f" | answer\nanswer: {json_of(answer)}"
     return "\n".join([start, f"call: {' | '.join(names)}", *rules])
 
 

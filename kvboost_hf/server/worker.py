@@ -171,12 +171,12 @@ class ModelEngine:
         prompt, longest = len(job.ids), row.longest
         if not prompt:
             raise ValueError("The prompt must have at least one token, got none.")
-        for limit, what in ((self._max_len, "the model's context"), (self._max_live, "the memory of this server")):
+        for limit, what in ((self._max_len, "the context window"), (self._max_live, "the memory of this server")):
             if limit is not None and longest > limit:
                 most = max(limit - job.options.max_tokens, 0)
                 raise TooLongError(
-                    f"A prompt of {prompt} tokens with {job.options.max_tokens} new ones takes {longest}, more than "
-                    f"the {limit} of {what}. Shorten it to {most} tokens, or ask for fewer new ones.",
+                    f"A prompt of {prompt} tokens with {job.options.max_tokens} new ones takes {longest}, which "
+                    f"exceeds {what} of {limit}. Shorten it to {most} tokens, or ask for fewer new ones.",
                     most,
                 )
         with self._changed:

@@ -12,10 +12,12 @@ import openai
 import pytest
 import uvicorn
 
+from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.jobs import Engine
 from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.worker import ModelEngine
 from tests.server.fake_engine import FakeEngine
 
 SETTINGS = ServerSettings(model_name="reader", timeout_s=20)
@@ -97,3 +99,14 @@ def serve(tokenizer: Any) -> Iterator[Serve]:
 def at(_served: tuple[FakeEngine, Listening], engine: FakeEngine) -> Listening:
     """The engine of the fixture, behind a server that all tests share."""
     return _served[1]
+
+
+@pytest.fixture(scope="session")
+def reading(tokenizer: Any) -> Iterator[Listening]:
+    """The embedded model behind a server with the key "key", which all tests share."""
+    model = load_embedded()[0]
+    engine = ModelEngine(model, tokenizer, store=ChunkStore(model, chunk_size=16))
+    settings = replace(SETTINGS, api_keys=("key",), default_max_tokens=200)
+    with listening(make_app(engine, tokenizer, settings, vocab_size=model.config.vocab_size)) as at:
+        yield at
+    engine.close()

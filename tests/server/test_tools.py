@@ -137,6 +137,14 @@ def test_an_answer_with_a_schema(at: Listening, engine: FakeEngine, tokenizer: A
     assert _follow(engine.job.options.constraint, tokenizer, '{"on": false}')
 
 
+@pytest.mark.parametrize(("choice", "says"), [("auto", True), ("required", False), ("none", True)])
+def test_a_schema_beside_tools(at: Listening, engine: FakeEngine, tokenizer: Any, choice: str, says: bool) -> None:
+    engine.says = ("{}",) if says else (LOOK,)
+    for text, allowed in (("{}", says), (LOOK, choice != "none"), ("No.", False)):
+        _ask(at, tools=TOOLS, tool_choice=choice, response_format={"type": "json_object"})
+        assert _follow(engine.job.options.constraint, tokenizer, text) == allowed
+
+
 def test_any_json_object(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
     _ask(at, response_format={"type": "json_object"})
     assert _follow(engine.job.options.constraint, tokenizer, '{"a": [1, "b"]}')
@@ -151,7 +159,6 @@ def test_any_json_object(at: Listening, engine: FakeEngine, tokenizer: Any) -> N
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}}}, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": BAD}}], **MUST}, "tools"),
-        ({"tools": TOOLS, **MUST, "response_format": {"type": "json_object"}}, None),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(at: Listening, change: Any, param: str | None) -> None:

@@ -14,7 +14,7 @@ from kvboost_hf.errors import KVBoostError
 from kvboost_hf.server import structured
 from kvboost_hf.server.jobs import SamplingOptions
 from kvboost_hf.server.sampling import Sampler
-from kvboost_hf.server.structured import constraint_for, json_object, json_schema, regex, tool_calls
+from kvboost_hf.server.structured import constraint_for, json_schema, regex, tool_calls
 from kvboost_hf.server.tools import parse_tool_calls
 from tests.unit.test_server_tools import TEMPLATES, TOOLS
 
@@ -108,7 +108,7 @@ def test_without_a_constraint_it_is_no_json(tokenizer: PreTrainedTokenizerFast) 
 
 def test_json_objects_begin_and_go_on_as_such(tokenizer: PreTrainedTokenizerFast) -> None:
     # Random logits nest ever deeper, so that the end may not come.
-    constraint = constraint_for(tokenizer, VOCAB, json_object())
+    constraint = constraint_for(tokenizer, VOCAB, json_schema({"type": "object"}))
     for token in tokenizer.encode('{"a": [1, {"b": null}]'):
         assert not constraint.finished
         assert constraint.allowed()[token]
@@ -116,12 +116,12 @@ def test_json_objects_begin_and_go_on_as_such(tokenizer: PreTrainedTokenizerFast
     constraint.advance(tokenizer.encode("}")[0])
     assert constraint.finished
     assert constraint.allowed().nonzero().flatten().tolist() == [tokenizer.eos_token_id]
-    constraint = constraint_for(tokenizer, VOCAB, json_object())
+    constraint = constraint_for(tokenizer, VOCAB, json_schema({"type": "object"}))
     assert not constraint.allowed()[tokenizer.encode("[")[0]]
 
 
 def test_spaces_have_an_end(tokenizer: PreTrainedTokenizerFast) -> None:
-    constraint, space = constraint_for(tokenizer, VOCAB, json_object()), tokenizer.encode(" ")[0]
+    constraint, space = constraint_for(tokenizer, VOCAB, json_schema({"type": "object"})), tokenizer.encode(" ")[0]
     constraint.advance(tokenizer.encode("{")[0])
     spaces = 0
     while constraint.allowed()[space]:

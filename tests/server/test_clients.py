@@ -1,0 +1,213 @@
+"""Clients that people use, and the embedded model."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.server.conftest import Listening
+
+SYSTEM = "You read documents and answer questions about them."
+ASK = "Anna lives in Oslo. She plays the piano.\n\nWhat does Anna play?"
+ANSWER = "Anna plays the piano."
+LONG = "word " * 9000
+REFUSED = [
+    ({"api_key": "other"}, ASK, 401, "invalid_api_key"),
+    ({"model": "writer"}, ASK, 404, "model_not_found"),
+    ({}, LONG, 413, "context_length_exceeded"),
+]
+OPENAI_2 = "it needs openai<3, which the tested set does not have: pip install 'kvboost_hf[clients-openai2]'"
+
+
+class Lamp(BaseModel, extra="forbid"):
+    """A lamp."""
+
+    on: bool
+    at: Literal["Oslo", "Rome"]
+
+
+def look(at: Literal["lamp", "door"]) -> str:
+    """Look at a thing."""
+    return f"The {at} is red."
+
+
+@pytest.fixture
+def url(reading: Listening) -> str:
+    return f"{reading.url}/v1"
+
+
+class TestLangChain:
+    TALK = (("system", SYSTEM), ("human", ASK))
+
+    @pytest.fixture
+    def model(self, url: str) -> Callable[..., Any]:
+        module = pytest.importorskip("langchain_openai", reason="pip install 'kvboost_hf[clients]'")
+        fixed = {"model": "reader", "base_url": url, "api_key": "key", "temperature": 0, "max_retries": 0}
+        return lambda **changes: module.ChatOpenAI(**(fixed | changes))
+
+    @pytest.mark.parametrize("responses", [False, True])
+    def test_chat_and_cached_tokens(self, model: Callable[..., Any], responses: bool) -> None:
+        chat = model(use_responses_api=responses)
+        chat.invoke(self.TALK)
+        answer = chat.invoke(self.TALK)
+        assert answer.text == ANSWER
+        usage = answer.usage_metadata
+        assert 0 < usage["input_token_details"]["cache_read"] < usage["input_tokens"]
+
+    @pytest.mark.parametrize("responses", [False, True])
+    def test_stream(self, model: Callable[..., Any], responses: bool) -> None:
+        chunks = list(model(use_responses_api=responses, stream_usage=True).stream(self.TALK))
+        pieces = [chunk.text for chunk in chunks if chunk.text]
+        assert "".join(pieces) == ANSWER
+        assert len(pieces) > 3
+        assert [chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata] == [6]
+
+    @pytest.mark.parametrize("choice", ["required", "look"])
+    def test_tools(self, model: Callable[..., Any], choice: str) -> None:
+        chat = model(max_tokens=200).bind_tools([look], tool_choice=choice, strict=True, parallel_tool_calls=False)
+        answer = chat.invoke(self.TALK)
+        [call] = answer.tool_calls
+        assert call["name"] == "look"
+        assert call["args"]["at"] in ("lamp", "door")
+        streamed = [one for chunk in chat.stream(self.TALK) for one in chunk.tool_calls]
+        assert [one["args"] for one in streamed] == [call["args"]]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": look(**call["args"])}
+        assert model(max_tokens=8).invoke([*self.TALK, answer, result]).text
+
+    @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+    def test_structured(self, model: Callable[..., Any], method: str) -> None:
+        found = model(max_tokens=200).with_structured_output(Lamp, method=method, include_raw=True).invoke(self.TALK)
+        assert found["parsing_error"] is None
+        assert isinstance(found["parsed"], Lamp)
+
+    @pytest.mark.parametrize(("changes", "ask", "status", "code"), REFUSED)
+    def test_errors(self, model: Callable[..., Any], changes: Any, ask: str, status: int, code: str) -> None:
+        with pytest.raises(openai.APIError) as told:
+            model(**changes).invoke(ask)
+        assert told.value.code == code
+        kinds = {401: "ModelAuthenticationError", 404: "ModelNotFoundError", 413: "ContextOverflowError"}
+        assert kinds[status] in [kind.__name__ for kind in type(told.value).__mro__]
+
+
+class TestLlamaIndex:
+    @pytest.fixture
+    def model(self, url: str) -> Callable[..., Any]:
+        module = pytest.importorskip("llama_index.llms.openai_like", reason=OPENAI_2)
+        fixed = {"model": "reader", "api_base": url, "api_key": "key", "temperature": 0, "max_tokens": 200}
+        kinds = {"is_chat_model": True, "is_function_calling_model": True, "max_retries": 0}
+        return lambda **changes: module.OpenAILike(**(fixed | kinds | changes))
+
+    @pytest.fixture
+    def talk(self) -> list[Any]:
+        from llama_index.core.llms import ChatMessage
+
+        return [ChatMessage(role="system", content=SYSTEM), ChatMessage(role="user", content=ASK)]
+
+    def test_chat_and_cached_tokens(self, model: Callable[..., Any], talk: list[Any]) -> None:
+        model().chat(talk)
+        answer = model().chat(talk)
+        assert answer.message.content == ANSWER
+        assert answer.raw.usage.prompt_tokens_details.cached_tokens > 0
+
+    def test_streams(self, model: Callable[..., Any], talk: list[Any]) -> None:
+        pieces = [chunk.delta for chunk in model().stream_chat(talk) if chunk.delta]
+        assert "".join(pieces) == ANSWER
+        assert len(pieces) > 3
+
+    def test_texts_for_models_that_are_not_known_to_chat(self, model: Callable[..., Any], talk: list[Any]) -> None:
+        text = model(is_chat_model=False, max_tokens=8)
+        assert text.chat(talk).message.content
+        assert "".join(chunk.delta for chunk in text.stream_complete(ASK)) == text.complete(ASK).text != ""
+
+    def test_tools(self, model: Callable[..., Any], talk: list[Any]) -> None:
+        from llama_index.core.tools import FunctionTool
+
+        options = {"chat_history": talk, "tool_required": True}
+        tool = FunctionTool.from_defaults(look)
+        for answer in (
+            model().chat_with_tools([tool], **options),
+            list(model().stream_chat_with_tools([tool], **options))[-1],
+        ):
+            [call] = model().get_tool_calls_from_response(answer)
+            assert call.tool_name == "look"
+            assert call.tool_kwargs["at"] in ("lamp", "door")
+
+    @pytest.mark.parametrize("schema", [False, True])
+    def test_structured(self, model: Callable[..., Any], talk: list[Any], schema: bool) -> None:
+        answer = model(should_use_structured_outputs=schema).as_structured_llm(Lamp).chat(talk)
+        assert isinstance(answer.raw, Lamp)
+
+    @pytest.mark.parametrize(("changes", "ask", "status", "code"), REFUSED)
+    def test_errors(self, model: Callable[..., Any], changes: Any, ask: str, status: int, code: str) -> None:
+        with pytest.raises(openai.APIStatusError) as told:
+            model(**changes).complete(ask)
+        assert (told.value.status_code, told.value.code) == (status, code)
+
+
+class TestInstructor:
+    @pytest.fixture
+    def ask(self, url: str) -> Iterator[Callable[..., Any]]:
+        module = pytest.importorskip("instructor", reason=OPENAI_2)
+        clients = []
+
+        def create(mode: str, *, text: str = ASK, api_key: str = "key", partial: bool = False, **changes: Any) -> Any:
+            clients.append(openai.OpenAI(base_url=url, api_key=api_key, max_retries=0))
+            client = module.from_openai(clients[-1], mode=module.Mode[mode]).chat.completions
+            said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+            fixed = {"model": "reader", "messages": said, "response_model": Lamp, "temperature": 0, "max_tokens": 300}
+            return (client.create_partial if partial else client.create_with_completion)(**(fixed | changes))
+
+        yield create
+        for client in clients:
+            client.close()
+
+    @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
+    def test_structured_and_cached_tokens(self, ask: Callable[..., Any], mode: str) -> None:
+        ask(mode)
+        lamp, answer = ask(mode)
+        assert isinstance(lamp, Lamp)
+        assert answer.usage.prompt_tokens_details.cached_tokens > 0
+
+    @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
+    def test_stream(self, ask: Callable[..., Any], mode: str) -> None:
+        assert Lamp.model_validate(list(ask(mode, partial=True))[-1].model_dump())
+
+    @pytest.mark.parametrize(("changes", "text", "status", "code"), REFUSED)
+    def test_errors(self, ask: Callable[..., Any], changes: Any, text: str, status: int, code: str) -> None:
+        from instructor.core import InstructorRetryException
+
+        with pytest.raises(InstructorRetryException) as told:
+            ask("TOOLS", text=text, max_retries=0, **changes)
+        assert f"{status} - " in str(told.value)
+        assert code in str(told.value)
+
+
+VERCEL = Path(__file__).parent / "vercel"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+@pytest.mark.skipif(not (VERCEL / "node_modules").is_dir(), reason="run `npm install` in tests/server/vercel")
+def test_vercel_ai_sdk(url: str) -> None:
+    run = subprocess.run(["node", VERCEL / "ask.mjs", url], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert told["chat"] == {"text": ANSWER, "reason": "stop"}
+    assert "".join(told["stream"]["pieces"]) == ANSWER
+    assert len(told["stream"]["pieces"]) > 3
+    usage = told["stream"]["usage"]
+    assert 0 < usage["inputTokenDetails"]["cacheReadTokens"] < usage["inputTokens"]
+    assert (told["call"]["name"], told["call"]["reason"]) == ("look", "tool-calls")
+    for call in (told["call"]["input"], told["named"], told["streamedCall"], told["callBesideObject"]):
+        assert call["at"] in ("lamp", "door")
+    assert told["afterwards"]
+    for lamp in (told["object"], told["streamedObject"]):
+        assert Lamp.model_validate(lamp)
+    assert told["callOrObject"]["at"]
+    for name, (_, _, status, code) in zip(("badKey", "unknownModel", "tooLong"), REFUSED, strict=True):
+        assert (told[name]["status"], told[name]["code"]) == (status, code)
