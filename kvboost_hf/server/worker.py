@@ -23,8 +23,9 @@ from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compat import cache_argument, input_device, require_cache
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import DraftTreeConfig, ReusePolicy
 from kvboost_hf.server.batch import BatchKV
+from kvboost_hf.server.drafted import DraftedText, Drafts
 from kvboost_hf.server.jobs import (
     DrainingError,
     Event,
@@ -59,6 +60,7 @@ class _Row:
     passed: int = 0  # pieces of other prompts since the last one of this
     ids: list[int] = field(default_factory=list)  # of the answer
     sampler: Sampler | None = None
+    drafted: DraftedText | None = None  # made when it first runs alone
     text: TextStream | None = None
     joined: int = 0  # tokens that its own cache holds while it is in the batch
     report: ReuseReport | None = None
@@ -98,9 +100,11 @@ class ModelEngine:
         batch_window_ms: How long the first job after a pause waits for others, in milliseconds.
         max_model_len: Tokens of prompt and answer together, at most; None for what the model has positions for.
         max_live_tokens: Tokens of all texts under way, answers at their longest; None for no limit.
+        draft: A smaller model with the same vocabulary, which drafts for a text that runs alone; None for no drafts.
+        draft_trees: How large its trees are; None for the default.
 
     Raises:
-        ValueError: for a model that cannot be served, or numbers that are not positive.
+        ValueError: for a model that cannot be served, a draft that does not fit it, or numbers that are not positive.
     """
 
     def __init__(
@@ -116,6 +120,8 @@ class ModelEngine:
         batch_window_ms: float = 0,
         max_model_len: int | None = None,
         max_live_tokens: int | None = None,
+        draft: PreTrainedModel | None = None,
+        draft_trees: DraftTreeConfig | None = None,
     ) -> None:
         require_cache(model)
         limits = {
@@ -135,7 +141,9 @@ class ModelEngine:
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_len = max_model_len or positions or 2**31
         self._max_live, self._window_s = max_live_tokens, batch_window_ms / 1000
-        self._takes_rows = ChunkReuseCache(model, self.store).lending_reason is None
+        cache = ChunkReuseCache(model, self.store)
+        self._takes_rows = cache.lending_reason is None
+        self._drafts = Drafts.of(model, cache, draft, draft_trees) if draft is not None else None
         self._device = input_device(model)
         self._changed = threading.Condition()
         self._waiting: WaitingLine[_Row] = WaitingLine(lambda row: row.job.ids)
@@ -190,6 +198,7 @@ class ModelEngine:
                 **{name: self._counts[name] for name in ("generated_tokens", "steps", "pieces")},
                 "cached_tokens_by_tier": dict(self._tiers),
                 "finished": dict(self._finished),
+                "speculation": self._drafts.figures if self._drafts is not None else {},
                 "store": dict(self.store.stats()),
             }
 
@@ -285,10 +294,6 @@ class ModelEngine:
             if not row.job.options.max_tokens:
                 self._end(row, "length")
                 return computed
-            if self._takes_rows:
-                assert row.cache is not None
-                self._batch.join(row.cache.read(), len(row.job.ids))
-                row.joined = len(row.job.ids)
             self._prompts.remove(row)
             self._running.append(row)
         except Exception as error:
@@ -356,10 +361,14 @@ class ModelEngine:
         )
 
     def _run_step(self) -> None:
-        """One more token for each running text."""
+        """One more token for each running text; some more for one that runs alone and is drafted for."""
         rows = list(self._running)
         try:
+            if self._drafts is not None and len(rows) == 1 and not self._prompts and self._drafts.take(rows[0].job):
+                self._run_round(self._drafts, rows[0])
+                return
             if self._takes_rows:
+                self._join_batch()
                 logits = self._batch.step([row.ids[-1] for row in rows])
             else:
                 logits = torch.cat([self._step_alone(row) for row in rows])
@@ -368,6 +377,36 @@ class ModelEngine:
             return
         self._counts["steps"] += 1
         self._take(rows, logits)
+
+    def _run_round(self, drafts: Drafts, row: _Row) -> None:
+        assert row.cache is not None
+        assert row.sampler is not None
+        if len(self._batch):
+            self._read_batch(0)
+            self._batch.leave(0)
+        if row.drafted is None:
+            row.drafted = DraftedText(drafts, row.job, row.sampler)
+        reason = row.drafted.run(row.cache, row.ids, partial(self._add, row, now=time.perf_counter()))
+        self._counts["steps"] += 1
+        if reason is not None:
+            self._end(row, reason)
+
+    def _join_batch(self) -> None:
+        """Put the rows into the batch that are not in it: the last ones."""
+        for row in self._running[len(self._batch) :]:
+            assert row.cache is not None
+            row.joined = len(row.job.ids) + len(row.ids) - 1  # the last token is computed next
+            self._batch.join(row.cache.read(), row.joined)
+
+    def _read_batch(self, place: int) -> None:
+        """Have a row's own cache hold what the batch has computed for it."""
+        row = self._running[place]
+        new = self._batch.length(place) - row.joined
+        if new and row.cache is not None:
+            positions = torch.arange(row.joined, row.joined + new, device=self._device)[None]
+            said = row.joined - len(row.job.ids)
+            ids = torch.tensor([row.ids[said : said + new]], device=self._device)
+            row.cache.extend(ids, positions, self._batch.read(place, new))
 
     def _step_alone(self, row: _Row) -> torch.Tensor:
         """For models whose rows cannot be put together."""
@@ -433,12 +472,8 @@ class ModelEngine:
             self._prompts.remove(row)
         elif row in self._running:
             place = self._running.index(row)
-            if self._takes_rows:
-                new = self._batch.length(place) - row.joined
-                if new and cache is not None:
-                    ids = torch.tensor([row.ids[:new]], device=self._device)
-                    positions = torch.arange(row.joined, row.joined + new, device=self._device)[None]
-                    cache.extend(ids, positions, self._batch.read(place, new))
+            if place < len(self._batch):
+                self._read_batch(place)
             self._leave(place)
         if cache is not None:
             cache.store_tails()
@@ -460,7 +495,7 @@ class ModelEngine:
         last = self._running.pop()
         if place < len(self._running):
             self._running[place] = last
-        if self._takes_rows:
+        if place < len(self._batch):
             self._batch.leave(place)
 
     def _tell_end(self, row: _Row, reason: FinishReason, error: str | None = None) -> None:
