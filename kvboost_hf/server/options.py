@@ -33,6 +33,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--max-model-len", type=int, metavar="TOKENS", help="of prompt and answer (default: the model's)"
     )
+    load.add_argument(
+        "--max-live-tokens", type=int, metavar="TOKENS", help="of all requests together (default: what fits in memory)"
+    )
+    load.add_argument(
+        "--planner-safety-margin", type=float, metavar="SHARE", help="of the memory, to leave free (default: 0.15)"
+    )
+    load.add_argument(
+        "--oom-planning",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="see to it before a request starts that its K/V has room (default: yes)",
+    )
+    load.add_argument("--auto-truncate", action="store_true", help="leave out the beginning of prompts too long")
     load.add_argument("--max-tokens", type=int, help="of a chat's answer that is given no length (default: 1024)")
     load.add_argument("--timeout-s", type=float, help="after which a request is given up (default: 600)")
     load.add_argument("--drain-s", type=float, help="that requests have left when the server ends (default: 30)")
@@ -84,12 +97,16 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
         "batch_window_ms": options.batch_window_ms,
         "prefill_chunk_size": options.prefill_chunk_size,
         "max_model_len": options.max_model_len or positions,
+        "max_live_tokens": options.max_live_tokens,
+        "auto_truncate": options.auto_truncate,
         "default_max_tokens": options.max_tokens,
         "timeout_s": options.timeout_s,
         "drain_s": options.drain_s,
     }
+    margin = options.planner_safety_margin if options.planner_safety_margin is not None else 0.15
     return ServerSettings(
         model_name=options.model_name or name,
+        safety_margin=margin if options.oom_planning else None,
         api_keys=tuple(options.api_key),
         cors_origins=tuple(options.cors_origin),
         **{field: value for field, value in given.items() if value is not None},

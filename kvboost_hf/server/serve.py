@@ -10,10 +10,12 @@ from typing import Any
 import uvicorn
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.guard import JsonLines
 from kvboost_hf.server.jobs import Engine, Event, Finished, Job, SamplingOptions
+from kvboost_hf.server.room import tokens_that_fit
 from kvboost_hf.server.served import salt
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.worker import ModelEngine
@@ -51,6 +53,7 @@ def serve(
         prefill_chunk_size=settings.prefill_chunk_size,
         batch_window_ms=settings.batch_window_ms,
         max_model_len=settings.max_model_len,
+        max_live_tokens=_live_tokens(model, store, settings),
     )
     try:
         _log_lines(log_level)
@@ -78,6 +81,13 @@ def serve(
 
 def _end(number: int, frame: object) -> None:
     raise SystemExit(0)
+
+
+def _live_tokens(model: PreTrainedModel, store: ChunkStore, settings: ServerSettings) -> int | None:
+    if settings.max_live_tokens is not None or settings.safety_margin is None:
+        return settings.max_live_tokens
+    reserved = store.max_bytes - int(store.stats()["bytes"])
+    return tokens_that_fit(model, reserved=reserved, safety_margin=settings.safety_margin)
 
 
 def _warm(engine: Engine, ids: Sequence[int], api_keys: Sequence[str | None]) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from starlette.requests import Request
 
 from kvboost_hf.server.errors import ApiError, refused
-from kvboost_hf.server.jobs import Constraint, Engine, Job, SamplingOptions
+from kvboost_hf.server.jobs import Constraint, Engine, Job, SamplingOptions, TooLongError
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.run import Run
 from kvboost_hf.server.schema import Message, Sampled, Tool
@@ -154,7 +154,13 @@ class Served:
 
     def start(self, jobs: Sequence[Job], request: Request) -> Run:
         """Submit the jobs of a request together; see `Run`."""
-        run = Run(self.engine, jobs, self.meter)
+        try:
+            run = Run(self.engine, jobs, self.meter)
+        except TooLongError as error:
+            if not self.settings.auto_truncate or error.max_prompt_tokens < 1:
+                raise
+            shorter = [replace(job, ids=job.ids[-error.max_prompt_tokens :]) for job in jobs]
+            run = Run(self.engine, shorter, self.meter)
         request.scope["run"] = run.figures
         return run
 

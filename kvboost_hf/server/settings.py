@@ -18,6 +18,9 @@ class ServerSettings:
         batch_window_ms: Milliseconds that a request waits for others to share its batch.
         prefill_chunk_size: Prompts are computed by so many tokens at a time, between which others go on.
         max_model_len: Tokens of a prompt and its answer together; None for what the model has positions for.
+        max_live_tokens: Tokens of all requests under way together, at their longest; None for what has room in memory.
+        safety_margin: Share of the memory that is left free then; None plans nothing.
+        auto_truncate: Leave out the beginning of prompts that are too long, in place of refusing them.
         default_max_tokens: Length of a chat's answer where the request gives none.
         timeout_s: Seconds from the arrival of a request until it is given up.
         drain_s: Seconds that requests have left when the server is told to end.
@@ -39,6 +42,9 @@ class ServerSettings:
     batch_window_ms: float = 0.0
     prefill_chunk_size: int = 256
     max_model_len: int | None = None
+    max_live_tokens: int | None = None
+    safety_margin: float | None = 0.15
+    auto_truncate: bool = False
     default_max_tokens: int = 1024
     timeout_s: float = 600.0
     drain_s: float = 30.0
@@ -68,6 +74,10 @@ class ServerSettings:
         for name in ("batch_window_ms", "drain_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must be 0 or more, got {getattr(self, name)}.")
+        if self.max_live_tokens is not None and self.max_live_tokens < 2:
+            raise ValueError(f"`max_live_tokens` must be 2 or more, got {self.max_live_tokens}. Pass None to plan it.")
+        if self.safety_margin is not None and not 0 <= self.safety_margin < 1:
+            raise ValueError(f"`safety_margin` must be from 0 to less than 1, got {self.safety_margin}.")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(
                 f"`max_model_len` must be 2 or more, got {self.max_model_len}. Pass None for the model's."

@@ -1,0 +1,57 @@
+"""Memory is planned before a request starts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_hf import ChunkStore
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.compat import bytes_per_token
+from kvboost_hf.server import room
+from kvboost_hf.server.room import tokens_that_fit
+from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.worker import ModelEngine
+from tests.conftest import make_model
+from tests.server.conftest import Listening
+
+
+class _Memory:
+    available = 3 * 2**20
+
+
+def test_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    monkeypatch.setattr(room.psutil, "virtual_memory", _Memory)
+    twice = 2 * bytes_per_token(model)
+    assert tokens_that_fit(model, safety_margin=0) == 3 * 2**20 // twice
+    assert tokens_that_fit(model, reserved=2**20, safety_margin=0.5) == 2**20 // twice
+    with pytest.raises(ValueError, match=r"0\.0 GiB are free, of which 15% stay so"):
+        tokens_that_fit(model, reserved=2**22)
+    with pytest.raises(ValueError, match="`safety_margin` must be"):
+        tokens_that_fit(model, safety_margin=1.0)
+
+
+def test_prompts_without_room(serve: Callable[..., Listening]) -> None:
+    """They are refused with a length that fits, or lose their beginning if that is asked for."""
+    model, tokenizer = load_embedded()
+    engine = ModelEngine(model, tokenizer, store=ChunkStore(model, chunk_size=16), max_live_tokens=48)
+    asked: dict[str, Any] = {"model": "reader", "max_tokens": 8, "temperature": 0, "prompt": "The lamp is red. " * 20}
+    try:
+        refused = serve(engine).http.post("/v1/completions", json=asked)
+        assert refused.status_code == 413
+        assert refused.json()["error"]["max_prompt_tokens"] == 40
+        cut = serve(engine, auto_truncate=True).http.post("/v1/completions", json=asked).json()
+        assert cut["usage"]["prompt_tokens"] == 40
+        ids = torch.tensor([tokenizer.encode(asked["prompt"])[-40:]])
+        plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        assert cut["choices"][0]["text"].strip() == tokenizer.decode(plain[0, 40:], skip_special_tokens=True).strip()
+    finally:
+        engine.close()
+
+
+def test_settings_that_are_none() -> None:
+    for wrong in ({"max_live_tokens": 1}, {"safety_margin": 1.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ServerSettings(model_name="reader", **wrong)
