@@ -28,6 +28,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     http.add_argument("--model-name", help="what clients call the model (default: its name)")
     http.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
 
+    http.add_argument(
+        "--embeddings",
+        action="store_true",
+        help="answer /v1/embeddings by the mean of the last hidden states: poor ones, for lack of training",
+    )
+
     load = parser.add_argument_group("how much at once")
     load.add_argument("--max-batch-size", type=int, help="requests that run at once (default: 8)")
     load.add_argument("--max-queue-size", type=int, help="requests that wait; others get status 429 (default: 64)")
@@ -118,6 +124,7 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
         "prefill_chunk_size": options.prefill_chunk_size,
         "max_model_len": options.max_model_len or positions,
         "max_live_tokens": options.max_live_tokens,
+        "embeddings": options.embeddings,
         "auto_truncate": options.auto_truncate,
         "default_max_tokens": options.max_tokens,
         "timeout_s": options.timeout_s,

@@ -10,8 +10,9 @@ computed, prompt and answer, is in the store when a text has ended.
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from kvboost_hf.compat import cache_argument, input_device, require_cache
 from kvboost_hf.config import DraftTreeConfig, ReusePolicy
 from kvboost_hf.server.batch import BatchKV
 from kvboost_hf.server.drafted import DraftedText, Drafts
+from kvboost_hf.server.embedding import EmbeddingJob
 from kvboost_hf.server.jobs import (
     DrainingError,
     Event,
@@ -149,6 +151,7 @@ class ModelEngine:
         self._waiting: WaitingLine[_Row] = WaitingLine(lambda row: row.job.ids)
         self._prompts: list[_Row] = []  # under way, in the order in which they were taken
         self._running: list[_Row] = []  # in the order of the rows of the batch
+        self._embeddings: deque[EmbeddingJob] = deque()
         self._batch = BatchKV(model)
         self._draining = self._closed = False
         self._counts: Counter[str] = Counter()
@@ -175,16 +178,35 @@ class ModelEngine:
                     most,
                 )
         with self._changed:
-            if self._draining or self._closed:
-                raise DrainingError("The server is about to end and takes no more requests.")
-            if len(self._waiting) >= self._max_queue:
-                raise QueueFullError(
-                    f"{len(self._waiting)} requests are waiting, as many as may. Try again later.",
-                    max(1.0, self._pace * len(self._waiting) / self._max_batch),
-                )
+            self._require_place(len(self._waiting))
             self._waiting.append(row)
             self._changed.notify_all()
         return row
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[list[float]]]:
+        """See `Engine`. One text is embedded between two steps."""
+        longest = max(map(len, texts))
+        if longest > self._max_len:
+            raise TooLongError(
+                f"A text of {longest} tokens is longer than the model's context of {self._max_len}. Cut it into "
+                "several.",
+                self._max_len,
+            )
+        asked = EmbeddingJob(texts)
+        with self._changed:
+            self._require_place(sum(not job.future.cancelled() for job in self._embeddings))
+            self._embeddings.append(asked)
+            self._changed.notify_all()
+        return asked.future
+
+    def _require_place(self, waiting: int) -> None:
+        if self._draining or self._closed:
+            raise DrainingError("The server is about to end and takes no more requests.")
+        if waiting >= self._max_queue:
+            raise QueueFullError(
+                f"{waiting} requests are waiting, as many as may. Try again later.",
+                max(1.0, self._pace * waiting / self._max_batch),
+            )
 
     def stats(self) -> dict[str, Any]:
         """See `Engine`."""
@@ -193,6 +215,7 @@ class ModelEngine:
                 "waiting": len(self._waiting),
                 "prompts": len(self._prompts),
                 "running": len(self._running),
+                "embeddings": len(self._embeddings),
                 "batch_bytes": self._batch.nbytes,
                 **{name: self._counts[name] for name in ("prompt_tokens", "cached_tokens", "computed_tokens")},
                 **{name: self._counts[name] for name in ("generated_tokens", "steps", "pieces")},
@@ -219,7 +242,7 @@ class ModelEngine:
     # The thread
 
     def _count(self) -> int:
-        return len(self._waiting) + len(self._prompts) + len(self._running)
+        return len(self._waiting) + len(self._prompts) + len(self._running) + len(self._embeddings)
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -233,12 +256,24 @@ class ModelEngine:
                     break
                 self._admit()
             self._end_those_that_must()
+            if self._embeddings:
+                self._embed_next()
             if self._prompts:
                 self._run_prompts()
             if self._running:
                 self._run_step()
         for row in [*self._prompts, *self._running, *self._waiting]:
             self._tell_end(row, "cancelled")
+        for job in self._embeddings:
+            job.fail(DrainingError("The server has ended."))
+
+    def _embed_next(self) -> None:
+        """The next text of the first request for embeddings."""
+        job = self._embeddings[0]
+        if job.advance(self.model):
+            with self._changed:
+                self._embeddings.popleft()
+                self._changed.notify_all()
 
     def _admit(self) -> None:
         """Take jobs from the line as long as there is room."""
