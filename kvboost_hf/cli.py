@@ -27,7 +27,7 @@ from kvboost_hf.engine.load import load
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.offload.awq.swap import AwqSettings
 from kvboost_hf.offload.sizes import what_fits
-from kvboost_hf.server.options import add_options, engine_settings, server_settings, streaming_config
+from kvboost_hf.server.options import add_options, draft_trees, engine_settings, server_settings, streaming_config
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import validate_turboquant, verify_correctness
 from kvboost_hf.verify.turboquant import CODECS
@@ -364,7 +364,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     if key := os.environ.get("KVBOOST_HF_API_KEY"):
         options.api_key = [*options.api_key, key]
-    kept, streaming = engine_settings(options), streaming_config(options)
+    kept, streaming, trees = engine_settings(options), streaming_config(options), draft_trees(options)
     server_settings(options, "model", None)  # refuses now, not when the model is there
     if streaming is None:
         model, tokenizer, _ = _load(options)
@@ -374,7 +374,22 @@ def _serve(options: argparse.Namespace) -> int:
         model, tokenizer = load(options.model, streaming, options.device, {"dtype": options.dtype})
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     settings = server_settings(options, options.model or EMBEDDED_MODEL_DIR.name, positions)
-    run(model, tokenizer, settings, kept, warm=options.warm, log_level=options.log_level)
+    draft = None
+    if trees is not None:
+        from transformers import AutoModelForCausalLM
+
+        draft = AutoModelForCausalLM.from_pretrained(options.speculative_draft_model, dtype=model.dtype)
+        draft = draft.to(options.device).eval()
+    run(
+        model,
+        tokenizer,
+        settings,
+        kept,
+        draft=draft,
+        draft_trees=trees,
+        warm=options.warm,
+        log_level=options.log_level,
+    )
     return 0
 
 

@@ -4,8 +4,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,9 +14,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.assisted.branches import Branches, lender_of, recording
-from kvboost_hf.assisted.growth import Growth
+from kvboost_hf.assisted.rounds import Rounds, Taken, follow
 from kvboost_hf.assisted.stats import SpeculationStats
-from kvboost_hf.assisted.tree import ROOT, Tree
+from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.assisted.tree_draft import TreeDraft
 from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
 from kvboost_hf.compat import generate_frame, input_device
@@ -72,9 +70,13 @@ class TreeDecoding:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.draft, self.config = draft, config if config is not None else DraftTreeConfig()
-        self.stats = SpeculationStats()
-        self._growth, self._clock = Growth(self.config), clock
+        self._rounds = Rounds(self.config, clock)
         _require_branches(draft, "draft")
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Counts of all rounds so far."""
+        return self._rounds.stats
 
     def __call__(
         self,
@@ -88,7 +90,9 @@ class TreeDecoding:
         """What `generate()` calls; it returns what this returns."""
         self._require_fits(model, input_ids, generation_config, model_kwargs)
         answer = _Answer(input_ids, logits_processor, stopping_criteria, generation_config)
-        drafting = TreeDraft(self.draft, self.config, self._growth, _without_state(logits_processor), answer.ends)
+        drafting = TreeDraft(
+            self.draft, self.config, self._rounds.growth, _without_state(logits_processor), answer.ends
+        )
         with recording(model_kwargs["past_key_values"]):
             return answer.result(self._answer(model, answer, drafting, model_kwargs))
 
@@ -99,25 +103,11 @@ class TreeDecoding:
         cache, position, keep = self._begin(model, answer, drafting, model_kwargs)
         pads = 0 if keep is None else int((~keep).sum())
         while not answer.done:
-            began = self._clock()
-            tree, nodes = Tree(), []
-            if answer.room > 1:  # the last token is the target's
-                tree = drafting.grow(answer.ids[:, pads:], answer.room - 1)
-                nodes = self._growth.chosen(tree)
-                tree = tree.part(nodes)
-            drafted = self._clock()
             branches = Branches(model, cache, position, keep)
-            parents = [ROOT, *(parent + 1 for parent in tree.parents)]
-            logits = branches.forward([int(answer.ids[0, -1]), *tree.tokens], parents)
-            taken = answer.take(tree, logits)
-            verified = self._clock()
-            branches.keep([0, *(node + 1 for node in taken.kept)])
-            if nodes:
-                drafting.keep([nodes[node] for node in taken.kept])
+            taken = self._rounds.run(branches, drafting, answer.ids[:, pads:], answer.room, answer.take)
             position = position + 1 + len(taken.kept)
             if keep is not None:
                 keep = torch.cat([keep, keep.new_ones(1, 1 + len(taken.kept))], dim=1)
-            self._note(tree, taken, drafting.passes, (began, drafted, verified, self._clock()), first=False)
         return cache
 
     def _begin(
@@ -129,7 +119,7 @@ class TreeDecoding:
             The cache, the position of the token that is to be computed next, and which columns of the cache are no
             padding; None for all.
         """
-        began = self._clock()
+        began = self._rounds.clock()
         generator: Any = model
         cache: Any = model_kwargs.get("past_key_values")
         positions, mask = (model_kwargs.get(name) for name in ("position_ids", "attention_mask"))
@@ -142,44 +132,18 @@ class TreeDecoding:
             chain = drafting.grow(answer.ids, answer.room - 1, chain=True)
             _extend(model_kwargs, positions, len(chain))
             cache.activate_past_recording()
-        drafted = self._clock()
+        drafted = self._rounds.clock()
         ids = torch.cat([answer.ids, answer.ids.new_tensor([chain.tokens])], dim=1) if len(chain) else answer.ids
         output = generator._prefill(ids, answer.config, model_kwargs)
         taken = answer.take(chain, output.logits[0, -1 - len(chain) :])
-        verified, cache = self._clock(), output.past_key_values
+        verified, cache = self._rounds.clock(), output.past_key_values
         if len(chain):
             cache.crop(len(taken.kept) - len(chain))
             drafting.keep(taken.kept)
         else:
             cache.activate_past_recording()
-        self._note(chain, taken, drafting.passes, (began, drafted, verified, self._clock()), first=True)
+        self._rounds.note(chain, taken, drafting.passes, (began, drafted, verified, self._rounds.clock()), first=True)
         return cache, positions[..., -1:] + 1 + len(taken.kept), keep
-
-    def _note(
-        self, tree: Tree, taken: "_Taken", passes: int, clock: tuple[float, float, float, float], *, first: bool
-    ) -> None:
-        if not len(tree):  # no room for drafts
-            return
-        draft_s, verify_s, rollback_s = (after - before for before, after in pairwise(clock))
-        stats = self.stats
-        stats.rounds += 1
-        stats.drafted += len(tree)
-        stats.accepted += len(taken.path)
-        stats.committed += taken.committed
-        stats.histogram[len(taken.path)] += 1
-        stats.draft_s += draft_s
-        stats.verify_s += verify_s
-        stats.rollback_s += rollback_s
-        self._growth.learn(
-            tree,
-            tree.children(),
-            taken.path,
-            committed=taken.committed,
-            passes=passes,
-            draft_s=draft_s,
-            target_s=verify_s + rollback_s,
-            first=first,
-        )
 
     def _require_fits(
         self, model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -216,19 +180,6 @@ class TreeDecoding:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """What a pass of the target has given."""
-
-    path: list[int]  # tokens of the tree that it says, too
-    committed: int  # tokens by which the text has grown
-
-    @property
-    def kept(self) -> list[int]:
-        """The tokens of the tree whose K/V is needed: the last token of the text is computed later."""
-        return self.path[: self.committed - 1]
-
-
 class _Answer:
     """The text so far, and what ends it."""
 
@@ -261,26 +212,24 @@ class _Answer:
         """Tokens that may still come."""
         return self._most - self.ids.shape[1]
 
-    def take(self, tree: Tree, logits: torch.Tensor) -> _Taken:
+    def take(self, tree: Tree, logits: torch.Tensor) -> Taken:
         """Choose tokens by `logits` [1 + tokens of the tree, vocab_size], behind the text and behind each of them."""
-        children, path, new = tree.children(), [], []
+        new: list[int] = []
         greedy = None
         if not len(self._processors) and not self.config.do_sample:
             greedy = logits.argmax(-1).tolist()  # the device is waited for once
-        at = ROOT
-        while True:
+
+        def choose(at: int) -> tuple[int, bool]:
             new.append(self._choose(logits[at + 1], greedy[at + 1] if greedy is not None else None))
             self.done = self._ends(new[-1])
-            at = children.get(at, {}).get(new[-1], ROOT)
-            if at != ROOT:
-                path.append(at)
-            if at == ROOT or self.done:
-                break
+            return new[-1], self.done
+
+        taken = follow(tree, choose)
         if self._streamer is not None:
             self._streamer.put(torch.tensor([new]))
             if self.done:
                 self._streamer.end()
-        return _Taken(path, len(new))
+        return taken
 
     def _choose(self, logits: torch.Tensor, token: int | None) -> int:
         """The next token, by its logits [vocab_size], or as it is known; it becomes a part of the text."""

@@ -20,8 +20,8 @@ def refuse(section: str, given: Iterable[str]) -> None:
     """Raise for arguments that only the kvboost package has.
 
     Args:
-        section: Of the table: `"KVBoost"` or `"generate"`.
-        given: Names of arguments.
+        section: Of the table: `"KVBoost"`, `"generate"` or `"server flags"`.
+        given: Names of arguments, or flags.
 
     Raises:
         ValueError: for the first of them that the table refuses.

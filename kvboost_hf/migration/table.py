@@ -256,43 +256,41 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
         ),
         _works("--sink-tokens, --overlap-k", "As the settings of `KVBoost` of these names."),
         _works("--awq-streaming, --keep-first-k, --keep-last-k, --streaming-mode", "As `StreamingConfig`."),
-        _works("--speculative-draft-model, --speculative-gamma", "As `assistant`."),
+        _works(
+            "--speculative-draft-model, --speculative-mode-policy, --speculative-tree-max-branching, "
+            "--speculative-tree-max-depth, --speculative-tree-node-budget",
+            "Drafts for a request that runs alone, as `DraftTreeConfig` has them; `flat` is `chain`.",
+        ),
+        _works("--speculative-gamma", "The most tokens of a chain; without a policy it asks for chains."),
         _works("--batch-window-ms, --max-batch-size, --max-queue-size", "A full queue is told with status 429."),
         _works("--warm"),
-        Entry("--always-warm", "What was warmed stays in host memory, pinned; there is nothing to warm again."),
-        Entry(
+        _works("--oom-planning, --no-oom-planning, --planner-safety-margin", "Requests without room get status 413."),
+        _works("--auto-truncate"),
+        _works("--max-tokens", "Of a chat that gives no length; `--max-model-len` limits prompt and answer together."),
+        _works("--log-level"),
+        _gone("--always-warm", "What was warmed stays in host memory, pinned: use `--warm`."),
+        _gone(
             "--release-cache-after-request",
             "PyTorch gives memory back by itself; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True on small GPUs.",
         ),
-        Entry(
-            "--oom-planning, --no-oom-planning, --planner-safety-margin",
-            "Requests are checked for room before they start, always; those without are refused with status 413.",
-        ),
-        Entry("--auto-truncate", "Prompts are never cut; status 413 tells how long one may be."),
-        Entry("--max-tokens", "Limit prompt and answer together with `--max-model-len`."),
-        Entry("--workers", "One thread runs the model."),
-        Entry(
+        _gone("--workers", "One thread runs the model; start more servers behind a proxy for more."),
+        _gone(
             "--enable-auto-tool-choice, --tool-call-parser",
             "Tools need no flag: the format is that of the tokenizer's chat template.",
         ),
-        Entry("--backend, --block-size, --num-blocks", "K/V is not paged."),
-        Entry(
+        _gone("--backend, --block-size, --num-blocks", "K/V is not paged: there is nothing to set."),
+        _gone(
             "--quantization, --max-memory, --use-slow-tokenizer", "Save the model as you want it, and pass its folder."
         ),
-        _same(
+        _gone(
             "--gguf-file",
-            "stream_layers",
-            "GGUF files become plain weights in transformers: use `KVBoost.from_pretrained(name, gguf_file=...)`.",
+            "GGUF files become plain weights in transformers: load one with `gguf_file=...`, save it, and pass its "
+            "folder.",
         ),
-        _same("--streaming-quant-kernel", "StreamingConfig.quant_kernel", "Chosen by itself."),
-        Entry("--speculative-mode, --speculative-temperature", "As each request says."),
-        _same(
-            "--speculative-tree, --speculative-mode-policy, --speculative-tree-max-branching, "
-            "--speculative-tree-max-depth, --speculative-tree-node-budget, --speculative-tree-cold-accept",
-            "TreeDecoding",
-            "In the library: `KVBoost(assistant=TreeDecoding(draft, DraftTreeConfig(...)))`.",
-        ),
-        Entry("--log-level", "Set the level of the logger `kvboost_hf`."),
+        _gone("--streaming-quant-kernel", "It is chosen by itself.", "StreamingConfig.quant_kernel"),
+        _gone("--speculative-mode, --speculative-temperature", "Drafts are checked as each request samples."),
+        _gone("--speculative-tree", "Pass `--speculative-mode-policy tree`."),
+        _gone("--speculative-tree-cold-accept", "It is learned from what is accepted."),
     ),
     "endpoints": (_works("/v1/chat/completions, /v1/completions, /v1/models, /v1/stats, /v1/warm, /health"),),
     "packages": (

@@ -16,7 +16,8 @@ from kvboost_hf import __version__
 from kvboost_hf.server.answers import Usage
 from kvboost_hf.server.chat import chat_routes
 from kvboost_hf.server.completions import completion_routes
-from kvboost_hf.server.errors import ApiError, add_handlers
+from kvboost_hf.server.embeddings import embedding_routes
+from kvboost_hf.server.errors import add_handlers
 from kvboost_hf.server.guard import Guard
 from kvboost_hf.server.jobs import Engine, SamplingOptions
 from kvboost_hf.server.metrics import Meter
@@ -74,6 +75,7 @@ def make_app(
         chat_routes(served),
         completion_routes(served),
         response_routes(served),
+        embedding_routes(served),
         _model_routes(served),
         _operator_routes(served),
     ):
@@ -108,10 +110,6 @@ def _model_routes(served: Served) -> APIRouter:
     async def one_model(name: str) -> dict[str, Any]:
         served.require_model(name)
         return model
-
-    @router.post("/v1/embeddings")
-    async def embeddings() -> None:
-        raise ApiError(501, "This server makes no embeddings, only text.", code="not_supported")
 
     return router
 

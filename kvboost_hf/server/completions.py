@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import CallReaders, Usage, pieces, whole
-from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import CompletionRequest
@@ -29,7 +28,7 @@ def completion_routes(served: Served) -> APIRouter:
         served.require_model(body.model)
         n = body.n or 1
         served.require_choices(n * len(body.prompts))
-        prompts = [await _encode(served, prompt) for prompt in body.prompts]
+        prompts = [await served.tokens(prompt, "prompt") for prompt in body.prompts]
         salt = served.salt(request, body.prompt_cache_key)
         options = [
             served.options(
@@ -51,15 +50,6 @@ def completion_routes(served: Served) -> APIRouter:
         return JSONResponse(await unless_gone(request, run, form.completion()))
 
     return router
-
-
-async def _encode(served: Served, prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, str):
-        return await served.encode(prompt)
-    for token in prompt:
-        if not 0 <= token < served.vocab_size:
-            raise refused("prompt", f"Tokens must be from 0 to {served.vocab_size - 1}, got {token}.")
-    return prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What the front of the server asks of the thread that runs the model, and what it is told: no tensors, no HTTP."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -187,6 +188,22 @@ class Engine(Protocol):
             QueueFullError: there are as many waiting as may wait.
             TooLongError: it can never run.
             DrainingError: no more are taken.
+        """
+        ...
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[list[float]]]:
+        """Queue texts to embed. Any thread may call it.
+
+        Args:
+            texts: Token ids of each, one at least.
+
+        Returns:
+            Will have an embedding of each text. It may be cancelled.
+
+        Raises:
+            QueueFullError: see `submit`, as for the others.
+            TooLongError:
+            DrainingError:
         """
         ...
 

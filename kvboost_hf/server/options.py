@@ -2,10 +2,13 @@
 
 import argparse
 
-from kvboost_hf.config import StreamingConfig, parse_size
+from kvboost_hf.config import DraftTreeConfig, StreamingConfig, parse_size
 from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
+from kvboost_hf.migration import TABLE, refuse
 from kvboost_hf.server.settings import ServerSettings
 
+_FLAGS = "server flags"
+_POLICIES = ("auto", "chain", "tree", "none")
 _STREAMING = ("streaming_mode", "keep_first_k", "keep_last_k", "vram_budget")
 
 
@@ -24,6 +27,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="of pages; repeatable")
     http.add_argument("--model-name", help="what clients call the model (default: its name)")
     http.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+
+    http.add_argument(
+        "--embeddings",
+        action="store_true",
+        help="answer /v1/embeddings by the mean of the last hidden states: poor ones, for lack of training",
+    )
 
     load = parser.add_argument_group("how much at once")
     load.add_argument("--max-batch-size", type=int, help="requests that run at once (default: 8)")
@@ -58,6 +67,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="'exact' gives the answers of plain generate(); with the others K/V moves, and answers may differ "
         "(default: exact)",
     )
+    reuse.add_argument("--sink-tokens", type=int, default=16, help="the first ones, which never move (default: 16)")
+    reuse.add_argument(
+        "--overlap-k", type=int, default=0, help="tokens before each seam that are computed again (default: 0)"
+    )
     reuse.add_argument("--chunk-size", type=int, default=128, help="tokens, a multiple of 16 (default: 128)")
     reuse.add_argument("--kv-cache-bits", type=int, choices=(4, 8, 16), default=16, help="of stored K/V (default: 16)")
     reuse.add_argument("--max-cache-bytes", type=_size, metavar="SIZE", help="host memory for K/V (default: 4GiB)")
@@ -76,9 +89,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     streaming.add_argument("--keep-last-k", type=int, metavar="LAYERS", help="that stay")
     streaming.add_argument("--vram-budget", metavar="SIZE", help="as many layers stay as fit into it")
 
-    drafts = parser.add_argument_group("drafts, which the server does not make yet")
-    drafts.add_argument("--speculative-draft-model", metavar="NAME", help=argparse.SUPPRESS)
-    drafts.add_argument("--speculative-gamma", type=int, help=argparse.SUPPRESS)
+    drafts = parser.add_argument_group("drafts of a smaller model, for a request that runs alone")
+    drafts.add_argument("--speculative-draft-model", metavar="NAME", help="a hub name or a folder (default: none)")
+    drafts.add_argument(
+        "--speculative-mode-policy",
+        type=_policy,
+        choices=_POLICIES,
+        help="'auto' decides by what is accepted and how long it takes (default: auto, or chain with a gamma)",
+    )
+    drafts.add_argument("--speculative-gamma", type=int, metavar="TOKENS", help="of a chain, at most (default: 24)")
+    drafts.add_argument("--speculative-tree-max-branching", type=int, help="tokens behind one token (default: 8)")
+    drafts.add_argument("--speculative-tree-max-depth", type=int, help="levels of a tree, at most (default: 24)")
+    drafts.add_argument("--speculative-tree-node-budget", type=int, help="tokens of a tree, at most (default: 63)")
+
+    for entry in TABLE[_FLAGS]:
+        for flag in entry.names if entry.refused else ():
+            parser.add_argument(flag, action=_Refused, nargs="*", help=argparse.SUPPRESS)
 
 
 def server_settings(options: argparse.Namespace, name: str, positions: int | None) -> ServerSettings:
@@ -98,6 +124,7 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
         "prefill_chunk_size": options.prefill_chunk_size,
         "max_model_len": options.max_model_len or positions,
         "max_live_tokens": options.max_live_tokens,
+        "embeddings": options.embeddings,
         "auto_truncate": options.auto_truncate,
         "default_max_tokens": options.max_tokens,
         "timeout_s": options.timeout_s,
@@ -117,14 +144,12 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
     """What is kept, and how it is used again.
 
     Raises:
-        ValueError: for values that are none, and drafts.
+        ValueError: for values that are none.
     """
-    for name in ("speculative_draft_model", "speculative_gamma"):
-        if getattr(options, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"`{flag}` is not served: the server decodes whole batches without drafts. Leave it out.")
     return EngineSettings(
         recompute_strategy=None if options.recompute_strategy == "exact" else options.recompute_strategy,
+        sink_tokens=options.sink_tokens,
+        overlap_k=options.overlap_k,
         chunk_size=options.chunk_size,
         kv_cache_bits=options.kv_cache_bits,
         max_cache_bytes=options.max_cache_bytes,
@@ -147,6 +172,55 @@ def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
         return None
     mode = given.pop("streaming_mode", "partial_resident")
     return StreamingConfig(residency_mode=mode, **given)
+
+
+def draft_trees(options: argparse.Namespace) -> DraftTreeConfig | None:
+    """How large trees of drafts are; None for no drafts.
+
+    Raises:
+        ValueError: for values that are none, do not go together, or lack a draft model.
+    """
+    policy, gamma = options.speculative_mode_policy, options.speculative_gamma
+    sizes = {
+        "branching": options.speculative_tree_max_branching,
+        "depth": options.speculative_tree_max_depth,
+        "max_nodes": options.speculative_tree_node_budget,
+    }
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if policy == "none":
+        return None
+    if options.speculative_draft_model is None:
+        if given or policy is not None or gamma is not None:
+            raise ValueError("Drafts need `--speculative-draft-model`. Pass one, or no other `--speculative-` flag.")
+        return None
+    if gamma is not None:
+        if given or policy not in (None, "chain"):
+            raise ValueError(
+                f"`--speculative-gamma` ({gamma}) is the length of chains, and goes with no flag for trees. Pass "
+                "`--speculative-tree-max-depth` for those."
+            )
+        policy, given = "chain", {"depth": gamma}
+    return DraftTreeConfig(policy=policy or "auto", **given)
+
+
+def _policy(text: str) -> str:
+    return "chain" if text == "flat" else text  # as kvboost calls it
+
+
+class _Refused(argparse.Action):
+    """A flag that only kvboost has."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            refuse(_FLAGS, self.option_strings)
+        except ValueError as error:
+            parser.error(str(error))
 
 
 def _size(text: str) -> int:

@@ -9,11 +9,14 @@ from kvboost_hf.compat import bytes_per_token, input_device
 _COPIES = 2  # of K/V under way: a row's own, and the one in the batch
 
 
-def tokens_that_fit(model: PreTrainedModel, *, reserved: int = 0, safety_margin: float = 0.15) -> int | None:
+def tokens_that_fit(
+    model: PreTrainedModel, draft: PreTrainedModel | None = None, *, reserved: int = 0, safety_margin: float = 0.15
+) -> int | None:
     """Tokens, of all requests under way together, whose K/V has room on the model's device as it is now.
 
     Args:
         model: The model.
+        draft: One that keeps K/V of the same texts; None for none.
         reserved: Bytes of host memory that something else will take, such as a store.
         safety_margin: Share of the memory to leave free.
 
@@ -25,7 +28,7 @@ def tokens_that_fit(model: PreTrainedModel, *, reserved: int = 0, safety_margin:
     """
     if not 0 <= safety_margin < 1:
         raise ValueError(f"`safety_margin` must be from 0 to less than 1, got {safety_margin}.")
-    per_token = _COPIES * bytes_per_token(model)
+    per_token = _COPIES * bytes_per_token(model) + (bytes_per_token(draft) if draft is not None else 0)
     if not per_token:
         return None
     device = input_device(model)

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -95,7 +95,13 @@ def _require_answer(event: Finished) -> None:
             raise ApiError(500, event.error or "The model failed.", code="model_error")
 
 
-async def unless_gone(request: Request, run: Run, answer: Coroutine[Any, Any, T]) -> T:
+class _Cancellable(Protocol):
+    """A run, or a future."""
+
+    def cancel(self) -> object: ...
+
+
+async def unless_gone(request: Request, run: _Cancellable, answer: Coroutine[Any, Any, T]) -> T:
     """An answer, unless the client goes away: then the run is cancelled.
 
     Raises:

@@ -56,7 +56,7 @@ class Sampler:
         if options.repetition_penalty != 1.0:
             self._repetition = RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty))
         self._greedy = options.temperature < _MIN_TEMPERATURE
-        self._warpers = LogitsProcessorList() if self._greedy else _warpers(options)
+        self.warpers = LogitsProcessorList() if self._greedy else _warpers(options)  # of scores alone, not of ids
         self._penalizes = bool(options.presence_penalty or options.frequency_penalty)
         self._edits = bool(self._repetition or self._penalizes or options.logit_bias or options.constraint is not None)
         self._seen = dict.fromkeys(prompt_ids)  # a set in order
@@ -144,8 +144,7 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(self._options.seed)
-        # The processors that are used here look at the scores alone.
-        probabilities: Tensor = self._warpers(torch.LongTensor(), scores).softmax(-1)
+        probabilities: Tensor = self.warpers(torch.LongTensor(), scores).softmax(-1)
         return probabilities / torch.empty_like(probabilities).exponential_(generator=self._generator)
 
 

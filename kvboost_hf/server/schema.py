@@ -277,10 +277,20 @@ class ChatRequest(Sampled):
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
 
+Texts = str | list[str] | list[int] | list[list[int]]
+
+
+def _as_list(texts: Texts) -> list[str | list[int]]:
+    if isinstance(texts, str):
+        return [texts]
+    tokens = [one for one in texts if isinstance(one, int)]
+    return [tokens] if tokens else [one for one in texts if not isinstance(one, int)]
+
+
 class CompletionRequest(Sampled):
     """Of `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Texts
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Literal[1] | None = None
@@ -296,10 +306,21 @@ class CompletionRequest(Sampled):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Texts or tokens to continue."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        tokens = [one for one in self.prompt if isinstance(one, int)]
-        return [tokens] if tokens else [one for one in self.prompt if not isinstance(one, int)]
+        return _as_list(self.prompt)
+
+
+class EmbeddingRequest(Body):
+    """Of `/v1/embeddings`. All numbers are told: there are no `dimensions` to choose."""
+
+    model: str
+    input: Annotated[Texts, Field(min_length=1)]
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """Texts or tokens to embed."""
+        return _as_list(self.input)
 
 
 class WarmRequest(Posted):

@@ -11,6 +11,7 @@ import uvicorn
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.guard import JsonLines
@@ -29,6 +30,8 @@ def serve(
     settings: ServerSettings,
     kept: EngineSettings,
     *,
+    draft: PreTrainedModel | None = None,
+    draft_trees: DraftTreeConfig | None = None,
     warm: Iterable[str] = (),
     log_level: str = "info",
 ) -> None:
@@ -39,6 +42,8 @@ def serve(
         tokenizer: Of the model.
         settings: Of the server.
         kept: What is kept of prompts, and how it is used again.
+        draft: A smaller model that drafts for a request that runs alone; None for no drafts.
+        draft_trees: How large its trees are; None for the default.
         warm: Texts that prompts start with; they are computed for each API key before the server listens.
         log_level: Of the lines of JSON on standard error.
     """
@@ -53,7 +58,9 @@ def serve(
         prefill_chunk_size=settings.prefill_chunk_size,
         batch_window_ms=settings.batch_window_ms,
         max_model_len=settings.max_model_len,
-        max_live_tokens=_live_tokens(model, store, settings),
+        max_live_tokens=_live_tokens(model, draft, store, settings),
+        draft=draft,
+        draft_trees=draft_trees,
     )
     try:
         _log_lines(log_level)
@@ -83,11 +90,13 @@ def _end(number: int, frame: object) -> None:
     raise SystemExit(0)
 
 
-def _live_tokens(model: PreTrainedModel, store: ChunkStore, settings: ServerSettings) -> int | None:
+def _live_tokens(
+    model: PreTrainedModel, draft: PreTrainedModel | None, store: ChunkStore, settings: ServerSettings
+) -> int | None:
     if settings.max_live_tokens is not None or settings.safety_margin is None:
         return settings.max_live_tokens
     reserved = store.max_bytes - int(store.stats()["bytes"])
-    return tokens_that_fit(model, reserved=reserved, safety_margin=settings.safety_margin)
+    return tokens_that_fit(model, draft, reserved=reserved, safety_margin=settings.safety_margin)
 
 
 def _warm(engine: Engine, ids: Sequence[int], api_keys: Sequence[str | None]) -> None:

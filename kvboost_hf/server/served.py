@@ -56,6 +56,15 @@ class Served:
         """Tokens of a text, with what the tokenizer puts before each text if `special`."""
         return await self._on_thread(partial(self._encode, text, special))
 
+    async def tokens(self, text: str | list[int], param: str) -> list[int]:
+        """Tokens of a text, or those that a request has in its place, in the field `param`."""
+        if isinstance(text, str):
+            return await self.encode(text)
+        for token in text:
+            if not 0 <= token < self.vocab_size:
+                raise refused(param, f"Tokens must be from 0 to {self.vocab_size - 1}, got {token}.")
+        return text
+
     async def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, answer: bool = True
     ) -> list[int]:

@@ -20,6 +20,7 @@ class ServerSettings:
         max_model_len: Tokens of a prompt and its answer together; None for what the model has positions for.
         max_live_tokens: Tokens of all requests under way together, at their longest; None for what has room in memory.
         safety_margin: Share of the memory that is left free then; None plans nothing.
+        embeddings: Answer `/v1/embeddings`, for which a causal language model is a poor choice.
         auto_truncate: Leave out the beginning of prompts that are too long, in place of refusing them.
         default_max_tokens: Length of a chat's answer where the request gives none.
         timeout_s: Seconds from the arrival of a request until it is given up.
@@ -44,6 +45,7 @@ class ServerSettings:
     max_model_len: int | None = None
     max_live_tokens: int | None = None
     safety_margin: float | None = 0.15
+    embeddings: bool = False
     auto_truncate: bool = False
     default_max_tokens: int = 1024
     timeout_s: float = 600.0

@@ -11,8 +11,9 @@ import inspect
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,8 +32,10 @@ from kvboost_hf.compat import (
     require_cache,
     rope_regime,
 )
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import DraftTreeConfig, ReusePolicy
 from kvboost_hf.server.batch import BatchKV
+from kvboost_hf.server.drafted import DraftedText, Drafts
+from kvboost_hf.server.embedding import EmbeddingJob
 from kvboost_hf.server.jobs import (
     DrainingError,
     Event,
@@ -67,6 +70,7 @@ class _Row:
     passed: int = 0  # pieces of other prompts since the last one of this
     ids: list[int] = field(default_factory=list)  # of the answer
     sampler: Sampler | None = None
+    drafted: DraftedText | None = None  # made when it first runs alone
     text: TextStream | None = None
     joined: int = 0  # tokens that its own cache holds while it is in the batch
     report: ReuseReport | None = None
@@ -106,9 +110,11 @@ class ModelEngine:
         batch_window_ms: How long the first job after a pause waits for others, in milliseconds.
         max_model_len: Tokens of prompt and answer together, at most; None for what the model has positions for.
         max_live_tokens: Tokens of all texts under way, answers at their longest; None for no limit.
+        draft: A smaller model with the same vocabulary, which drafts for a text that runs alone; None for no drafts.
+        draft_trees: How large its trees are; None for the default.
 
     Raises:
-        ValueError: for a model that cannot be served, or numbers that are not positive.
+        ValueError: for a model that cannot be served, a draft that does not fit it, or numbers that are not positive.
     """
 
     def __init__(
@@ -124,6 +130,8 @@ class ModelEngine:
         batch_window_ms: float = 0,
         max_model_len: int | None = None,
         max_live_tokens: int | None = None,
+        draft: PreTrainedModel | None = None,
+        draft_trees: DraftTreeConfig | None = None,
     ) -> None:
         require_cache(model)
         limits = {
@@ -143,17 +151,20 @@ class ModelEngine:
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_len = max_model_len or positions or 2**31
         self._max_live, self._window_s = max_live_tokens, batch_window_ms / 1000
+        cache = ChunkReuseCache(model, self.store)
         self._takes_rows = (
-            ChunkReuseCache(model, self.store).lending_reason is None
+            cache.lending_reason is None
             and rope_regime(model, self._max_len) == b""  # a long row would change the frequencies of the others
             and (probe_reason(model) or padding_reason(model)) is None
         )
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._drafts = Drafts.of(model, cache, draft, draft_trees) if draft is not None else None
         self._device = input_device(model)
         self._changed = threading.Condition()
         self._waiting: WaitingLine[_Row] = WaitingLine(lambda row: row.job.ids)
         self._prompts: list[_Row] = []  # under way, in the order in which they were taken
         self._running: list[_Row] = []  # in the order of the rows of the batch
+        self._embeddings: deque[EmbeddingJob] = deque()
         self._batch = BatchKV(model)
         self._draining = self._closed = False
         self._counts: Counter[str] = Counter()
@@ -180,16 +191,35 @@ class ModelEngine:
                     most,
                 )
         with self._changed:
-            if self._draining or self._closed:
-                raise DrainingError("The server is about to end and takes no more requests.")
-            if len(self._waiting) >= self._max_queue:
-                raise QueueFullError(
-                    f"{len(self._waiting)} requests are waiting, as many as may. Try again later.",
-                    max(1.0, self._pace * len(self._waiting) / self._max_batch),
-                )
+            self._require_place(len(self._waiting))
             self._waiting.append(row)
             self._changed.notify_all()
         return row
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[list[float]]]:
+        """See `Engine`. One text is embedded between two steps."""
+        longest = max(map(len, texts))
+        if longest > self._max_len:
+            raise TooLongError(
+                f"A text of {longest} tokens is longer than the model's context of {self._max_len}. Cut it into "
+                "several.",
+                self._max_len,
+            )
+        asked = EmbeddingJob(texts)
+        with self._changed:
+            self._require_place(sum(not job.future.cancelled() for job in self._embeddings))
+            self._embeddings.append(asked)
+            self._changed.notify_all()
+        return asked.future
+
+    def _require_place(self, waiting: int) -> None:
+        if self._draining or self._closed:
+            raise DrainingError("The server is about to end and takes no more requests.")
+        if waiting >= self._max_queue:
+            raise QueueFullError(
+                f"{waiting} requests are waiting, as many as may. Try again later.",
+                max(1.0, self._pace * waiting / self._max_batch),
+            )
 
     def stats(self) -> dict[str, Any]:
         """See `Engine`."""
@@ -198,11 +228,13 @@ class ModelEngine:
                 "waiting": len(self._waiting),
                 "prompts": len(self._prompts),
                 "running": len(self._running),
+                "embeddings": len(self._embeddings),
                 "batch_bytes": self._batch.nbytes,
                 **{name: self._counts[name] for name in ("prompt_tokens", "cached_tokens", "computed_tokens")},
                 **{name: self._counts[name] for name in ("generated_tokens", "steps", "pieces")},
                 "cached_tokens_by_tier": dict(self._tiers),
                 "finished": dict(self._finished),
+                "speculation": self._drafts.figures if self._drafts is not None else {},
                 "store": dict(self.store.stats()),
             }
 
@@ -223,7 +255,7 @@ class ModelEngine:
     # The thread
 
     def _count(self) -> int:
-        return len(self._waiting) + len(self._prompts) + len(self._running)
+        return len(self._waiting) + len(self._prompts) + len(self._running) + len(self._embeddings)
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -238,6 +270,8 @@ class ModelEngine:
                 self._admit()
             try:
                 self._end_those_that_must()
+                if self._embeddings:
+                    self._embed_next()
                 if self._prompts:
                     self._run_prompts()
                 if self._running:
@@ -248,6 +282,16 @@ class ModelEngine:
             self._end(row, "cancelled")
         while (left := self._waiting.take()) is not None:
             self._tell_end(left, "cancelled")
+        for job in self._embeddings:
+            job.fail(DrainingError("The server has ended."))
+
+    def _embed_next(self) -> None:
+        """The next text of the first request for embeddings."""
+        job = self._embeddings[0]
+        if job.advance(self.model):
+            with self._changed:
+                self._embeddings.popleft()
+                self._changed.notify_all()
 
     def _admit(self) -> None:
         """Take jobs from the line as long as there is room."""
@@ -306,10 +350,6 @@ class ModelEngine:
         except Exception as error:
             self._fail([row], error)
             return room
-        if self._takes_rows:
-            assert row.cache is not None
-            self._batch.join(row.cache.read(), len(row.job.ids))
-            row.joined = len(row.job.ids)
         self._prompts.remove(row)
         self._running.append(row)
         self._take([row], logits)
@@ -377,9 +417,16 @@ class ModelEngine:
         )
 
     def _run_step(self) -> None:
-        """One more token for each running text."""
+        """One more token for each running text; some more for one that runs alone and is drafted for."""
         rows = list(self._running)
+        alone = len(rows) == 1 and not self._prompts
+        drafts = self._drafts if alone and self._drafts is not None and self._drafts.take(rows[0].job) else None
+        if self._takes_rows and drafts is None:
+            self._join_batch()
         try:
+            if drafts is not None:
+                self._run_round(drafts, rows[0])
+                return
             if self._takes_rows:
                 logits = self._batch.step([row.ids[-1] for row in rows])
             else:
@@ -389,6 +436,36 @@ class ModelEngine:
             return
         self._counts["steps"] += 1
         self._take(rows, logits)
+
+    def _run_round(self, drafts: Drafts, row: _Row) -> None:
+        assert row.cache is not None
+        assert row.sampler is not None
+        if len(self._batch):
+            self._read_batch(0)
+            self._batch.leave(0)
+        if row.drafted is None:
+            row.drafted = DraftedText(drafts, row.job, row.sampler)
+        reason = row.drafted.run(row.cache, row.ids, partial(self._add, row, now=time.perf_counter()))
+        self._counts["steps"] += 1
+        if reason is not None:
+            self._end(row, reason)
+
+    def _join_batch(self) -> None:
+        """Put the rows into the batch that are not in it: the last ones."""
+        for row in self._running[len(self._batch) :]:
+            assert row.cache is not None
+            row.joined = len(row.job.ids) + len(row.ids) - 1  # the last token is computed next
+            self._batch.join(row.cache.read(), row.joined)
+
+    def _read_batch(self, place: int) -> None:
+        """Have a row's own cache hold what the batch has computed for it."""
+        row = self._running[place]
+        new = self._batch.length(place) - row.joined
+        if new and row.cache is not None:
+            positions = torch.arange(row.joined, row.joined + new, device=self._device)[None]
+            said = row.joined - len(row.job.ids)
+            ids = torch.tensor([row.ids[said : said + new]], device=self._device)
+            row.cache.extend(ids, positions, self._batch.read(place, new))
 
     def _step_alone(self, row: _Row) -> torch.Tensor:
         """For models whose rows cannot be put together."""
@@ -450,10 +527,8 @@ class ModelEngine:
             return
         if self._takes_rows and row in self._running:
             place = self._running.index(row)
-            if new := self._batch.length(place) - row.joined:
-                ids = torch.tensor([row.ids[:new]], device=self._device)
-                positions = torch.arange(row.joined, row.joined + new, device=self._device)[None]
-                cache.extend(ids, positions, self._batch.read(place, new))
+            if place < len(self._batch):
+                self._read_batch(place)
         cache.store_tails()
 
     def _forget(self, row: _Row) -> None:
@@ -477,12 +552,12 @@ class ModelEngine:
         self._fail(rows, error)
 
     def _leave(self, place: int) -> None:
-        """Remove a row; the last one takes its place."""
-        if self._takes_rows:
+        """Remove a row; of those in the batch, which come first and in its order, the last one takes its place."""
+        if (held := len(self._batch)) > place:
             self._batch.leave(place)  # first: if it fails, the row is still there to be told
-        last = self._running.pop()
-        if place < len(self._running):
-            self._running[place] = last
+            self._running[place] = self._running[held - 1]
+            place = held - 1
+        del self._running[place]
 
     def _tell_end(self, row: _Row, reason: FinishReason, error: str | None = None) -> None:
         now = time.perf_counter()

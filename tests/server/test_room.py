@@ -26,6 +26,7 @@ def test_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room.psutil, "virtual_memory", _Memory)
     twice = 2 * bytes_per_token(model)
     assert tokens_that_fit(model, safety_margin=0) == 3 * 2**20 // twice
+    assert tokens_that_fit(model, make_model(), safety_margin=0) == 3 * 2**20 // (twice + twice // 2)
     assert tokens_that_fit(model, reserved=2**20, safety_margin=0.5) == 2**20 // twice
     with pytest.raises(ValueError, match=r"0\.0 GiB are free, of which 15% stay so"):
         tokens_that_fit(model, reserved=2**22)

@@ -1,5 +1,6 @@
 """The command, and the embedded model behind it."""
 
+import argparse
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ import openai
 import pytest
 import torch
 
-from kvboost_hf.assets import load_embedded
+from kvboost_hf import DraftTreeConfig
+from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, load_embedded
 from kvboost_hf.cli import main
+from kvboost_hf.server.options import add_options, draft_trees
 from tests.servers import free_port
 
 _ASK: list[Any] = [
@@ -28,7 +31,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     """`kvboost-hf serve`, and a client of it."""
     port, log = free_port(), tmp_path_factory.mktemp("serve") / "log"
     command = [sys.executable, "-c", "from kvboost_hf.cli import serve; raise SystemExit(serve())"]
-    options = f"--port {port} --chunk-size 16 --device cpu".split()
+    options = f"--port {port} --chunk-size 16 --device cpu --speculative-draft-model {EMBEDDED_DRAFT_DIR}".split()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KVBOOST_HF_API_KEY": "key"}
     with log.open("w") as stderr:
         server = subprocess.Popen(
@@ -60,6 +63,34 @@ def test_it_answers_as_generate_does(process: tuple[Any, openai.OpenAI]) -> None
         cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
     assert cached[1] > cached[0]
     assert cached[1] > len(inputs["input_ids"][0]) // 2
+
+
+def test_drafts_are_made(process: tuple[Any, openai.OpenAI]) -> None:
+    process[1].completions.create(model="reader", prompt="Anna lives in", max_tokens=24, temperature=0)
+    stats = process[1].get("/stats", cast_to=dict[str, Any])
+    assert stats["speculation"]["accepted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "trees"),
+    [
+        ("", None),
+        ("--speculative-mode-policy none", None),
+        ("--speculative-draft-model d --speculative-mode-policy none", None),
+        ("--speculative-draft-model d", DraftTreeConfig()),
+        ("--speculative-draft-model d --speculative-gamma 4", DraftTreeConfig(policy="chain", depth=4)),
+        ("--speculative-draft-model d --speculative-mode-policy flat", DraftTreeConfig(policy="chain")),
+        (
+            "--speculative-draft-model d --speculative-mode-policy tree --speculative-tree-max-branching 2 "
+            "--speculative-tree-max-depth 3 --speculative-tree-node-budget 5",
+            DraftTreeConfig(policy="tree", branching=2, depth=3, max_nodes=5),
+        ),
+    ],
+)
+def test_flags_of_drafts(flags: str, trees: DraftTreeConfig | None) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert draft_trees(parser.parse_args(flags.split())) == trees
 
 
 def test_the_key_of_the_environment_is_asked_for(process: tuple[Any, openai.OpenAI]) -> None:
@@ -99,7 +130,12 @@ def test_too_long_prompts_are_refused_with_a_length(process: tuple[Any, openai.O
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--speculative-draft-model", "small"], "without drafts"),
+        (["--speculative-gamma", "4"], "--speculative-draft-model"),
+        (["--speculative-draft-model", "small", "--speculative-tree-max-depth", "0"], "depth"),
+        (
+            ["--speculative-draft-model", "a", "--speculative-gamma", "4", "--speculative-mode-policy", "tree"],
+            "--speculative-tree-max-depth",
+        ),
         (["--keep-first-k", "2"], "--awq-streaming"),
         (["--awq-streaming"], "--model"),
         (["--chunk-size", "100"], "chunk_size"),

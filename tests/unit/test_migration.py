@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvboost_hf
+from kvboost_hf.cli import main
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine import EngineSettings
 from kvboost_hf.migration import TABLE, Entry, missing, refuse
@@ -118,6 +119,20 @@ def test_arguments_of_calls_are_taken_or_refused() -> None:
     for entry in TABLE["generate"]:
         for name in entry.names:
             assert (name in taken) != entry.refused, name
+
+
+def test_flags_of_the_server_are_taken_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    taken = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    for entry in TABLE["server flags"]:
+        for flag in entry.names:
+            assert (flag in taken) != entry.refused, flag
+            if entry.refused:
+                for value in ([], ["1"]):
+                    with pytest.raises(SystemExit, match="2"):
+                        main(["serve", flag, *value])
+                    assert f"`{flag}` must be left out. {entry.text}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("section", ["KVBoost", "generate"])

@@ -1,0 +1,126 @@
+"""Decoding a text that runs alone: a smaller model drafts trees of tokens, each checked in one pass of the model."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.assisted.branch_probe import branch_reason
+from kvboost_hf.assisted.branches import Branches
+from kvboost_hf.assisted.rounds import Rounds, Taken, follow
+from kvboost_hf.assisted.tree import Tree
+from kvboost_hf.assisted.tree_draft import TreeDraft
+from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.compat import input_device
+from kvboost_hf.config import DraftTreeConfig
+from kvboost_hf.server.jobs import FinishReason, Job, TokenLogprob
+from kvboost_hf.server.sampling import Sampler
+
+_log = logging.getLogger("kvboost_hf.server")
+
+Add = Callable[[int, TokenLogprob | None], FinishReason | None]  # tells of a token, and why the text ends with it
+
+
+class Drafts:
+    """What all drafted texts of an engine have in common: the two models, and what was learned of them.
+
+    Args:
+        model: Checks the drafts.
+        draft: A smaller model with the same vocabulary.
+        config: How large trees are.
+
+    Raises:
+        ValueError: for a draft of another vocabulary, or that cannot compute tokens that branch.
+    """
+
+    def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, config: DraftTreeConfig) -> None:
+        if not fit_vocabulary(draft, model):
+            raise ValueError(
+                f"`draft` must have the vocabulary of the model, of {vocab_size(model)} tokens, got "
+                f"{vocab_size(draft)}. Choose one of the same family."
+            )
+        if (reason := branch_reason(draft)) is not None:
+            raise ValueError(
+                f"`draft` must be able to compute trees of tokens, got a {type(draft).__name__}: {reason}. Choose "
+                "another one, or none."
+            )
+        self.model, self.draft, self.config = model, draft, config
+        self.rounds, self.device = Rounds(config), input_device(model)
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, cache: ChunkReuseCache, draft: PreTrainedModel, config: DraftTreeConfig | None
+    ) -> "Drafts | None":
+        """The same, or None and a warning where the model, or a cache of it, cannot check drafts."""
+        if (reason := cache.lending_reason or branch_reason(model)) is not None:
+            _log.warning("No drafts: a %s cannot check them, for %s.", type(model).__name__, reason)
+            return None
+        return cls(model, draft, config if config is not None else DraftTreeConfig())
+
+    @staticmethod
+    def take(job: Job) -> bool:
+        """Whether drafts are made for a job: not where a constraint would have to be asked about each of them."""
+        return job.options.constraint is None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Of all rounds so far."""
+        stats = self.rounds.stats
+        return {
+            "rounds": stats.rounds,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "committed_per_round": stats.committed_per_round,
+        }
+
+
+class DraftedText:
+    """One text, with the K/V that the draft model has of it.
+
+    Args:
+        drafts: See `Drafts`.
+        job: Whose text it is.
+        sampler: Chooses its tokens.
+    """
+
+    def __init__(self, drafts: Drafts, job: Job, sampler: Sampler) -> None:
+        self._drafts, self._job, self._sampler = drafts, job, sampler
+        self._drafting = TreeDraft(drafts.draft, drafts.config, drafts.rounds.growth, sampler.warpers, job.ends)
+
+    def run(self, cache: ChunkReuseCache, ids: Sequence[int], add: Add) -> FinishReason | None:
+        """One round: as many tokens as the drafts are right, and one more.
+
+        Args:
+            cache: Holds prompt and answer but for the last token.
+            ids: Of the answer; one at least.
+            add: Called with each token, one after the other.
+
+        Returns:
+            Why the text ends; None if it goes on.
+        """
+        reason: FinishReason | None = None
+
+        def take(tree: Tree, logits: torch.Tensor) -> Taken:
+            greedy = logits.argmax(-1).tolist() if self._sampler.plain else None  # the device is waited for once
+
+            def choose(at: int) -> tuple[int, bool]:
+                nonlocal reason
+                if greedy is not None:
+                    token, logprob = self._sampler.take([greedy[at + 1]])
+                else:
+                    token, logprob = self._sampler.choose(logits[at + 1])
+                reason = add(token, logprob)
+                return token, reason is not None
+
+            return follow(tree, choose)
+
+        text = torch.tensor([[*self._job.ids, *ids]], device=self._drafts.device)
+        room = self._job.options.max_tokens - len(ids)
+        held: Any = cache
+        held.activate_past_recording()  # or layers with a window could not forget
+        branches = Branches(self._drafts.model, cache, torch.tensor([[text.shape[1] - 1]], device=text.device))
+        self._drafts.rounds.run(branches, self._drafting, text, room, take)
+        return reason

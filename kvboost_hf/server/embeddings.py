@@ -1,0 +1,60 @@
+"""`/v1/embeddings`, if the operator asks for it."""
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+
+from kvboost_hf.server.errors import ApiError, refused
+from kvboost_hf.server.jobs import DrainingError
+from kvboost_hf.server.run import unless_gone
+from kvboost_hf.server.schema import EmbeddingRequest
+from kvboost_hf.server.served import Served
+
+
+def embedding_routes(served: Served) -> APIRouter:
+    """The route of this file."""
+    router = APIRouter()
+
+    @router.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+        if not served.settings.embeddings:
+            raise ApiError(501, "This server makes no embeddings. Start it with `--embeddings`.", code="not_supported")
+        served.require_model(body.model)
+        texts = [await served.tokens(text, "input") for text in body.texts]
+        if not all(texts):
+            raise refused("input", "A text must have a token at least, got an empty one.")
+        future = served.engine.embed(texts)
+        found = await unless_gone(request, future, _within(future, served.settings.timeout_s))
+        tell = _as_base64 if body.encoding_format == "base64" else list
+        tokens = sum(map(len, texts))
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": n, "embedding": tell(numbers)} for n, numbers in enumerate(found)
+            ],
+            "model": body.model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+    return router
+
+
+async def _within(future: Future[list[list[float]]], timeout_s: float) -> list[list[float]]:
+    found = asyncio.wrap_future(future)
+    done, _ = await asyncio.wait({found}, timeout=timeout_s)
+    if not done:
+        raise ApiError(504, f"The request was given up after {timeout_s:g} s.", code="timeout")
+    error = found.exception()
+    if error is not None and not isinstance(error, DrainingError):
+        raise ApiError(500, f"{type(error).__name__}: {error}", code="model_error")
+    return found.result()
+
+
+def _as_base64(numbers: Sequence[float]) -> str:
+    """Of float32, the lowest byte first."""
+    return base64.b64encode(np.asarray(numbers, dtype="<f4").tobytes()).decode()
