@@ -71,8 +71,8 @@ class Server:
         said = _ask(self.port, self.model, prompt, stream)
         self.asked += 1
         self.right += said.text == wanted
-        if said.text is None or said.text != wanted:
-            self.troubles[said.trouble or "another answer"] += 1
+        if said.text != wanted:
+            self.troubles[said.trouble or ("another answer" if said.text else "an empty answer")] += 1
         return said
 
 
@@ -197,6 +197,7 @@ def run(rounds: int, seed: int, peer_python: str | None, logs: Path | None) -> R
         measure_first(servers, prompts, rounds)
         measure_throughput(servers, prompts)
     return {
+        "load": os.getloadavg()[1],
         "servers": [
             {
                 "name": server.name,
@@ -207,14 +208,14 @@ def run(rounds: int, seed: int, peer_python: str | None, logs: Path | None) -> R
                 "troubles": dict(server.troubles),
             }
             for server in found
-        ]
+        ],
     }
 
 
 def markdown(result: Result) -> str:
     lines = [
         f"Random Llama, 6 layers of 256, float32, one thread each, prompts of about {SHARED + UNSEEN} tokens and "
-        f"{NEW_TOKENS} new ones; {measured_on(result['provenance'])}",
+        f"{NEW_TOKENS} new ones, a load of {result['load']:.1f}; {measured_on(result['provenance'])}",
         "",
         "| | first token, cold | first token, warm | "
         + " | ".join(f"answers/s, {clients} client{'s' * (clients > 1)}" for clients in CLIENTS)
