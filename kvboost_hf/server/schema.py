@@ -177,6 +177,8 @@ class Posted(Body):
     @classmethod
     def _can_be_told(cls, given: Any) -> Any:
         """Templates and grammars cannot go deep; and halves of characters, which JSON can name, are no text."""
+        if isinstance(given, bytes):  # it did not come as JSON, which is told next
+            return given
         inner = [given]
         for _ in range(MAX_DEPTH):
             inner = [part for whole in inner for part in _parts(whole)]
