@@ -54,7 +54,9 @@ def test_a_server_that_was_killed_knows_what_it_said(storm: Any, tmp_path: Path)
             answer = json.loads(client.post("/v1/chat/completions", body))
             assert answer["choices"][0]["message"]["content"] == prompts.said(0, 12)
             cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            until = time.monotonic() + 60
             while not client.get("/v1/stats")["store"]["tiers"]["disk"]["chunks"]:
+                assert time.monotonic() < until, "Nothing was written."
                 time.sleep(0.02)
             client.close()
             os.kill(server.pid, signal.SIGKILL)
