@@ -47,17 +47,19 @@ def test_a_server_that_was_killed_knows_what_it_said(storm: Any, tmp_path: Path)
     prompts.save(str(tmp_path / "model"))
     command = [*storm.OURS, *storm.OPTIONS.split(), "--model", str(tmp_path / "model"), "--model-name", "reader"]
     body = {"model": "reader", "messages": prompts.chats[0], "max_tokens": 12, "temperature": 0}
-    cached = []
+    known = []
     for _ in range(2):
         with storm.serving([*command, "--disk-cache-dir", str(tmp_path / "kept")]) as server:
             client = storm.Client(server.port, storm.Tally())
             answer = json.loads(client.post("/v1/chat/completions", body))
             assert answer["choices"][0]["message"]["content"] == prompts.said(0, 12)
-            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            # On a model this small, it is a matter of the machine whether loading is faster than computing.
+            known.append(cached + client.get("/v1/stats")["store"]["not_worth_loading"])
             until = time.monotonic() + 60
             while not client.get("/v1/stats")["store"]["tiers"]["disk"]["chunks"]:
                 assert time.monotonic() < until, "Nothing was written."
                 time.sleep(0.02)
             client.close()
             os.kill(server.pid, signal.SIGKILL)
-    assert cached[0] == 0 < cached[1]
+    assert known[0] == 0 < known[1]
