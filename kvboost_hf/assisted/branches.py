@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.assisted.tree import as_bits, depths, lineage
-from kvboost_hf.compat import attention_kind, cache_argument, decoder_layers, mask_form
+from kvboost_hf.compat import attention_kind, cache_argument, decoder_layers, kv_sources, mask_form
 from kvboost_hf.handles import ATTENTION, make_tree
 
 _BITS = 64  # queries that a tree of bits can have
@@ -195,7 +195,7 @@ class _Running:
         # Before anything is appended.
         sizes = [layer.get_mask_sizes(branches.count)[0] - branches.count if _has_kv(layer) else 0 for layer in layers]
         windows = [getattr(layer, "sliding_window", None) for layer in layers]
-        self._kinds = [(windows[i], sizes[i]) for i in sources(branches._model, layers)]
+        self._kinds = [(windows[i], sizes[i]) for i in kv_sources(branches._model, list(map(_has_kv, layers)))]
         self._masks: dict[tuple[int | None, int, torch.device], torch.Tensor] = {}
 
     def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -290,17 +290,6 @@ def recording(cache: Any) -> Iterator[None]:
 
 
 BRANCHING_LAYERS = frozenset(("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"))
-
-
-def sources(model: PreTrainedModel, layers: Sequence[Any]) -> list[int]:
-    """For each layer, the one whose K/V it attends to: one without any shares that of the last one of its kind."""
-    config: Any = model.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or [None] * len(layers)
-    found: list[int] = []
-    for idx, layer in enumerate(layers):
-        before = [i for i in range(idx) if _has_kv(layers[i]) and kinds[i] == kinds[idx]]
-        found.append(idx if _has_kv(layer) or not before else before[-1])
-    return found
 
 
 def _is_stand_in(value: Any) -> bool:

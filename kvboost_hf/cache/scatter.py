@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.windows import SlidingLayer
-from kvboost_hf.compat import attention_kind, decoder_layers, mask_form
+from kvboost_hf.compat import attention_kind, decoder_layers, kv_sources, mask_form
 from kvboost_hf.handles import ATTENTION, make_reach
 
 Columns = NDArray[np.int64]  # [batch, m], ascending in each row
@@ -84,7 +84,7 @@ class ScatterPass:
         self.layer_tokens = [0] * len(layers)  # that went through each layer, padding left out
         self.current = 0  # the layer that has asked for its keys and values last
         self._cache, self._layers, self._narrowing = cache, layers, narrowing
-        self._sources = _sources(model, layers)
+        self._sources = kv_sources(model, [isinstance(layer, GrowingLayer) for layer in layers])
         self._pads = np.asarray(pads)
         self._length = max(layer.length or 0 for layer in layers)
         self._present, self._unmasked = present, unmasked
@@ -274,19 +274,6 @@ class ScatterCache(Cache):
         assert self.running is not None
         keys, values = self.running.update(layer_idx, key_states, value_states)
         return keys, values
-
-
-def _sources(model: PreTrainedModel, layers: Sequence[ReuseLayer]) -> list[int]:
-    """For each layer, the one whose keys and values it attends to: one without any shares those of the last one before
-    it that has some, and is of its kind.
-    """
-    config: Any = model.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or [None] * len(layers)
-    found: list[int] = []
-    for idx, layer in enumerate(layers):
-        before = [j for j in range(idx) if isinstance(layers[j], GrowingLayer) and kinds[j] == kinds[idx]]
-        found.append(before[-1] if before and not isinstance(layer, GrowingLayer) else idx)
-    return found
 
 
 def _places(columns: Columns, chosen: Columns) -> torch.Tensor:

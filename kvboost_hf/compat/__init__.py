@@ -12,6 +12,7 @@ from kvboost_hf.compat.models import (
     has_own_cache,
     input_device,
     kv_bytes_per_token,
+    kv_sources,
     require_cache,
     require_reusable_model,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "key_rotation",
     "known_reason",
     "kv_bytes_per_token",
+    "kv_sources",
     "mask_form",
     "padding_reason",
     "probe_ids",

@@ -1,6 +1,7 @@
 """What a model is, and what transformers would make for it."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -123,6 +124,24 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         foreign = {id(module) for tower in towers if tower is not model for module in tower.modules()}
         lists = [module for module in lists if id(module) not in foreign] or lists
     return list(lists[0]) if lists else []
+
+
+def kv_sources(model: PreTrainedModel, has_kv: Sequence[bool]) -> list[int]:
+    """For each layer, the one whose keys and values it attends to.
+
+    One without any shares those of the last one before it that has some, and is of its kind.
+
+    Args:
+        model: The model.
+        has_kv: Of each layer, whether it has keys and values of its own.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or [None] * len(has_kv)
+    found: list[int] = []
+    for idx, own in enumerate(has_kv):
+        before = [i for i in range(idx) if has_kv[i] and kinds[i] == kinds[idx]]
+        found.append(idx if own or not before else before[-1])
+    return found
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
