@@ -387,6 +387,7 @@ def _serve(options: argparse.Namespace) -> int:
         kept,
         draft=draft,
         draft_trees=trees,
+        attn_implementation=options.attn_implementation,
         warm=options.warm,
         log_level=options.log_level,
     )

@@ -135,11 +135,14 @@ class PiecedKV:
         table: The columns [0, table.columns).
         keys: [batch, num_kv_heads, columns, head_dim], those behind them.
         values: The same.
+        keep: [batch, columns], bool: which of those behind are there to attend to, and all pieces are; None where the
+            mask tells it.
     """
 
     table: PieceTable
     keys: torch.Tensor
     values: torch.Tensor
+    keep: torch.Tensor | None = None
 
 
 HeldKV = CodedKV | PiecedKV

@@ -79,6 +79,9 @@ def attend_pieces(
         if pieces.can_attend(query, table):
             count(tier, "attend_pieces")
             return pieces.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
+    if tier == "cpu" and cpu.can_attend_pieces(table, visibility):
+        count(tier, "attend_pieces")
+        return cpu.attend_pieces(query, table, scale=scale, softcap=softcap)
     count("reference", "attend_pieces")
     return reference.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
 

@@ -174,7 +174,7 @@ def _read_in_place(
     if isinstance(kv, PiecedKV):
         columns = kv.table.columns
         total = columns + kv.keys.shape[2]
-        keep = seen.keep[:, columns:] if seen.keep is not None else None
+        keep = kv.keep if seen.keep is None else seen.keep[:, columns:]
         before, behind = replace(seen, tree=None), Visibility(seen.causal, seen.window, keep, tree=seen.tree)
         parts = [
             ops.attend_pieces(query, kv.table, scale=scale, total=total, visibility=before, softcap=softcap),

@@ -5,10 +5,12 @@
     row 1        [ . . . . . b b b b b b b b ]      dots are padding, hidden by a mask
     row 2        [ . . . . . . . . . c c c c ]
 
-All rows end at the same column, so that a step appends one column to all of them.
+All rows end at the same column, so that a step appends one column to all of them. Where the model's attention can read
+pieces of K/V that lie anywhere, only what was decoded is in columns; what a row began with stays where it is, and rows
+that begin alike read it together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +18,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvboost_hf.compat import cache_argument
+from kvboost_hf.handles import Held, PiecedKV, PieceTable
+from kvboost_hf.server.prefixes import PrefixTree
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, tokens, head_dim]
 
 _ROOM = 128  # columns to spare, at least, in a buffer that had to be made anew
+_LEAST = 64  # tokens that are worth a call of attention of their own
 
 
 class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -29,20 +34,25 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers: list[torch.Tensor] = []
         self.rows = self.stop = 0
+        self.table: PieceTable | None = None  # of what lies elsewhere, before these columns
+        self.keep: torch.Tensor | None = None  # [rows, columns], beside a table
 
     def get_seq_length(self) -> int:
-        """Columns held."""
-        return self.stop
+        """Columns held, and those of the table."""
+        return self.stop + (self.table.columns if self.table is not None else 0)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """Append [rows, num_kv_heads, 1, head_dim]; returns views of all columns."""
+        """Append [rows, num_kv_heads, 1, head_dim]; returns views of all columns, or a `Held` each."""
         start, self.stop = self.stop, self.stop + key_states.shape[2]
         if self.stop > self.buffers[0].shape[2]:
             self.move(0, len(self.buffers[0]), start)
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[: self.rows, :, start : self.stop].copy_(states)
-        self.keys, self.values = (buffer[: self.rows, :, : self.stop] for buffer in self.buffers)
-        return self.keys, self.values
+        keys, values = (buffer[: self.rows, :, : self.stop] for buffer in self.buffers)
+        if self.table is None:
+            return keys, values
+        kv, columns = PiecedKV(self.table, keys, values, self.keep), self.get_seq_length()
+        return Held(kv, _not_dense, keys, columns), Held(kv, _not_dense, values, columns)
 
     def add(self, pair: Pair, stop: int) -> None:
         """Add a row whose last columns are `pair`; all rows end at `stop` then."""
@@ -77,6 +87,10 @@ def _room(columns: int) -> int:
     return max(_ROOM, columns // 8)
 
 
+def _not_dense() -> torch.Tensor:
+    raise NotImplementedError("Rows of a batch that lie in pieces are read by 'kvboost_fa2' alone.")
+
+
 class _BatchCache(Cache):
     """What the model is given: a type that no hook takes for a user's."""
 
@@ -86,13 +100,17 @@ class BatchKV:
 
     Args:
         model: Whose K/V it is; all its layers keep keys and values of every token, or share those of others.
+        in_place: Whether what rows begin with stays where it is: only where `sharing_reason` is None.
+        least: Tokens that are left where they are, at least; fewer are copied.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, in_place: bool = False, least: int = _LEAST) -> None:
         self._model = model
         self._layers: list[_BatchLayer | None] = []  # None for a layer that has no K/V of its own
         self._lengths: list[int] = []  # of each row
+        self._own: list[int] = []  # those of its tokens that are in columns
         self._stop = 0
+        self._tree: PrefixTree[list[Pair]] | None = PrefixTree(_cut, least) if in_place else None
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -103,37 +121,47 @@ class BatchKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, room to spare included."""
+        """Bytes of all buffers, room to spare included; without what lies elsewhere."""
         return sum(buffer.nbytes for layer in self._layers if layer is not None for buffer in layer.buffers)
 
     @torch.no_grad()
-    def join(self, kv: Sequence[Pair | None], length: int) -> None:
+    def join(self, kv: Sequence[Pair | None], tokens: Sequence[int], owner: Hashable = None) -> None:
         """Add a row behind the others.
 
         Args:
             kv: Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of the last tokens, as many as the
-                layer needs; None where it has none.
-            length: Tokens of the row.
+                layer needs; None where it has none. Nobody may write to them as long as the row is here.
+            tokens: Of the row.
+            owner: Rows of the same owner may read what they begin with together: it is the same for all of them.
         """
         if not self._lengths:
             self._layers = [None if pair is None else _BatchLayer() for pair in kv]
             self._stop = 0
-        self._stop = max(self._stop, length)
+        placed = 0
+        if self._tree is not None:
+            placed = self._tree.add(owner, tokens, [pair for pair in kv if pair is not None])
+        own = len(tokens) - placed
+        self._stop = max(self._stop, own)
         for layer, pair in zip(self._layers, kv, strict=True):
             if layer is not None and pair is not None:
-                layer.add(pair, self._stop)
-        self._lengths.append(length)
+                layer.add((pair[0][:, :, placed:], pair[1][:, :, placed:]), self._stop)
+        self._lengths.append(len(tokens))
+        self._own.append(own)
+        self._place()
 
     @torch.no_grad()
     def leave(self, row: int) -> None:
         """Remove a row; the last one takes its place."""
-        last = self._lengths.pop()
-        if row < len(self):
-            self._lengths[row] = last
+        for numbers in (self._lengths, self._own):
+            last = numbers.pop()
+            if row < len(numbers):
+                numbers[row] = last
+        if self._tree is not None:
+            self._tree.remove(row)
         if not self._lengths:
             self._layers = []
             return
-        longest = max(self._lengths)
+        longest = max(self._own)
         unused = self._stop - longest
         for layer in self._layers:
             if layer is not None:
@@ -143,9 +171,32 @@ class BatchKV:
                     layer.move(-unused, len(layer.buffers[0]), held)
         if unused > longest:
             self._stop = longest
+        self._place()
+
+    def _place(self) -> None:
+        """Tell the layers what lies elsewhere."""
+        if self._tree is None:
+            return
+        paths = [self._tree.path(row) for row in range(len(self))]
+        parts = {id(part): part for path in paths for part in path}
+        numbers = {part: number for number, part in enumerate(parts)}
+        most, columns = max(map(len, paths)), max((path[-1].stop for path in paths if path), default=0)
+        rows = [
+            [(numbers[id(part)], part.start, -1) for part in path] + [(-1, -1, -1)] * (most - len(path))
+            for path in paths
+        ]
+        placed = torch.tensor(rows, dtype=torch.int64)
+        for i, layer in enumerate(self._layers):
+            assert layer is not None
+            held = [part.held[i] for part in parts.values()]
+            keys, values = (tuple(pair[at][0] for pair in held) for at in range(2))
+            layer.table = PieceTable(keys, values, placed, columns) if held else None
 
     def read(self, row: int, tokens: int) -> list[Pair | None]:
-        """Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of a row's last `tokens`, as views."""
+        """Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of a row's last `tokens`, as views.
+
+        Not more of them than it has taken since it joined, if it lies in place.
+        """
 
         def last(buffer: torch.Tensor) -> torch.Tensor:
             return buffer[row : row + 1, :, self._stop - tokens : self._stop]
@@ -157,14 +208,18 @@ class BatchKV:
         """Append a token to each row; returns the logits [rows, vocab_size] behind them."""
         model: Any = self._model
         device = next(layer.buffers[0].device for layer in self._layers if layer is not None)
-        lengths = torch.tensor(self._lengths, device=device)
-        columns = torch.arange(self._stop + 1, device=device)
-        even = min(self._lengths) == self._stop
+        lengths, own = torch.tensor([self._lengths, self._own], device=device)
+        keep = torch.arange(self._stop + 1, device=device) >= self._stop - own[:, None]
+        even = min(self._own) == self._stop
+        in_pieces = False
+        for layer in self._layers:
+            if layer is not None and layer.table is not None:
+                layer.keep, in_pieces = None if even else keep, True
         cache = _BatchCache(layers=[_Nothing() if layer is None else layer for layer in self._layers])
         try:
             output = model(
                 input_ids=torch.tensor(tokens, device=device)[:, None],
-                attention_mask=None if even else (columns >= self._stop - lengths[:, None]).long(),
+                attention_mask=keep.long() if not (even or in_pieces) else None,
                 position_ids=lengths[:, None],
                 use_cache=True,
                 return_dict=True,
@@ -178,8 +233,13 @@ class BatchKV:
             raise
         self._stop += 1
         self._lengths = [length + 1 for length in self._lengths]
+        self._own = [own + 1 for own in self._own]
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+
+def _cut(kv: list[Pair], start: int, stop: int) -> list[Pair]:
+    return [(keys[:, :, start:stop], values[:, :, start:stop]) for keys, values in kv]
 
 
 class _Nothing(_BatchLayer):  # type: ignore[no-untyped-call]

@@ -54,6 +54,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="see to it before a request starts that its K/V has room (default: yes)",
     )
+    load.add_argument(
+        "--attn-implementation",
+        metavar="NAME",
+        help="of the model; with kvboost_fa2, requests read what they begin with together (default: kvboost_fa2 on a "
+        "CPU where the model allows it, else the model's own)",
+    )
     load.add_argument("--auto-truncate", action="store_true", help="leave out the beginning of prompts too long")
     load.add_argument("--max-tokens", type=int, help="of a chat's answer that is given no length (default: 1024)")
     load.add_argument("--timeout-s", type=float, help="after which a request is given up (default: 600)")

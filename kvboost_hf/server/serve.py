@@ -19,6 +19,7 @@ from kvboost_hf.server.jobs import Engine, Event, Finished, Job, SamplingOptions
 from kvboost_hf.server.room import tokens_that_fit
 from kvboost_hf.server.served import salt
 from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.sharing import choose_attention
 from kvboost_hf.server.worker import ModelEngine
 
 _log = logging.getLogger("kvboost_hf.server")
@@ -32,6 +33,7 @@ def serve(
     *,
     draft: PreTrainedModel | None = None,
     draft_trees: DraftTreeConfig | None = None,
+    attn_implementation: str | None = None,
     warm: Iterable[str] = (),
     log_level: str = "info",
 ) -> None:
@@ -44,9 +46,11 @@ def serve(
         kept: What is kept of prompts, and how it is used again.
         draft: A smaller model that drafts for a request that runs alone; None for no drafts.
         draft_trees: How large its trees are; None for the default.
+        attn_implementation: Of the model; None for what `choose_attention` chooses.
         warm: Texts that prompts start with; they are computed for each API key before the server listens.
         log_level: Of the lines of JSON on standard error.
     """
+    choose_attention(model, attn_implementation)
     store = kept.store(model, tokenizer)
     engine = ModelEngine(
         model,

@@ -49,6 +49,7 @@ from kvboost_hf.server.jobs import (
     TooLongError,
 )
 from kvboost_hf.server.sampling import Sampler, choose_rows
+from kvboost_hf.server.sharing import sharing_reason
 from kvboost_hf.server.text import TextStream
 from kvboost_hf.server.waiting import WaitingLine, common_prefix
 
@@ -165,7 +166,8 @@ class ModelEngine:
         self._prompts: list[_Row] = []  # under way, in the order in which they were taken
         self._running: list[_Row] = []  # in the order of the rows of the batch
         self._embeddings: deque[EmbeddingJob] = deque()
-        self._batch = BatchKV(model)
+        self._in_place = self._takes_rows and sharing_reason(model) is None
+        self._batch = BatchKV(model, in_place=self._in_place)
         self._draining = self._closed = False
         self._counts: Counter[str] = Counter()
         self._tiers: Counter[str] = Counter()
@@ -455,7 +457,9 @@ class ModelEngine:
         for row in self._running[len(self._batch) :]:
             assert row.cache is not None
             row.joined = len(row.job.ids) + len(row.ids) - 1  # the last token is computed next
-            self._batch.join(row.cache.read(), row.joined)
+            # Moved chunks are computed for the one text that they are in.
+            owner = row.job.salt if self._policy.mode == "exact" else row
+            self._batch.join(row.cache.read(), [*row.job.ids, *row.ids[:-1]], owner)
 
     def _read_batch(self, place: int) -> None:
         """Have a row's own cache hold what the batch has computed for it."""
@@ -548,7 +552,7 @@ class ModelEngine:
     def _fail_all(self, error: Exception) -> None:
         """End all rows under way."""
         rows = [*self._prompts, *self._running]
-        self._prompts, self._running, self._batch = [], [], BatchKV(self.model)
+        self._prompts, self._running, self._batch = [], [], BatchKV(self.model, in_place=self._in_place)
         self._fail(rows, error)
 
     def _leave(self, place: int) -> None:

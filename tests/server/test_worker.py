@@ -11,12 +11,14 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.server.batch import _BatchLayer
+from kvboost_hf.compat import kv_bytes_per_token
+from kvboost_hf.kernel_calls import kernel_calls
+from kvboost_hf.server.batch import BatchKV, _BatchLayer
 from kvboost_hf.server.jobs import (
     DrainingError,
     Event,
@@ -27,6 +29,7 @@ from kvboost_hf.server.jobs import (
     SamplingOptions,
     TooLongError,
 )
+from kvboost_hf.server.sharing import choose_attention
 from kvboost_hf.server.waiting import WaitingLine, common_prefix
 from kvboost_hf.server.worker import ModelEngine
 from tests.architectures.models import make_architecture
@@ -117,6 +120,63 @@ def test_answers_beside_others(name: str, engines: Any) -> None:
         assert listener.end.completion_tokens == count
         assert listener.end.prompt_tokens == ids.shape[1]
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+
+
+IN_PLACE = {"llama": True, "qwen2": True, "deepseek_v3": False, "gemma2": False, "mistral": False, "bloom": False}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_rows_that_begin_alike_read_it_together(name: str, engines: Any) -> None:
+    """Each row beside others that begin like it, for longer or shorter, and that come and go."""
+    plain_model, model, rng = make_model(name), make_model(name), random.Random(1)
+    model.set_attn_implementation("kvboost_fa2")
+    engine = engines(model, max_batch_size=5)
+    assert engine._in_place is IN_PLACE[name]
+    first, second = random_ids(100, 1), random_ids(90, 2)
+    beginnings = [first, first, torch.cat([first, second], 1), second, first[:, :80], random_ids(3, 3)]
+    prompts = [torch.cat([rng.choice(beginnings), random_ids(rng.randint(1, 80), seed)], 1) for seed in range(14)]
+    counts = [rng.randint(1, 24) for _ in prompts]
+    told = [Told() for _ in prompts]
+    with engine._changed:
+        for ids, count, listener in zip(prompts, counts, told, strict=True):
+            engine.submit(job(ids, count, salt=rng.choice([None, "a"])), listener)
+    for ids, count, listener in zip(prompts, counts, told, strict=True):
+        assert listener.text == plain(plain_model, ids, count)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "chosen"),
+    [("llama", None, "kvboost_fa2"), ("gemma2", None, "eager"), ("bloom", None, "eager"), ("llama", "eager", "eager")],
+)
+def test_the_attention_of_a_server_on_a_cpu(name: str, asked: str | None, chosen: str) -> None:
+    model = make_model(name)
+    choose_attention(model, asked)
+    assert model.config._attn_implementation == chosen
+
+
+def test_what_is_shared_is_not_copied() -> None:
+    """Eight rows of which 200 tokens are the same: read together, but by the one of another owner."""
+    model = make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    batch, shared = BatchKV(model, in_place=True), random_ids(200, 1)
+    per_token = kv_bytes_per_token(model.config, model.dtype)
+    for seed in range(8):
+        ids = torch.cat([shared, random_ids(9, seed + 2)], 1)
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache, use_cache=True)
+        batch.join(
+            [(layer.keys, layer.values) for layer in cache.layers], ids[0].tolist(), "owner" if seed else "other"
+        )
+    tables = [layer.table for layer in batch._layers if layer is not None and layer.table is not None]
+    assert [sorted(key.shape[1] for key in table.keys) for table in tables] == [[9, 200, 209]] * len(batch._layers)
+    assert batch.nbytes < 8 * 200 * per_token
+    before = kernel_calls()
+    batch.step([1] * 8)
+    assert (kernel_calls() - before)["cpu.attend_pieces"] == len(batch._layers)
+    for _ in range(7):
+        batch.leave(0)
+    tables = [layer.table for layer in batch._layers if layer is not None and layer.table is not None]
+    assert [sorted(key.shape[1] for key in table.keys) for table in tables] == [[9, 200]] * len(batch._layers)
 
 
 def _long_rope() -> PreTrainedModel:

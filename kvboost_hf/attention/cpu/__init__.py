@@ -2,5 +2,6 @@
 
 from kvboost_hf.attention.cpu.codes import attend_codes
 from kvboost_hf.attention.cpu.dense import attend
+from kvboost_hf.attention.cpu.pieces import attend_pieces, can_attend_pieces
 
-__all__ = ["attend", "attend_codes"]
+__all__ = ["attend", "attend_codes", "attend_pieces", "can_attend_pieces"]

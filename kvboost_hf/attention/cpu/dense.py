@@ -173,6 +173,11 @@ def _flash(
     return out, lse
 
 
+def attend_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Part:
+    """Attention of queries that see all columns: [batch, heads, queries, value_dim], and the log-sum-exp."""
+    return _flash(query, key, value, None, False, scale)
+
+
 def flash(
     query: torch.Tensor,
     key: torch.Tensor,

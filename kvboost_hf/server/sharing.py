@@ -1,0 +1,83 @@
+"""Whether what the rows of a batch begin with can stay where it is, and be read by all of them together."""
+
+import logging
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvboost_hf.compat import (
+    ProbeCache,
+    attention_kind,
+    cache_layers,
+    difference,
+    input_device,
+    mask_form,
+    probe_ids,
+    probe_logits,
+    tolerance,
+)
+from kvboost_hf.handles import ATTENTION
+from kvboost_hf.server.batch import BatchKV
+
+_log = logging.getLogger("kvboost_hf.server")
+
+
+def choose_attention(model: PreTrainedModel, asked: str | None = None) -> None:
+    """Have a model compute with the attention that is asked for; else, on a CPU, with one that lets rows share K/V.
+
+    On a GPU it keeps its own: `kvboost_fa2` has not been measured there.
+
+    Args:
+        model: Which is changed.
+        asked: As transformers names it.
+    """
+    if asked is not None:
+        model.set_attn_implementation(asked)
+        return
+    own = attention_kind(model)
+    if input_device(model).type != "cpu" or own == ATTENTION:
+        return
+    if _is_taken(model):
+        model.set_attn_implementation(ATTENTION)
+    if (reason := sharing_reason(model)) is not None:
+        _log.info("Each request has a copy of its K/V: %s.", reason)
+        model.set_attn_implementation(own)
+
+
+def sharing_reason(model: PreTrainedModel) -> str | None:
+    """Why rows must have copies of all their K/V, or None. Runs the model on a few tokens."""
+    if (kind := attention_kind(model)) != ATTENTION:
+        return f"its attention is {kind!r}, and {ATTENTION!r} alone reads K/V that lies anywhere"
+    if not _is_taken(model):
+        return "it does not leave all of attention to what is registered"
+    others = {type(layer).__name__ for layer in cache_layers(model) if type(layer) is not DynamicLayer}
+    if others:
+        return f"its cache has layers of the kind {', '.join(sorted(others))}"
+    try:
+        return _probe(model)
+    except Exception as error:  # models fail in ways of their own on what they were not written for
+        return f"it fails on rows in pieces ({type(error).__name__}: {error})"
+
+
+def _is_taken(model: PreTrainedModel) -> bool:
+    return mask_form(model.config.get_text_config(decoder=True)) == "compact"
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> str | None:
+    """Three rows, two of which begin alike, and the same texts alone."""
+    ids = probe_ids(model)
+    texts = [ids, torch.cat([ids[:, :4], ids[:, 4:].flip(1)], 1), ids[:, 2:7]]
+    batch, expected = BatchKV(model, in_place=True, least=2), []
+    for text in texts:
+        cache: Any = ProbeCache(config=model.config)
+        expected.append(probe_logits(model, text)[:, -1])
+        probe_logits(model, text[:, :-1], cache)
+        batch.join([(layer.keys, layer.values) for layer in cache.layers], text[0, :-1].tolist())
+    found = batch.step([int(text[0, -1]) for text in texts])
+    off = difference(found.float(), torch.cat(expected))
+    if not off <= tolerance(model.dtype):
+        return f"rows in pieces get other logits than alone (by {off:.2g} standard deviations)"
+    return None
