@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo server test style quality architectures bench soak gpu gpu-tests clean
+.PHONY: demo server test style quality architectures bench soak dist dist-check gpu gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -59,6 +59,17 @@ bench: $(VENV)/installed
 soak: $(VENV)/installed
 	$(BIN)/python benchmarks/soak.py --out benchmarks/results
 
+# What is released, and a look at whether it installs and runs where nothing else is.
+dist: $(VENV)/installed
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+dist-check: dist
+	rm -rf .dist-check && $(PYTHON) -m venv .dist-check
+	.dist-check/bin/pip install --quiet --constraint constraints.txt "$(TORCH)" "$$(ls dist/*.whl)[demo]"
+	cd /tmp && $(CURDIR)/.dist-check/bin/kvboost-hf --version && $(CURDIR)/.dist-check/bin/kvboost-hf demo --repeats 1
+	rm -rf .dist-check
+
 # Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network. What
 # fails does not keep the rest from running. Each part can be asked for alone: `make gpu-tests`, `make gpu-attention`.
 GPU_BENCHES := reuse kinds repair tiers attention attention_models awq streaming speculation
@@ -74,4 +85,4 @@ $(GPU_BENCHES:%=gpu-%): gpu-%:
 	PYTHONPATH=. $(PYTHON) benchmarks/$*.py $(GPU_ARGUMENTS) --device cuda --out $${OUT:-benchmarks/results}
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .hypothesis demo.png
+	rm -rf $(VENV) dist .dist-check .mypy_cache .ruff_cache .hypothesis demo.png
