@@ -421,15 +421,20 @@ class ModelEngine:
     def _run_step(self) -> None:
         """One more token for each running text; some more for one that runs alone and is drafted for."""
         rows = list(self._running)
-        alone = len(rows) == 1 and not self._prompts
-        drafts = self._drafts if alone and self._drafts is not None and self._drafts.take(rows[0].job) else None
-        if self._takes_rows and drafts is None:
+        alone = len(rows) == 1
+        drafts = self._drafts if alone and not self._prompts else None
+        drafts = drafts if drafts is not None and drafts.take(rows[0].job) else None
+        together = self._takes_rows and not (alone and (drafts or self._in_place or not len(self._batch)))
+        if together:
             self._join_batch()
+        elif len(self._batch):
+            self._read_batch(0)
+            self._batch.leave(0)
         try:
             if drafts is not None:
                 self._run_round(drafts, rows[0])
                 return
-            if self._takes_rows:
+            if together:
                 logits = self._batch.step([row.ids[-1] for row in rows])
             else:
                 logits = torch.cat([self._step_alone(row) for row in rows])
@@ -442,9 +447,6 @@ class ModelEngine:
     def _run_round(self, drafts: Drafts, row: _Row) -> None:
         assert row.cache is not None
         assert row.sampler is not None
-        if len(self._batch):
-            self._read_batch(0)
-            self._batch.leave(0)
         if row.drafted is None:
             row.drafted = DraftedText(drafts, row.job, row.sampler)
         reason = row.drafted.run(row.cache, row.ids, partial(self._add, row, now=time.perf_counter()))
@@ -472,7 +474,7 @@ class ModelEngine:
             row.cache.extend(ids, positions, self._batch.read(place, new))
 
     def _step_alone(self, row: _Row) -> torch.Tensor:
-        """For models whose rows cannot be put together."""
+        """In its own cache: for one that is alone, and for models whose rows cannot be put together."""
         ids = torch.tensor([row.ids[-1:]], device=self._device)
         return self._forward(row, ids, len(row.job.ids) + len(row.ids) - 1)
 

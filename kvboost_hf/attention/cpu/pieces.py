@@ -29,12 +29,15 @@ def attend_pieces(query: torch.Tensor, table: PieceTable, *, scale: float, softc
     lse = out.new_full(out.shape[:3], float("-inf"))
     for piece, those in rows.items():
         key, value = table.keys[piece][None], table.values[piece][None]
-        asked = query[those].transpose(0, 1).reshape(1, heads, len(those) * queries, -1)
+        together = those[-1] - those[0] + 1 == len(those)  # then they are views
+        place = slice(those[0], those[-1] + 1) if together else those
+        asked = query[place].transpose(0, 1).reshape(1, heads, len(those) * queries, -1)
         part = (
             attend_capped(asked, key, value, None, scale, softcap) if softcap else attend_all(asked, key, value, scale)
         )
         found, log = (torch.unflatten(each[0], 1, (len(those), queries)).transpose(0, 1) for each in part)
-        so_far, log_so_far = out[those], lse[those]
+        so_far, log_so_far = out[place], lse[place]
         join(so_far, log_so_far, (found, log))
-        out[those], lse[those] = so_far, log_so_far
+        if not together:
+            out[place], lse[place] = so_far, log_so_far
     return out.transpose(1, 2).contiguous(), lse
