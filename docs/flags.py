@@ -15,7 +15,7 @@ The command is `kvboost-hf`, with one of the words below behind it. `kvboost-ser
 name. `kvboost-hf COMMAND --help` prints what is here. Where no model is named, the small one that comes with the
 package runs.
 """
-_TABLE = ("| flag | |", "| --- | --- |")
+_TABLE = ("| flag | what it does |", "| --- | --- |")
 
 
 def page() -> str:

@@ -12,6 +12,7 @@ from tests.docs.pages import PAGES, ROOT, blocks, name_of
 
 # Blocks that say that they cannot run here. A new one has to be counted.
 NOT_RUN = {"docs/recipes/mac.md": 1}
+FLAG = re.compile(r"--[a-z][a-z-]+")
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
@@ -43,6 +44,14 @@ def test_what_does_not_run_is_counted() -> None:
 def test_commands_parse(page: Path) -> None:
     for command in commands(page.read_text(encoding="utf-8")):
         command_line().parse_args(command)
+
+
+@by_page
+def test_commands_in_sentences_have_these_flags(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, rest in re.findall(r"`kvboost-hf\s+([a-z]+)([^`]*)`", page.read_text(encoding="utf-8")):
+        with pytest.raises(SystemExit, match="0"):
+            command_line().parse_args([command, "--help"])
+        assert set(FLAG.findall(rest)) <= set(FLAG.findall(capsys.readouterr().out)), f"{command} {rest}"
 
 
 @by_page

@@ -72,14 +72,29 @@ def test_what_is_fetched_would_be_noticed(page: str) -> None:
     assert not elsewhere('<a href="https://example.org"></a><script src="../x.js"></script>')
 
 
+@pytest.fixture(scope="module")
+def reference(site: Path) -> list[str]:
+    return [page.read_text(encoding="utf-8") for page in (site / "api").rglob("*.html")]
+
+
+def pages_with(name: str, reference: list[str]) -> int:
+    """Pages that have a heading for a name of the package."""
+    return sum(f'id="kvboost_hf.{name}"' in page for page in reference)
+
+
 @pytest.mark.parametrize("name", kvboost_hf.__all__)
-def test_every_public_name_is_in_the_reference(name: str, site: Path) -> None:
-    pages = [page.read_text(encoding="utf-8") for page in (site / "api").rglob("*.html")]
-    found = getattr(kvboost_hf, name)
+def test_every_public_name_is_in_the_reference(name: str, reference: list[str]) -> None:
     # A dataclass without a docstring is given its signature.
-    assert not (found.__doc__ or f"{name}(").startswith(f"{name}("), f"{name} must have a docstring."
-    assert sum(f'id="kvboost_hf.{name}"' in page for page in pages) == 1, f"{name} must be on one page of docs/api."
+    text = getattr(kvboost_hf, name).__doc__ or f"{name}("
+    assert not text.startswith(f"{name}("), f"{name} must have a docstring."
+    assert pages_with(name, reference) == 1, f"{name} must be on one page of docs/api."
 
 
-def test_a_name_that_is_not_there_would_be_noticed(site: Path) -> None:
-    assert not any('id="kvboost_hf.ChunkStor"' in page.read_text(encoding="utf-8") for page in site.rglob("*.html"))
+def test_a_name_that_is_not_there_would_be_noticed(reference: list[str]) -> None:
+    assert pages_with("ChunkStor", reference) == 0
+
+
+def test_examples_of_docstrings_are_shown_as_code(reference: list[str]) -> None:
+    shown = sum("&gt;&gt;&gt;" in page for page in reference)
+    assert shown >= 5
+    assert not any("<blockquote>" in page for page in reference)
