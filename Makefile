@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo server test style quality architectures bench soak dist dist-check gpu gpu-tests clean
+.PHONY: demo server test style quality docs architectures bench soak dist dist-check gpu gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,6 +36,10 @@ quality: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, in site/; `python -m http.server --directory site` shows it. Neither fetches anything.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
 # The table of architectures in docs/ and kvboost_hf/: runs each of them, tiny, with and without reuse.
 architectures: $(VENV)/installed
@@ -85,4 +89,4 @@ $(GPU_BENCHES:%=gpu-%): gpu-%:
 	PYTHONPATH=. $(PYTHON) benchmarks/$*.py $(GPU_ARGUMENTS) --device cuda --out $${OUT:-benchmarks/results}
 
 clean:
-	rm -rf $(VENV) dist .dist-check .mypy_cache .ruff_cache .hypothesis demo.png
+	rm -rf $(VENV) dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png

@@ -37,7 +37,7 @@ _VERIFIED_PROMPTS = 16  # where the user brings none
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _parser().parse_args(arguments)
+    options = command_line().parse_args(arguments)
     try:
         return int(options.run(options))
     except (KVBoostError, ValueError, OSError) as error:
@@ -50,7 +50,8 @@ def serve() -> int:
     return main(["serve", *sys.argv[1:]])
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The parser of all commands; `docs/flags.md` is made from it."""
     parser = argparse.ArgumentParser(prog="kvboost-hf", description="K/V reuse for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"kvboost_hf {__version__}")
     commands = parser.add_subparsers(required=True)
@@ -137,7 +138,8 @@ def _add_tiers(parser: argparse.ArgumentParser, text: str) -> None:
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a hub name or a folder (default: the embedded model)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="where it runs (default: cuda where there is one, or cpu)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
 
 

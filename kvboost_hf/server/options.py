@@ -26,7 +26,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="of pages; repeatable")
     http.add_argument("--model-name", help="what clients call the model (default: its name)")
-    http.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    levels = ("debug", "info", "warning", "error")
+    http.add_argument("--log-level", default="info", choices=levels, help="the least that is logged (default: info)")
 
     http.add_argument(
         "--embeddings",

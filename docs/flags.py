@@ -1,0 +1,70 @@
+"""The page of all flags, from the parser: `python docs/flags.py --write docs/flags.md`."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvboost_hf.cli import command_line
+
+_OPENING = """# Every flag
+
+<!-- Written by `python docs/flags.py --write docs/flags.md`: change the parser. -->
+
+The command is `kvboost-hf`, with one of the words below behind it. `kvboost-server` is `kvboost-hf serve` by another
+name. `kvboost-hf COMMAND --help` prints what is here. Where no model is named, the small one that comes with the
+package runs.
+"""
+_TABLE = ("| flag | what it does |", "| --- | --- |")
+
+
+def page() -> str:
+    """All commands and their flags in Markdown."""
+    found = (one for one in command_line()._actions if isinstance(one, argparse._SubParsersAction))
+    commands = next(found)
+    about = {one.dest: one.help or "" for one in commands._choices_actions}
+    lines = [_OPENING]
+    for name, parser in commands.choices.items():
+        lines += [f"## `{name}`", "", f"{_sentence(about[name])}", ""]
+        positional, optional, *groups = parser._action_groups
+        lines += [*_TABLE, *_rows(positional), *_rows(optional), ""]
+        for group in groups:
+            lines += [f"### {_sentence(group.title or '').rstrip('.')}", "", *_TABLE, *_rows(group), ""]
+    return "\n".join(lines)
+
+
+def _rows(group: argparse._ArgumentGroup) -> Iterator[str]:
+    for action in group._group_actions:
+        if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
+            continue
+        if action.help is None:
+            raise ValueError(f"{action.option_strings or action.dest} must have a help text. Give it one.")
+        yield f"| {_flag(action)} | {action.help.replace('|', chr(92) + '|')} |"
+
+
+def _flag(action: argparse.Action) -> str:
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        return ", ".join(f"`{flag}`" for flag in action.option_strings)
+    choices = "|".join(map(str, action.choices or ()))
+    value = action.metavar or choices or action.dest.upper().split("_")[-1]
+    shown = {"+": f"{value} ...", "*": f"[{value} ...]"}.get(str(action.nargs), str(value))
+    return f"`{' '.join([*action.option_strings[-1:], shown])}`".replace("|", r"\|")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def main() -> None:
+    """Print the page, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="where to (default: standard output)")
+    target: Path | None = parser.parse_args().write
+    if target is None:
+        sys.stdout.write(page())
+    else:
+        target.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""A server for the pages and scripts that ask one."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvboost_hf import ChunkStore
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.server.app import make_app
+from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.worker import ModelEngine
+from tests.server.conftest import listening
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[str]:
+    """Of the embedded model, as `kvboost-hf serve` serves it."""
+    model, tokenizer = load_embedded()
+    engine = ModelEngine(model, tokenizer, store=ChunkStore(model, chunk_size=16))
+    settings = ServerSettings(model_name="reader", default_max_tokens=64)
+    with listening(make_app(engine, tokenizer, settings, vocab_size=model.config.vocab_size)) as at:
+        yield f"{at.url}/v1"
+    engine.close()

@@ -1,0 +1,96 @@
+"""Every Python example in README and docs runs, every command parses, and every link leads somewhere."""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvboost_hf.cli import command_line
+from tests.docs.pages import PAGES, ROOT, blocks, name_of
+
+# Blocks that say that they cannot run here. A new one has to be counted.
+NOT_RUN = {"docs/recipes/mac.md": 1}
+FLAG = re.compile(r"--[a-z][a-z-]+")
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+@by_page
+def test_examples_run(
+    page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = page.read_text(encoding="utf-8")
+    if "KVBOOST_URL" in text:
+        monkeypatch.setenv("KVBOOST_URL", request.getfixturevalue("server_url"))
+    if "langchain_openai" in text:
+        pytest.importorskip("langchain_openai", reason="pip install 'kvboost_hf[clients]'")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    for block in blocks(text):
+        if block.language == "python" and block.reason is None:
+            # As many empty lines before it as the page has, so that a traceback names the page's line.
+            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+
+
+def test_what_does_not_run_is_counted() -> None:
+    found = {name_of(page): [block.reason for block in blocks(page.read_text(encoding="utf-8"))] for page in PAGES}
+    counts = {name: sum(reason is not None for reason in reasons) for name, reasons in found.items()}
+    assert {name: count for name, count in counts.items() if count} == NOT_RUN
+
+
+@by_page
+def test_commands_parse(page: Path) -> None:
+    for command in commands(page.read_text(encoding="utf-8")):
+        command_line().parse_args(command)
+
+
+@by_page
+def test_commands_in_sentences_have_these_flags(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, rest in re.findall(r"`kvboost-hf\s+([a-z]+)([^`]*)`", page.read_text(encoding="utf-8")):
+        with pytest.raises(SystemExit, match="0"):
+            command_line().parse_args([command, "--help"])
+        assert set(FLAG.findall(rest)) <= set(FLAG.findall(capsys.readouterr().out)), f"{command} {rest}"
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_blocks_are_found_in_order() -> None:
+    text = "a\n\n```python\nx = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\ny = 2\n```\n\n```\nmake\n```\n"
+    assert [(one.language, one.text, one.reason, one.line) for one in blocks(text)] == [
+        ("python", "x = 1\n", None, 4),
+        ("python", "y = 2\n", "needs a GPU", 9),
+        ("", "make\n", None, 13),
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--no-such-flag", "--port x"])
+def test_a_wrong_command_would_be_noticed(flag: str) -> None:
+    [command] = commands(f"```\nkvboost-hf serve \\\n  {flag}  # a server\n```\n")
+    with pytest.raises(SystemExit, match="2"):
+        command_line().parse_args(command)
+
+
+def commands(text: str) -> list[list[str]]:
+    """Arguments of each `kvboost-hf` in blocks for a shell."""
+    shell = [one.text.replace("\\\n", " ") for one in blocks(text) if one.language in ("", "sh", "bash", "console")]
+    lines = [shlex.split(line, comments=True) for block in shell for line in block.splitlines() if "kvboost-" in line]
+    found = [line[1:] for line in lines if line[:1] == ["kvboost-hf"]]
+    return found + [["serve", *line[1:]] for line in lines if line[:1] == ["kvboost-server"]]
+
+
+def test_the_table_of_what_fits_is_what_the_code_says() -> None:
+    table = runpy.run_path(str(ROOT / "benchmarks" / "what_fits.py"))["table"]()
+    assert table in (ROOT / "docs" / "streaming.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_flags_is_what_the_parser_says() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "flags.py"))["page"]()
+    written = ROOT / "docs" / "flags.md"
+    assert written.read_text(encoding="utf-8") == page, f"run python docs/flags.py --write {written.relative_to(ROOT)}"
