@@ -374,9 +374,16 @@ class KVBoost:
     def _pieces(self, row: Tokens, mode: GenerationMode, options: dict[str, Any]) -> Iterator[str]:
         streamer = TextIteratorStreamer(self.tokenizer, skip_special_tokens=True)
         watch = Watch(len(row), streamer)
+
+        def run() -> None:
+            try:
+                self._run([row], mode, options, watch)
+                streamer.end()  # type: ignore[no-untyped-call]
+            finally:  # whatever has failed, the tokenizer included, nobody waits for more
+                streamer.text_queue.put(streamer.stop_signal)
+
         with ThreadPoolExecutor(max_workers=1) as thread:
-            call = thread.submit(self._run, [row], mode, options, watch)
-            call.add_done_callback(lambda _: streamer.end())  # type: ignore[no-untyped-call]
+            call = thread.submit(run)
             try:
                 yield from filter(None, streamer)
             finally:

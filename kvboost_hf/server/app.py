@@ -7,25 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvboost_hf import __version__
-from kvboost_hf.server.answers import Usage
 from kvboost_hf.server.chat import chat_routes
 from kvboost_hf.server.completions import completion_routes
 from kvboost_hf.server.embeddings import embedding_routes
 from kvboost_hf.server.errors import add_handlers
 from kvboost_hf.server.guard import Guard
-from kvboost_hf.server.jobs import Engine, SamplingOptions
+from kvboost_hf.server.jobs import Engine
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.responses import response_routes
-from kvboost_hf.server.run import unless_gone
-from kvboost_hf.server.schema import WarmRequest
 from kvboost_hf.server.served import Served
 from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.warm import warm_routes
 
 _PAGE = Path(__file__).with_name("page.html")
 # It loads nothing from elsewhere, and nobody may put it into a frame.
@@ -37,7 +35,6 @@ def make_app(
     tokenizer: Any,
     settings: ServerSettings,
     *,
-    vocab_size: int | None = None,
     ends: Iterable[int] | None = None,
 ) -> FastAPI:
     """An app that answers in the form of OpenAI's API what an engine says.
@@ -46,7 +43,6 @@ def make_app(
         engine: Runs the model.
         tokenizer: Of the model, with a chat template if chats are to be answered.
         settings: See `ServerSettings`.
-        vocab_size: Columns of the model's logits; None for the tokens of the tokenizer.
         ends: Tokens that end an answer; None for the tokenizer's one.
 
     Returns:
@@ -58,7 +54,6 @@ def make_app(
         engine=engine,
         tokenizer=tokenizer,
         settings=settings,
-        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
         ends=frozenset(ends),
         meter=Meter(engine),
         created=int(time.time()),
@@ -78,6 +73,7 @@ def make_app(
         embedding_routes(served),
         _model_routes(served),
         _operator_routes(served),
+        warm_routes(served),
     ):
         app.include_router(router)
     app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
@@ -137,23 +133,5 @@ def _operator_routes(served: Served) -> APIRouter:
     @router.get("/v1/stats")
     async def stats() -> dict[str, Any]:
         return served.engine.stats()
-
-    @router.post("/v1/warm")
-    async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
-        if body.messages is not None:
-            prompts = [await served.encode_chat(body.messages, body.tools or (), answer=False)]
-        else:
-            prompts = [await served.encode(text) for text in body.texts or ()]
-        options = SamplingOptions(max_tokens=0)
-        salt = served.salt(request, body.prompt_cache_key)
-        run = served.start([served.job(ids, options, salt=salt) for ids in prompts], request)
-
-        async def finish() -> dict[str, Any]:
-            async for _ in run.events():
-                pass
-            found = Usage.of(run.finished, 1)
-            return {"object": "warm", "prompt_tokens": found.prompt, "cached_tokens": found.cached}
-
-        return await unless_gone(request, run, finish())
 
     return router

@@ -50,7 +50,7 @@ async def start_chat(served: Served, body: ChatRequest, request: Request) -> tup
     most = body.max_completion_tokens or body.max_tokens or served.room(ids)
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     salt = served.salt(request, body.prompt_cache_key)
-    compile_ = partial(constraint_of, body, served.tokenizer, served.vocab_size, served.ends)
+    compile_ = partial(constraint_of, body, served.tokenizer, served.engine.vocab_size, served.ends)
     jobs = []
     for choice in range(choices):
         constraint = await anyio.to_thread.run_sync(compile_)

@@ -49,6 +49,7 @@ class Drafts:
             )
         self.model, self.draft, self.config = model, draft, config
         self.rounds, self.device = Rounds(config), input_device(model)
+        self._failed = False
 
     @classmethod
     def of(
@@ -60,10 +61,14 @@ class Drafts:
             return None
         return cls(model, draft, config if config is not None else DraftTreeConfig())
 
-    @staticmethod
-    def take(job: Job) -> bool:
+    def take(self, job: Job) -> bool:
         """Whether drafts are made for a job: not where a constraint would have to be asked about each of them."""
-        return job.options.constraint is None
+        return not self._failed and job.options.constraint is None
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Make no more of them, since the draft model has failed."""
+        self._failed = True
+        _log.error("The draft model has failed: answers go on without drafts, until a restart.", exc_info=error)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -77,6 +82,28 @@ class Drafts:
         }
 
 
+class _DraftFailedError(RuntimeError):
+    """The draft model has failed, not the model that checks it."""
+
+
+class _Draft(TreeDraft):
+    """One that tells its own failures from those of others."""
+
+    def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
+        """See `TreeDraft`."""
+        try:
+            return super().grow(ids, room, chain=chain)
+        except Exception as error:
+            raise _DraftFailedError from error
+
+    def keep(self, path: Sequence[int]) -> None:
+        """See `TreeDraft`."""
+        try:
+            super().keep(path)
+        except Exception as error:
+            raise _DraftFailedError from error
+
+
 class DraftedText:
     """One text, with the K/V that the draft model has of it.
 
@@ -88,10 +115,10 @@ class DraftedText:
 
     def __init__(self, drafts: Drafts, job: Job, sampler: Sampler) -> None:
         self._drafts, self._job, self._sampler = drafts, job, sampler
-        self._drafting = TreeDraft(drafts.draft, drafts.config, drafts.rounds.growth, sampler.warpers, job.ends)
+        self._drafting = _Draft(drafts.draft, drafts.config, drafts.rounds.growth, sampler.warpers, job.ends)
 
     def run(self, cache: ChunkReuseCache, ids: Sequence[int], add: Add) -> FinishReason | None:
-        """One round: as many tokens as the drafts are right, and one more.
+        """One round: as many tokens as the drafts are right, and one more; none if the draft model fails.
 
         Args:
             cache: Holds prompt and answer but for the last token.
@@ -122,5 +149,8 @@ class DraftedText:
         held: Any = cache
         held.activate_past_recording()  # or layers with a window could not forget
         branches = Branches(self._drafts.model, cache, torch.tensor([[text.shape[1] - 1]], device=text.device))
-        self._drafts.rounds.run(branches, self._drafting, text, room, take)
+        try:
+            self._drafts.rounds.run(branches, self._drafting, text, room, take)
+        except _DraftFailedError as failed:  # before anything was checked, or behind it: the text is as it should be
+            self._drafts.give_up(failed.__cause__)
         return reason

@@ -181,6 +181,11 @@ class Ticket(Protocol):
 class Engine(Protocol):
     """What runs jobs."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the model's logits."""
+        ...
+
     def submit(self, job: Job, listener: Listener) -> Ticket:
         """Queue a job. Any thread may call it.
 

@@ -9,14 +9,17 @@ from kvboost_hf.server.settings import ServerSettings
 
 _FLAGS = "server flags"
 _POLICIES = ("auto", "chain", "tree", "none")
+_DEFAULTS, _KEPT, _TREES = ServerSettings(model_name="any"), EngineSettings(), DraftTreeConfig()
 _STREAMING = ("streaming_mode", "keep_first_k", "keep_last_k", "vram_budget")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what a server takes besides a model."""
     http = parser.add_argument_group("who may ask, and where")
-    http.add_argument("--host", help="address to listen at (default: 127.0.0.1, this machine alone)")
-    http.add_argument("--port", type=int, help="and its port (default: 8000)")
+    http.add_argument(
+        "--host", default=_DEFAULTS.host, help="address to listen at (default: %(default)s, this machine alone)"
+    )
+    http.add_argument("--port", default=_DEFAULTS.port, type=int, help="and its port (default: %(default)s)")
     http.add_argument(
         "--api-key",
         action="append",
@@ -36,10 +39,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
     load = parser.add_argument_group("how much at once")
-    load.add_argument("--max-batch-size", type=int, help="requests that run at once (default: 8)")
-    load.add_argument("--max-queue-size", type=int, help="requests that wait; others get status 429 (default: 64)")
-    load.add_argument("--batch-window-ms", type=float, help="wait so long for others to share a batch (default: 0)")
-    load.add_argument("--prefill-chunk-size", type=int, metavar="TOKENS", help="of a prompt at a time (default: 256)")
+    load.add_argument(
+        "--max-batch-size",
+        default=_DEFAULTS.max_batch_size,
+        type=int,
+        help="requests that run at once (default: %(default)s)",
+    )
+    load.add_argument(
+        "--max-queue-size",
+        default=_DEFAULTS.max_queue_size,
+        type=int,
+        help="requests that wait; others get status 429 (default: %(default)s)",
+    )
+    load.add_argument(
+        "--batch-window-ms",
+        default=_DEFAULTS.batch_window_ms,
+        type=float,
+        help="wait so long for others to share a batch (default: %(default)s)",
+    )
+    load.add_argument(
+        "--prefill-chunk-size",
+        default=_DEFAULTS.prefill_chunk_size,
+        type=int,
+        metavar="TOKENS",
+        help="of a prompt at a time (default: %(default)s)",
+    )
     load.add_argument(
         "--max-model-len", type=int, metavar="TOKENS", help="of prompt and answer (default: the model's)"
     )
@@ -47,7 +71,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-live-tokens", type=int, metavar="TOKENS", help="of all requests together (default: what fits in memory)"
     )
     load.add_argument(
-        "--planner-safety-margin", type=float, metavar="SHARE", help="of the memory, to leave free (default: 0.15)"
+        "--planner-safety-margin",
+        default=_DEFAULTS.safety_margin,
+        type=float,
+        metavar="SHARE",
+        help="of the memory, to leave free (default: %(default)s)",
     )
     load.add_argument(
         "--oom-planning",
@@ -62,9 +90,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "CPU where the model allows it, else the model's own)",
     )
     load.add_argument("--auto-truncate", action="store_true", help="leave out the beginning of prompts too long")
-    load.add_argument("--max-tokens", type=int, help="of a chat's answer that is given no length (default: 1024)")
-    load.add_argument("--timeout-s", type=float, help="after which a request is given up (default: 600)")
-    load.add_argument("--drain-s", type=float, help="that requests have left when the server ends (default: 30)")
+    load.add_argument(
+        "--max-tokens",
+        default=_DEFAULTS.default_max_tokens,
+        type=int,
+        help="of a chat's answer that is given no length (default: %(default)s)",
+    )
+    load.add_argument(
+        "--timeout-s",
+        default=_DEFAULTS.timeout_s,
+        type=float,
+        help="after which a request is given up (default: %(default)s)",
+    )
+    load.add_argument(
+        "--drain-s",
+        default=_DEFAULTS.drain_s,
+        type=float,
+        help="that requests have left when the server ends (default: %(default)s)",
+    )
 
     reuse = parser.add_argument_group("what is kept, and how it is used again")
     reuse.add_argument(
@@ -74,12 +117,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="'exact' gives the answers of plain generate(); with the others K/V moves, and answers may differ "
         "(default: exact)",
     )
-    reuse.add_argument("--sink-tokens", type=int, default=16, help="the first ones, which never move (default: 16)")
     reuse.add_argument(
-        "--overlap-k", type=int, default=0, help="tokens before each seam that are computed again (default: 0)"
+        "--sink-tokens",
+        default=_KEPT.sink_tokens,
+        type=int,
+        help="the first ones, which never move (default: %(default)s)",
     )
-    reuse.add_argument("--chunk-size", type=int, default=128, help="tokens, a multiple of 16 (default: 128)")
-    reuse.add_argument("--kv-cache-bits", type=int, choices=(4, 8, 16), default=16, help="of stored K/V (default: 16)")
+    reuse.add_argument(
+        "--overlap-k",
+        default=_KEPT.overlap_k,
+        type=int,
+        help="tokens before each seam that are computed again (default: %(default)s)",
+    )
+    reuse.add_argument(
+        "--chunk-size", default=_KEPT.chunk_size, type=int, help="tokens, a multiple of 16 (default: %(default)s)"
+    )
+    reuse.add_argument(
+        "--kv-cache-bits",
+        default=_KEPT.kv_cache_bits,
+        type=int,
+        choices=(4, 8, 16),
+        help="of stored K/V (default: %(default)s)",
+    )
     reuse.add_argument("--max-cache-bytes", type=_size, metavar="SIZE", help="host memory for K/V (default: 4GiB)")
     reuse.add_argument("--disk-cache-dir", metavar="FOLDER", help="keeps up to 10 GB of K/V for later processes")
     reuse.add_argument(
@@ -104,10 +163,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=_POLICIES,
         help="'auto' decides by what is accepted and how long it takes (default: auto, or chain with a gamma)",
     )
-    drafts.add_argument("--speculative-gamma", type=int, metavar="TOKENS", help="of a chain, at most (default: 24)")
-    drafts.add_argument("--speculative-tree-max-branching", type=int, help="tokens behind one token (default: 8)")
-    drafts.add_argument("--speculative-tree-max-depth", type=int, help="levels of a tree, at most (default: 24)")
-    drafts.add_argument("--speculative-tree-node-budget", type=int, help="tokens of a tree, at most (default: 63)")
+    drafts.add_argument(
+        "--speculative-gamma", type=int, metavar="TOKENS", help=f"of a chain, at most (default: {_TREES.depth})"
+    )
+    drafts.add_argument(
+        "--speculative-tree-max-branching", type=int, help=f"tokens behind one token (default: {_TREES.branching})"
+    )
+    drafts.add_argument(
+        "--speculative-tree-max-depth", type=int, help=f"levels of a tree, at most (default: {_TREES.depth})"
+    )
+    drafts.add_argument(
+        "--speculative-tree-node-budget", type=int, help=f"tokens of a tree, at most (default: {_TREES.max_nodes})"
+    )
 
     for entry in TABLE[_FLAGS]:
         for flag in entry.names if entry.refused else ():
@@ -122,28 +189,24 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
         name: Of the model, if clients are to use no other.
         positions: That the model has, if that is known.
     """
-    given = {
-        "host": options.host,
-        "port": options.port,
-        "max_batch_size": options.max_batch_size,
-        "max_queue_size": options.max_queue_size,
-        "batch_window_ms": options.batch_window_ms,
-        "prefill_chunk_size": options.prefill_chunk_size,
-        "max_model_len": options.max_model_len or positions,
-        "max_live_tokens": options.max_live_tokens,
-        "embeddings": options.embeddings,
-        "auto_truncate": options.auto_truncate,
-        "default_max_tokens": options.max_tokens,
-        "timeout_s": options.timeout_s,
-        "drain_s": options.drain_s,
-    }
-    margin = options.planner_safety_margin if options.planner_safety_margin is not None else 0.15
     return ServerSettings(
         model_name=options.model_name or name,
-        safety_margin=margin if options.oom_planning else None,
+        host=options.host,
+        port=options.port,
         api_keys=tuple(options.api_key),
         cors_origins=tuple(options.cors_origin),
-        **{field: value for field, value in given.items() if value is not None},
+        max_batch_size=options.max_batch_size,
+        max_queue_size=options.max_queue_size,
+        batch_window_ms=options.batch_window_ms,
+        prefill_chunk_size=options.prefill_chunk_size,
+        max_model_len=options.max_model_len or positions,
+        max_live_tokens=options.max_live_tokens,
+        safety_margin=options.planner_safety_margin if options.oom_planning else None,
+        embeddings=options.embeddings,
+        auto_truncate=options.auto_truncate,
+        default_max_tokens=options.max_tokens,
+        timeout_s=options.timeout_s,
+        drain_s=options.drain_s,
     )
 
 

@@ -22,6 +22,7 @@ class Run:
         engine: Runs them.
         jobs: Either all of them are taken or none.
         meter: Counts what comes.
+        figures: Counts it, too, for the log.
 
     Raises:
         QueueFullError: see `Engine.submit`, as for the others.
@@ -29,13 +30,13 @@ class Run:
         DrainingError:
     """
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job], meter: Meter) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[Job], meter: Meter, figures: Counter[str]) -> None:
         self._loop, self._meter = asyncio.get_running_loop(), meter
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._last: dict[int, float] = {}  # by job, when tokens came
         self.finished: dict[int, Finished] = {}
-        self.figures: Counter[str] = Counter()  # for the log
+        self._figures = figures
         try:
             for n, job in enumerate(jobs):
                 self._tickets.append(engine.submit(job, self._listener(n)))
@@ -55,10 +56,10 @@ class Run:
         # Counted here and not in `events`, which nobody may read any more.
         if isinstance(event, Finished):
             self._meter.finished(event)
-            self.figures["prompt_tokens"] += event.prompt_tokens
-            self.figures["cached_tokens"] += event.cached_tokens
-            self.figures["completion_tokens"] += event.completion_tokens
-            self.figures[event.reason] += 1
+            self._figures["prompt_tokens"] += event.prompt_tokens
+            self._figures["cached_tokens"] += event.cached_tokens
+            self._figures["completion_tokens"] += event.completion_tokens
+            self._figures[event.reason] += 1
         elif event.tokens:
             now, before = self._loop.time(), self._last.get(n)
             if before is not None:
@@ -101,8 +102,8 @@ class _Cancellable(Protocol):
     def cancel(self) -> object: ...
 
 
-async def unless_gone(request: Request, run: _Cancellable, answer: Coroutine[Any, Any, T]) -> T:
-    """An answer, unless the client goes away: then the run is cancelled.
+async def unless_gone(request: Request, run: _Cancellable | None, answer: Coroutine[Any, Any, T]) -> T:
+    """An answer, unless the client goes away: then it is cancelled, and the run if there is one.
 
     Raises:
         ApiError: it went away.
@@ -114,7 +115,8 @@ async def unless_gone(request: Request, run: _Cancellable, answer: Coroutine[Any
             raise ApiError(499, "The client went away.", code="cancelled")
         return work.result()
     finally:
-        run.cancel()
+        if run is not None:
+            run.cancel()
         work.cancel()
         gone.cancel()
 

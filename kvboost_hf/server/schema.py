@@ -26,7 +26,10 @@ def _only_text(part: Any) -> Any:
 
 
 class CacheBreakpoint(Body):
-    """Says that what comes before is the start of other prompts, too; all that comes before is stored in any case."""
+    """Says that what comes before is the start of other prompts, too.
+
+    It changes nothing: all of a prompt is stored, and found again up to the token where another one parts from it.
+    """
 
     mode: Literal["explicit"]
 

@@ -73,7 +73,7 @@ def serve(
             signal.signal(number, _end)
         for text in warm:
             _warm(engine, tokenizer.encode(text), settings.api_keys or (None,))
-        app = make_app(engine, tokenizer, settings, vocab_size=_columns(model), ends=_ends(model, tokenizer))
+        app = make_app(engine, tokenizer, settings, ends=_ends(model, tokenizer))
         where = f"http://{settings.host}:{settings.port}/v1"
         _log.info("serving %s at %s%s", settings.model_name, where, "" if settings.api_keys else ", without API keys")
         uvicorn.run(
@@ -111,10 +111,6 @@ def _warm(engine: Engine, ids: Sequence[int], api_keys: Sequence[str | None]) ->
             pass
         if event.reason == "error":
             raise ValueError(f"A text of {len(ids)} tokens could not be warmed: {event.error}. Warm less.")
-
-
-def _columns(model: Any) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])
 
 
 def _ends(model: PreTrainedModel, tokenizer: Any) -> set[int]:

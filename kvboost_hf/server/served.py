@@ -1,6 +1,7 @@
 """What all routes share: the model's engine, its tokenizer, and how prompts become jobs."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +27,6 @@ class Served:
         engine: Runs jobs.
         tokenizer: Of the model.
         settings: Of the server.
-        vocab_size: Columns of the model's logits.
         ends: Tokens that end an answer.
         meter: Counts.
         created: When the server started, in seconds since 1970.
@@ -35,7 +35,6 @@ class Served:
     engine: Engine
     tokenizer: Any
     settings: ServerSettings
-    vocab_size: int
     ends: frozenset[int]
     meter: Meter
     created: int
@@ -61,8 +60,8 @@ class Served:
         if isinstance(text, str):
             return await self.encode(text)
         for token in text:
-            if not 0 <= token < self.vocab_size:
-                raise refused(param, f"Tokens must be from 0 to {self.vocab_size - 1}, got {token}.")
+            if not 0 <= token < self.engine.vocab_size:
+                raise refused(param, f"Tokens must be from 0 to {self.engine.vocab_size - 1}, got {token}.")
         return text
 
     async def encode_chat(
@@ -98,8 +97,8 @@ class Served:
     ) -> SamplingOptions:
         """How one of a request's choices is sampled."""
         bias = request.logit_bias or {}
-        if any(token >= self.vocab_size for token in bias):
-            raise refused("logit_bias", f"Tokens must be below {self.vocab_size}, got {max(bias)}.")
+        if any(token >= self.engine.vocab_size for token in bias):
+            raise refused("logit_bias", f"Tokens must be below {self.engine.vocab_size}, got {max(bias)}.")
         return SamplingOptions(
             max_tokens=max_tokens,
             temperature=1.0 if request.temperature is None else request.temperature,
@@ -160,15 +159,14 @@ class Served:
 
     def start(self, jobs: Sequence[Job], request: Request) -> Run:
         """Submit the jobs of a request together; see `Run`."""
+        figures = request.scope.setdefault("run", Counter())
         try:
-            run = Run(self.engine, jobs, self.meter)
+            return Run(self.engine, jobs, self.meter, figures)
         except TooLongError as error:
             if not self.settings.auto_truncate or error.max_prompt_tokens < 1:
                 raise
             shorter = [replace(job, ids=job.ids[-error.max_prompt_tokens :]) for job in jobs]
-            run = Run(self.engine, shorter, self.meter)
-        request.scope["run"] = run.figures
-        return run
+            return Run(self.engine, shorter, self.meter, figures)
 
 
 def salt(api_key: str | None, cache_key: str | None) -> bytes:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvboost_hf.errors import KVBoostError
+from kvboost_hf.server.references import require_ends
 from kvboost_hf.server.tools import Tool, format_of
 
 # Between the parts of JSON. Without a bound, a model may write nothing else.
@@ -20,7 +21,12 @@ _SPACE = r"[ \n]{1,40}"
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON that has a schema."""
+    """The grammar of JSON that has a schema.
+
+    Raises:
+        ValueError: its references have no end, or go too deep.
+    """
+    require_ends(schema)
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _SPACE})
 
 
@@ -45,7 +51,8 @@ def tool_calls(
         answer: The schema of JSON that may be said in place of calls; None if there must be a call.
 
     Raises:
-        ValueError: the chat template has no place for tools, or it is not known how the model writes calls.
+        ValueError: the chat template has no place for tools, it is not known how the model writes calls, or the
+            references of a schema have no end.
     """
     known = format_of(tokenizer, tools)
     added = tokenizer.get_added_vocab()
@@ -53,6 +60,7 @@ def tool_calls(
     rules, names = [], []
 
     def json_of(schema: Mapping[str, Any]) -> str:
+        require_ends(schema)
         return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACE}})}"
 
     for i, tool in enumerate(tools):

@@ -26,13 +26,16 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compat import (
     cache_argument,
+    has_own_cache,
     input_device,
     padding_reason,
+    probe_ids,
     probe_reason,
     require_cache,
     rope_regime,
 )
 from kvboost_hf.config import DraftTreeConfig, ReusePolicy
+from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.server.batch import BatchKV
 from kvboost_hf.server.drafted import DraftedText, Drafts
 from kvboost_hf.server.embedding import EmbeddingJob
@@ -48,6 +51,7 @@ from kvboost_hf.server.jobs import (
     TokenLogprob,
     TooLongError,
 )
+from kvboost_hf.server.nothing_kept import NothingKept
 from kvboost_hf.server.sampling import Sampler, choose_rows
 from kvboost_hf.server.sharing import sharing_reason
 from kvboost_hf.server.text import TextStream
@@ -103,7 +107,7 @@ class ModelEngine:
     Args:
         model: A causal language model in eval mode.
         tokenizer: Its tokenizer.
-        store: Where K/V is kept; None for the model's default store.
+        store: Where K/V is kept; None for a new one. Once it is closed jobs go on, and nothing is kept.
         policy: How stored K/V may be used.
         max_batch_size: Texts under way at once, prompts included.
         max_queue_size: Jobs that may wait besides.
@@ -159,8 +163,12 @@ class ModelEngine:
             and (probe_reason(model) or padding_reason(model)) is None
         )
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self._drafts = Drafts.of(model, cache, draft, draft_trees) if draft is not None else None
         self._device = input_device(model)
+        if (reason := self._unfit_reason()) is not None:
+            raise ValueError(
+                f"{type(model).__name__} cannot be served: {reason}. Call its own generate(), or serve another model."
+            )
+        self._drafts = Drafts.of(model, cache, draft, draft_trees) if draft is not None else None
         self._changed = threading.Condition()
         self._waiting: WaitingLine[_Row] = WaitingLine(lambda row: row.job.ids)
         self._prompts: list[_Row] = []  # under way, in the order in which they were taken
@@ -175,6 +183,27 @@ class ModelEngine:
         self._pace = 0.0  # seconds that a job takes, smoothed
         self._thread = threading.Thread(target=self._run, name="kvboost-hf engine", daemon=True)
         self._thread.start()
+
+    @torch.no_grad()
+    def _unfit_reason(self) -> str | None:
+        """Why the model cannot run jobs, or None: found out by a short prompt and a token behind it."""
+        if has_own_cache(self.model):
+            return "it keeps what it has computed in a cache class of its own, and takes no other"
+        ids, cache = probe_ids(self.model), ChunkReuseCache(self.model, NothingKept(self.model))
+        try:
+            for start, stop in ((0, ids.shape[1] - 1), (ids.shape[1] - 1, ids.shape[1])):
+                self._forward(cache, ids[:, start:stop], start)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # models fail in ways of their own on what they were not written for
+            return f"it fails on a prompt of {len(ids[0]) - 1} tokens and one more ({type(error).__name__}: {error})"
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Engine`."""
+        model: Any = self.model
+        return int(model.get_output_embeddings().weight.shape[0])
 
     # Called by any thread
 
@@ -349,6 +378,10 @@ class ModelEngine:
             if not row.job.options.max_tokens:
                 self._end(row, "length")
                 return computed
+        except StoreClosedError:
+            self._keep_nothing()
+            row.cache, row.done = None, 0
+            return 0
         except Exception as error:
             self._fail([row], error)
             return room
@@ -367,14 +400,14 @@ class ModelEngine:
             known = max(row.cache.stored_tokens(ids), shared)
         whole = self._policy.mode == "blend" or not self._takes_rows  # which cannot be cut
         stop = len(row.job.ids) if whole else min(known + room, len(row.job.ids))
-        logits = self._forward(row, ids[:, row.done : stop], row.done)
+        logits = self._forward(row.cache, ids[:, row.done : stop], row.done)
         row.done = stop
         self._counts["pieces"] += 1
         return stop - known, logits
 
-    def _forward(self, row: _Row, ids: torch.Tensor, start: int) -> torch.Tensor:
+    def _forward(self, cache: ChunkReuseCache | None, ids: torch.Tensor, start: int) -> torch.Tensor:
         """Run the model on tokens [1, tokens] of one row from `start` on; returns the logits [1, vocab_size]."""
-        given: dict[str, Any] = {cache_argument(self.model): row.cache}
+        given: dict[str, Any] = {cache_argument(self.model): cache}
         if self._takes_positions:  # as generate() does: some models would count otherwise
             given["position_ids"] = torch.arange(start, start + ids.shape[1], device=self._device)[None]
         model: Any = self.model
@@ -475,8 +508,20 @@ class ModelEngine:
 
     def _step_alone(self, row: _Row) -> torch.Tensor:
         """In its own cache: for one that is alone, and for models whose rows cannot be put together."""
-        ids = torch.tensor([row.ids[-1:]], device=self._device)
-        return self._forward(row, ids, len(row.job.ids) + len(row.ids) - 1)
+        ids, start = torch.tensor([row.ids[-1:]], device=self._device), len(row.job.ids) + len(row.ids) - 1
+        try:
+            return self._forward(row.cache, ids, start)
+        except StoreClosedError:  # before anything was computed
+            self._keep_nothing()
+            return self._forward(row.cache, ids, start)
+
+    def _keep_nothing(self) -> None:
+        """Go on without the store, which somebody has closed."""
+        _log.warning("The store was closed: from now on nothing is kept.")
+        self.store = NothingKept(self.model, chunker=self.store.chunker)
+        for row in (*self._prompts, *self._running):
+            if row.cache is not None:
+                row.cache.store = self.store
 
     def _take(self, rows: Sequence[_Row], logits: torch.Tensor) -> None:
         """Choose a token for each row, tell of it, and end the rows that it ends."""

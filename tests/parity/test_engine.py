@@ -257,7 +257,19 @@ def test_errors_reach_whoever_reads_a_stream(engine: KVBoost) -> None:
     assert "".join(engine.stream("Who lives in Rome?", NEW)) == engine.generate("Who lives in Rome?", NEW).output_text
 
 
-def _fail(*_: Any) -> None:
+def test_a_tokenizer_that_fails_ends_a_stream(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = threading.active_count()
+    stream = engine.stream("Who lives in Rome?", NEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.tokenizer, "decode", _fail)
+        with pytest.raises(RuntimeError, match="broken on purpose"):
+            list(stream)
+    for _ in engine.stream("Who lives in Rome?", NEW):
+        break
+    assert threading.active_count() == threads
+
+
+def _fail(*_: Any, **__: Any) -> None:
     raise RuntimeError("broken on purpose")
 
 
@@ -309,6 +321,8 @@ def test_any_prompts_are_answered_in_their_order(engine: KVBoost) -> None:
     assert [result.token_ids for result in results] == [plain(engine, prompt) for prompt in prompts]
     computed = sum(result.prompt_tokens - result.cached_tokens for result in results)
     assert computed < 2 * tokens_of(engine, "".join(DOCUMENTS))
+    with pytest.raises(ValueError, match="`max_batch_size` must be 1 or more, got 0"):
+        engine.generate_many(prompts, NEW, max_batch_size=0)
     assert engine.generate_many([]) == engine.generate_batch([]) == []
 
 

@@ -107,6 +107,6 @@ def reading(tokenizer: Any) -> Iterator[Listening]:
     model = load_embedded()[0]
     engine = ModelEngine(model, tokenizer, store=ChunkStore(model, chunk_size=16))
     settings = replace(SETTINGS, api_keys=("key",), default_max_tokens=200)
-    with listening(make_app(engine, tokenizer, settings, vocab_size=model.config.vocab_size)) as at:
+    with listening(make_app(engine, tokenizer, settings)) as at:
         yield at
     engine.close()

@@ -33,6 +33,8 @@ class FakeEngine:
         tickets: Of all jobs that were taken.
     """
 
+    vocab_size = 1472  # of the embedded model
+
     def __init__(self, *says: str) -> None:
         self.says: Sequence[str] = says
         self.reason: FinishReason = "stop"

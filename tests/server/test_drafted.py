@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkStore, DraftTreeConfig
 from kvboost_hf.assets import load_embedded, load_embedded_draft
 from kvboost_hf.assisted.branches import Branches
+from kvboost_hf.assisted.tree_draft import TreeDraft
 from kvboost_hf.server.batch import BatchKV
 from kvboost_hf.server.drafted import DraftedText
 from kvboost_hf.server.jobs import Finished, Job, Progress, SamplingOptions
@@ -195,17 +196,59 @@ def test_no_drafts_for_constraints(make: Make) -> None:
     assert drafted.stats()["speculation"]["rounds"] == 0
 
 
-def test_a_failed_draft_ends_its_answer_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, draft = make_model(), make_model()
-    engine = make(model, draft=draft, draft_trees=TREES)
-    wanted = answer(engine, job(20))
-    with monkeypatch.context() as patch:
-        patch.setattr(draft, "forward", None)
-        told = Told()
-        engine.submit(job(20), told)
-        assert told.end.reason == "error"
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("method", ["grow", "keep"])
+def test_a_draft_that_fails_is_given_up(
+    name: str, method: str, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of a text, which goes on; and the next ones do without."""
+    model, stock, calls = make_model(name), getattr(TreeDraft, method), [0]
+
+    def fail(*given: Any, **more: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return stock(*given, **more)
+
+    monkeypatch.setattr(TreeDraft, method, fail)
+    plain, drafted = make(model), make(model, draft=noisy(make_model(name), 0.2), draft_trees=CHAINS)
+    for length in (20, 31):
+        assert answer(drafted, job(length)) == answer(plain, job(length))
+    assert calls[0] == 3
+    assert 0 < drafted.stats()["speculation"]["rounds"] <= 3
+    [record] = caplog.records
+    assert "without drafts" in record.getMessage()
+    assert record.exc_info
+    assert "no memory" in str(record.exc_info[1])
+
+
+def test_a_draft_that_fails_behind_the_last_token(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    model = make_model()
+    plain, drafted = make(model), make(model, draft=make_model(), draft_trees=TREES)
+    monkeypatch.setattr(TreeDraft, "keep", fail)
+    assert answer(drafted, job(20, count=3)) == answer(plain, job(20, count=3))
+
+
+def test_a_model_that_fails_is_not_taken_for_its_draft(make: Make) -> None:
+    model = make_model()
+    engine = make(model, draft=make_model(), draft_trees=TREES)
+    wanted, rounds = answer(engine, job(20)), engine.stats()["speculation"]["rounds"]
+    told, calls = Told(), [0]
+
+    def fail(*_: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2:  # after the prompt
+            raise RuntimeError("out of luck")
+
+    hook = model.model.layers[1].register_forward_hook(fail)
+    engine.submit(job(21), told)
+    assert told.end.error == "RuntimeError: out of luck"
+    hook.remove()
     assert answer(engine, job(20)) == wanted
-    assert engine.stats()["running"] == 0
+    assert engine.stats()["speculation"]["rounds"] > rounds
 
 
 def test_the_embedded_pair(make: Make) -> None:

@@ -7,9 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
+from kvboost_hf import ChunkStore
+from kvboost_hf.assets import load_embedded
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.guard import JsonLines
+from kvboost_hf.server.jobs import QueueFullError
 from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.worker import ModelEngine
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
 from tests.server.fake_engine import FakeEngine
 
@@ -105,6 +109,38 @@ def test_warming_computes_prompts_and_says_nothing(at: Listening, engine: FakeEn
     assert engine.job.salt == salt != b""
     for body in ({}, {"texts": ["a"], "messages": ASK}, {"texts": []}, {"texts": [""]}):
         assert at.http.post("/v1/warm", json=body).status_code == 400
+
+
+def test_warming_more_than_the_queue_holds(serve: Serve, tokenizer: Any) -> None:
+    model = load_embedded()[0]
+    store = ChunkStore(model, chunk_size=16)
+    engine = ModelEngine(model, tokenizer, store=store, max_batch_size=1, max_queue_size=1)
+    texts = [f"Anna has {n} lamps and {n + 1} books." for n in range(8)]
+    at = serve(engine)
+    first, again = (at.http.post("/v1/warm", json={"texts": texts}).json() for _ in range(2))
+    engine.close()
+    assert first["prompt_tokens"] == again["prompt_tokens"] == sum(len(tokenizer.encode(text)) for text in texts)
+    assert again["cached_tokens"] == again["prompt_tokens"] - len(texts)  # the last token of each is always computed
+
+
+def test_warming_waits_for_others(at: Listening, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text is under way at a time; only where not even the first has room is the client told so."""
+    taken, refusals = engine.submit, [2, 4]
+
+    def full_at_times(job: Any, listener: Any) -> Any:
+        assert all(ticket.ended.wait(20) for ticket in engine.tickets)
+        calls[0] += 1
+        if calls[0] in refusals:
+            raise QueueFullError("full", 0.0)
+        return taken(job, listener)
+
+    calls = [0]
+    monkeypatch.setattr(engine, "submit", full_at_times)
+    assert at.http.post("/v1/warm", json={"texts": ["Anna.", "Tom.", "Lisa."]}).status_code == 200
+    assert (calls[0], len(engine.tickets)) == (5, 3)
+    refusals.append(6)
+    assert at.http.post("/v1/warm", json={"texts": ["Anna.", "Tom."]}).status_code == 429
+    assert len(engine.tickets) == 3
 
 
 def test_request_ids(at: Listening) -> None:

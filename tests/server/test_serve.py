@@ -17,7 +17,9 @@ import torch
 from kvboost_hf import DraftTreeConfig
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, load_embedded
 from kvboost_hf.cli import main
-from kvboost_hf.server.options import add_options, draft_trees
+from kvboost_hf.engine import EngineSettings
+from kvboost_hf.server.options import add_options, draft_trees, engine_settings, server_settings
+from kvboost_hf.server.settings import ServerSettings
 from tests.servers import free_port
 
 _ASK: list[Any] = [
@@ -146,3 +148,18 @@ def test_too_long_prompts_are_refused_with_a_length(process: tuple[Any, openai.O
 def test_bad_options_are_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *arguments, "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_flags_that_are_left_out_change_nothing() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    options = parser.parse_args([])
+    assert server_settings(options, "reader", None) == ServerSettings(model_name="reader")
+    assert engine_settings(options) == EngineSettings(tiers=[])
+    for told in (
+        "run at once (default: 8)",
+        "status 429 (default: 64)",
+        "leave free (default: 0.15)",
+        "(default: 63)",
+    ):
+        assert told in " ".join(parser.format_help().split())

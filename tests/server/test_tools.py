@@ -165,3 +165,35 @@ def test_what_cannot_be_enforced_is_refused(at: Listening, change: Any, param: s
     with pytest.raises(openai.BadRequestError) as told:
         _ask(at, **change)
     assert told.value.param == param
+
+
+_CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+_LONG = {"$defs": {f"a{n}": {"properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}}} for n in range(4000)}}
+
+
+@pytest.mark.parametrize("of_tool", [False, True])
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"$ref": "#"}, "'#' leads back to itself"),
+        ({"$ref": "#/$defs/a", **_CIRCLE}, "leads back to itself"),
+        ({"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"], **_CIRCLE}, "'#/$defs/a'"),
+        ({"$ref": "#/$defs/a0", **_LONG}, "1000 levels"),
+    ],
+)
+def test_references_without_an_end(at: Listening, schema: dict[str, Any], says: str, of_tool: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    body = {"tools": [tool], **MUST} if of_tool else {"response_format": form}
+    response = at.http.post("/v1/chat/completions", json={"model": "reader", "messages": ASK} | body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert says in error["message"]
+    assert error["param"] == ("tools" if of_tool else "response_format")
+
+
+def test_a_constraint_knows_all_columns_of_the_logits(at: Listening, engine: FakeEngine) -> None:
+    _ask(at, response_format={"type": "json_object"})
+    constraint = engine.job.options.constraint
+    assert constraint is not None
+    assert len(constraint.allowed()) == engine.vocab_size == 1472

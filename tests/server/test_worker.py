@@ -17,6 +17,7 @@ from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import kv_bytes_per_token
+from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.kernel_calls import kernel_calls
 from kvboost_hf.server.batch import BatchKV, _BatchLayer
 from kvboost_hf.server.jobs import (
@@ -272,6 +273,58 @@ def test_cancelling_and_time_limits(engines: Any) -> None:
     assert waiting.end.completion_tokens == 0
     assert late.end.reason == "timeout"
     assert last.text == plain(model, random_ids(20, 3), 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("cpmant", "fails on a prompt of 7 tokens"), ("minimax", "cache class of its own"), ("xlstm", "cache class of")],
+)
+def test_models_that_cannot_be_served(name: str, reason: str, engines: Any) -> None:
+    with pytest.raises(ValueError, match=f"cannot be served: it .*{reason}.* Call its own generate"):
+        engines(make_architecture(name))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next"])
+def test_a_store_that_is_closed_meanwhile(name: str, engines: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """In the middle of prompts and of answers."""
+    model = make_model(name)
+    store = ChunkStore(model, chunk_size=16)
+    engine = engines(model, store=store, max_batch_size=3)
+    same = random_ids(40, 5)
+    prompts = [torch.cat([same, random_ids(3 + 20 * (n % 3), n)], 1) for n in range(7)]
+
+    def close(event: Event) -> None:
+        if len(told[0].events) == 3:
+            store.close()
+
+    told = [Told(close if not n else lambda event: None) for n in range(7)]
+    with engine._changed:
+        for ids, listener in zip(prompts, told, strict=True):
+            engine.submit(job(ids, 9), listener)
+    for ids, listener in zip(prompts, told, strict=True):
+        assert listener.text == plain(model, ids, 9)
+        assert listener.end.reason == "length"
+    with pytest.raises(StoreClosedError):
+        store.warm([1, 2, 3])
+    assert engine.stats()["store"]["chunks"] == engine.stats()["store"]["states"] == 0
+    again = Told()
+    engine.submit(job(prompts[0], 4), again)
+    assert again.text == plain(model, prompts[0], 4)
+    assert again.end.cached_tokens == 0
+    said = [record.getMessage() for record in caplog.records if record.name == "kvboost_hf.server"]
+    assert said == ["The store was closed: from now on nothing is kept."]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next"])
+def test_prompts_may_part_at_any_token(name: str, engines: Any) -> None:
+    """So that clients need not say where: the third one goes on from what the first two have in common."""
+    engine = engines(make_model(name), max_batch_size=1)
+    cached = []
+    for seed in range(3):
+        told = Told()
+        engine.submit(job(torch.cat([random_ids(45, 1), random_ids(9, 2 + seed)], 1), 1), told)
+        cached.append(told.end.cached_tokens)
+    assert cached == [0, 45 if name != "qwen3_next" else cached[1], 45]
 
 
 def test_a_forward_that_fails(engines: Any) -> None:

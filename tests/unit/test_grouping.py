@@ -29,7 +29,7 @@ def test_those_left_over_meet_where_they_part() -> None:
 
 
 def test_groups_may_have_a_limit() -> None:
-    assert group_by_prefix([[1]] * 5, 1, max_rows=2) == [[0, 1], [2, 3], [4]]
+    assert group_by_prefix([[1]] * 5, 1, max_batch_size=2) == [[0, 1], [2, 3], [4]]
 
 
 def test_prompts_may_have_more_chunks_than_the_stack_has_frames() -> None:
@@ -37,7 +37,7 @@ def test_prompts_may_have_more_chunks_than_the_stack_has_frames() -> None:
 
 
 def test_sizes_are_checked() -> None:
-    for sizes in ({"chunk_size": 0}, {"chunk_size": 1, "max_rows": 0}):
+    for sizes in ({"chunk_size": 0}, {"chunk_size": 1, "max_batch_size": 0}):
         with pytest.raises(ValueError, match="1 or more, got 0"):
             group_by_prefix([[1]], **sizes)
 

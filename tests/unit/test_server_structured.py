@@ -224,3 +224,26 @@ def test_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     endless.eos_token = None
     with pytest.raises(ValueError, match="`ends` must name a token"):
         constraint_for(endless, VOCAB, regex("a"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]}, "b": NAME}},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
+        {"$defs": {"a/b c": NAME}, "type": "array", "items": {"$ref": "#/$defs/a~1b%20c"}, "maxItems": 2},
+        {"type": "array", "prefixItems": [NUMBER, {"$ref": "#/prefixItems/0"}], "items": False, "minItems": 2},
+    ],
+    ids=str,
+)
+def test_references_that_end(tokenizer: PreTrainedTokenizerFast, schema: dict[str, Any]) -> None:
+    text, ended = sampled(tokenizer, json_schema(schema), 3)
+    assert ended
+    jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("kind", ["anyOf", "allOf"])
+def test_references_that_do_not(kind: str) -> None:
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": {kind: [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}
+    with pytest.raises(ValueError, match="leads back to itself"):
+        json_schema(schema)

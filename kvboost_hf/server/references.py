@@ -1,0 +1,89 @@
+"""References within a JSON schema, which are followed before a grammar is made of it: pure Python."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+# Of all that is referred to, how deep it is, together. What makes a grammar of it goes as deep by recursion, and from
+# 1,500 on it may run out of stack, which ends the process.
+MAX_LEVELS = 1000
+
+
+def require_ends(schema: Mapping[str, Any]) -> None:
+    """Refuse a schema that says of a value only that it is what it is, or whose references go too deep.
+
+    Args:
+        schema: Nested 100 deep at most.
+
+    Raises:
+        ValueError: it is one of these.
+
+    Example:
+        >>> require_ends({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})
+        Traceback (most recent call last):
+        ValueError: The schema's `$ref` '#/$defs/a' leads back to itself. Have it end at a type.
+    """
+    found: dict[str, Any] = {}
+    new, levels = _references(schema), _depth(schema)
+    while new:
+        found |= {pointer: _target(schema, pointer) for pointer in new}
+        levels += sum(_depth(found[pointer]) for pointer in new)
+        if levels > MAX_LEVELS:
+            raise ValueError(
+                f"What the schema's `$ref`s refer to must be {MAX_LEVELS} levels deep in all, got {levels}. Make it "
+                "simpler."
+            )
+        new = set().union(*(_references(found[pointer]) for pointer in new)) - found.keys()
+    endless = set(found)
+    while (ending := {pointer for pointer in endless if _ends(found[pointer], endless)}) != set():
+        endless -= ending
+    if endless:
+        raise ValueError(f"The schema's `$ref` {min(endless)!r} leads back to itself. Have it end at a type.")
+
+
+def _ends(schema: Any, endless: set[str]) -> bool:
+    """Whether something is said of a value itself, where nothing is known yet of the references `endless`."""
+    if not isinstance(schema, dict):
+        return True
+    parts, choices = schema.get("allOf"), schema.get("anyOf")
+    return (
+        schema.get("$ref") not in endless
+        and not (isinstance(parts, list) and not all(_ends(part, endless) for part in parts))
+        and not (isinstance(choices, list) and choices and not any(_ends(choice, endless) for choice in choices))
+    )
+
+
+def _references(schema: Any) -> set[str]:
+    """All `$ref`s in it, but for those that lead elsewhere, which are refused later."""
+    found, left = set[str](), [schema]
+    for part in left:
+        if isinstance(part, dict):
+            pointer = part.get("$ref")
+            if isinstance(pointer, str) and pointer.startswith("#"):
+                found.add(pointer)
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return found
+
+
+def _target(schema: Any, pointer: str) -> Any:
+    """What a reference refers to; None for nothing, which is refused later."""
+    for step in pointer.split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict):
+            schema = schema.get(name)
+        elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
+            schema = schema[int(name)]
+        else:
+            return None
+    return schema
+
+
+def _depth(whole: Any) -> int:
+    """Levels of lists and objects in each other."""
+    depth, inner = 0, [whole]
+    while inner := [part for part in inner if isinstance(part, dict | list)]:
+        depth += 1
+        inner = [part for whole in inner for part in (whole.values() if isinstance(whole, dict) else whole)]
+    return depth

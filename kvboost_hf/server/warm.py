@@ -1,0 +1,58 @@
+"""`/v1/warm`: prompts that are computed before anybody asks."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import anyio
+from fastapi import APIRouter, Request
+
+from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions
+from kvboost_hf.server.run import Run, unless_gone
+from kvboost_hf.server.schema import WarmRequest
+from kvboost_hf.server.served import Served
+
+
+def warm_routes(served: Served) -> APIRouter:
+    """The route of this file."""
+    router = APIRouter()
+
+    @router.post("/v1/warm")
+    async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
+        if body.messages is not None:
+            prompts = [await served.encode_chat(body.messages, body.tools or (), answer=False)]
+        else:
+            prompts = [await served.encode(text) for text in body.texts or ()]
+        salt = served.salt(request, body.prompt_cache_key)
+        jobs = [served.job(ids, SamplingOptions(max_tokens=0), salt=salt) for ids in prompts]
+
+        async def finish() -> dict[str, Any]:
+            found = [event async for event in _one_by_one(served, jobs, request)]
+            return {
+                "object": "warm",
+                "prompt_tokens": sum(event.prompt_tokens for event in found),
+                "cached_tokens": sum(event.cached_tokens for event in found),
+            }
+
+        return await unless_gone(request, None, finish())
+
+    return router
+
+
+async def _one_by_one(served: Served, jobs: Sequence[Job], request: Request) -> AsyncIterator[Finished]:
+    """Run jobs so that only one is in the queue, however many there are."""
+    run: Run | None = None
+    for job in jobs:
+        while True:
+            try:
+                run = served.start([job], request)
+                break
+            except QueueFullError as error:
+                if run is None:
+                    raise
+                await anyio.sleep(error.retry_after_s)  # what was computed would be in vain
+        try:
+            async for _, event in run.events():
+                if isinstance(event, Finished):
+                    yield event
+        finally:
+            run.cancel()
