@@ -109,7 +109,7 @@ class _Writer:
         return chat.chunks
 
 
-def make_trace(requests: int, *, seed: int = 0, tenants: int = 200, chats: int = 2000) -> Trace:
+def make_trace(requests: int, *, seed: int = 0, tenants: int = 200, chats: int = 1000) -> Trace:
     """Make a trace up.
 
     Args:
@@ -345,9 +345,7 @@ def run(requests: int, seed: int, replicas: list[int], ram: int, many: int, room
         "requests": requests,
         "tokens": sum(len(request.chunks) * CHUNK + request.rest for request in trace.requests),
         "unlimited": best(trace, None),
-        "best": {
-            str(chunks): best(trace, chunks) for chunks in {ram * n for n in replicas} | {r * many for r in rooms}
-        },
+        "best": {str(chunks): best(trace, chunks) for chunks in sorted(pooled)},
         "by_replicas": [arm(n, plain, name) for n in replicas for name in (ROUTINGS if n > 1 else ROUTINGS[-1:])],
         "by_room": [arm(many, Room(chunks // 8, chunks), name) for chunks in rooms for name in two],
         "by_tiers": [
@@ -438,16 +436,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON, the tables and the figure")
     parser.add_argument("--name", default="simulate", help="of the files")
-    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--requests", type=int, default=8_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--ram", type=int, default=1024, help="of each replica, in chunks of 128 tokens")
-    parser.add_argument("--rooms", type=int, nargs="*", default=[256, 1024, 4096], help="others of 16 replicas")
+    parser.add_argument("--ram", type=int, default=512, help="of each replica, in chunks of 128 tokens")
+    parser.add_argument("--rooms", type=int, nargs="*", default=[128, 512, 2048], help="others of 16 replicas")
     options = parser.parse_args()
-    begin = time.perf_counter()
+    where, begin = provenance(sys.argv[1:], "simulate.py"), time.perf_counter()
     arms = run(options.requests, options.seed, options.replicas, options.ram, 16, options.rooms)
     seconds = time.perf_counter() - begin
-    result: Result = {"provenance": provenance(sys.argv[1:], "simulate.py"), "seconds": seconds, **arms}
+    result: Result = {"provenance": where, "seconds": seconds, **arms}
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / options.name
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
