@@ -423,7 +423,7 @@ def draw(result: Result, path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_ylim(0, 100)
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower right" if axis is left else "upper left", fontsize=8)
+        axis.legend(loc="upper left", fontsize=8)
     left.set_xticks(counts, [str(count) for count in counts])
     left.set_xlabel(f"replicas, with host memory for {room * CHUNK:,} tokens each")
     left.set_ylabel("prompt tokens found, %")
