@@ -1,4 +1,4 @@
-"""The keys of a request's prompt, for a router that has no tokenizer: a chain over its text, as a store's over tokens."""
+"""Keys of a request's prompt, for a router that has no tokenizer: a chain over its text, as a store's over tokens."""
 
 import json
 
