@@ -16,7 +16,7 @@ def test_a_chat_that_grows_begins_as_before() -> None:
     first, second = prompt_keys(_chat("a" * 600)), prompt_keys(_chat("a" * 600, "b" * 600))
     assert len(first) == 2
     assert second[:2] == first
-    assert len(second) > 4
+    assert len(second) == 4
     assert prompt_keys(_chat("a" * 300 + "c" * 300))[1:] != first[1:]
     assert prompt_keys(_chat("a" * 600, temperature=1)) == first
 
