@@ -34,7 +34,7 @@ def test_prefixes_beat_turns_within_the_bound_of_loads(trace: Any) -> None:
     found = {name: simulate.simulate(trace, 16, room, name) for name in simulate.ROUTINGS}
     assert found["prefix"]["hit"] > 1.2 * found["round-robin"]["hit"]
     assert found["prefix"]["load"] <= 1 < found["round-robin"]["load"]
-    most = 1.25 + 1 / simulate.UNDER_WAY  # the bound of what is under way is rounded up
+    most = 1.5  # what is bounded is under way; requests of a short trace take unequal times
     assert found["prefix"]["share"] <= most
     assert found["prefix"]["hit"] <= simulate.best(trace, 16 * 256)
     wide = simulate.simulate(trace, 16, room, "prefix", load_factor=8)
