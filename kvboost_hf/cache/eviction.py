@@ -18,6 +18,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import exp2
 
 _HALF_LIFE = 16  # uses of each stored chunk, on average, after which a use counts half
 _SAMPLED = 64  # leaves among which the one to give up is chosen, and as many others
@@ -59,8 +60,8 @@ class _Bag:
                 self._places[last] = place
 
     def sample(self, rng: random.Random, count: int) -> list[bytes]:
-        """`count` of the keys, or all if there are no more."""
-        return rng.sample(self._keys, count) if len(self._keys) > count else self._keys
+        """`count` of the keys, where one may come twice, or all if there are no more."""
+        return rng.choices(self._keys, k=count) if len(self._keys) > count else self._keys
 
 
 class EvictionOrder:
@@ -106,7 +107,7 @@ class EvictionOrder:
     def touch(self, key: bytes) -> None:
         """Count one use of `key`."""
         uses = self._nodes[key].uses
-        uses.count = 1 + uses.count * self._faded(self._time - uses.last)
+        uses.count = 1 + uses.count * exp2((uses.last - self._time) / (_HALF_LIFE * len(self._nodes)))
         uses.last = self._time
         self._passed += 1
 
@@ -183,12 +184,9 @@ class EvictionOrder:
     def _standing(self, key: bytes) -> tuple[float, int]:
         """How often a chunk is asked for, in no particular unit, and when it was last."""
         uses = self._nodes[key].uses
-        known_for = 1 - self._faded(self._time - uses.first + 1)
-        return uses.count * self._faded(self._time - uses.last) / known_for, uses.last
-
-    def _faded(self, time: int) -> float:
-        """What is left of a use after some time."""
-        return float(2 ** (-time / (_HALF_LIFE * max(1, len(self._nodes)))))
+        half_life = _HALF_LIFE * len(self._nodes)
+        known_for = 1 - exp2((uses.first - self._time - 1) / half_life)
+        return uses.count * exp2((uses.last - self._time) / half_life) / known_for, uses.last
 
     def _sort(self, key: bytes) -> None:
         """Put a chunk among the leaves, among the others, or among none if it is pinned."""

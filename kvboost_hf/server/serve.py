@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.store import ChunkStore
@@ -50,21 +51,14 @@ def serve(
         warm: Texts that prompts start with; they are computed for each API key before the server listens.
         log_level: Of the lines of JSON on standard error.
     """
-    choose_attention(model, attn_implementation)
-    store = kept.store(model, tokenizer)
-    engine = ModelEngine(
+    engine = start_engine(
         model,
         tokenizer,
-        store=store,
-        policy=kept.policy(),
-        max_batch_size=settings.max_batch_size,
-        max_queue_size=settings.max_queue_size,
-        prefill_chunk_size=settings.prefill_chunk_size,
-        batch_window_ms=settings.batch_window_ms,
-        max_model_len=settings.max_model_len,
-        max_live_tokens=_live_tokens(model, draft, store, settings),
+        settings,
+        kept,
         draft=draft,
         draft_trees=draft_trees,
+        attn_implementation=attn_implementation,
     )
     try:
         _log_lines(log_level)
@@ -73,7 +67,7 @@ def serve(
             signal.signal(number, _end)
         for text in warm:
             _warm(engine, tokenizer.encode(text), settings.api_keys or (None,))
-        app = make_app(engine, tokenizer, settings, ends=_ends(model, tokenizer))
+        app = front(engine, settings)
         where = f"http://{settings.host}:{settings.port}/v1"
         _log.info("serving %s at %s%s", settings.model_name, where, "" if settings.api_keys else ", without API keys")
         uvicorn.run(
@@ -87,7 +81,41 @@ def serve(
         )
     finally:
         engine.close()
-        store.close()
+        engine.store.close()
+
+
+def start_engine(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    settings: ServerSettings,
+    kept: EngineSettings,
+    *,
+    draft: PreTrainedModel | None = None,
+    draft_trees: DraftTreeConfig | None = None,
+    attn_implementation: str | None = None,
+) -> ModelEngine:
+    """The engine of a server, with a store of its own: both are the caller's to close. See `serve`."""
+    choose_attention(model, attn_implementation)
+    store = kept.store(model, tokenizer)
+    return ModelEngine(
+        model,
+        tokenizer,
+        store=store,
+        policy=kept.policy(),
+        max_batch_size=settings.max_batch_size,
+        max_queue_size=settings.max_queue_size,
+        prefill_chunk_size=settings.prefill_chunk_size,
+        batch_window_ms=settings.batch_window_ms,
+        max_model_len=settings.max_model_len,
+        max_live_tokens=_live_tokens(model, draft, store, settings),
+        draft=draft,
+        draft_trees=draft_trees,
+    )
+
+
+def front(engine: ModelEngine, settings: ServerSettings) -> FastAPI:
+    """The app that answers for an engine."""
+    return make_app(engine, engine.tokenizer, settings, ends=_ends(engine.model, engine.tokenizer))
 
 
 def _end(number: int, frame: object) -> None:

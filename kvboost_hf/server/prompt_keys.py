@@ -1,0 +1,37 @@
+"""Keys of a request's prompt, for a router that has no tokenizer: a chain over its text, as a store's over tokens."""
+
+import json
+
+import numpy as np
+
+from kvboost_hf.cache.chunks import FixedChunker, prefix_key, root_key
+
+_CUTS = FixedChunker(256)  # characters
+_FIELDS = ("tools", "instructions", "messages", "prompt", "input", "texts")  # in the order in which prompts have them
+
+
+def prompt_keys(body: bytes, authorization: str = "") -> list[bytes]:
+    """Keys of the leading pieces of a prompt: requests that share some begin with the same text, for the same client.
+
+    Args:
+        body: Of a request to any route of the server.
+        authorization: What clients are told apart by, besides the body's `prompt_cache_key`.
+
+    Returns:
+        One for each 256 characters; none for what is no JSON object, which the server will refuse.
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(asked, dict):
+        return []
+    text = json.dumps([asked[name] for name in _FIELDS if asked.get(name) is not None])
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+    key = root_key(b"text", repr((authorization, asked.get("prompt_cache_key"))).encode())
+    keys: list[bytes] = []
+    start = 0
+    while (cut := _CUTS.next_cut(tokens, start)) is not None:
+        keys.append(key := prefix_key(key, tokens[start:cut]))
+        start = cut
+    return keys

@@ -1,0 +1,82 @@
+"""The simulation of many replicas, and that it does what the store does."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvboost_hf.cache.chunks import FixedChunker
+from kvboost_hf.cache.plan import Border, plan_row
+from kvboost_hf.cache.shelf import Put, Shelf
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+simulate = pytest.importorskip("simulate")
+sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Any:
+    return simulate.make_trace(1500, seed=1, tenants=20, chats=100)
+
+
+def test_unlimited_room_reaches_the_bound(trace: Any) -> None:
+    unlimited = simulate.simulate(trace, 1, simulate.Room(0, None), "prefix")["hit"]
+    assert unlimited == pytest.approx(simulate.best(trace, None))
+    assert 0.3 < unlimited < 1
+    little = simulate.simulate(trace, 1, simulate.Room(0, 256), "prefix")["hit"]
+    assert little < simulate.best(trace, 256) < unlimited
+
+
+def test_prefixes_beat_turns_within_the_bound_of_loads(trace: Any) -> None:
+    room = simulate.Room(32, 256)
+    found = {name: simulate.simulate(trace, 16, room, name) for name in simulate.ROUTINGS}
+    assert found["prefix"]["hit"] > 1.2 * found["round-robin"]["hit"]
+    assert found["prefix"]["load"] <= 1 < found["round-robin"]["load"]
+    most = 1.5  # what is bounded is under way; requests of a short trace take unequal times
+    assert found["prefix"]["share"] <= most
+    assert found["prefix"]["hit"] <= simulate.best(trace, 16 * 256)
+    wide = simulate.simulate(trace, 16, room, "prefix", load_factor=8)
+    assert wide["share"] > most
+
+
+def test_a_shared_tier_serves_what_others_stored(trace: Any) -> None:
+    alone = simulate.simulate(trace, 4, simulate.Room(32, 256), "round-robin")
+    shared = simulate.simulate(trace, 4, simulate.Room(32, 256, 0, None), "round-robin")
+    assert alone["remote"] == 0 < shared["remote"]
+    assert shared["hit"] == pytest.approx(simulate.best(trace, None))
+
+
+def test_the_seed_decides_all(trace: Any) -> None:
+    room = simulate.Room(32, 256, 512, 2048)
+    again = simulate.make_trace(1500, seed=1, tenants=20, chats=100)
+    other = simulate.make_trace(1500, seed=2, tenants=20, chats=100)
+    first = simulate.simulate(trace, 4, room, "least-loaded")
+    assert simulate.simulate(again, 4, room, "least-loaded") == first
+    assert simulate.simulate(other, 4, room, "least-loaded") != first
+
+
+def test_host_memory_holds_what_the_shelf_holds() -> None:
+    """Chunk by chunk, through `plan_row` and `Shelf.put`, which evicts by bytes."""
+    rng = np.random.default_rng(0)
+    heads, texts = rng.integers(0, 1000, (4, 16 * 2)), rng.integers(0, 1000, (24, 16 * 6))
+    prompts = [np.concatenate([heads[i % 4], texts[i]]) for i in np.minimum(rng.zipf(1.3, 300), 24) - 1]
+    kv: Any = simulate._Sized()
+    shelf = Shelf(max_bytes=40 * (kv.nbytes + 16 * 8))
+    replica = simulate.Replica(simulate.Room(0, 40), simulate._Lower(0))
+    root, hits = b"root", 0
+    for prompt in prompts:
+        plan = plan_row(prompt, 0, Border(0, root), len(prompt), FixedChunker(16), shelf)
+        whole = [segment.chunk for segment in plan.segments if segment.stop - segment.start == 16]
+        shelf.record_use(whole, missed=plan.miss is not None)
+        keys, parent = [], root
+        for start in range(0, len(prompt), 16):
+            tokens = prompt[start : start + 16]
+            assert shelf.put(root, parent, start, tokens, kv.nbytes, lambda: kv) in (Put.STORED, Put.PRESENT)
+            keys.append(parent := simulate.prefix_key(parent, tokens))
+        assert len(replica.serve(keys)) == len(whole)
+        hits += len(whole)
+        assert replica.order._nodes.keys() == shelf._order._nodes.keys()
+    assert 0 < hits < len(prompts) * 8 - shelf._counts["evictions"]
+    assert shelf._counts["evictions"] > 0
