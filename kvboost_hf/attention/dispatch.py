@@ -9,7 +9,7 @@ from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.merge import merge as merge_parts
 from kvboost_hf.attention.tiers import active_tier
 from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.handles import CodePlanes, PieceTable
+from kvboost_hf.handles import CodePlanes, PiecedKV, PieceTable
 from kvboost_hf.kernel_calls import count
 
 
@@ -84,6 +84,22 @@ def attend_pieces(
         return cpu.attend_pieces(query, table, scale=scale, softcap=softcap)
     count("reference", "attend_pieces")
     return reference.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
+
+
+def decode(
+    query: torch.Tensor,
+    kv: PiecedKV,
+    *,
+    scale: float,
+    visibility: Visibility,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """One query of each row over pieces: [batch, 1, heads, value_dim], or None where no kernel does it in one go."""
+    if active_tier(query.device, query.dtype) != "cpu" or not cpu.can_decode(query, kv, visibility):
+        return None
+    count("cpu", "decode")
+    return cpu.decode(query, kv, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

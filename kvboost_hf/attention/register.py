@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvboost_hf.attention import ops, reference, sdpa
+from kvboost_hf.attention import dispatch, ops, reference, sdpa
 from kvboost_hf.attention.masks import make_mask
 from kvboost_hf.attention.tiers import active_tier
 from kvboost_hf.attention.visibility import Visibility
@@ -172,6 +172,9 @@ def _read_in_place(
     if seen.columns is not None or seen.mask is not None:
         return None
     if isinstance(kv, PiecedKV):
+        found = dispatch.decode(query, kv, scale=scale, visibility=seen, softcap=softcap, sinks=sinks)
+        if found is not None:
+            return found
         columns = kv.table.columns
         total = columns + kv.keys.shape[2]
         keep = kv.keep if seen.keep is None else seen.keep[:, columns:]

@@ -173,7 +173,7 @@ def test_what_is_shared_is_not_copied() -> None:
     assert batch.nbytes < 8 * 200 * per_token
     before = kernel_calls()
     batch.step([1] * 8)
-    assert (kernel_calls() - before)["cpu.attend_pieces"] == len(batch._layers)
+    assert (kernel_calls() - before)["cpu.decode"] == len(batch._layers)
     for _ in range(7):
         batch.leave(0)
     tables = [layer.table for layer in batch._layers if layer is not None and layer.table is not None]

@@ -1,6 +1,7 @@
 """Keys and values in pieces: each is read once for all rows that have it."""
 
 from collections import defaultdict
+from functools import lru_cache
 
 import torch
 
@@ -19,25 +20,34 @@ def can_attend_pieces(table: PieceTable, visibility: Visibility) -> bool:
 
 def attend_pieces(query: torch.Tensor, table: PieceTable, *, scale: float, softcap: float) -> Part:
     """See `ops.attend_pieces`; for queries behind all pieces, which see them all."""
-    rows: defaultdict[int, list[int]] = defaultdict(list)  # by piece
-    for row, pieces in enumerate(table.rows[:, :, 0].tolist()):
-        for piece in pieces:
-            if piece >= 0:
-                rows[piece].append(row)
     batch, heads, queries, _ = query.shape
     out = query.new_zeros(batch, heads, queries, table.values[0].shape[2], dtype=torch.float32)
     lse = out.new_full(out.shape[:3], float("-inf"))
-    for piece, those in rows.items():
+    for piece, _, place, count in holders(table.rows):
         key, value = table.keys[piece][None], table.values[piece][None]
-        together = those[-1] - those[0] + 1 == len(those)  # then they are views
-        place = slice(those[0], those[-1] + 1) if together else those
-        asked = query[place].transpose(0, 1).reshape(1, heads, len(those) * queries, -1)
+        asked = query[place].transpose(0, 1).reshape(1, heads, count * queries, -1)
         part = (
             attend_capped(asked, key, value, None, scale, softcap) if softcap else attend_all(asked, key, value, scale)
         )
-        found, log = (torch.unflatten(each[0], 1, (len(those), queries)).transpose(0, 1) for each in part)
+        found, log = (torch.unflatten(each[0], 1, (count, queries)).transpose(0, 1) for each in part)
         so_far, log_so_far = out[place], lse[place]
         join(so_far, log_so_far, (found, log))
-        if not together:
-            out[place], lse[place] = so_far, log_so_far
+        out[place], lse[place] = so_far, log_so_far  # which they are, where they are views
     return out.transpose(1, 2).contiguous(), lse
+
+
+@lru_cache(maxsize=8)  # all layers, and all steps between two changes, have the same tensor
+def holders(rows: torch.Tensor) -> list[tuple[int, int, slice | list[int], int]]:
+    """Of `PieceTable.rows`: each piece and its column, the rows that have it there, and how many these are.
+
+    Tensors are told apart by what they are, not by what they hold: they must not be written to.
+    """
+    found: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for row, pieces in enumerate(rows.tolist()):
+        for piece, column, _ in pieces:
+            if piece >= 0:
+                found[piece, column].append(row)
+    return [
+        (piece, column, slice(those[0], those[-1] + 1) if those[-1] - those[0] < len(those) else those, len(those))
+        for (piece, column), those in found.items()
+    ]
