@@ -1,0 +1,44 @@
+"""Rows of the server's batch on a CUDA device: what they begin with stays where it is."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvboost_hf.attention import kernel_calls
+from kvboost_hf.server.batch import BatchKV
+from kvboost_hf.server.sharing import choose_attention, sharing_reason
+from tests.conftest import make_model, random_ids
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def test_a_server_on_a_gpu_keeps_the_attention_of_its_model() -> None:
+    model = make_model().cuda()
+    own = model.config._attn_implementation
+    choose_attention(model)
+    assert model.config._attn_implementation == own
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_pieces_are_rows_alone(dtype: torch.dtype) -> None:
+    model = make_model().to("cuda", dtype)
+    model.set_attn_implementation("kvboost_fa2")
+    assert sharing_reason(model) is None
+    batch, shared = BatchKV(model, in_place=True), random_ids(150, 1).cuda()
+    texts = [torch.cat([shared, random_ids(9 + 70 * seed, seed + 2).cuda()], 1) for seed in range(3)]
+    texts.append(random_ids(20, 9).cuda())  # without a piece
+    for ids in texts:
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache, use_cache=True)
+        batch.join([(layer.keys, layer.values) for layer in cache.layers], ids[0].tolist())
+    before = kernel_calls()
+    for step in range(5):
+        found = batch.step([step + 1] * len(texts))
+        texts = [torch.cat([ids, torch.tensor([[step + 1]], device="cuda")], 1) for ids in texts]
+        expected = torch.cat([model(ids).logits[:, -1] for ids in texts])
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3 if dtype == torch.float32 else 5e-2)
+    assert (kernel_calls() - before)["triton.attend_pieces"] == 5 * len(batch._layers)
