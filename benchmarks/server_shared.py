@@ -109,8 +109,8 @@ def markdown(result: Result) -> str:
     lines = [
         f"Random Llama, 6 layers of 256, 4 heads; {measured_on(result['provenance'])}",
         "",
-        f"| attention | heads of keys | one request | {TOGETHER} that begin alike | ratio | a piece of {PIECE} tokens of "
-        f"a prompt of {LONG:,} | first token of a short request behind it | ratio |",
+        f"| attention | heads of keys | one request | {TOGETHER} that begin alike | ratio "
+        f"| a piece of {PIECE} tokens of a prompt of {LONG:,} | first token of a short request behind it | ratio |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in result["rows"]:
