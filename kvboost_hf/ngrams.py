@@ -1,9 +1,11 @@
-"""Matching the end of one text against the inside of another."""
+"""Matching texts: the end of one against the inside of another, and what two begin with."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
+_FIRST = 16  # tokens, looked at first
 MAX_NGRAM = 8  # tokens: what is the same before a place for so long tells no more by being longer
 
 
@@ -38,3 +40,17 @@ def check_ngrams(max_ngram: int, min_ngram: int = 2) -> None:
             f"`max_ngram` must be at most {MAX_NGRAM} tokens, and `min_ngram` from 2 to `max_ngram`, got {max_ngram} "
             f"and {min_ngram}."
         )
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    low, high = 0, min(len(one), len(other))
+    if high > _FIRST and one[:_FIRST] != other[:_FIRST]:  # as of most texts
+        high = _FIRST - 1
+    while low < high:  # slices compare faster than tokens one by one
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -13,6 +13,7 @@ from kvboost_hf.assisted.looks import Looks
 from kvboost_hf.assisted.outcome import Outcome
 from kvboost_hf.assisted.schedule import ConfidentLength, DraftLength
 from kvboost_hf.assisted.stats import SpeculationStats
+from kvboost_hf.ngrams import common_prefix
 
 # Arguments that transformers passes on to an assistant and that a plain forward of token ids can do without.
 _PLAIN = frozenset(
@@ -80,7 +81,7 @@ class Drafting:
         last = self._rounds.pop(ref(cache), None) if cache is not None else None
         if last is not None and ids.shape[1] > last.start:
             said = ids[0, last.start :].tolist()
-            accepted = _agreeing(last.tokens, said[:-1])  # the last one is the target's own
+            accepted = common_prefix(last.tokens, said[:-1])  # the last one is the target's own
             self._learn(last, accepted, len(said), began)
         most = int(kwargs.pop("max_new_tokens"))
         if self._is_plain(kwargs):
@@ -221,9 +222,3 @@ def _ends(config: Any) -> set[int]:
     """Tokens that end a text."""
     ends = config.eos_token_id
     return {ends} if isinstance(ends, int) else set(ends or ())
-
-
-def _agreeing(drafted: Sequence[int], said: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    pairs = zip(drafted, said, strict=False)
-    return next((place for place, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(drafted), len(said)))

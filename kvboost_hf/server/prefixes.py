@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvboost_hf.server.waiting import common_prefix
+from kvboost_hf.ngrams import common_prefix
 
 Held = TypeVar("Held")
 

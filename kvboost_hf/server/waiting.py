@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from kvboost_hf.ngrams import common_prefix
+
 _LOOK = 16  # jobs from the front that may be taken out of turn
 _PASSED = 8  # times that the first one may be passed over
 
@@ -61,16 +63,3 @@ class WaitingLine(Generic[Waiting]):
         if place == 0:
             self._passed = 0
         del self._line[place]
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    most = min(len(one), len(other))
-    low, high = 0, most  # slices compare faster than tokens one by one
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

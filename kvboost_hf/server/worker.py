@@ -36,6 +36,7 @@ from kvboost_hf.compat import (
 )
 from kvboost_hf.config import DraftTreeConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
+from kvboost_hf.ngrams import common_prefix
 from kvboost_hf.server.batch import BatchKV
 from kvboost_hf.server.drafted import DraftedText, Drafts
 from kvboost_hf.server.embedding import EmbeddingJob
@@ -55,7 +56,7 @@ from kvboost_hf.server.nothing_kept import NothingKept
 from kvboost_hf.server.sampling import Sampler, choose_rows
 from kvboost_hf.server.sharing import sharing_reason
 from kvboost_hf.server.text import TextStream
-from kvboost_hf.server.waiting import WaitingLine, common_prefix
+from kvboost_hf.server.waiting import WaitingLine
 
 _log = logging.getLogger("kvboost_hf.server")
 
