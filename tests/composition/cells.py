@@ -73,7 +73,7 @@ def prompts(cell: Cell) -> list[torch.Tensor]:
 
 def run(cell: Cell, *, spoiled: bool = False) -> Done:
     """Answer the prompts of a cell; with `spoiled`, all K/V of its history is zeros."""
-    model = model_of(cell.model, cell.weights, cell.attention)
+    model = model_of(cell)
     _probe(model, cell)
     with tempfile.TemporaryDirectory() as folder, _stores(model, cell, Path(folder)) as (first, second):
         with _zeroed(model) if spoiled else nullcontext():
@@ -95,8 +95,8 @@ def reference(cell: Cell) -> Cell:
         cell, weights=cell.weights.replace("streamed AWQ", "AWQ").replace("streamed", "resident"), buffers="growing"
     )
     drawn = cell.decoding == "sampled" and cell.assistant in CHAINS  # rejection sampling takes other random numbers
-    # What one pass computes attends to itself exactly, though it will be codes; and drafts are a part of the end of the
-    # prompt, which "query" asks.
+    # What one pass computes attends to itself exactly, though it will be codes; and first drafts are a part of the end
+    # of the prompt, which "query" asks.
     if not drawn and cell.live == "exact" and cell.repair != "query":
         simpler = replace(simpler, assistant="none")
     if not cell.loses:
@@ -121,19 +121,24 @@ def done(cell: Cell) -> Done:
     return run(cell)
 
 
-@cache
-def model_of(name: str, weights: str, attention: str) -> PreTrainedModel:
+def model_of(cell: Cell) -> PreTrainedModel:
     """A tiny model of several layers, all of them streamed or none."""
-    if weights.endswith("AWQ"):
-        with use_backend(PoisoningBackend):
-            config = FULL_STREAM if "streamed" in weights else replace(FULL_STREAM, residency_mode="full_resident")
-            model = load_streamed(str(_checkpoint(name)), config, dtype=torch.float32)
-    else:
+    model = _model(cell.model, cell.weights)
+    model.set_attn_implementation(cell.attention)
+    return model
+
+
+@cache
+def _model(name: str, weights: str) -> PreTrainedModel:
+    if not weights.endswith("AWQ"):
         model = _whole(name)
         if weights == "streamed":
             stream_except(model, ())
-    model.set_attn_implementation(attention)
-    return model
+        return model
+    with use_backend(PoisoningBackend), tempfile.TemporaryDirectory() as folder:
+        quantize_awq(_whole(name), folder, group_size=32, skip=("lm_head", *_UNPACKED))
+        config = FULL_STREAM if weights == "streamed AWQ" else replace(FULL_STREAM, residency_mode="full_resident")
+        return load_streamed(folder, config, dtype=torch.float32)
 
 
 def _whole(name: str) -> PreTrainedModel:
@@ -148,16 +153,12 @@ def _whole(name: str) -> PreTrainedModel:
         return type(model)(config).eval()
 
 
-@cache
-def _checkpoint(name: str) -> Path:
-    folder = Path(tempfile.mkdtemp())
-    quantize_awq(_whole(name), folder, group_size=32, skip=("lm_head", *_UNPACKED))
-    return folder
-
-
 def _generate(model: Any, cell: Cell, rows: list[torch.Tensor], **kwargs: Any) -> Any:
     torch.manual_seed(0)
-    many = {"samples": {"num_return_sequences": 3}, "beams": {"num_beams": 3, "num_return_sequences": 2}}
+    many: dict[str, Any] = {
+        "samples": {"num_return_sequences": 3},
+        "beams": {"num_beams": 3, "num_return_sequences": 2},
+    }
     told: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, **many.get(cell.rows, {}), **kwargs}
     told |= {"do_sample": cell.decoding == "sampled", "output_logits": True, "return_dict_in_generate": True}
     return model.generate(**left_pad(*rows), **told)
@@ -244,7 +245,7 @@ def _draft(cell: Cell) -> PreTrainedModel:
     draws = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in draft.parameters():
-            weight += 0.02 * weight.std().nan_to_num() * torch.randn(weight.shape, generator=draws)
+            weight.add_(torch.randn(weight.shape, generator=draws), alpha=0.02 * float(weight.std().nan_to_num()))
     return draft
 
 

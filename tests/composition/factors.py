@@ -39,8 +39,12 @@ class Cell:
     @property
     def loses(self) -> bool:
         """Whether the answer may differ from that of plain `generate()`."""
-        stored = self.codec != "raw" and self.reuse in ("store", "disk")
-        return stored or self.live != "exact" or self.repair != "exact"
+        return (self.codec != "raw" and self.is_stored) or self.live != "exact" or self.repair != "exact"
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the history comes from the store: states cannot go back to where a prompt parts from an answer."""
+        return self.reuse in ("store", "disk") or self.model == "qwen3_next" or self.repair != "exact"
 
 
 Value = tuple[str, str]  # a factor and one of its values
@@ -71,12 +75,15 @@ Outcome = Literal["refused", "bypassed", "nothing"]
 class Limit:
     """Two values that do not go together.
 
-    With `"bypassed"` the answer is that of plain `generate()`, and the cache's report has the message. With `"nothing"`
-    one of the two is a matter of what the other leaves out.
+    Args:
+        outcome: `"refused"`: a ValueError. `"bypassed"`: the plain answer, with nothing reused or nothing moved, and
+            the report says why. `"nothing"`: one of the two is a matter of what the other leaves out.
+        says: A part of the message.
+        why: In plain words.
     """
 
     outcome: Outcome
-    says: str  # a part of the message
+    says: str
     why: str
 
 

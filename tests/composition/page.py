@@ -21,11 +21,11 @@ _TITLES = {
     "buffers": "buffers",
 }
 _WORDS = {
-    ("model", "llama"): "full attention, grouped heads (Llama)",
-    ("model", "gemma2"): "sliding windows, softcap (Gemma 2)",
-    ("model", "qwen3_next"): "states (Qwen3-Next)",
-    ("model", "deepseek_v3"): "latent attention (DeepSeek-V3)",
-    ("reuse", "none"): "no cache passed",
+    ("model", "llama"): "Llama (grouped heads)",
+    ("model", "gemma2"): "Gemma 2 (windows, softcap)",
+    ("model", "qwen3_next"): "Qwen3-Next (states)",
+    ("model", "deepseek_v3"): "DeepSeek-V3 (latent attention)",
+    ("reuse", "none"): "without a cache",
     ("reuse", "live"): "the cache of the last turn",
     ("reuse", "store"): "a store in memory",
     ("reuse", "disk"): "a store on disk, opened anew",
@@ -38,8 +38,8 @@ _WORDS = {
     ("assistant", "draft"): "`load_assistant`",
     ("assistant", "lookup"): "`lookup_assistant`",
     ("assistant", "trees"): "`TreeDecoding`",
-    ("rows", "one"): "one prompt",
-    ("rows", "padded"): "several, padded",
+    ("rows", "one"): "one row",
+    ("rows", "padded"): "padded rows",
     ("rows", "samples"): "`num_return_sequences`",
     ("rows", "beams"): "beams",
     ("buffers", "static"): "`max_cache_len`",
@@ -48,13 +48,13 @@ _WORDS = {
 }
 _LOSES = {
     **{("repair", value): "may differ" for value in MOVING},
-    **{("codec", value): "may differ, but for `reuse` from the last turn" for value in FACTORS["codec"][1:]},
+    **{("codec", value): "may differ, but after the last turn" for value in FACTORS["codec"][1:]},
     **{("live", value): "may differ" for value in CODES},
 }
 _OUTCOMES = {
     "refused": "refused: `{says}`",
     "bypassed": "plain answer, and the report says: `{says}`",
-    "nothing": "nothing",
+    "nothing": "nothing: the answer is the same without",
 }
 
 _INTRODUCTION = """\
@@ -63,36 +63,38 @@ _INTRODUCTION = """\
 <!-- Written by `python -m tests.composition --write`. -->
 
 Reuse, codecs, attention, streamed layers and drafts are made to be used together. This page says which of them go
-together, and what happens where two do not: a combination either gives the right answer, or it is refused with an
-error, or the cache steps aside and its report says why.
+together, and what happens where two do not: they are refused with an error, or the cache steps aside and its report
+says why.
 
-It is not a list of intentions. Any two values that go together meet in one of {cells} combinations of {factors} choices
-each, on tiny models from configurations, {pairs} pairs in all. Each combination answers after a history, and three
-things are compared:
+It is not a list of intentions. There are {pairs} pairs of choices that go together, and any of them meets in one of
+{cells} calls of `generate()` on tiny models, each with a choice from every group. Each call comes after a history that
+knows its prompt, or a part of it, and must be right in three things:
 
 - **Tokens** are those of plain `generate()` with the same model and attention. Where a choice may change answers, they
-  are those of the simplest call that makes the same choice, and the logits are no farther from plain ones than a limit.
+  are those of the simplest call that makes this choice, and logits are no farther from plain ones than a limit.
 - **Logits** of the first token are off by less than a thousandth of their standard deviation.
-- **Tokens that went through the model** are no more than those that the history does not know.
+- **Tokens that went through the model** are those that the history does not know, and no others.
 
-With keys and values of zeros in place of the stored ones, each of the checks fails. The other {limits} pairs are in the
-second table, and each is tried, too.
+With keys and values of zeros in place of those of the history each call is found wrong. The other {limits} pairs are
+in the second table, and each of them is tried, too.
 
 ## The table
 
-A column says with which of its values a choice does not go; "yes" stands for all of them. Two choices that may change
-answers may do so together.
+A column tells with which choices of a group a choice does not go; "yes" stands for all of them. The answer is that of
+plain `generate()`, or may differ from it.
 
 """
 _OUTSIDE = """
 ## Where answers may differ although each part is exact
 
-- With [live quantization](quantization.md), drafts change what is computed in one pass, and tokens of one pass attend to
-  each other exactly. The same drafts give the same answer with everything else.
+- With [live quantization](quantization.md), drafts change what is computed in one pass, and tokens of one pass attend
+  to each other exactly.
 - With `repair="query"`, the end of the prompt that is asked has the first drafts in it, so that other tokens may be
   computed again.
 - Sampling with chains of drafts (`load_assistant`, `lookup_assistant`, prompt lookup) takes other random numbers than
   sampling without: the distribution is the same, the answer of one seed is not. `TreeDecoding` gives the same answer.
+- A codec changes nothing that comes from the cache of the last turn, unless that cache has to go back, and cannot:
+  states, and windows that have moved on, then come from the store.
 
 Compiled decoding is tested with `max_cache_len` [elsewhere](reuse.md), and architectures have [a table of their
 own](architectures.md).
@@ -105,7 +107,7 @@ def page() -> str:
     text = _INTRODUCTION.format(
         cells=len(cells), factors=len(FACTORS), pairs=len(all_pairs()) - len(LIMITS), limits=len(LIMITS)
     )
-    text += _rows([["choice", "", "answer", *_TITLES.values()], ["---"] * (3 + len(FACTORS))])
+    text += _rows([["", "choice", "answer", *_TITLES.values()], ["---"] * (3 + len(FACTORS))])
     for name, values in FACTORS.items():
         alike: dict[tuple[str, ...], list[str]] = {}
         for value in values:
@@ -114,7 +116,7 @@ def page() -> str:
         for row, same in alike.items():
             text += _rows([[_TITLES[name], ", ".join(_word((name, value)) for value in same), *row]])
     text += "\n## What does not go together\n\n"
-    return text + _rows([["choice", "with", "what happens", "why"], ["---"] * 4, *_limits()]) + _OUTSIDE
+    return text + _rows([["this", "with this", "what happens", "why"], ["---"] * 4, *_limits()]) + _OUTSIDE
 
 
 def _limits() -> list[list[str]]:
