@@ -203,15 +203,16 @@ def _probe(model: PreTrainedModel, cell: Cell) -> None:
 def _history(model: PreTrainedModel, cell: Cell, store: ChunkStore) -> ChunkReuseCache | None:
     """Fill the store, and the cache that goes on, if one does."""
     rows = prompts(cell)
-    plain = replace(cell, reuse="store", buffers="growing", assistant="none", rows="one", decoding="greedy")
+    alone = replace(cell, reuse="store", buffers="growing", assistant="none", rows="one", decoding="greedy")
     known = rows
     if cell.repair != "exact":
         known = [torch.cat([random_ids(CHUNK * (i + 1), seed=900 + i), each], 1) for i, each in enumerate(_DOCUMENTS)]
+    answer = {} if cell.assistant == "lookup" else {"max_new_tokens": 1, "min_new_tokens": 1}
     if cell.reuse != "live" or cell.repair != "exact":
         for row in known:
-            earlier = _cache(model, plain, store, exact=True)
+            earlier = _cache(model, alone, store, exact=True)
             assert earlier is not None
-            _generate(model, plain, [row], past_key_values=earlier)
+            _generate(model, alone, [row], past_key_values=earlier, **answer)
             earlier.store_tails()
     held = None
     if cell.reuse == "live":

@@ -171,14 +171,7 @@ LIMITS: dict[Pair, Limit] = {
     **_limits("assistant", ["trees"], "rows", ["padded", "samples", "beams"], _TREE_ROWS),
     **_limits(
         "assistant",
-        ["draft", "lookup"],
-        "rows",
-        ["beams"],
-        Limit("bypassed", "`assistant_model` was passed", "transformers leaves drafts out where there are beams."),
-    ),
-    **_limits(
-        "assistant",
-        ["prompt lookup"],
+        CHAINS,
         "rows",
         ["beams"],
         Limit("nothing", "", "transformers leaves drafts out where there are beams."),
