@@ -72,11 +72,11 @@ knows its prompt, or a part of it, and must be right in three things:
 
 - **Tokens** are those of plain `generate()` with the same model and attention. Where a choice may change answers, they
   are those of the simplest call that makes this choice, and logits are no farther from plain ones than a limit.
-- **Logits** of the first token are off by less than a thousandth of their standard deviation.
-- **Tokens that went through the model** are those that the history does not know, and no others.
+- **Logits** of the first token are off from these by less than a thousandth of their standard deviation.
+- **Tokens that went through the model** are no more than those that the history does not know, the answer, and drafts.
 
-With keys and values of zeros in place of those of the history each call is found wrong. The other {limits} pairs are
-in the second table, and each of them is tried, too.
+As a control, calls with each kind of choice are given a history whose keys and values are zeros, and are found wrong.
+The other {limits} pairs are in the second table, and each of them is tried, too.
 
 ## The table
 
