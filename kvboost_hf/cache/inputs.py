@@ -16,10 +16,11 @@ from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.positions import computed_positions, keeps_positions
 
-# Arguments that leave K/V as it is, or that are read below. Any other one, if given, may change K/V.
+# Arguments that leave K/V as it is, or that are read below. Any other one, if given, may change K/V. `assistant_model`
+# reaches a forward where transformers drafts nothing, as with beams.
 _KNOWN = frozenset(
     "input_ids attention_mask position_ids past_key_values cache_params use_cache logits_to_keep return_dict labels "
-    "output_attentions output_hidden_states output_router_logits cache_position".split()
+    "output_attentions output_hidden_states output_router_logits cache_position assistant_model".split()
 )
 # Those that models with inputs other than text have besides: they are part of what K/V is told by.
 _OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)

@@ -1,0 +1,151 @@
+"""docs/composition.md: what goes with what, from the table of limits that the tests hold to."""
+
+from pathlib import Path
+
+from tests.composition.covering import covering_cells
+from tests.composition.factors import CODES, FACTORS, LIMITS, MOVING, Limit, Value, all_pairs, pair
+
+PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+
+_TITLES = {
+    "model": "model",
+    "reuse": "reuse",
+    "repair": "moved chunks",
+    "codec": "codec of the store",
+    "live": "live quantization",
+    "attention": "attention",
+    "weights": "weights",
+    "assistant": "drafts",
+    "rows": "rows",
+    "decoding": "decoding",
+    "buffers": "buffers",
+}
+_WORDS = {
+    ("model", "llama"): "Llama (grouped heads)",
+    ("model", "gemma2"): "Gemma 2 (windows, softcap)",
+    ("model", "qwen3_next"): "Qwen3-Next (states)",
+    ("model", "deepseek_v3"): "DeepSeek-V3 (latent attention)",
+    ("reuse", "none"): "without a cache",
+    ("reuse", "live"): "the cache of the last turn",
+    ("reuse", "store"): "a store in memory",
+    ("reuse", "disk"): "a store on disk, opened anew",
+    ("repair", "exact"): "none",
+    ("codec", "raw"): "`raw`",
+    ("live", "exact"): "none",
+    ("weights", "streamed"): "streamed layers",
+    ("weights", "streamed AWQ"): "streamed AWQ layers",
+    ("assistant", "none"): "none",
+    ("assistant", "draft"): "`load_assistant`",
+    ("assistant", "lookup"): "`lookup_assistant`",
+    ("assistant", "trees"): "`TreeDecoding`",
+    ("rows", "one"): "one row",
+    ("rows", "padded"): "padded rows",
+    ("rows", "samples"): "`num_return_sequences`",
+    ("rows", "beams"): "beams",
+    ("buffers", "static"): "`max_cache_len`",
+    **{(name, value): f"`{value}`" for name in ("repair", "codec", "attention") for value in FACTORS[name][1:]},
+    ("attention", "eager"): "`eager`",
+}
+_LOSES = {
+    **{("repair", value): "may differ" for value in MOVING},
+    **{("codec", value): "may differ, but after the last turn" for value in FACTORS["codec"][1:]},
+    **{("live", value): "may differ" for value in CODES},
+}
+_OUTCOMES = {
+    "refused": "refused: `{says}`",
+    "bypassed": "plain answer, and the report says: `{says}`",
+    "nothing": "nothing: the answer is the same without",
+}
+
+_INTRODUCTION = """\
+# What goes with what
+
+<!-- Written by `python -m tests.composition --write`. -->
+
+Reuse, codecs, attention, streamed layers and drafts are made to be used together. This page says which of them go
+together, and what happens where two do not: they are refused with an error, or the cache steps aside and its report
+says why.
+
+It is not a list of intentions. There are {pairs} pairs of choices that go together, and any of them meets in one of
+{cells} calls of `generate()` on tiny models, each with a choice from every group. Each call comes after a history that
+knows its prompt, or a part of it, and must be right in three things:
+
+- **Tokens** are those of plain `generate()` with the same model and attention. Where a choice may change answers, they
+  are those of the simplest call that makes this choice, and logits are no farther from plain ones than a limit.
+- **Logits** of the first token are off from these by less than a thousandth of their standard deviation.
+- **Tokens that went through the model** are no more than those that the history does not know, the answer, and drafts.
+
+As a control, calls with each kind of choice are given a history whose keys and values are zeros, and are found wrong.
+The other {limits} pairs are in the second table, and each of them is tried, too.
+
+## The table
+
+A column tells with which choices of a group a choice does not go; "yes" stands for all of them. The answer is that of
+plain `generate()`, or may differ from it.
+
+"""
+_OUTSIDE = """
+## Where answers may differ although each part is exact
+
+- With [live quantization](quantization.md), drafts change what is computed in one pass, and tokens of one pass attend
+  to each other exactly.
+- With `repair="query"`, the end of the prompt that is asked has the first drafts in it, so that other tokens may be
+  computed again.
+- Sampling with chains of drafts (`load_assistant`, `lookup_assistant`, prompt lookup) takes other random numbers than
+  sampling without: the distribution is the same, the answer of one seed is not. `TreeDecoding` gives the same answer.
+- A codec changes nothing that comes from the cache of the last turn, unless that cache has to go back, and cannot:
+  states, and windows that have moved on, then come from the store.
+
+Compiled decoding is tested with `max_cache_len` [elsewhere](reuse.md), and architectures have [a table of their
+own](architectures.md).
+"""
+
+
+def page() -> str:
+    """The page."""
+    cells = covering_cells(LIMITS)
+    text = _INTRODUCTION.format(
+        cells=len(cells), factors=len(FACTORS), pairs=len(all_pairs()) - len(LIMITS), limits=len(LIMITS)
+    )
+    text += _rows([["", "choice", "answer", *_TITLES.values()], ["---"] * (3 + len(FACTORS))])
+    for name, values in FACTORS.items():
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for value in values:
+            answer = _LOSES.get((name, value), "plain")
+            alike.setdefault((answer, *(_goes((name, value), other) for other in FACTORS)), []).append(value)
+        for row, same in alike.items():
+            text += _rows([[_TITLES[name], ", ".join(_word((name, value)) for value in same), *row]])
+    text += "\n## What does not go together\n\n"
+    return text + _rows([["this", "with this", "what happens", "why"], ["---"] * 4, *_limits()]) + _OUTSIDE
+
+
+def _limits() -> list[list[str]]:
+    """A row for each limit, with all values on either side that share it."""
+    found: dict[tuple[str, str, Limit], tuple[dict[str, None], dict[str, None]]] = {}
+    for (one, other), limit in LIMITS.items():
+        sides = found.setdefault((one[0], other[0], limit), ({}, {}))
+        for side, value in zip(sides, (one, other), strict=True):
+            side[_word(value)] = None
+    return [
+        [
+            *(f"{_TITLES[name]}: {', '.join(side)}" for name, side in zip((one, other), sides, strict=True)),
+            _OUTCOMES[limit.outcome].format(says=limit.says.replace("`", "")),
+            limit.why,
+        ]
+        for (one, other, limit), sides in found.items()
+    ]
+
+
+def _goes(value: Value, other: str) -> str:
+    if value[0] == other:
+        return ""
+    apart = [each for each in FACTORS[other] if pair(value, (other, each)) in LIMITS]
+    return f"not {', '.join(_word((other, each)) for each in apart)}" if apart else "yes"
+
+
+def _word(value: Value) -> str:
+    return _WORDS.get(value, value[1])
+
+
+def _rows(rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
