@@ -17,6 +17,8 @@ from kvboost_hf.demo.run import BLEND as FIRST_K
 
 _MEMORY, _DISK = "ram:1GB", "4GB"
 
+_EXACT = ReusePolicy()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
@@ -33,7 +35,7 @@ class Arm:
     """
 
     name: str
-    policy: ReusePolicy | None = ReusePolicy()
+    policy: ReusePolicy | None = _EXACT
     codec: str = "raw"
     attention: str | None = None
     streamed: bool = False

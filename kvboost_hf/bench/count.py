@@ -26,7 +26,7 @@ class ForwardCount:
         layers = decoder_layers(model)
         if not layers:
             raise ValueError(
-                f"`model` must have decoder layers that can be told, got {type(model).__name__}: tokens cannot be counted."
+                f"`model` must have decoder layers that can be told, got {type(model).__name__}: none is counted."
             )
         self._rows, self._layers = 0, len(layers)
         for layer in layers:

@@ -44,7 +44,7 @@ def page(
         found: Their summaries.
         refused: Arms that did not run, and why.
     """
-    rounds = f"{settings.prompts} prompts in each workload, {settings.repeats} rounds, seed {settings.seed}"
+    rounds = f"Prompts of each workload: {settings.prompts}, rounds: {settings.repeats}, seed: {settings.seed}"
     parts = [
         f"<h1>Benchmark: {escape(name)}</h1>",
         f"<p>{escape(rounds)}.<br>{escape(str(where).replace(f'; {where.command}', ''))}.<br>"
@@ -54,11 +54,12 @@ def page(
     ]
     for workload in workloads:
         rows = [row for row in found if row.workload == workload.name]
-        head = "".join(f"<th>{escape(', '.join(filter(None, column)))}</th>" for column in (("arm",), *COLUMNS))
+        head = "".join(f"<th>{escape(' '.join(column).strip())}</th>" for column in (("arm",), *COLUMNS))
         lines = "".join(
             "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (row.arm, *cells(row))) + "</tr>" for row in rows
         )
-        parts.append(f"<h2>{escape(workload.name)}</h2><p>{escape(workload.about.capitalize())}.</p>{_figure(rows)}")
+        about = workload.about[0].upper() + workload.about[1:]
+        parts.append(f"<h2>{escape(workload.name)}</h2><p>{escape(about)}.</p>{_figure(rows)}")
         parts.append(f"<div class=scroll><table><tr>{head}</tr>{lines}</table></div>")
     if refused:
         told = "".join(f"<li><b>{escape(arm)}</b>: {escape(why)}</li>" for arm, why in refused.items())
