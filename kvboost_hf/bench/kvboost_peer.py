@@ -29,13 +29,11 @@ class KVBoostProcess:
 
     def __init__(self, python: str, source: ModelSource, folder: Path) -> None:
         name = source.name or str(EMBEDDED_MODEL_DIR)
-        model = source.load()
         if source.random is not None:
-            model.save_pretrained(folder)
+            source.load().save_pretrained(folder)
             source.tokenizer().save_pretrained(folder)
             name = str(folder)
-        dtype = str(model.dtype).removeprefix("torch.")
-        command = [python, "-I", str(_SCRIPT), name, source.device, dtype, str(torch.get_num_threads())]
+        command = [python, "-I", str(_SCRIPT), name, source.device, source.dtype, str(torch.get_num_threads())]
         self._said = (folder / "kvboost.log").open("w+", encoding="utf-8")
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True

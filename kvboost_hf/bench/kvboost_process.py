@@ -27,7 +27,7 @@ def serve(name: str, device: str, dtype: str, threads: int) -> None:
     Args:
         name: A hub name or a folder.
         device: Where the model runs.
-        dtype: Of the model, a name in torch.
+        dtype: As `from_pretrained()` takes it.
         threads: Of torch.
     """
     import torch
@@ -36,7 +36,7 @@ def serve(name: str, device: str, dtype: str, threads: int) -> None:
 
     torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     model.to(device).eval()
     engines: dict[str, Any] = {}
     forwarded = 0

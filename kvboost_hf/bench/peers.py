@@ -22,10 +22,12 @@ class Peer:
     Args:
         name: What it is asked for by.
         make: Makes a server that has seen nothing yet, for a model.
+        attention: Asks for a model with this attention, which no arm shares; None for the one that all share.
     """
 
     name: str
     make: Callable[[Counted], Server]
+    attention: str | None = None
 
     def refusal(self, models: Models, tokenizer: Any) -> str | None:
         """Why it cannot serve this model here, or None: it answers a short prompt to find out."""
@@ -39,7 +41,7 @@ class Peer:
 
     def open(self, models: Models, tokenizer: Any, folder: Path | None) -> Server:
         """A server that has seen nothing yet; it keeps nothing in folders."""
-        return self.make(models.get())
+        return self.make(models.get(self.attention))
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -178,6 +180,6 @@ PEERS: dict[str, Peer] = {
         Peer("hf-deepcopy", CopiedPrefix),
         Peer("hf-quantized", lambda counted: OwnCache(counted, "quantized")),
         Peer("hf-offloaded", lambda counted: OwnCache(counted, "offloaded")),
-        Peer("hf-batching", ContinuousBatching),
+        Peer("hf-batching", ContinuousBatching, "sdpa"),  # it changes the attention of its model
     )
 }

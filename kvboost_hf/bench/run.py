@@ -132,7 +132,10 @@ def run(
         refused = {one.name: why for one in (*ours, *peers) if (why := one.refusal(bench.models, bench.tokenizer))}
         ours = [arm for arm in ours if arm.name not in refused]
         others = [peer for peer in peers if peer.name not in refused]
-        bench.expect(sum(len(ours) + (0 if workload.restarts else len(others)) for workload in workloads))
+        for workload in workloads:
+            bench.expect(len(ours) * settings.repeats)
+            if not workload.restarts:
+                bench.expect(len(ours) + len(others) * (settings.repeats + 1))
         rows: list[Row] = []
         for workload in workloads:
             rows += bench.restarted(workload, ours) if workload.restarts else bench.served(workload, [*ours, *others])
@@ -146,8 +149,8 @@ class _Bench:
         self._done = self._total = 0
 
     def expect(self, series: int) -> None:
-        """Say how many series of prompts there will be in each round."""
-        self._total = series * self._settings.prompts * (self._settings.repeats + 1)
+        """Say that so many series of prompts are to be answered, too."""
+        self._total += series * self._settings.prompts
 
     def served(self, workload: Workload, contenders: Sequence[Contender]) -> list[Row]:
         """A workload in this process."""

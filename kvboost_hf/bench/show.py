@@ -27,7 +27,8 @@ NOTE = (
     "TTFT: from the call to the first token on the host, over all prompts and rounds. speed-up: median of the ratios "
     "to plain generate(), prompt by prompt. prefill: tokens through the model before the first one of an answer, "
     "all prompts together. same: answers with the tokens of plain generate(). right: answers that hold the value "
-    "asked for. kept: at the end of a round. Each workload runs once untimed before it counts."
+    "asked for. kept: at the end of a round. One untimed round comes first, in restart two "
+    "short prompts."
 )
 
 
