@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo server test style quality docs architectures bench soak dist dist-check gpu gpu-tests clean
+.PHONY: demo server test style quality docs architectures bench bench-all soak dist dist-check gpu gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -45,7 +45,12 @@ docs: $(VENV)/installed
 architectures: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.architectures --write
 
+# The embedded model is so small that a second thread makes it slower on a machine with other work.
 bench: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/kvboost-hf bench --peers --html bench.html --json bench.json
+
+# The measurements behind the figures in README and docs/: hours.
+bench-all: $(VENV)/installed
 	$(BIN)/python benchmarks/reuse.py --out benchmarks/results
 	$(BIN)/python benchmarks/kinds.py --out benchmarks/results
 	$(BIN)/python benchmarks/repair.py --out benchmarks/results
@@ -89,4 +94,4 @@ $(GPU_BENCHES:%=gpu-%): gpu-%:
 	PYTHONPATH=. $(PYTHON) benchmarks/$*.py $(GPU_ARGUMENTS) --device cuda --out $${OUT:-benchmarks/results}
 
 clean:
-	rm -rf $(VENV) dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png
+	rm -rf $(VENV) dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png bench.html bench.json

@@ -39,7 +39,8 @@ def _rows(group: argparse._ArgumentGroup) -> Iterator[str]:
             continue
         if action.help is None:
             raise ValueError(f"{action.option_strings or action.dest} must have a help text. Give it one.")
-        yield f"| {_flag(action)} | {action.help.replace('|', chr(92) + '|')} |"
+        text = action.help % vars(action)  # as argparse does: what is said of defaults
+        yield f"| {_flag(action)} | {text.replace('|', chr(92) + '|')} |"
 
 
 def _flag(action: argparse.Action) -> str:

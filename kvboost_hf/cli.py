@@ -3,9 +3,12 @@
 import argparse
 import json
 import os
+import shlex
 import sys
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,12 @@ import torch
 
 from kvboost_hf import __version__
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.bench.arms import ARMS
+from kvboost_hf.bench.kvboost_peer import KVBoostProcess
+from kvboost_hf.bench.peers import PEERS
+from kvboost_hf.bench.run import Contender, Settings
+from kvboost_hf.bench.source import ModelSource
+from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.cache.chunks import FixedChunker
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.report import ReuseReport
@@ -37,7 +46,9 @@ _VERIFIED_PROMPTS = 16  # where the user brings none
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = command_line().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = command_line().parse_args(given)
+    options.given = given
     try:
         return int(options.run(options))
     except (KVBoostError, ValueError, OSError) as error:
@@ -64,6 +75,26 @@ def command_line() -> argparse.ArgumentParser:
     demo.add_argument("--figure", type=Path, metavar="PNG", help="draw the times to the first token")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write all figures ('-' for standard output)")
     demo.set_defaults(run=_demo)
+
+    bench = commands.add_parser("bench", help="measure ways of serving the same prompts, and others' ways beside them")
+    _add_model_options(bench)
+    bench.add_argument(
+        "--random", type=_sizes, metavar="LxW", help="a random model of L layers, W wide, such as 8x512"
+    )
+    bench.add_argument("--draft", metavar="NAME", help="a draft model (default: the embedded one, where it fits)")
+    for flag, known, text in (("--arms", ARMS, "ways to serve"), ("--workloads", WORKLOADS, "what is asked")):
+        names = list(known)
+        bench.add_argument(flag, nargs="+", choices=names, default=names, metavar="NAME", help=_of(names, text))
+    text = "ways of transformers; all if none is named (default: none)"
+    bench.add_argument("--peers", nargs="*", choices=list(PEERS), metavar="NAME", help=_of(PEERS, text))
+    bench.add_argument("--peer-python", metavar="PYTHON", help="an interpreter that has kvboost 0.9.0, a peer, too")
+    bench.add_argument("--prompts", type=_positive, default=6, help="of each workload, from 2 to 8 (default: 6)")
+    bench.add_argument("--repeats", type=_positive, default=2, help="counted rounds of each workload (default: 2)")
+    bench.add_argument("--max-new-tokens", type=_positive, default=16, help="length of an answer (default: 16)")
+    bench.add_argument("--seed", type=int, default=0, help="of documents and questions (default: 0)")
+    bench.add_argument("--html", type=Path, metavar="FILE", help="write a page with figures, which needs nothing else")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures ('-' for standard output)")
+    bench.set_defaults(run=_bench)
 
     check = commands.add_parser("check", help="say whether a model can reuse K/V, and why not")
     _add_model_options(check)
@@ -148,6 +179,17 @@ def _positive(text: str) -> int:
     if value <= 0:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
     return value
+
+
+def _of(names: Iterable[str], text: str) -> str:
+    return f"{text}, of {', '.join(names)}"
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    layers, _, width = text.partition("x")
+    if not (layers.isdecimal() and width.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be layers x width, such as 8x512, got {text}")
+    return int(layers), int(width)
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
@@ -239,6 +281,63 @@ def _demo(options: argparse.Namespace) -> int:
     # answers may differ: they are shown, not judged.
     same = all(row.same_tokens for row in rows) and all(row.exact_same_tokens for row in shuffled)
     return 0 if same or model.dtype != torch.float32 else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        from kvboost_hf.bench.page import page
+        from kvboost_hf.bench.provenance import provenance
+        from kvboost_hf.bench.run import run
+        from kvboost_hf.bench.show import NOTE, as_json, table
+        from kvboost_hf.bench.summary import summaries
+    except ModuleNotFoundError as error:
+        raise ValueError(f"`kvboost-hf bench` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
+
+    console = Console(stderr=options.json == Path("-"))
+    source = ModelSource(
+        name=options.model, random=options.random, draft=options.draft, device=options.device, dtype=options.dtype
+    )
+    settings = Settings(
+        prompts=options.prompts, repeats=options.repeats, max_new_tokens=options.max_new_tokens, seed=options.seed
+    )
+    shown = ["PEER_PYTHON" if given == options.peer_python else given for given in options.given]
+    where = provenance(f"kvboost-hf {shlex.join(shown)}")
+    workloads = [WORKLOADS[name] for name in options.workloads]
+    peers: list[Contender] = [PEERS[name] for name in options.peers or (PEERS if options.peers == [] else ())]
+    console.print(f"[bold]{source.shown}[/bold]; {where}", highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        if options.peer_python is not None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            peers += stack.enter_context(KVBoostProcess(options.peer_python, source, folder)).peers()
+        progress = stack.enter_context(Progress(console=console, transient=True))
+        task = progress.add_task("answering", total=None)
+        result = run(
+            source,
+            [ARMS[name] for name in options.arms],
+            peers,
+            workloads,
+            settings,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    found = summaries(result.rows)
+    for workload in workloads:
+        console.print(table(workload, [row for row in found if row.workload == workload.name]))
+    for name, why in result.refused.items():
+        console.print(f"Not run: {name}: {why}", highlight=False, markup=False, soft_wrap=True)
+    console.print(NOTE, soft_wrap=True)
+    if options.html is not None:
+        text = page(source.shown, where, settings, workloads, found, result.refused)
+        options.html.write_text(text, encoding="utf-8")
+        console.print(f"Page: {options.html}")
+    if options.json is not None:
+        _write(options.json, as_json(source.shown, where, settings, result, found))
+    # As in the demo: in float32 what is lossless must give the same tokens, and all else is shown, not judged.
+    lossless = {arm.name for arm in ARMS.values() if arm.lossless}
+    same = all(row.same == row.prompts for row in found if row.arm in lossless)
+    return 0 if same or result.dtype != torch.float32 else 1
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -217,7 +217,7 @@ class Demo:
         )
 
     def _timed(self, ids: Sequence[int], cache: ChunkReuseCache | None = None) -> Call:
-        kwargs = {} if cache is None else {"past_key_values": cache}
+        kwargs: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
         call = timed_generate(self.model, ids, self.max_new_tokens, **kwargs)
         self._progress()
         return call

@@ -6,7 +6,7 @@ there), planning, copying and storing included.
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -31,23 +31,31 @@ class Call:
 class _FirstToken(BaseStreamer):
     """Notes when the first new token is on the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[], None]) -> None:
         self.seen_prompt = False
         self.at: float | None = None
+        self._on_first = on_first
 
     def put(self, value: torch.Tensor) -> None:
         if self.seen_prompt and self.at is None:
             self.at = time.perf_counter()
+            self._on_first()
         self.seen_prompt = True
 
     def end(self) -> None:
         pass
 
 
-def timed_generate(model: PreTrainedModel, ids: Sequence[int], max_new_tokens: int, **kwargs: Any) -> Call:
-    """Greedy generate() under a clock that starts at the call."""
+def timed_generate(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    max_new_tokens: int,
+    on_first: Callable[[], None] = lambda: None,
+    **kwargs: Any,
+) -> Call:
+    """Greedy generate() under a clock that starts at the call; `on_first` is called when the first token is there."""
     prompt = torch.tensor([list(ids)], device=input_device(model))
-    streamer = _FirstToken()
+    streamer = _FirstToken(on_first)
     generate: Any = model.generate
     start = time.perf_counter()
     out = generate(

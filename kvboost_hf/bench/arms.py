@@ -1,0 +1,131 @@
+"""The ways of serving prompts that this package has. A new one is a line in `ARMS`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from kvboost_hf.assisted.load import load_assistant
+from kvboost_hf.assisted.lookup import lookup_assistant
+from kvboost_hf.bench.models import Models
+from kvboost_hf.bench.served import Served, served
+from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.config import ReusePolicy
+from kvboost_hf.demo.run import BLEND as FIRST_K
+
+_MEMORY, _DISK = "ram:1GB", "4GB"
+
+_EXACT = ReusePolicy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way of serving prompts.
+
+    Args:
+        name: What it is asked for by.
+        policy: How stored K/V may be used; None for plain generate().
+        codec: How K/V is stored.
+        attention: Attention implementation; None for the default one.
+        streamed: Whether layers are streamed.
+        drafts: What proposes tokens.
+        kept: Whether one cache serves all prompts; if not, each gets a new one on the same store, as in a server.
+    """
+
+    name: str
+    policy: ReusePolicy | None = _EXACT
+    codec: str = "raw"
+    attention: str | None = None
+    streamed: bool = False
+    drafts: Literal["model", "lookup"] | None = None
+    kept: bool = False
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its answers must be those of plain generate() in float32."""
+        return self.codec == "raw" and (self.policy is None or self.policy.mode == "exact")
+
+    def refusal(self, models: Models, tokenizer: Any) -> str | None:
+        """Why it cannot serve this model here, or None."""
+        if self.drafts == "model" and models.source.draft_name is None:
+            return "no draft model: name one with --draft"
+        return None
+
+    def open(self, models: Models, tokenizer: Any, folder: Path | None) -> "OurServer":
+        """A server that has seen nothing yet, but for what is in the folder.
+
+        Args:
+            models: Where its model is.
+            tokenizer: Tells where documents may be cut.
+            folder: Where to keep K/V on disk; None for host memory only.
+        """
+        return OurServer(self, models, tokenizer, folder)
+
+
+PLAIN = Arm(name="plain", policy=None)
+ARMS: dict[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        PLAIN,
+        Arm(name="exact", kept=True),
+        Arm(name="exact-store"),
+        Arm(name="blend-query", policy=ReusePolicy(mode="blend", repair="query")),
+        Arm(name="blend-cacheblend", policy=ReusePolicy(mode="blend", repair="cacheblend")),
+        Arm(name="blend-first_k", policy=FIRST_K),
+        Arm(name="int8", codec="int8"),
+        Arm(name="int4", codec="int4"),
+        Arm(name="turboquant", codec="turboquant"),
+        Arm(name="kvboost_fa2", attention="kvboost_fa2"),
+        Arm(name="streamed", streamed=True),
+        Arm(name="draft", drafts="model"),
+        Arm(name="lookup", drafts="lookup"),
+        Arm(name="all", policy=FIRST_K, codec="int8", attention="kvboost_fa2", streamed=True, drafts="model"),
+    )
+}
+
+
+class OurServer:
+    """What `Arm.open` makes."""
+
+    def __init__(self, arm: Arm, models: Models, tokenizer: Any, folder: Path | None) -> None:
+        self._model, self._count = models.get(arm.attention, streamed=arm.streamed)
+        self._policy, self._kept = arm.policy, arm.kept
+        self._cache: ChunkReuseCache | None = None
+        self._kwargs: dict[str, Any] = {}
+        self.store: ChunkStore | None = None
+        if arm.policy is not None:
+            self.store = ChunkStore(
+                self._model,
+                chunker=ContentChunker.for_tokenizer(tokenizer) if arm.policy.mode == "blend" else None,
+                codec=arm.codec,
+                tiers=[_MEMORY, *([f"disk:{folder}:{_DISK}"] if folder is not None else [])],
+            )
+        if arm.drafts == "model":
+            # The adaptive schedule goes by the clock: no two runs would forward as many tokens.
+            draft = models.source.load_draft(self._model)
+            self._kwargs["assistant_model"] = load_assistant(draft, target=self._model, schedule="constant")
+        elif arm.drafts == "lookup":
+            assert self.store is not None, "what is looked up is in the store"
+            self._kwargs["assistant_model"] = lookup_assistant(self._model, self.store)
+
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
+        """See `Server.answer`."""
+        found = served(self._model, self._count, ids, max_new_tokens, self._arguments)
+        if self.store is None or self._cache is None:
+            return replace(found, reused=0, store_bytes=0)
+        kept = sum(tier["bytes"] for tier in self.store.stats()["tiers"].values())
+        return replace(found, reused=self._cache.report.reused_tokens, store_bytes=kept)
+
+    def close(self) -> None:
+        """See `Server.close`."""
+        if self.store is not None:
+            self.store.close()
+
+    def _arguments(self) -> dict[str, Any]:
+        if self.store is None:
+            return self._kwargs
+        if self._cache is None or not self._kept:
+            self._cache = ChunkReuseCache(self._model, self.store, self._policy)
+        return {"past_key_values": self._cache, **self._kwargs}

@@ -1,0 +1,185 @@
+"""Ways of serving prompts that transformers has. A new one is a line in `PEERS`."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+
+from kvboost_hf.bench.models import Counted, Models
+from kvboost_hf.bench.served import Served, Server, served
+
+_PAGES, _BATCH_TOKENS = 64, 2048  # pages of 256 tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One way of serving prompts.
+
+    Args:
+        name: What it is asked for by.
+        make: Makes a server that has seen nothing yet, for a model.
+        attention: Asks for a model with this attention, which no arm shares; None for the one that all share.
+    """
+
+    name: str
+    make: Callable[[Counted], Server]
+    attention: str | None = None
+
+    def refusal(self, models: Models, tokenizer: Any) -> str | None:
+        """Why it cannot serve this model here, or None: it answers a short prompt to find out."""
+        try:
+            server = self.open(models, tokenizer, None)
+            server.answer(tokenizer.encode("Hello."), 4)
+            server.close()
+        except Exception as error:  # of whatever kind: the others run all the same
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return None
+
+    def open(self, models: Models, tokenizer: Any, folder: Path | None) -> Server:
+        """A server that has seen nothing yet; it keeps nothing in folders."""
+        return self.make(models.get(self.attention))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((at for at, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
+
+
+def _nbytes(cache: DynamicCache) -> int:
+    layers: Any = cache.layers
+    return sum(part.nbytes for layer in layers for part in (layer.keys, layer.values) if part is not None)
+
+
+class KeptCache:
+    """One DynamicCache for all prompts; before each, what the prompt does not share is cut off by hand."""
+
+    def __init__(self, counted: Counted) -> None:
+        self._model, self._count = counted
+        self._cache = DynamicCache(config=self._model.config)
+        self._ids: list[int] = []
+        self._reused = 0
+
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
+        """See `Server.answer`."""
+
+        def make() -> dict[str, Any]:
+            self._reused = min(_common(self._ids, ids), len(ids) - 1)
+            self._cache.crop(self._reused - self._cache.get_seq_length())
+            return {"past_key_values": self._cache}
+
+        found = served(self._model, self._count, ids, max_new_tokens, make)
+        self._ids = [*ids, *found.ids][: self._cache.get_seq_length()]
+        return replace(found, reused=self._reused, store_bytes=_nbytes(self._cache))
+
+    def close(self) -> None:
+        """See `Server.close`."""
+
+
+class CopiedPrefix:
+    """A copy of the first prompt's K/V for each later prompt, cut to what it shares.
+
+    It is the recipe "Re-use cache to continue generation" of transformers' documentation, told where the shared part
+    ends. Copying counts as time to the first token.
+    """
+
+    def __init__(self, counted: Counted) -> None:
+        self._model, self._count = counted
+        self._first: DynamicCache | None = None
+        self._ids: list[int] = []
+        self._reused = 0
+
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
+        """See `Server.answer`."""
+        mine: DynamicCache
+
+        def make() -> dict[str, Any]:
+            nonlocal mine
+            self._reused = min(_common(self._ids, ids), len(ids) - 1)
+            mine = DynamicCache(config=self._model.config) if self._first is None else copy.deepcopy(self._first)
+            mine.crop(self._reused - mine.get_seq_length())
+            return {"past_key_values": mine}
+
+        found = served(self._model, self._count, ids, max_new_tokens, make)
+        if self._first is None:
+            mine.crop(len(ids) - mine.get_seq_length())
+            self._first, self._ids = mine, list(ids)
+        return replace(found, reused=self._reused, store_bytes=_nbytes(self._first))
+
+    def close(self) -> None:
+        """See `Server.close`."""
+
+
+class OwnCache:
+    """A cache that transformers makes for each prompt: nothing is reused."""
+
+    def __init__(self, counted: Counted, implementation: str) -> None:
+        self._model, self._count = counted
+        self._implementation = implementation
+
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
+        """See `Server.answer`."""
+
+        def make() -> dict[str, Any]:
+            return {"cache_implementation": self._implementation}
+
+        found = served(self._model, self._count, ids, max_new_tokens, make)
+        return replace(found, reused=0, store_bytes=0)
+
+    def close(self) -> None:
+        """See `Server.close`."""
+
+
+class ContinuousBatching:
+    """transformers' continuous batching, one request at a time; requests share the pages of a common prefix."""
+
+    def __init__(self, counted: Counted) -> None:
+        self._model, self._count = counted
+        model: Any = self._model
+        config: Any = GenerationConfig
+        ends = {name: getattr(model.generation_config, name) for name in ("eos_token_id", "pad_token_id")}
+        # Left to itself, it takes nine tenths of the memory that is free.
+        room = ContinuousBatchingConfig(num_blocks=_PAGES, max_batch_tokens=_BATCH_TOKENS)
+        self._manager = model.init_continuous_batching(config(do_sample=False, **ends), room)
+        self._manager.start()
+        self.answer([0, 0], 1)  # makes room for K/V
+
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
+        """See `Server.answer`."""
+        start, begin, first_ms = self._count.tokens, perf_counter(), None
+        request = self._manager.add_request(list(ids), max_new_tokens=max_new_tokens, streaming=True)
+        for told in self._manager.request_id_iter(request):
+            first_ms = first_ms or 1000 * (perf_counter() - begin)
+            if told.is_finished():
+                break
+        total_ms = 1000 * (perf_counter() - begin)
+        assert first_ms is not None
+        answer = list(told.generated_tokens)
+        forwarded = self._count.tokens - start
+        prefilled = forwarded - (len(answer) - 1)  # the model runs in another thread, and goes on
+        return Served(
+            ids=answer,
+            ttft_ms=first_ms,
+            total_ms=total_ms,
+            prefilled=prefilled,
+            forwarded=forwarded,
+            reused=len(ids) - prefilled,
+        )
+
+    def close(self) -> None:
+        """See `Server.close`."""
+        self._manager.stop(block=True)
+
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer("hf-kept", KeptCache),
+        Peer("hf-deepcopy", CopiedPrefix),
+        Peer("hf-quantized", lambda counted: OwnCache(counted, "quantized")),
+        Peer("hf-offloaded", lambda counted: OwnCache(counted, "offloaded")),
+        Peer("hf-batching", ContinuousBatching, "sdpa"),  # it changes the attention of its model
+    )
+}

@@ -1,0 +1,258 @@
+"""Running every workload by every arm.
+
+All arms get the same prompts in the same order. Within a prompt they take turns, and each prompt begins with another
+arm. A round begins with empty caches and stores; the first one is not counted.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kvboost_hf.bench.arms import PLAIN, Arm
+from kvboost_hf.bench.models import Models
+from kvboost_hf.bench.served import Served, Server
+from kvboost_hf.bench.source import ModelSource
+from kvboost_hf.bench.workloads import Prompt, Workload
+
+Progress = Callable[[int, int], None]  # answers so far, and all
+_FIRST_TOKENS = 300  # at the end of a prompt, which a new process answers twice before the clock starts
+
+
+class Contender(Protocol):
+    """An `Arm`, or a peer."""
+
+    @property
+    def name(self) -> str:
+        """What it is asked for by."""
+        ...
+
+    def refusal(self, models: Models, tokenizer: Any) -> str | None:
+        """Why it cannot serve this model here, or None."""
+        ...
+
+    def open(self, models: Models, tokenizer: Any, folder: Path | None) -> Server:
+        """A server that has seen nothing yet, but for what is in the folder."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One prompt of one round, served by one arm.
+
+    Args:
+        workload: Whose prompt it is.
+        arm: Who served it.
+        round: Which repetition of the workload, counted from 0.
+        prompt: Which prompt of the workload, counted from 0.
+        prompt_tokens: Its length.
+        same: Whether the answer's tokens are those of plain generate().
+        right: Whether the answer holds the value that was asked for.
+        served: What was measured.
+    """
+
+    workload: str
+    arm: str
+    round: int
+    prompt: int
+    prompt_tokens: int
+    same: bool
+    right: bool
+    served: Served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How much is run.
+
+    Args:
+        prompts: Of each workload; 2 or more, and at most 8.
+        repeats: Counted rounds of each workload.
+        max_new_tokens: Length of an answer.
+        seed: Of documents and questions.
+
+    Raises:
+        ValueError: for a number out of range.
+    """
+
+    prompts: int = 6
+    repeats: int = 2
+    max_new_tokens: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("prompts", 2, 8), ("repeats", 1, 1000), ("max_new_tokens", 1, 1000)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"`{name}` must be from {low} to {high}, got {value}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run has found.
+
+    Args:
+        rows: All that was measured.
+        refused: Arms and peers that did not run, and why.
+        dtype: Of the model.
+    """
+
+    rows: list[Row]
+    refused: dict[str, str]
+    dtype: torch.dtype
+
+
+def run(
+    source: ModelSource,
+    arms: Sequence[Arm],
+    peers: Sequence[Contender],
+    workloads: Sequence[Workload],
+    settings: Settings,
+    progress: Progress = lambda done, total: None,
+) -> Result:
+    """Run the workloads.
+
+    Args:
+        source: The model.
+        arms: Ways of this package; plain generate() is always run, first.
+        peers: Ways of others. They keep nothing for other processes, and are left out where one is started.
+        workloads: What is asked.
+        settings: How much.
+        progress: Called after each prompt.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        bench = _Bench(source, Path(folder), settings, progress)
+        ours: list[Arm] = [PLAIN, *(arm for arm in arms if arm.name != PLAIN.name)]
+        refused = {one.name: why for one in (*ours, *peers) if (why := one.refusal(bench.models, bench.tokenizer))}
+        ours = [arm for arm in ours if arm.name not in refused]
+        others = [peer for peer in peers if peer.name not in refused]
+        for workload in workloads:
+            bench.expect(len(ours) * settings.repeats)
+            if not workload.restarts:
+                bench.expect(len(ours) + len(others) * (settings.repeats + 1))
+        rows: list[Row] = []
+        for workload in workloads:
+            rows += bench.restarted(workload, ours) if workload.restarts else bench.served(workload, [*ours, *others])
+        return Result(rows=rows, refused=refused, dtype=bench.models.get().model.dtype)
+
+
+class _Bench:
+    def __init__(self, source: ModelSource, folder: Path, settings: Settings, progress: Progress) -> None:
+        self.models, self.tokenizer = Models(source, folder / "layers"), source.tokenizer()
+        self._folder, self._settings, self._progress = folder, settings, progress
+        self._done = self._total = 0
+
+    def expect(self, series: int) -> None:
+        """Say that so many series of prompts are to be answered, too."""
+        self._total += series * self._settings.prompts
+
+    def served(self, workload: Workload, contenders: Sequence[Contender]) -> list[Row]:
+        """A workload in this process."""
+        rows: list[Row] = []
+        for number in range(-1, self._settings.repeats):
+            with ExitStack() as stack:
+                servers = {one.name: one.open(self.models, self.tokenizer, None) for one in contenders}
+                for server in servers.values():
+                    stack.callback(server.close)
+                found = self._round(workload, number, servers)
+            rows += found if number >= 0 else []
+        return rows
+
+    def _round(self, workload: Workload, number: int, servers: dict[str, Server]) -> list[Row]:
+        rows: list[Row] = []
+        asking = workload.ask(self.tokenizer, self._settings.prompts, self._settings.seed)
+        prompt = next(asking)
+        for index in range(self._settings.prompts):
+            answers = _in_turn(servers, prompt.ids, self._settings.max_new_tokens, index)
+            rows += self._rows(workload, number, index, prompt, answers)
+            self._advance(len(servers))
+            if index + 1 < self._settings.prompts:
+                prompt = asking.send(self._text(answers[PLAIN.name]))
+        return rows
+
+    def restarted(self, workload: Workload, arms: Sequence[Arm]) -> list[Row]:
+        """A workload whose later half a new process serves, from what the first half has left on disk."""
+        settings = self._settings
+        prompts = list(workload.ask(self.tokenizer, settings.prompts, settings.seed))
+        half = settings.prompts // 2
+        rows: list[Row] = []
+        for number in range(settings.repeats):
+            folders = {arm.name: self._folder / f"{number}-{arm.name}" for arm in arms}
+            for arm in arms:
+                server = arm.open(self.models, self.tokenizer, folders[arm.name])
+                for prompt in prompts[:half]:
+                    server.answer(prompt.ids, settings.max_new_tokens)
+                server.close()
+            later = [prompt.ids for prompt in prompts[half:]]
+            task = (
+                Models(self.models.source, self.models.folder),
+                arms,
+                folders,
+                later,
+                settings.max_new_tokens,
+                torch.get_num_threads(),
+            )
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                found = pool.submit(_serve_anew, *task).result()
+            for index, answers in enumerate(found, start=half):
+                rows += self._rows(workload, number, index, prompts[index], answers)
+            self._advance(len(arms) * settings.prompts)
+        return rows
+
+    def _rows(
+        self, workload: Workload, number: int, index: int, prompt: Prompt, answers: dict[str, Served]
+    ) -> list[Row]:
+        plain = answers[PLAIN.name].ids
+        return [
+            Row(
+                workload=workload.name,
+                arm=name,
+                round=number,
+                prompt=index,
+                prompt_tokens=len(prompt.ids),
+                same=found.ids == plain,
+                right=prompt.fact.value in self._text(found),
+                served=found,
+            )
+            for name, found in answers.items()
+        ]
+
+    def _text(self, found: Served) -> str:
+        return str(self.tokenizer.decode(found.ids, skip_special_tokens=True)).strip()
+
+    def _advance(self, answers: int) -> None:
+        self._done += answers
+        self._progress(self._done, self._total)
+
+
+def _in_turn(servers: dict[str, Server], ids: list[int], max_new_tokens: int, first: int) -> dict[str, Served]:
+    names = list(servers)
+    turns = [names[(first + n) % len(names)] for n in range(len(names))]
+    found = {name: servers[name].answer(ids, max_new_tokens) for name in turns}
+    return {name: found[name] for name in names}
+
+
+def _serve_anew(
+    models: Models,
+    arms: Sequence[Arm],
+    folders: dict[str, Path],
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    threads: int,
+) -> list[dict[str, Served]]:
+    """What a new process does: opens the folders, and answers."""
+    torch.set_num_threads(threads)
+    tokenizer = models.source.tokenizer()
+    with ExitStack() as stack:
+        servers: dict[str, Server] = {arm.name: arm.open(models, tokenizer, folders[arm.name]) for arm in arms}
+        for server in servers.values():
+            stack.callback(server.close)
+            for _ in range(2):  # PyTorch starts; then, when there is something to reuse, the model is probed
+                server.answer(prompts[0][-_FIRST_TOKENS:], 2)
+        return [_in_turn(servers, ids, max_new_tokens, index) for index, ids in enumerate(prompts)]

@@ -1,0 +1,182 @@
+"""`kvboost-hf bench`: what it counts is the same in every run, and what is broken is told."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_hf.bench.arms import ARMS, PLAIN, Arm, OurServer
+from kvboost_hf.bench.kvboost_peer import KVBoostProcess
+from kvboost_hf.bench.models import Models
+from kvboost_hf.bench.peers import PEERS, Peer
+from kvboost_hf.bench.run import Contender, Result, Row, Settings, run
+from kvboost_hf.bench.source import ModelSource
+from kvboost_hf.bench.summary import summaries
+from kvboost_hf.bench.workloads import WORKLOADS, Prompt
+from kvboost_hf.cli import main
+from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.verify.sabotage import Sabotaged
+
+EMBEDDED = ModelSource()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(Arm):
+    """An arm whose store gives back zeros."""
+
+    def open(self, models: Models, tokenizer: Any, folder: Path | None) -> OurServer:
+        server = super().open(models, tokenizer, folder)
+        assert server.store is not None
+        server.store.codec = Sabotaged(KVQuantConfig(method="kivi", key_bits=8, value_bits=8), "zeroed")
+        return server
+
+
+def small(arms: Sequence[Arm], workloads: Sequence[str], peers: Sequence[Contender] = (), prompts: int = 3) -> Result:
+    settings = Settings(prompts=prompts, repeats=1)
+    return run(EMBEDDED, arms, peers, [WORKLOADS[name] for name in workloads], settings)
+
+
+def counts(rows: Sequence[Row]) -> list[Row]:
+    """The rows without what a clock decides."""
+    return [replace(row, served=replace(row.served, ttft_ms=0.0, total_ms=0.0)) for row in rows]
+
+
+def of(result: Result, arm: str, workload: str) -> list[Row]:
+    return [row for row in result.rows if (row.arm, row.workload) == (arm, workload)]
+
+
+def test_two_runs_count_the_same() -> None:
+    arms = [ARMS[name] for name in ("exact", "exact-store", "blend-first_k", "int8", "draft", "lookup")]
+    once, again = small(arms, ["chat", "rag"]), small(arms, ["chat", "rag"])
+    assert counts(once.rows) == counts(again.rows)
+    for arm in ("exact", "exact-store", "draft", "lookup"):
+        assert all(row.same for row in once.rows if row.arm == arm)
+    for plain, exact in zip(of(once, "plain", "chat"), of(once, "exact", "chat"), strict=True):
+        assert plain.served.prefilled == plain.prompt_tokens
+        assert plain.served.forwarded == plain.prompt_tokens + len(plain.served.ids) - 1
+        assert exact.served.reused is not None
+        assert exact.served.prefilled == exact.prompt_tokens - exact.served.reused
+    assert of(once, "exact", "chat")[-1].served.prefilled < of(once, "plain", "chat")[-1].served.prefilled
+    # A repair sends fewer tokens through later layers: what is counted is less than the prompt.
+    assert of(once, "blend-first_k", "rag")[-1].served.prefilled < 0.8 * of(once, "plain", "rag")[-1].prompt_tokens
+
+
+def test_a_broken_store_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = Broken(name="exact-store", codec="int8")
+    rows = of(small([broken], ["chat"], prompts=4), "exact-store", "chat")
+    assert [row.same for row in rows if not row.served.reused] == [True, True]
+    assert not all(row.same for row in rows if row.served.reused)
+    assert summaries(rows + of(small([], ["chat"], prompts=4), "plain", "chat"))[0].same < 4
+    monkeypatch.setitem(ARMS, "exact-store", broken)
+    arguments = ["bench", "--arms", "exact-store", "--workloads", "chat", "--prompts", "4", "--repeats", "1"]
+    assert main(arguments) == 0  # int8 need not be the same
+    monkeypatch.setattr(Broken, "lossless", True)
+    assert main(arguments) == 1
+    assert "3/4" in capsys.readouterr().out
+
+
+def test_a_new_process_finds_what_is_on_disk() -> None:
+    result = small([ARMS["exact-store"]], ["restart"], prompts=2)
+    plain, stored = of(result, "plain", "restart"), of(result, "exact-store", "restart")
+    assert [row.prompt for row in stored] == [1]
+    assert plain[0].served.reused == 0
+    assert stored[0].same
+    assert stored[0].served.store_bytes
+    reused = stored[0].served.reused
+    assert reused is not None
+    # Where reading seems slower than computing, all of it is computed.
+    assert stored[0].served.prefilled == stored[0].prompt_tokens - reused
+
+
+def test_transformers_own_ways() -> None:
+    def fail(_: object) -> Any:
+        raise RuntimeError("not on\nthis machine")
+
+    names = ("hf-kept", "hf-deepcopy", "hf-batching")
+    result = small([ARMS["exact"]], ["chat"], [*(PEERS[name] for name in names), Peer("absent", fail)], prompts=4)
+    assert result.refused == {"absent": "RuntimeError: not on this machine"}
+    assert all(row.same for row in result.rows)
+    exact, kept, copied = ([row.served.prefilled for row in of(result, arm, "chat")] for arm in ("exact", *names[:2]))
+    assert kept == exact
+    assert copied[0] == exact[0]
+    assert copied[2] > exact[2]  # it knows the first prompt only
+
+
+def test_kvboost_says_why_it_does_not_run(tmp_path: Path) -> None:
+    with KVBoostProcess(sys.executable, ModelSource(random=(1, 64)), tmp_path) as process:
+        peer = process.peers()[0]
+        refusal = peer.refusal(Models(EMBEDDED, tmp_path), EMBEDDED.tokenizer())
+    assert refusal == "kvboost has ended with status 1: ModuleNotFoundError: No module named 'kvboost'"
+
+
+def test_the_command_writes_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
+    page, figures = tmp_path / "bench.html", tmp_path / "bench.json"
+    arguments = ["bench", "--random", "1x64", "--arms", "exact", "--workloads", "few-shot", "--prompts", "2"]
+    arguments += ["--repeats", "1", "--max-new-tokens", "2", "--html", str(page), "--json", str(figures)]
+    assert main(arguments) == 0
+    told = json.loads(figures.read_text())
+    assert told["model"] == "random Llama, 1 layers of 64"
+    assert {"command", "commit", "hardware", "threads", "versions"} == set(told["provenance"])
+    assert [(row["arm"], row["same"]) for row in told["summaries"]] == [("plain", 2), ("exact", 2)]
+    assert len(told["rows"]) == 4
+    text = page.read_text()
+    assert text.count("<svg") == 1
+    assert "currentColor" in text
+    assert "bench --random 1x64" in text
+    assert not any(part in text for part in ("<script", "<link", "<img", "@import", "src="))
+
+
+@pytest.mark.parametrize("random", [(0, 64), (1, 65)])
+def test_sizes_that_are_none(random: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="multiple of 64"):
+        ModelSource(random=random)
+
+
+def test_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="`prompts` must be from 2 to 8, got 1"):
+        Settings(prompts=1)
+    assert main(["bench", "--model", "there", "--random", "2x64"]) == 2
+    assert "must be None for a model with a name" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "--random", "big"])
+    models = Models(ModelSource(name="there"), Path())
+    assert ARMS["draft"].refusal(models, None) == "no draft model: name one with --draft"
+    assert PLAIN.refusal(models, None) is None
+
+
+def test_a_random_model_is_the_same_again() -> None:
+    source = ModelSource(random=(1, 64))
+    state = torch.random.get_rng_state()
+    once, again = source.load().state_dict(), source.load().state_dict()
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def prompts(name: str, count: int = 4) -> list[Prompt]:
+    asking = WORKLOADS[name].ask(EMBEDDED.tokenizer(), count, 0)
+    asked = [next(asking)]
+    while len(asked) < count:
+        asked.append(asking.send(asked[-1].fact.answer))
+    return asked
+
+
+def test_workloads_are_what_they_say() -> None:
+    tokenizer = EMBEDDED.tokenizer()
+    agent = [tokenizer.decode(prompt.ids) for prompt in prompts("agent")]
+    heads = [text.partition("You read")[0] for text in agent]
+    assert len(set(heads)) == len(heads)
+    bodies = [text.partition("You read")[2].rpartition("assistant")[0] for text in agent]
+    assert all(after.startswith(before) for before, after in pairwise(bodies))
+    shots = [tokenizer.decode(prompt.ids) for prompt in prompts("few-shot")]
+    sets = [frozenset(text.split("<|im_start|>")[2:-2]) for text in shots]
+    assert len(set(sets)) == 1
+    assert len({text[:300] for text in shots}) > 1
+    library = [tokenizer.decode(prompt.ids).split("\n\n")[:-1] for prompt in prompts("rag", 8)]
+    shown = [document for documents in library for document in documents]
+    assert 6 < len(set(shown)) < len(shown)
