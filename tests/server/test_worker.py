@@ -2,6 +2,7 @@
 
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -178,6 +179,29 @@ def test_what_is_shared_is_not_copied() -> None:
         batch.leave(0)
     tables = [layer.table for layer in batch._layers if layer is not None and layer.table is not None]
     assert [sorted(key.shape[1] for key in table.keys) for table in tables] == [[9, 200]] * len(batch._layers)
+
+
+@torch.no_grad()
+def test_kv_of_a_row_that_has_left_is_let_go_of() -> None:
+    """The others read what they began with in K/V of their own, and go on as they would have."""
+    model = make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    batch, shared, kept = BatchKV(model, in_place=True), random_ids(70, 1), []
+    texts = [torch.cat([shared, random_ids(tokens, tokens)], 1) for tokens in (300, 80, 5)]
+    for ids in texts:
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache, use_cache=True)
+        batch.join([(layer.keys, layer.values) for layer in cache.layers], ids[0].tolist())
+        kept.append(weakref.ref(cache.layers[0].keys.untyped_storage()))
+    del cache
+    for left, staying in (([], [0, 1, 2]), ([0], [2, 1]), ([0, 2], [1])):
+        if left:
+            batch.leave(0)
+        assert not [place for place in left if kept[place]() is not None]
+        logits = batch.step([7] * len(batch))
+        for row, text in enumerate(staying):
+            texts[text] = torch.cat([texts[text], torch.tensor([[7]])], 1)
+            torch.testing.assert_close(logits[row], model(texts[text]).logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
 def _long_rope() -> PreTrainedModel:
