@@ -460,10 +460,10 @@ class ModelEngine:
         together = self._takes_rows and not (alone and (drafts or self._in_place or not len(self._batch)))
         if together:
             self._join_batch()
-        elif len(self._batch):
-            self._read_batch(0)
-            self._batch.leave(0)
         try:
+            if not together and len(self._batch):
+                self._read_batch(0)
+                self._batch.leave(0)
             if drafts is not None:
                 self._run_round(drafts, rows[0])
                 return

@@ -391,6 +391,25 @@ def test_what_cannot_be_stored_is_still_an_answer(engines: Any, monkeypatch: pyt
     assert sum(isinstance(event, Finished) for event in told.events) == 1
 
 
+def test_a_row_that_cannot_go_on_alone(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, and the long prompt that is under way beside it does not."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(ChunkReuseCache, "extend", fail)
+    plain_model, model = make_model(), make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    engine = engines(model)
+    told, prompts = [Told() for _ in range(3)], [random_ids(5, 0), random_ids(6, 1), random_ids(400, 2)]
+    with engine._changed:
+        for ids, count, listener in zip(prompts, (3, 99, 4), told, strict=True):
+            engine.submit(job(ids, count), listener)
+    assert told[1].end.error == "RuntimeError: no memory"
+    for place, count in ((0, 3), (2, 4)):
+        assert told[place].text == plain(plain_model, prompts[place], count)
+
+
 @pytest.mark.parametrize("method", ["add", "remove"])
 def test_a_batch_that_fails(method: str, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the layers have changed: nothing of the batch is used any more, and the next jobs run."""
