@@ -173,6 +173,12 @@ class BatchKV:
             self._stop = longest
         self._place()
 
+    def clear(self) -> None:
+        """Let go of all rows, whatever state they were left in."""
+        self._layers, self._lengths, self._own = [], [], []
+        if self._tree is not None:
+            self._tree.clear()
+
     def _place(self) -> None:
         """Tell the layers what lies elsewhere."""
         if self._tree is None:

@@ -94,6 +94,11 @@ class PrefixTree(Generic[Held]):
         if all(each.owner != left.owner for each in self._texts):
             del self._roots[left.owner]
 
+    def clear(self) -> None:
+        """Remove all texts, one by one: parts refer to each other, and would be freed much later."""
+        while self._texts:
+            self.remove(0)
+
     def path(self, text: int) -> list[Part[Held]]:
         """The parts of a text, in order."""
         part, found = self._texts[text].last, []

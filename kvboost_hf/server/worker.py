@@ -599,7 +599,8 @@ class ModelEngine:
     def _fail_all(self, error: Exception) -> None:
         """End all rows under way."""
         rows = [*self._prompts, *self._running]
-        self._prompts, self._running, self._batch = [], [], BatchKV(self.model, in_place=self._in_place)
+        self._prompts, self._running = [], []
+        self._batch.clear()
         self._fail(rows, error)
 
     def _leave(self, place: int) -> None:

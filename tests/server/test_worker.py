@@ -202,6 +202,9 @@ def test_kv_of_a_row_that_has_left_is_let_go_of() -> None:
         for row, text in enumerate(staying):
             texts[text] = torch.cat([texts[text], torch.tensor([[7]])], 1)
             torch.testing.assert_close(logits[row], model(texts[text]).logits[0, -1], atol=1e-4, rtol=1e-4)
+    batch.clear()
+    assert not [storage for storage in kept if storage() is not None]
+    assert batch.nbytes == len(batch) == 0
 
 
 def _long_rope() -> PreTrainedModel:
