@@ -27,7 +27,7 @@ class Part(Generic[Held]):
     """Tokens that one or more texts have at the same place."""
 
     start: int
-    tokens: Sequence[int]
+    tokens: list[int]
     texts: list[_Text[Held]]  # that go through it
     above: "Part[Held] | None"
     below: "list[Part[Held]]" = field(default_factory=list)
@@ -70,11 +70,11 @@ class PrefixTree(Generic[Held]):
             How many first tokens are in parts: all but a rest of fewer than `least`.
         """
         text, beside, stop = _Text(owner, held), self._roots.setdefault(owner, []), 0
-        while (found := self._shared(beside, tokens[stop:])) is not None:
+        while (found := self._shared(beside, [*tokens[stop:]])) is not None:
             found.texts.append(text)
             beside, text.last, stop = found.below, found, found.stop
         if len(tokens) - stop >= self._least:
-            text.last = Part(stop, tokens[stop:], [text], text.last)
+            text.last = Part(stop, [*tokens[stop:]], [text], text.last)
             beside.append(text.last)
             stop = len(tokens)
         self._texts.append(text)
@@ -90,6 +90,8 @@ class PrefixTree(Generic[Held]):
             part.texts.remove(left)
             if not part.texts:
                 (self._roots[left.owner] if part.above is None else part.above.below).remove(part)
+            elif len(part.below) == 1 and len(part.below[0].texts) == len(part.texts):
+                _join(part, part.below[0])
             part = part.above
         if all(each.owner != left.owner for each in self._texts):
             del self._roots[left.owner]
@@ -107,7 +109,7 @@ class PrefixTree(Generic[Held]):
             part = part.above
         return found[::-1]
 
-    def _shared(self, beside: list[Part[Held]], tokens: Sequence[int]) -> Part[Held] | None:
+    def _shared(self, beside: list[Part[Held]], tokens: list[int]) -> Part[Held] | None:
         """The part of `beside` that the tokens begin with, split off from its rest if need be."""
         shared = [common_prefix(part.tokens, tokens) for part in beside]
         most = max(shared, default=0)
@@ -120,3 +122,13 @@ class PrefixTree(Generic[Held]):
         beside[beside.index(part)] = upper
         part.start, part.tokens, part.above = upper.stop, part.tokens[most:], upper
         return upper
+
+
+def _join(part: Part[Held], lower: Part[Held]) -> None:
+    """Make one part of two that all of their texts go through."""
+    part.tokens, part.below = part.tokens + lower.tokens, lower.below
+    for each in lower.below:
+        each.above = part
+    for text in lower.texts:
+        if text.last is lower:
+            text.last = part

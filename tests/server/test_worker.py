@@ -178,7 +178,7 @@ def test_what_is_shared_is_not_copied() -> None:
     for _ in range(7):
         batch.leave(0)
     tables = [layer.table for layer in batch._layers if layer is not None and layer.table is not None]
-    assert [sorted(key.shape[1] for key in table.keys) for table in tables] == [[9, 200]] * len(batch._layers)
+    assert [sorted(key.shape[1] for key in table.keys) for table in tables] == [[209]] * len(batch._layers)
 
 
 @torch.no_grad()
