@@ -31,6 +31,7 @@ from kvboost_hf.cache.static import StaticReuseLayer
 from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, StoredStates
 from kvboost_hf.compat import cache_layers, known_reason
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.errors import StoreClosedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,10 @@ class HoldingCache(HookedCache):
 
     def _may_store(self, ledger: Ledger) -> bool:
         """Whether the layers hold what the ledger says, computed by the model as it is now."""
-        return self.store.usable and ledger.log.trusted and self._root(self._regime) == ledger.root
+        try:
+            return ledger.log.trusted and self._root(self._regime) == ledger.root
+        except StoreClosedError:  # which another thread may do at any time
+            return False
 
     def _root(self, regime: bytes) -> bytes | None:
         """What all chains of the model, as it is now, start from."""

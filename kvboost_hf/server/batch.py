@@ -110,7 +110,7 @@ class BatchKV:
         self._lengths: list[int] = []  # of each row
         self._own: list[int] = []  # those of its tokens that are in columns
         self._stop = 0
-        self._tree: PrefixTree[list[Pair]] | None = PrefixTree(_cut, least) if in_place else None
+        self._tree: PrefixTree[list[Pair]] | None = PrefixTree(least) if in_place else None
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -173,6 +173,12 @@ class BatchKV:
             self._stop = longest
         self._place()
 
+    def clear(self) -> None:
+        """Let go of all rows, whatever state they were left in."""
+        self._layers, self._lengths, self._own = [], [], []
+        if self._tree is not None:
+            self._tree.clear()
+
     def _place(self) -> None:
         """Tell the layers what lies elsewhere."""
         if self._tree is None:
@@ -188,9 +194,10 @@ class BatchKV:
         placed = torch.tensor(rows, dtype=torch.int64)
         for i, layer in enumerate(self._layers):
             assert layer is not None
-            held = [part.held[i] for part in parts.values()]
-            keys, values = (tuple(pair[at][0] for pair in held) for at in range(2))
-            layer.table = PieceTable(keys, values, placed, columns) if held else None
+            keys, values = (
+                tuple(part.held[i][at][0, :, part.start : part.stop] for part in parts.values()) for at in range(2)
+            )
+            layer.table = PieceTable(keys, values, placed, columns) if keys else None
 
     def read(self, row: int, tokens: int) -> list[Pair | None]:
         """Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of a row's last `tokens`, as views.
@@ -236,10 +243,6 @@ class BatchKV:
         self._own = [own + 1 for own in self._own]
         logits: torch.Tensor = output.logits[:, -1]
         return logits
-
-
-def _cut(kv: list[Pair], start: int, stop: int) -> list[Pair]:
-    return [(keys[:, :, start:stop], values[:, :, start:stop]) for keys, values in kv]
 
 
 class _Nothing(_BatchLayer):  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@
                               └─ d ]    text 3: parts 0, 3, 5
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -16,34 +16,44 @@ Held = TypeVar("Held")
 
 
 @dataclass(slots=True, eq=False)
+class _Text(Generic[Held]):
+    owner: Hashable
+    held: Held
+    last: "Part[Held] | None" = None
+
+
+@dataclass(slots=True, eq=False)
 class Part(Generic[Held]):
-    """Tokens that one or more texts have at the same place, and what is held of them."""
+    """Tokens that one or more texts have at the same place."""
 
     start: int
-    tokens: Sequence[int]
-    held: Held
+    tokens: list[int]
+    texts: list[_Text[Held]]  # that go through it
     above: "Part[Held] | None"
     below: "list[Part[Held]]" = field(default_factory=list)
-    texts: int = 1  # that go through it
 
     @property
     def stop(self) -> int:
         """Where the next part of a text begins."""
         return self.start + len(self.tokens)
 
+    @property
+    def held(self) -> Held:
+        """What is held of one of the texts, as long as that is here: of all its tokens, these among them."""
+        return self.texts[0].held
+
 
 class PrefixTree(Generic[Held]):
     """Texts in an order of their own, in which the last one takes the place of one that leaves.
 
     Args:
-        cut: Of what is held of some tokens, what is held of the ones in [start, stop), counted from the first of them.
         least: Tokens that texts share at least, if they share any.
     """
 
-    def __init__(self, cut: Callable[[Held, int, int], Held], least: int) -> None:
-        self._cut, self._least = cut, least
+    def __init__(self, least: int) -> None:
+        self._least = least
         self._roots: dict[Hashable, list[Part[Held]]] = {}  # by owner
-        self._texts: list[tuple[Hashable, Part[Held] | None]] = []  # the last part of each
+        self._texts: list[_Text[Held]] = []
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -59,40 +69,47 @@ class PrefixTree(Generic[Held]):
         Returns:
             How many first tokens are in parts: all but a rest of fewer than `least`.
         """
-        beside, last, stop = self._roots.setdefault(owner, []), None, 0
-        while (found := self._shared(beside, tokens[stop:])) is not None:
-            found.texts += 1
-            beside, last, stop = found.below, found, found.stop
+        text, beside, stop = _Text(owner, held), self._roots.setdefault(owner, []), 0
+        while (found := self._shared(beside, [*tokens[stop:]])) is not None:
+            found.texts.append(text)
+            beside, text.last, stop = found.below, found, found.stop
         if len(tokens) - stop >= self._least:
-            last = Part(stop, tokens[stop:], self._cut(held, stop, len(tokens)), last)
-            beside.append(last)
+            text.last = Part(stop, [*tokens[stop:]], [text], text.last)
+            beside.append(text.last)
             stop = len(tokens)
-        self._texts.append((owner, last))
+        self._texts.append(text)
         return stop
 
     def remove(self, text: int) -> None:
         """Remove a text; the last one takes its place."""
-        owner, part = self._texts[text]
-        while part is not None:
-            part.texts -= 1
-            if not part.texts:
-                (self._roots[owner] if part.above is None else part.above.below).remove(part)
-            part = part.above
-        last = self._texts.pop()
+        left, last = self._texts[text], self._texts.pop()
         if text < len(self._texts):
             self._texts[text] = last
-        if all(each != owner for each, _ in self._texts):
-            del self._roots[owner]
+        part = left.last
+        while part is not None:
+            part.texts.remove(left)
+            if not part.texts:
+                (self._roots[left.owner] if part.above is None else part.above.below).remove(part)
+            elif len(part.below) == 1 and len(part.below[0].texts) == len(part.texts):
+                _join(part, part.below[0])
+            part = part.above
+        if all(each.owner != left.owner for each in self._texts):
+            del self._roots[left.owner]
+
+    def clear(self) -> None:
+        """Remove all texts, one by one: parts refer to each other, and would be freed much later."""
+        while self._texts:
+            self.remove(0)
 
     def path(self, text: int) -> list[Part[Held]]:
         """The parts of a text, in order."""
-        part, found = self._texts[text][1], []
+        part, found = self._texts[text].last, []
         while part is not None:
             found.append(part)
             part = part.above
         return found[::-1]
 
-    def _shared(self, beside: list[Part[Held]], tokens: Sequence[int]) -> Part[Held] | None:
+    def _shared(self, beside: list[Part[Held]], tokens: list[int]) -> Part[Held] | None:
         """The part of `beside` that the tokens begin with, split off from its rest if need be."""
         shared = [common_prefix(part.tokens, tokens) for part in beside]
         most = max(shared, default=0)
@@ -101,8 +118,17 @@ class PrefixTree(Generic[Held]):
             return part
         if most < self._least:
             return None
-        upper = Part(part.start, part.tokens[:most], self._cut(part.held, 0, most), part.above, [part], part.texts)
+        upper = Part(part.start, part.tokens[:most], [*part.texts], part.above, [part])
         beside[beside.index(part)] = upper
-        part.held = self._cut(part.held, most, len(part.tokens))
         part.start, part.tokens, part.above = upper.stop, part.tokens[most:], upper
         return upper
+
+
+def _join(part: Part[Held], lower: Part[Held]) -> None:
+    """Make one part of two that all of their texts go through."""
+    part.tokens, part.below = part.tokens + lower.tokens, lower.below
+    for each in lower.below:
+        each.above = part
+    for text in lower.texts:
+        if text.last is lower:
+            text.last = part

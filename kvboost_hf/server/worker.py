@@ -461,10 +461,10 @@ class ModelEngine:
         together = self._takes_rows and not (alone and (drafts or self._in_place or not len(self._batch)))
         if together:
             self._join_batch()
-        elif len(self._batch):
-            self._read_batch(0)
-            self._batch.leave(0)
         try:
+            if not together and len(self._batch):
+                self._read_batch(0)
+                self._batch.leave(0)
             if drafts is not None:
                 self._run_round(drafts, rows[0])
                 return
@@ -600,7 +600,8 @@ class ModelEngine:
     def _fail_all(self, error: Exception) -> None:
         """End all rows under way."""
         rows = [*self._prompts, *self._running]
-        self._prompts, self._running, self._batch = [], [], BatchKV(self.model, in_place=self._in_place)
+        self._prompts, self._running = [], []
+        self._batch.clear()
         self._fail(rows, error)
 
     def _leave(self, place: int) -> None:

@@ -22,6 +22,7 @@ from transformers import (
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility
 from kvboost_hf.compat import padding_reason, probe_reason
+from kvboost_hf.errors import StoreClosedError
 from tests.architectures.models import make_architecture
 from tests.conftest import VOCAB, as_inputs, counted, left_pad, make_model, random_ids
 
@@ -310,6 +311,32 @@ class TestLifetimes:
         cache.store.close()
         cache.reset()
         prompt(llama, ChunkReuseCache(llama))  # the default store is a new one
+
+    def test_a_forward_in_which_the_store_is_closed_has_run_or_has_not(
+        self, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever is told that it is closed may run the forward again."""
+        root = ChunkStore.root
+        for moment in range(1, 99):
+            cache, left = ChunkReuseCache(llama, ChunkStore(llama, chunk_size=16)), [moment]
+
+            def close(store: ChunkStore, *given: Any, left: list[int] = left, **more: Any) -> bytes | None:
+                left[0] -= 1
+                if not left[0]:
+                    store.close()
+                return root(store, *given, **more)
+
+            monkeypatch.setattr(ChunkStore, "root", close)
+            for start, stop in ((0, 30), *((n, n + 1) for n in range(30, 34))):  # which fill two chunks
+                try:
+                    llama(BASE[:, start:stop], past_key_values=cache)
+                    assert cache.get_seq_length() == stop
+                except StoreClosedError:
+                    assert cache.get_seq_length() == start
+                    break
+            if left[0] > 0:
+                return
+        pytest.fail("it was asked for more often")
 
     def test_a_store_keeps_no_weights_alive(self) -> None:
         model = make_model("llama")

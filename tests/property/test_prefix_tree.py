@@ -14,25 +14,32 @@ steps = st.lists(st.tuples(st.sampled_from("ab"), texts, st.integers(0, 5)), max
 @settings(max_examples=400, deadline=None)
 @given(steps)
 def test_texts_that_come_and_go(steps: list[tuple[str, tuple[int, ...], int]]) -> None:
-    tree: PrefixTree[tuple[int, ...]] = PrefixTree(lambda held, start, stop: held[start:stop], LEAST)
+    tree: PrefixTree[tuple[int, ...]] = PrefixTree(LEAST)
     known: list[tuple[str, tuple[int, ...], int]] = []  # owner, tokens, how many are in parts
+    held: list[tuple[int, ...]] = []
     for owner, tokens, place in steps:
         if place < len(known) and place % 2:
             tree.remove(place)
-            known[place] = known[-1]
-            known.pop()
+            for each in (known, held):
+                each[place] = each[-1]
+                each.pop()
         else:
-            known.append((owner, tokens, tree.add(owner, tokens, tuple(10 * token for token in tokens))))
+            held.append(tuple(10 * token for token in tokens))
+            known.append((owner, tokens, tree.add(owner, tokens, held[-1])))
         assert len(tree) == len(known)
         paths = [tree.path(text) for text in range(len(known))]
         for (_, tokens, placed), path in zip(known, paths, strict=True):
             assert len(tokens) - placed < LEAST
             assert tuple(token for part in path for token in part.tokens) == tokens[:placed]
-            assert tuple(held for part in path for held in part.held) == tuple(10 * token for token in tokens[:placed])
+            assert tuple(each for part in path for each in part.held[part.start : part.stop]) == tuple(
+                10 * token for token in tokens[:placed]
+            )
+            assert all(any(part.held is each for each in held) for part in path)  # of no text that has left
             assert [part.start for part in path] == [0, *(part.stop for part in path)][: len(path)]
         parts = {id(part): part for path in paths for part in path}
         for name, part in parts.items():
-            assert part.texts == sum(any(id(each) == name for each in path) for path in paths)
+            assert len(part.texts) == sum(any(id(each) == name for each in path) for path in paths)
+            assert all(len(each.texts) < len(part.texts) for each in part.below)  # there is none to join
         for i, (owner, tokens, placed) in enumerate(known):
             for j, (other, theirs, their_placed) in enumerate(known[:i]):
                 shared = sum(len(part.tokens) for part in paths[i] if any(part is each for each in paths[j]))
@@ -41,10 +48,10 @@ def test_texts_that_come_and_go(steps: list[tuple[str, tuple[int, ...], int]]) -
 
 
 def test_a_tree_that_is_left_holds_nothing() -> None:
-    tree: PrefixTree[str] = PrefixTree(lambda held, start, stop: held[start:stop], 2)
+    tree: PrefixTree[str] = PrefixTree(2)
     for text in ("abcd", "abce", "abxx", "q"):
         tree.add(None, text, text)
-    assert [part.held for part in tree.path(0)] == ["ab", "c", "d"]
+    assert ["".join(part.tokens) for part in tree.path(0)] == ["ab", "c", "d"]
     for _ in range(4):
         tree.remove(0)
     assert not tree._roots

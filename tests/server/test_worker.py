@@ -2,6 +2,7 @@
 
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -178,7 +179,33 @@ def test_what_is_shared_is_not_copied() -> None:
     for _ in range(7):
         batch.leave(0)
     tables = [layer.table for layer in batch._layers if layer is not None and layer.table is not None]
-    assert [sorted(key.shape[1] for key in table.keys) for table in tables] == [[9, 200]] * len(batch._layers)
+    assert [sorted(key.shape[1] for key in table.keys) for table in tables] == [[209]] * len(batch._layers)
+
+
+@torch.no_grad()
+def test_kv_of_a_row_that_has_left_is_let_go_of() -> None:
+    """The others read what they began with in K/V of their own, and go on as they would have."""
+    model = make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    batch, shared, kept = BatchKV(model, in_place=True), random_ids(70, 1), []
+    texts = [torch.cat([shared, random_ids(tokens, tokens)], 1) for tokens in (300, 80, 5)]
+    for ids in texts:
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache, use_cache=True)
+        batch.join([(layer.keys, layer.values) for layer in cache.layers], ids[0].tolist())
+        kept.append(weakref.ref(cache.layers[0].keys.untyped_storage()))
+    del cache
+    for left, staying in (([], [0, 1, 2]), ([0], [2, 1]), ([0, 2], [1])):
+        if left:
+            batch.leave(0)
+        assert not [place for place in left if kept[place]() is not None]
+        logits = batch.step([7] * len(batch))
+        for row, text in enumerate(staying):
+            texts[text] = torch.cat([texts[text], torch.tensor([[7]])], 1)
+            torch.testing.assert_close(logits[row], model(texts[text]).logits[0, -1], atol=1e-4, rtol=1e-4)
+    batch.clear()
+    assert not [storage for storage in kept if storage() is not None]
+    assert batch.nbytes == len(batch) == 0
 
 
 def _long_rope() -> PreTrainedModel:
@@ -366,6 +393,25 @@ def test_what_cannot_be_stored_is_still_an_answer(engines: Any, monkeypatch: pyt
     assert engine.drain(WAIT_S)
     assert engine.stats()["batch_bytes"] == 0
     assert sum(isinstance(event, Finished) for event in told.events) == 1
+
+
+def test_a_row_that_cannot_go_on_alone(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, and the long prompt that is under way beside it does not."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(ChunkReuseCache, "extend", fail)
+    plain_model, model = make_model(), make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    engine = engines(model)
+    told, prompts = [Told() for _ in range(3)], [random_ids(5, 0), random_ids(6, 1), random_ids(400, 2)]
+    with engine._changed:
+        for ids, count, listener in zip(prompts, (3, 99, 4), told, strict=True):
+            engine.submit(job(ids, count), listener)
+    assert told[1].end.error == "RuntimeError: no memory"
+    for place, count in ((0, 3), (2, 4)):
+        assert told[place].text == plain(plain_model, prompts[place], count)
 
 
 @pytest.mark.parametrize("method", ["add", "remove"])
