@@ -72,6 +72,7 @@ class ServingCache(BlendingCache):
     _call: GenerateCall | None = None  # the generate() call that has armed the cache
     _begins_anew = False  # the next forward brings a prompt, whatever the layers hold
     _hides_padding_only = True  # the mask of the last generate() call, if it went on from what the layers hold
+    in_own_loop = False  # whoever calls the model leaves it as it is between the tokens of a text, as generate() does
 
     def begin_anew(self) -> None:
         """Take the ids of the next forward for the start of a prompt, as generate() has it, not for what follows.
@@ -203,7 +204,7 @@ class ServingCache(BlendingCache):
         new = inputs.input_ids.shape[1]
         if rope_regime(model, held + new - int(ledger.log.pads.min())) != self._regime:
             return self._lose_track(kwargs, held, _LENGTH)
-        if not in_generate():
+        if not (self.in_own_loop or in_generate()):
             if self._root(self._regime) != ledger.root:
                 return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
             if has_types_of_media(kwargs, new):

@@ -398,6 +398,7 @@ class ModelEngine:
         if row.cache is None:
             row.started = time.perf_counter()
             row.cache, shared = self._open(row)
+            row.cache.in_own_loop = True
             known = max(row.cache.stored_tokens(ids), shared)
         whole = self._policy.mode == "blend" or not self._takes_rows  # which cannot be cut
         stop = len(row.job.ids) if whole else min(known + room, len(row.job.ids))

@@ -157,6 +157,23 @@ def test_the_attention_of_a_server_on_a_cpu(name: str, asked: str | None, chosen
     assert model.config._attn_implementation == chosen
 
 
+class _CountingStore(ChunkStore):
+    roots = 0
+
+    def root(self, salt: bytes, regime: bytes = b"", *, read_all: bool = False) -> bytes | None:
+        self.roots += 1
+        return super().root(salt, regime, read_all=read_all)
+
+
+def test_the_model_is_not_looked_through_for_each_token(engines: Any) -> None:
+    """Nobody but the engine runs it; what is stored is still looked after."""
+    model, told = make_model(), Told()
+    engine = engines(model, store=_CountingStore(model, chunk_size=16))
+    engine.submit(job(random_ids(20), 40), told)
+    assert told.end.completion_tokens == 40
+    assert 0 < engine.store.roots < 16
+
+
 def test_what_is_shared_is_not_copied() -> None:
     """Eight rows of which 200 tokens are the same: read together, but by the one of another owner."""
     model = make_model()
