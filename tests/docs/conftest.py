@@ -18,6 +18,6 @@ def server_url() -> Iterator[str]:
     model, tokenizer = load_embedded()
     engine = ModelEngine(model, tokenizer, store=ChunkStore(model, chunk_size=16))
     settings = ServerSettings(model_name="reader", default_max_tokens=64)
-    with listening(make_app(engine, tokenizer, settings, vocab_size=model.config.vocab_size)) as at:
+    with listening(make_app(engine, tokenizer, settings)) as at:
         yield f"{at.url}/v1"
     engine.close()
