@@ -96,6 +96,8 @@ def decode(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """One query of each row over pieces: [batch, 1, heads, value_dim], or None where no kernel does it in one go."""
+    if torch.compiler.is_compiling():  # it is no operator
+        return None
     if active_tier(query.device, query.dtype) != "cpu" or not cpu.can_decode(query, kv, visibility):
         return None
     count("cpu", "decode")
