@@ -14,14 +14,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compat import (
@@ -43,63 +41,22 @@ from kvboost_hf.server.embedding import EmbeddingJob
 from kvboost_hf.server.jobs import (
     DrainingError,
     Event,
-    Finished,
     FinishReason,
     Job,
     Listener,
-    Progress,
     QueueFullError,
     TokenLogprob,
     TooLongError,
 )
 from kvboost_hf.server.nothing_kept import NothingKept
-from kvboost_hf.server.sampling import Sampler, choose_rows
+from kvboost_hf.server.row import Row
+from kvboost_hf.server.sampling import choose_rows
 from kvboost_hf.server.sharing import sharing_reason
-from kvboost_hf.server.text import TextStream
 from kvboost_hf.server.waiting import WaitingLine
 
 _log = logging.getLogger("kvboost_hf.server")
 
 _PATIENCE = 4  # pieces of other prompts that the first prompt lets pass
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A job under way; also its ticket."""
-
-    job: Job
-    listener: Listener
-    submitted: float
-    cancelled: bool = False
-    cache: ChunkReuseCache | None = None
-    done: int = 0  # tokens of the prompt that were computed or reused
-    passed: int = 0  # pieces of other prompts since the last one of this
-    ids: list[int] = field(default_factory=list)  # of the answer
-    sampler: Sampler | None = None
-    drafted: DraftedText | None = None  # made when it first runs alone
-    text: TextStream | None = None
-    joined: int = 0  # tokens that its own cache holds while it is in the batch
-    report: ReuseReport | None = None
-    started: float | None = None
-    first: float | None = None  # when its first token was on the host
-
-    def cancel(self) -> None:
-        """See `Ticket`."""
-        self.cancelled = True
-
-    @property
-    def longest(self) -> int:
-        """Tokens of prompt and answer, at most."""
-        return len(self.job.ids) + self.job.options.max_tokens
-
-    @property
-    def left(self) -> int:
-        """Tokens of the prompt that are still to be computed."""
-        return len(self.job.ids) - self.done
-
-
-def _fits(row: _Row, most: int | None) -> bool:
-    return most is None or row.longest <= most
 
 
 class ModelEngine:
@@ -171,9 +128,9 @@ class ModelEngine:
             )
         self._drafts = Drafts.of(model, cache, draft, draft_trees) if draft is not None else None
         self._changed = threading.Condition()
-        self._waiting: WaitingLine[_Row] = WaitingLine(lambda row: row.job.ids)
-        self._prompts: list[_Row] = []  # under way, in the order in which they were taken
-        self._running: list[_Row] = []  # in the order of the rows of the batch
+        self._waiting: WaitingLine[Row] = WaitingLine(lambda row: row.job.ids)
+        self._prompts: list[Row] = []  # under way, in the order in which they were taken
+        self._running: list[Row] = []  # in the order of the rows of the batch
         self._embeddings: deque[EmbeddingJob] = deque()
         self._in_place = self._takes_rows and sharing_reason(model) is None
         self._batch = BatchKV(model, in_place=self._in_place)
@@ -208,9 +165,9 @@ class ModelEngine:
 
     # Called by any thread
 
-    def submit(self, job: Job, listener: Listener) -> _Row:
+    def submit(self, job: Job, listener: Listener) -> Row:
         """See `Engine`."""
-        row = _Row(job, listener, time.perf_counter())
+        row = Row(job, listener, time.perf_counter())
         prompt, longest = len(job.ids), row.longest
         if not prompt:
             raise ValueError("The prompt must have at least one token, got none.")
@@ -329,9 +286,8 @@ class ModelEngine:
         """Take jobs from the line as long as there is room."""
         while len(self._waiting) and len(self._prompts) + len(self._running) < self._max_batch:
             busy = sum(row.longest for row in (*self._prompts, *self._running))
-            row = self._waiting.take(
-                partial(_fits, most=self._max_live - busy if self._max_live is not None else None)
-            )
+            room = self._max_live - busy if self._max_live is not None else None
+            row = self._waiting.take(partial(Row.fits, room=room))
             if row is None:
                 break
             self._prompts.append(row)
@@ -340,22 +296,16 @@ class ModelEngine:
         """End what was cancelled or has taken too long, waiting or not."""
         now = time.perf_counter()
         with self._changed:
-            waiting = [row for row in self._waiting if self._must_end(row, now) is not None]
+            waiting = [row for row in self._waiting if row.must_end(now) is not None]
             for row in waiting:
                 self._waiting.remove(row)
         for row in waiting:
-            self._tell_end(row, self._must_end(row, now) or "cancelled")
+            self._tell_end(row, row.must_end(now) or "cancelled")
         for row in [*self._prompts, *self._running]:
-            if (reason := self._must_end(row, now)) is not None:
+            if (reason := row.must_end(now)) is not None:
                 self._end(row, reason)
 
-    def _must_end(self, row: _Row, now: float) -> FinishReason | None:
-        if row.cancelled:
-            return "cancelled"
-        limit = row.job.timeout_s
-        return "timeout" if limit is not None and now - row.submitted > limit else None
-
-    def _next_prompt(self) -> _Row:
+    def _next_prompt(self) -> Row:
         """The one with the least left, unless the first one has waited for long enough."""
         first = self._prompts[0]
         row = first if first.passed >= _PATIENCE else min(self._prompts, key=lambda row: row.left)
@@ -369,7 +319,7 @@ class ModelEngine:
         while self._prompts and room > 0:
             room -= self._run_piece(self._next_prompt(), room)
 
-    def _run_piece(self, row: _Row, room: int) -> int:
+    def _run_piece(self, row: Row, room: int) -> int:
         """The next piece of a prompt, of at most `room` tokens to compute; returns how many they were."""
         try:
             computed, logits = self._prefill(row, room)
@@ -391,7 +341,7 @@ class ModelEngine:
         self._take([row], logits)
         return computed
 
-    def _prefill(self, row: _Row, room: int) -> tuple[int, torch.Tensor]:
+    def _prefill(self, row: Row, room: int) -> tuple[int, torch.Tensor]:
         """Compute the next piece of a prompt; returns its tokens, and the logits [1, vocab_size] behind it."""
         ids = torch.tensor([row.job.ids], device=self._device)
         known = row.done
@@ -418,7 +368,7 @@ class ModelEngine:
         ).logits[:, -1]
         return logits
 
-    def _open(self, row: _Row) -> tuple[ChunkReuseCache, int]:
+    def _open(self, row: Row) -> tuple[ChunkReuseCache, int]:
         """A cache for a row: one that goes on from another row's, if that has more of its prompt than a chunk.
 
         Returns:
@@ -439,19 +389,14 @@ class ModelEngine:
             return cache, most
         return ChunkReuseCache(self.model, self.store, self._policy, row.job.salt), 0
 
-    def _begin_text(self, row: _Row) -> None:
-        assert row.cache is not None
-        report = row.report = row.cache.report
+    def _begin_text(self, row: Row) -> None:
+        report = row.begin(self.tokenizer)
         self._counts.update(
             prompt_tokens=report.prompt_tokens,
             cached_tokens=report.reused_tokens,
             computed_tokens=report.forwarded_tokens,
         )
         self._tiers.update(report.tier_tokens)
-        row.sampler = Sampler(row.job.options, row.job.ids)
-        row.text = TextStream(
-            self.tokenizer, row.job.stop, row.job.ids, skip_special_tokens=row.job.skip_special_tokens
-        )
 
     def _run_step(self) -> None:
         """One more token for each running text; some more for one that runs alone and is drafted for."""
@@ -479,7 +424,7 @@ class ModelEngine:
         self._counts["steps"] += 1
         self._take(rows, logits)
 
-    def _run_round(self, drafts: Drafts, row: _Row) -> None:
+    def _run_round(self, drafts: Drafts, row: Row) -> None:
         assert row.cache is not None
         assert row.sampler is not None
         if row.drafted is None:
@@ -508,7 +453,7 @@ class ModelEngine:
             ids = torch.tensor([row.ids[said : said + new]], device=self._device)
             row.cache.extend(ids, positions, self._batch.read(place, new))
 
-    def _step_alone(self, row: _Row) -> torch.Tensor:
+    def _step_alone(self, row: Row) -> torch.Tensor:
         """In its own cache: for one that is alone, and for models whose rows cannot be put together."""
         ids, start = torch.tensor([row.ids[-1:]], device=self._device), len(row.job.ids) + len(row.ids) - 1
         try:
@@ -525,7 +470,7 @@ class ModelEngine:
             if row.cache is not None:
                 row.cache.store = self.store
 
-    def _take(self, rows: Sequence[_Row], logits: torch.Tensor) -> None:
+    def _take(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
         """Choose a token for each row, tell of it, and end the rows that it ends."""
         try:
             chosen = choose_rows([row.sampler for row in rows if row.sampler is not None], logits)
@@ -544,28 +489,13 @@ class ModelEngine:
             if reason is not None:
                 self._end(row, reason)
 
-    def _add(self, row: _Row, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
-        assert row.text is not None
-        row.ids.append(token)
+    def _add(self, row: Row, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
+        reason, progress = row.add(token, logprob, now)
         self._counts["generated_tokens"] += 1
-        row.first = row.first or now
-        options = row.job.options
-        reason: FinishReason | None = None
-        if token in row.job.ends:
-            reason, piece = "stop", row.text.finish()
-        else:
-            piece = row.text.push(token)
-            constraint = options.constraint
-            if row.text.stopped or (constraint is not None and constraint.finished):
-                reason = "stop"
-            elif len(row.ids) >= options.max_tokens:
-                reason = "length"
-            if reason is not None:
-                piece += row.text.finish()
-        self._tell(row, Progress(piece, 1, () if logprob is None else (logprob,)))
+        self._tell(row, progress)
         return reason
 
-    def _end(self, row: _Row, reason: FinishReason) -> None:
+    def _end(self, row: Row, reason: FinishReason) -> None:
         """Hand what was computed to the store, make room, and tell of the end."""
         try:
             self._store(row)
@@ -574,7 +504,7 @@ class ModelEngine:
         self._forget(row)
         self._tell_end(row, reason)
 
-    def _store(self, row: _Row) -> None:
+    def _store(self, row: Row) -> None:
         cache = row.cache
         if cache is None:
             return
@@ -584,14 +514,14 @@ class ModelEngine:
                 self._read_batch(place)
         cache.store_tails()
 
-    def _forget(self, row: _Row) -> None:
+    def _forget(self, row: Row) -> None:
         row.cache = None
         if row in self._running:
             self._leave(self._running.index(row))
         elif row in self._prompts:
             self._prompts.remove(row)
 
-    def _fail(self, rows: Sequence[_Row], error: Exception) -> None:
+    def _fail(self, rows: Sequence[Row], error: Exception) -> None:
         """End rows whose forward has failed, without what it may have left behind."""
         _log.error("A forward has failed.", exc_info=error)
         for row in rows:
@@ -613,29 +543,15 @@ class ModelEngine:
             place = held - 1
         del self._running[place]
 
-    def _tell_end(self, row: _Row, reason: FinishReason, error: str | None = None) -> None:
+    def _tell_end(self, row: Row, reason: FinishReason, error: str | None = None) -> None:
         now = time.perf_counter()
-        report = row.report
         with self._changed:
             self._finished[reason] += 1
             self._pace = 0.8 * self._pace + 0.2 * (now - (row.started or now))
             self._changed.notify_all()
-        self._tell(
-            row,
-            Finished(
-                reason=reason,
-                prompt_tokens=len(row.job.ids),
-                completion_tokens=len(row.ids),
-                cached_tokens=report.reused_tokens if report is not None else 0,
-                tiers=dict(report.tier_tokens) if report is not None else {},
-                queue_s=(row.started or now) - row.submitted,
-                ttft_s=row.first - row.submitted if row.first is not None else None,
-                total_s=now - row.submitted,
-                error=error,
-            ),
-        )
+        self._tell(row, row.finished(reason, error, now))
 
-    def _tell(self, row: _Row, event: Event) -> None:
+    def _tell(self, row: Row, event: Event) -> None:
         try:
             row.listener(event)
         except Exception:  # nobody listens any more

@@ -1,0 +1,102 @@
+"""A job under way: what has come of it so far, and what there is to tell of it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.server.drafted import DraftedText
+from kvboost_hf.server.jobs import Finished, FinishReason, Job, Listener, Progress, TokenLogprob
+from kvboost_hf.server.sampling import Sampler
+from kvboost_hf.server.text import TextStream
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """Also the ticket of the job."""
+
+    job: Job
+    listener: Listener
+    submitted: float
+    cancelled: bool = False
+    cache: ChunkReuseCache | None = None
+    done: int = 0  # tokens of the prompt that were computed or reused
+    passed: int = 0  # pieces of other prompts since the last one of this
+    ids: list[int] = field(default_factory=list)  # of the answer
+    sampler: Sampler | None = None
+    drafted: DraftedText | None = None  # made when it first runs alone
+    text: TextStream | None = None
+    joined: int = 0  # tokens that its own cache holds while it is in the batch
+    report: ReuseReport | None = None
+    started: float | None = None
+    first: float | None = None  # when its first token was on the host
+
+    def cancel(self) -> None:
+        """See `Ticket`."""
+        self.cancelled = True
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        return len(self.job.ids) + self.job.options.max_tokens
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that are still to be computed."""
+        return len(self.job.ids) - self.done
+
+    def fits(self, room: int | None) -> bool:
+        """Whether there is room for it, in tokens; None for any."""
+        return room is None or self.longest <= room
+
+    def must_end(self, now: float) -> FinishReason | None:
+        """Why it goes no further, or None."""
+        if self.cancelled:
+            return "cancelled"
+        limit = self.job.timeout_s
+        return "timeout" if limit is not None and now - self.submitted > limit else None
+
+    def begin(self, tokenizer: Any) -> ReuseReport:
+        """Its prompt is done; returns what that has cost."""
+        assert self.cache is not None
+        self.report = self.cache.report
+        self.sampler = Sampler(self.job.options, self.job.ids)
+        self.text = TextStream(
+            tokenizer, self.job.stop, self.job.ids, skip_special_tokens=self.job.skip_special_tokens
+        )
+        return self.report
+
+    def add(self, token: int, logprob: TokenLogprob | None, now: float) -> tuple[FinishReason | None, Progress]:
+        """One more token: why it is the last one, or None, and what there is to tell."""
+        assert self.text is not None
+        self.ids.append(token)
+        self.first = self.first or now
+        options = self.job.options
+        reason: FinishReason | None = None
+        if token in self.job.ends:
+            reason, piece = "stop", self.text.finish()
+        else:
+            piece = self.text.push(token)
+            constraint = options.constraint
+            if self.text.stopped or (constraint is not None and constraint.finished):
+                reason = "stop"
+            elif len(self.ids) >= options.max_tokens:
+                reason = "length"
+            if reason is not None:
+                piece += self.text.finish()
+        return reason, Progress(piece, 1, () if logprob is None else (logprob,))
+
+    def finished(self, reason: FinishReason, error: str | None, now: float) -> Finished:
+        """What there is to tell at the end."""
+        report = self.report
+        return Finished(
+            reason=reason,
+            prompt_tokens=len(self.job.ids),
+            completion_tokens=len(self.ids),
+            cached_tokens=report.reused_tokens if report is not None else 0,
+            tiers=dict(report.tier_tokens) if report is not None else {},
+            queue_s=(self.started or now) - self.submitted,
+            ttft_s=self.first - self.submitted if self.first is not None else None,
+            total_s=now - self.submitted,
+            error=error,
+        )
