@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvboost_hf.compat import (
+    KeptOnModel,
     ProbeCache,
     attention_kind,
     cache_layers,
@@ -47,7 +48,7 @@ def choose_attention(model: PreTrainedModel, asked: str | None = None) -> None:
 
 
 def sharing_reason(model: PreTrainedModel) -> str | None:
-    """Why rows must have copies of all their K/V, or None. Runs the model on a few tokens."""
+    """Why rows must have copies of all their K/V, or None. Runs the model on a few tokens, once per dtype."""
     if (kind := attention_kind(model)) != ATTENTION:
         return f"its attention is {kind!r}, and {ATTENTION!r} alone reads K/V that lies anywhere"
     if not _is_taken(model):
@@ -55,10 +56,20 @@ def sharing_reason(model: PreTrainedModel) -> str | None:
     others = {type(layer).__name__ for layer in cache_layers(model) if type(layer) is not DynamicLayer}
     if others:
         return f"its cache has layers of the kind {', '.join(sorted(others))}"
-    try:
-        return _probe(model)
-    except Exception as error:  # models fail in ways of their own on what they were not written for
-        return f"it fails on rows in pieces ({type(error).__name__}: {error})"
+    probed = _Probed.of(model).reasons
+    if model.dtype not in probed:
+        try:
+            probed[model.dtype] = _probe(model)
+        except Exception as error:  # models fail in ways of their own on what they were not written for
+            probed[model.dtype] = f"it fails on rows in pieces ({type(error).__name__}: {error})"
+    return probed[model.dtype]
+
+
+class _Probed(KeptOnModel):
+    """What running a model with `kvboost_fa2` has shown, so that it is run once."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[torch.dtype, str | None] = {}
 
 
 def _is_taken(model: PreTrainedModel) -> bool:
