@@ -47,7 +47,7 @@ architectures: $(VENV)/installed
 
 # The embedded model is so small that a second thread makes it slower on a machine with other work.
 bench: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/kvboost-hf bench --peers --html bench.html --json bench.json
+	OMP_NUM_THREADS=1 $(BIN)/kvboost-hf bench --peers --install-peers --html bench.html --json bench.json
 
 # The measurements behind the figures in README and docs/: hours.
 bench-all: $(VENV)/installed

@@ -4,8 +4,8 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -18,9 +18,8 @@ import torch
 from kvboost_hf import __version__
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.bench.arms import ARMS
-from kvboost_hf.bench.kvboost_peer import KVBoostProcess
 from kvboost_hf.bench.peers import PEERS
-from kvboost_hf.bench.run import Contender, Settings
+from kvboost_hf.bench.run import Settings
 from kvboost_hf.bench.source import ModelSource
 from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.cache.chunks import FixedChunker
@@ -54,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KVBoostError, ValueError, OSError) as error:
         sys.stderr.write(f"kvboost-hf: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("kvboost-hf: interrupted\n")
+        return 128 + signal.SIGINT
 
 
 def serve() -> int:
@@ -85,9 +87,10 @@ def command_line() -> argparse.ArgumentParser:
     for flag, known, text in (("--arms", ARMS, "ways to serve"), ("--workloads", WORKLOADS, "what is asked")):
         names = list(known)
         bench.add_argument(flag, nargs="+", choices=names, default=names, metavar="NAME", help=_of(names, text))
-    text = "ways of transformers; all if none is named (default: none)"
+    text = "ways of others; all if none is named (default: none)"
     bench.add_argument("--peers", nargs="*", choices=list(PEERS), metavar="NAME", help=_of(PEERS, text))
-    bench.add_argument("--peer-python", metavar="PYTHON", help="an interpreter that has kvboost 0.9.0, a peer, too")
+    text = "let pip get what peers need into virtual environments that are thrown away afterwards"
+    bench.add_argument("--install-peers", action="store_true", help=text)
     bench.add_argument("--prompts", type=_positive, default=6, help="of each workload, from 2 to 8 (default: 6)")
     bench.add_argument("--repeats", type=_positive, default=2, help="counted rounds of each workload (default: 2)")
     bench.add_argument("--max-new-tokens", type=_positive, default=16, help="length of an answer (default: 16)")
@@ -288,6 +291,7 @@ def _bench(options: argparse.Namespace) -> int:
         from rich.console import Console
         from rich.progress import Progress
 
+        from kvboost_hf.bench.environments import peers_at_hand
         from kvboost_hf.bench.page import page
         from kvboost_hf.bench.provenance import provenance
         from kvboost_hf.bench.run import run
@@ -303,15 +307,13 @@ def _bench(options: argparse.Namespace) -> int:
     settings = Settings(
         prompts=options.prompts, repeats=options.repeats, max_new_tokens=options.max_new_tokens, seed=options.seed
     )
-    shown = ["PEER_PYTHON" if given == options.peer_python else given for given in options.given]
-    where = provenance(f"kvboost-hf {shlex.join(shown)}")
+    where = provenance(f"kvboost-hf {shlex.join(options.given)}")
     workloads = [WORKLOADS[name] for name in options.workloads]
-    peers: list[Contender] = [PEERS[name] for name in options.peers or (PEERS if options.peers == [] else ())]
+    others = options.peers or (PEERS if options.peers == [] else ())
     console.print(f"[bold]{source.shown}[/bold]; {where}", highlight=False, soft_wrap=True)
     with ExitStack() as stack:
-        if options.peer_python is not None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            peers += stack.enter_context(KVBoostProcess(options.peer_python, source, folder)).peers()
+        with console.status("getting what peers need"):
+            peers = stack.enter_context(peers_at_hand(list(others), source, install=options.install_peers))
         progress = stack.enter_context(Progress(console=console, transient=True))
         task = progress.add_task("answering", total=None)
         result = run(

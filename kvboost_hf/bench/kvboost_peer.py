@@ -1,77 +1,16 @@
-"""kvboost 0.9.0 as a peer: in a process of its own, which waits while others have their turn."""
+"""kvboost 0.9.0, which runs in an environment of its own only (see `environments.py`)."""
 
-import json
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from time import perf_counter
 from typing import Any
 
-import torch
-
-from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from kvboost_hf.bench.models import Models
+from kvboost_hf.bench.models import Counted, Models
 from kvboost_hf.bench.served import Served, Server
-from kvboost_hf.bench.source import ModelSource
 
-_SCRIPT = Path(__file__).with_name("kvboost_process.py")
-
-
-class KVBoostProcess:
-    """The process; a context manager that ends it.
-
-    Args:
-        python: An interpreter that has kvboost.
-        source: The model.
-        folder: For a random model's weights, and for what the process says.
-    """
-
-    def __init__(self, python: str, source: ModelSource, folder: Path) -> None:
-        name = source.name or str(EMBEDDED_MODEL_DIR)
-        if source.random is not None:
-            source.load().save_pretrained(folder)
-            source.tokenizer().save_pretrained(folder)
-            name = str(folder)
-        command = [python, "-I", str(_SCRIPT), name, source.device, source.dtype, str(torch.get_num_threads())]
-        self._said = (folder / "kvboost.log").open("w+", encoding="utf-8")
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
-        )
-
-    def __enter__(self) -> "KVBoostProcess":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate()
-        self._said.close()
-
-    def peers(self) -> "list[KVBoostPeer]":
-        """One for each of its ways to repair."""
-        return [KVBoostPeer(f"kvboost-{way}", way, self) for way in ("none", "selective", "cacheblend")]
-
-    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Send a line and wait for its answer.
-
-        Raises:
-            OSError: the process has ended.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(asked) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            self._said.seek(0)
-            last = [text for text in self._said if text.strip()][-1:]
-            raise OSError(f"kvboost has ended with status {self._process.wait()}: {''.join(last).strip()}")
-        told: dict[str, Any] = json.loads(line)
-        return told
+# The chunks that its documentation shows, and the budget of its server; all else is left to it.
+_ENGINE = {"chunk_size": 128, "max_cache_bytes": 2_000_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,33 +19,55 @@ class KVBoostPeer:
 
     name: str
     strategy: str
-    process: KVBoostProcess
+    needs: str | None = "kvboost==0.9.0"
 
     def refusal(self, models: Models, tokenizer: Any) -> str | None:
         """Why it cannot serve this model here, or None."""
         try:
-            self.open(models, tokenizer, None)
-        except OSError as error:
-            return str(error)
+            self.open(models, tokenizer, None).close()
+        except Exception as error:  # of whatever kind: the others run all the same
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
         return None
 
     def open(self, models: Models, tokenizer: Any, folder: Path | None) -> Server:
         """A new engine; it keeps nothing in folders."""
-        self.process.ask({"open": self.strategy})
-        return _Engine(self, tokenizer)
+        return _Engine(models.get(), tokenizer, self.strategy)
 
 
 class _Engine:
-    def __init__(self, peer: KVBoostPeer, tokenizer: Any) -> None:
-        self._peer, self._tokenizer = peer, tokenizer
+    def __init__(self, counted: Counted, tokenizer: Any, strategy: str) -> None:
+        import kvboost
+
+        self._count, self._tokenizer = counted.forwards, tokenizer
+        self._mode = kvboost.GenerationMode.CHUNK_KV_REUSE
+        options: dict[str, Any] = {"device": str(counted.model.device), "recompute_strategy": strategy, **_ENGINE}
+        self._engine = kvboost.KVBoost(model=counted.model, tokenizer=tokenizer, **options)
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
-        """See `Server.answer`; what it says to have reused is what it says."""
-        asked = {"engine": self._peer.strategy, "text": self._tokenizer.decode(ids), "max_new_tokens": max_new_tokens}
-        found = self._peer.process.ask(asked)
-        seen = found.pop("prompt_tokens")
-        assert seen == len(ids), f"kvboost saw {seen} tokens of {len(ids)}"
-        return Served(**found)
+        """See `Server.answer`; it tokenizes within the clock, and what it says to have reused is what it says."""
+        text, said = self._tokenizer.decode(ids), list[int]()
+        start, begin, first_ms, first = self._count.tokens, perf_counter(), 0.0, 0
+
+        def on_token(token: int) -> None:
+            nonlocal first_ms, first
+            if not said:
+                first_ms, first = 1000 * (perf_counter() - begin), self._count.tokens
+            said.append(token)
+
+        found = self._engine.generate(text, max_new_tokens=max_new_tokens, mode=self._mode, on_token=on_token)
+        total_ms = 1000 * (perf_counter() - begin)
+        assert found.prompt_tokens == len(ids), f"kvboost saw {found.prompt_tokens} tokens of {len(ids)}"
+        return Served(
+            ids=said,
+            ttft_ms=first_ms,
+            total_ms=total_ms,
+            prefilled=first - start,
+            forwarded=self._count.tokens - start,
+            reused=found.cached_tokens,
+        )
 
     def close(self) -> None:
         """See `Server.close`."""
+
+
+KVBOOST_PEERS = [KVBoostPeer(f"kvboost-{way}", way) for way in ("none", "selective", "cacheblend")]

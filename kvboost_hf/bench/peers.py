@@ -1,4 +1,4 @@
-"""Ways of serving prompts that transformers has. A new one is a line in `PEERS`."""
+"""Ways of serving prompts that others have, transformers above all. A new one is a line in `PEERS`."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
+from kvboost_hf.bench.kvboost_peer import KVBOOST_PEERS, KVBoostPeer
 from kvboost_hf.bench.models import Counted, Models
 from kvboost_hf.bench.served import Served, Server, served
 
@@ -23,11 +24,13 @@ class Peer:
         name: What it is asked for by.
         make: Makes a server that has seen nothing yet, for a model.
         attention: Asks for a model with this attention, which no arm shares; None for the one that all share.
+        needs: A package that it needs in an environment of its own; None where it runs in this one.
     """
 
     name: str
     make: Callable[[Counted], Server]
     attention: str | None = None
+    needs: str | None = None
 
     def refusal(self, models: Models, tokenizer: Any) -> str | None:
         """Why it cannot serve this model here, or None: it answers a short prompt to find out."""
@@ -173,13 +176,12 @@ class ContinuousBatching:
         self._manager.stop(block=True)
 
 
-PEERS: dict[str, Peer] = {
-    peer.name: peer
-    for peer in (
-        Peer("hf-kept", KeptCache),
-        Peer("hf-deepcopy", CopiedPrefix),
-        Peer("hf-quantized", lambda counted: OwnCache(counted, "quantized")),
-        Peer("hf-offloaded", lambda counted: OwnCache(counted, "offloaded")),
-        Peer("hf-batching", ContinuousBatching, "sdpa"),  # it changes the attention of its model
-    )
-}
+_ALL: tuple[Peer | KVBoostPeer, ...] = (
+    Peer("hf-kept", KeptCache),
+    Peer("hf-deepcopy", CopiedPrefix),
+    Peer("hf-quantized", lambda counted: OwnCache(counted, "quantized"), needs="optimum-quanto==0.2.7"),
+    Peer("hf-offloaded", lambda counted: OwnCache(counted, "offloaded")),
+    Peer("hf-batching", ContinuousBatching, "sdpa"),  # it changes the attention of its model
+    *KVBOOST_PEERS,
+)
+PEERS = {peer.name: peer for peer in _ALL}

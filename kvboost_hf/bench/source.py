@@ -56,7 +56,9 @@ class ModelSource:
         """What to call the model."""
         if self.random is not None:
             return "random Llama, {} layers of {}".format(*self.random)
-        return Path(self.name).name if self.name is not None else f"embedded {EMBEDDED_MODEL_DIR.name}"
+        if self.name is None:
+            return f"embedded {EMBEDDED_MODEL_DIR.name}"
+        return Path(self.name).name if Path(self.name).exists() else self.name  # the folder is nobody's business
 
     @property
     def draft_name(self) -> str | None:

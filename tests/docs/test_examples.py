@@ -3,6 +3,7 @@
 import re
 import runpy
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from kvboost_hf.cli import command_line
 from tests.docs.pages import PAGES, ROOT, blocks, name_of
 
 # Blocks that say that they cannot run here. A new one has to be counted.
-NOT_RUN = {"docs/recipes/mac.md": 1}
+NOT_RUN = {"docs/recipes/mac.md": 1, "docs/scaling.md": 1}
 FLAG = re.compile(r"--[a-z][a-z-]+")
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -38,6 +39,24 @@ def test_what_does_not_run_is_counted() -> None:
     found = {name_of(page): [block.reason for block in blocks(page.read_text(encoding="utf-8"))] for page in PAGES}
     counts = {name: sum(reason is not None for reason in reasons) for name, reasons in found.items()}
     assert {name: count for name, count in counts.items() if count} == NOT_RUN
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_what_does_not_run_imports_what_there_is(name: str) -> None:
+    for block in blocks((ROOT / name).read_text(encoding="utf-8")):
+        if block.reason is not None:
+            compile(block.text, name, "exec")
+            for module, names in re.findall(r"^from (kvboost_hf\S*) import (.*)$", block.text, flags=re.MULTILINE):
+                spec = find_spec(module)  # which may need what is not here
+                assert spec is not None
+                assert spec.origin is not None
+                source = Path(spec.origin).read_text(encoding="utf-8")
+                assert all(re.search(rf"\b{one}\b", source) for one in names.split(", "))
+
+
+@by_page
+def test_languages_are_those_that_tests_know(page: Path) -> None:
+    assert {block.language for block in blocks(page.read_text(encoding="utf-8"))} <= {"", "python"}
 
 
 @by_page

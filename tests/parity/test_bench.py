@@ -1,7 +1,11 @@
 """`kvboost-hf bench`: what it counts is the same in every run, and what is broken is told."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from kvboost_hf.bench.arms import ARMS, PLAIN, Arm, OurServer
-from kvboost_hf.bench.kvboost_peer import KVBoostProcess
+from kvboost_hf.bench.environments import make_environment, peers_at_hand
 from kvboost_hf.bench.models import Models
+from kvboost_hf.bench.peer_process import PeerElsewhere, PeerProcess
 from kvboost_hf.bench.peers import PEERS, Peer
 from kvboost_hf.bench.run import Contender, Result, Row, Settings, run
 from kvboost_hf.bench.source import ModelSource
@@ -51,10 +57,22 @@ def of(result: Result, arm: str, workload: str) -> list[Row]:
     return [row for row in result.rows if (row.arm, row.workload) == (arm, workload)]
 
 
-def test_two_runs_count_the_same() -> None:
-    arms = [ARMS[name] for name in ("exact", "exact-store", "blend-first_k", "int8", "draft", "lookup")]
-    once, again = small(arms, ["chat", "rag"]), small(arms, ["chat", "rag"])
+@pytest.mark.parametrize(
+    ("arms", "workloads"),
+    [(list(ARMS), ["rag"]), (["exact", "all"], [name for name in WORKLOADS if not WORKLOADS[name].restarts])],
+    ids=["all arms", "all workloads"],
+)
+def test_two_runs_count_the_same(arms: list[str], workloads: list[str]) -> None:
+    once, again = (small([ARMS[name] for name in arms], workloads, prompts=2) for _ in range(2))
+    assert once.refused == {}
+    assert {(row.workload, row.arm) for row in once.rows} == {(w, arm) for w in workloads for arm in ["plain", *arms]}
     assert counts(once.rows) == counts(again.rows)
+    assert all(row.same for row in once.rows if ARMS[row.arm].lossless)
+
+
+def test_counts_are_those_of_the_model() -> None:
+    names = ("exact", "exact-store", "blend-first_k", "draft", "lookup")
+    once = small([ARMS[name] for name in names], ["chat", "rag"])
     for arm in ("exact", "exact-store", "draft", "lookup"):
         assert all(row.same for row in once.rows if row.arm == arm)
     for plain, exact in zip(of(once, "plain", "chat"), of(once, "exact", "chat"), strict=True):
@@ -108,11 +126,62 @@ def test_transformers_own_ways() -> None:
     assert copied[2] > exact[2]  # it knows the first prompt only
 
 
-def test_kvboost_says_why_it_does_not_run(tmp_path: Path) -> None:
-    with KVBoostProcess(sys.executable, ModelSource(random=(1, 64)), tmp_path) as process:
-        peer = process.peers()[0]
-        refusal = peer.refusal(Models(EMBEDDED, tmp_path), EMBEDDED.tokenizer())
-    assert refusal == "kvboost has ended with status 1: ModuleNotFoundError: No module named 'kvboost'"
+def test_a_peer_answers_the_same_in_a_process_of_its_own() -> None:
+    with PeerProcess(sys.executable, EMBEDDED) as process:
+        result = small([], ["chat"], [PEERS["hf-kept"], PeerElsewhere("hf-deepcopy", process)])
+    assert result.refused == {}
+    assert counts(of(result, "hf-deepcopy", "chat")) == counts(
+        of(small([], ["chat"], [PEERS["hf-deepcopy"]]), "hf-deepcopy", "chat")
+    )
+
+
+def test_a_process_says_why_a_peer_does_not_run_there(tmp_path: Path) -> None:
+    models, tokenizer = Models(EMBEDDED, tmp_path), EMBEDDED.tokenizer()
+    with PeerProcess(sys.executable, ModelSource(random=(1, 64))) as process:
+        peer = PeerElsewhere("kvboost-none", process)
+        assert peer.refusal(models, tokenizer) == "ModuleNotFoundError: No module named 'kvboost'"
+        process.ask("refusal", "hf-kept")
+        with pytest.raises(OSError, match="its process has ended with status 1: KeyError: 'nobody'"):
+            PeerElsewhere("nobody", process).open(models, tokenizer, None)
+        assert "has ended" in str(peer.refusal(models, tokenizer))
+
+
+def wheel(folder: Path) -> Path:
+    """A package of one module, ready to be installed, for which nothing has to be fetched."""
+    path = folder / "only_there-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("only_there.py", "here = True\n")
+        for name, lines in (
+            ("METADATA", ("Metadata-Version: 2.1", "Name: only-there", "Version: 1.0")),
+            ("WHEEL", ("Wheel-Version: 1.0", "Root-Is-Purelib: true", "Tag: py3-none-any")),
+            ("RECORD", ()),
+        ):
+            archive.writestr(f"only_there-1.0.dist-info/{name}", "".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_an_environment_has_all_that_is_here_and_one_package_more(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "there", str(wheel(tmp_path)))
+    shown = "import only_there, torch, kvboost_hf; print(torch.__version__, kvboost_hf.__file__)"
+    found = subprocess.run([python, "-P", "-c", shown], check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert found.stdout.split() == [torch.__version__, sys.modules["kvboost_hf"].__file__]
+    with pytest.raises(ModuleNotFoundError):
+        __import__("only_there")
+
+
+def test_what_cannot_be_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = str(tmp_path / "missing-1.0-py3-none-any.whl")
+    monkeypatch.setitem(PEERS, "missing", replace(PEERS["hf-kept"], name="missing", needs=missing))
+    names = ["missing", "kvboost-none", "hf-kept"]
+    with peers_at_hand(["missing"], EMBEDDED, install=True) as [peer]:
+        assert str(peer.refusal(Models(EMBEDDED, tmp_path), None)).startswith(f"{missing} cannot be installed: ERROR")
+    with peers_at_hand(names, EMBEDDED, install=False) as peers:
+        refused = {peer.name: peer.refusal(Models(EMBEDDED, tmp_path), EMBEDDED.tokenizer()) for peer in peers}
+    assert refused == {
+        "missing": f"it needs {missing}: --install-peers gets it into an environment of its own",
+        "kvboost-none": "it needs kvboost==0.9.0: --install-peers gets it into an environment of its own",
+        "hf-kept": None,
+    }
 
 
 def test_the_command_writes_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
@@ -130,6 +199,31 @@ def test_the_command_writes_a_page_that_needs_nothing_else(tmp_path: Path) -> No
     assert "currentColor" in text
     assert "bench --random 1x64" in text
     assert not any(part in text for part in ("<script", "<link", "<img", "@import", "src="))
+
+
+def test_a_model_of_the_hub(tmp_path: Path) -> None:
+    """As it lies in the hub's cache; in a process of its own, which knows this cache from its start."""
+    cached = tmp_path / "models--acme--reader"
+    shutil.copytree(EMBEDDED_MODEL_DIR, cached / "snapshots" / "0a1b")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0a1b")
+    command = [sys.executable, "-m", "kvboost_hf", "bench", "--model", "acme/reader", "--workloads", "restart"]
+    command += ["--arms", "exact", "streamed", "draft", "--prompts", "2", "--repeats", "1", "--json", "-"]
+    hub = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, env={**os.environ, **hub}, check=True, capture_output=True, text=True)
+    told = json.loads(found.stdout)
+    assert told["model"] == "acme/reader"
+    assert told["refused"] == {"draft": "no draft model: name one with --draft"}
+    assert [(row["arm"], row["same"]) for row in told["summaries"]] == [("plain", 1), ("exact", 1), ("streamed", 1)]
+
+
+def test_who_interrupts_is_told_no_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvboost_hf.bench.run.run", interrupt)
+    assert main(["bench"]) == 130
+    assert capsys.readouterr().err == "kvboost-hf: interrupted\n"
 
 
 @pytest.mark.parametrize("random", [(0, 64), (1, 65)])

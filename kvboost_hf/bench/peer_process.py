@@ -1,0 +1,147 @@
+"""Peers in a process of their own, which waits while others have their turn.
+
+    PYTHON -m kvboost_hf.bench.peer_process SOURCE THREADS
+
+The interpreter is one of an environment that has what the peers need. Each line of standard input is a JSON list, a
+name and arguments, and gets what `_Peers` has under this name in answer, as JSON.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kvboost_hf.bench.models import Models
+from kvboost_hf.bench.peers import PEERS
+from kvboost_hf.bench.served import Served, Server
+from kvboost_hf.bench.source import ModelSource
+
+
+class PeerProcess:
+    """The process; a context manager that ends it.
+
+    Args:
+        python: The interpreter.
+        source: The model, which the process loads for itself.
+    """
+
+    def __init__(self, python: str, source: ModelSource) -> None:
+        command = [python, "-P", "-m", __spec__.name, json.dumps(asdict(source)), str(torch.get_num_threads())]
+        self._folder = TemporaryDirectory()
+        self._said = (Path(self._folder.name) / "said").open("w+", encoding="utf-8")
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
+        )
+
+    def __enter__(self) -> "PeerProcess":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._process.kill()
+        self._process.communicate()
+        self._said.close()
+        self._folder.cleanup()
+
+    def ask(self, *asked: Any) -> Any:
+        """Send a line and wait for its answer.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._said.seek(0)
+            last = [text for text in self._said if text.strip()][-1:]
+            raise OSError(f"its process has ended with status {self._process.wait()}: {''.join(last).strip()}")
+        return json.loads(line)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerElsewhere:
+    """One of `PEERS`, in another process."""
+
+    name: str
+    process: PeerProcess
+
+    def refusal(self, models: Models, tokenizer: Any) -> str | None:
+        """Why it cannot serve this model there, or None."""
+        try:
+            refusal: str | None = self.process.ask("refusal", self.name)
+        except OSError as error:
+            return str(error)
+        return refusal
+
+    def open(self, models: Models, tokenizer: Any, folder: Path | None) -> Server:
+        """A server that has seen nothing yet; it keeps nothing in folders."""
+        self.process.ask("open", self.name)
+        return _ServerElsewhere(self)
+
+
+class _ServerElsewhere:
+    def __init__(self, peer: PeerElsewhere) -> None:
+        self._peer = peer
+
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
+        """See `Server.answer`."""
+        return Served(**self._peer.process.ask("answer", self._peer.name, list(ids), max_new_tokens))
+
+    def close(self) -> None:
+        """See `Server.close`."""
+        self._peer.process.ask("close", self._peer.name)
+
+
+class _Peers:
+    """What the process does."""
+
+    def __init__(self, source: ModelSource, folder: Path) -> None:
+        self._models, self._tokenizer = Models(source, folder), source.tokenizer()
+        self._servers: dict[str, Server] = {}
+
+    def refusal(self, name: str) -> str | None:
+        """See `Contender.refusal`."""
+        return PEERS[name].refusal(self._models, self._tokenizer)
+
+    def open(self, name: str) -> None:
+        """See `Contender.open`."""
+        self._servers[name] = PEERS[name].open(self._models, self._tokenizer, None)
+
+    def answer(self, name: str, ids: list[int], max_new_tokens: int) -> dict[str, Any]:
+        """See `Server.answer`."""
+        return asdict(self._servers[name].answer(ids, max_new_tokens))
+
+    def close(self, name: str) -> None:
+        """See `Server.close`."""
+        self._servers.pop(name).close()
+
+
+def main() -> None:
+    """Answer lines until there are no more."""
+    torch.set_num_threads(int(sys.argv[2]))
+    asking = sys.stdout
+    with TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        peers = _Peers(ModelSource(**json.loads(sys.argv[1])), Path(folder))
+        for line in sys.stdin:
+            name, *arguments = json.loads(line)
+            print(json.dumps(getattr(peers, name)(*arguments)), file=asking, flush=True)
+
+
+if __name__ == "__main__":
+    main()
