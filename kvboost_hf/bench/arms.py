@@ -1,12 +1,14 @@
 """The ways of serving prompts that this package has. A new one is a line in `ARMS`."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from kvboost_hf.assisted.load import load_assistant
 from kvboost_hf.assisted.lookup import lookup_assistant
+from kvboost_hf.attention.tiers import Tier, use_tier
 from kvboost_hf.bench.models import Models
 from kvboost_hf.bench.served import Served, served
 from kvboost_hf.cache.cutting import ContentChunker
@@ -29,6 +31,7 @@ class Arm:
         policy: How stored K/V may be used; None for plain generate().
         codec: How K/V is stored.
         attention: Attention implementation; None for the default one.
+        tier: Of `kvboost_fa2`, kernels to run in place of those that it would choose.
         streamed: Whether layers are streamed.
         drafts: What proposes tokens.
         kept: Whether one cache serves all prompts; if not, each gets a new one on the same store, as in a server.
@@ -38,6 +41,7 @@ class Arm:
     policy: ReusePolicy | None = _EXACT
     codec: str = "raw"
     attention: str | None = None
+    tier: Tier | None = None
     streamed: bool = False
     drafts: Literal["model", "lookup"] | None = None
     kept: bool = False
@@ -74,10 +78,15 @@ ARMS: dict[str, Arm] = {
         Arm(name="blend-query", policy=ReusePolicy(mode="blend", repair="query")),
         Arm(name="blend-cacheblend", policy=ReusePolicy(mode="blend", repair="cacheblend")),
         Arm(name="blend-first_k", policy=FIRST_K),
+        Arm(name="blend-selective", policy=ReusePolicy(mode="blend", repair="selective")),
+        Arm(name="blend-none", policy=ReusePolicy(mode="blend", repair="none")),
         Arm(name="int8", codec="int8"),
         Arm(name="int4", codec="int4"),
+        Arm(name="int2", codec="int2"),
         Arm(name="turboquant", codec="turboquant"),
+        Arm(name="eager", attention="eager"),
         Arm(name="kvboost_fa2", attention="kvboost_fa2"),
+        Arm(name="kvboost_fa2-sdpa", attention="kvboost_fa2", tier="sdpa"),
         Arm(name="streamed", streamed=True),
         Arm(name="draft", drafts="model"),
         Arm(name="lookup", drafts="lookup"),
@@ -91,7 +100,7 @@ class OurServer:
 
     def __init__(self, arm: Arm, models: Models, tokenizer: Any, folder: Path | None) -> None:
         self._model, self._count = models.get(arm.attention, streamed=arm.streamed)
-        self._policy, self._kept = arm.policy, arm.kept
+        self._policy, self._kept, self._tier = arm.policy, arm.kept, arm.tier
         self._cache: ChunkReuseCache | None = None
         self._kwargs: dict[str, Any] = {}
         self.store: ChunkStore | None = None
@@ -112,7 +121,8 @@ class OurServer:
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
         """See `Server.answer`."""
-        found = served(self._model, self._count, ids, max_new_tokens, self._arguments)
+        with use_tier(self._tier) if self._tier is not None else nullcontext():
+            found = served(self._model, self._count, ids, max_new_tokens, self._arguments)
         if self.store is None or self._cache is None:
             return replace(found, reused=0, store_bytes=0)
         kept = sum(tier["bytes"] for tier in self.store.stats()["tiers"].values())
