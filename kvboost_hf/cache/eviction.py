@@ -18,7 +18,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import exp2
+from math import exp2, inf
 
 _HALF_LIFE = 16  # uses of each stored chunk, on average, after which a use counts half
 _SAMPLED = 64  # leaves among which the one to give up is chosen, and as many others
@@ -160,14 +160,25 @@ class EvictionOrder:
         if self.by_content:
             others = filter(self._is_outlived, self._others.sample(self._random, _SAMPLED))
             other = self._least(others, self._with_ancestors(keep))
-            if other is not None and self._standing(other) < self._standing(found):
-                found = other
+            if other is not None:
+                found = self._least((found, other), set())
+                assert found is not None
         self.remove(found)
         return found
 
     def _least(self, keys: Iterable[bytes], keep: set[bytes | None]) -> bytes | None:
-        """The one that is asked for least often, but for those to keep."""
-        return min((key for key in keys if key not in keep), key=self._standing, default=None)
+        """The one that is asked for least often, then the one that was not for longest, but for those to keep."""
+        nodes, now, half_life = self._nodes, self._time, _HALF_LIFE * len(self._nodes)
+        found, least = None, (inf, 0)
+        for key in keys:
+            if key in keep:
+                continue
+            uses = nodes[key].uses
+            known_for = 1 - exp2((uses.first - now - 1) / half_life)
+            standing = uses.count * exp2((uses.last - now) / half_life) / known_for, uses.last
+            if standing < least:
+                found, least = key, standing
+        return found
 
     def _is_outlived(self, key: bytes) -> bool:
         """Whether all that continue a chunk were used, by their content, since it was used itself."""
@@ -180,13 +191,6 @@ class EvictionOrder:
             found.add(key)
             key = self._nodes[key].parent
         return found
-
-    def _standing(self, key: bytes) -> tuple[float, int]:
-        """How often a chunk is asked for, in no particular unit, and when it was last."""
-        uses = self._nodes[key].uses
-        half_life = _HALF_LIFE * len(self._nodes)
-        known_for = 1 - exp2((uses.first - self._time - 1) / half_life)
-        return uses.count * exp2((uses.last - self._time) / half_life) / known_for, uses.last
 
     def _sort(self, key: bytes) -> None:
         """Put a chunk among the leaves, among the others, or among none if it is pinned."""
