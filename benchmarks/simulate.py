@@ -5,7 +5,8 @@
 A trace of requests is replayed through the library's own chunk keys, eviction order, device shelf and router; chunks
 have a size, and no tensors. Tenants, system prompts, documents and chats are asked for by Zipf's law, each tenant with
 a salt of his own. Requests run for a random time, so that some replicas have more to do than others. Disk and remote
-tiers give up what was not used for longest. All follows from the seed.
+tiers give up what was not used for longest. All follows from the seed. `tests/unit/test_simulate.py` compares it with
+a store that has a model and a disk.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -40,8 +40,9 @@ __all__ = ["ChunkStore", "Put", "StoredChunk", "StoredStates", "salt_bytes"]
 class ChunkStore(TieredShelf):
     """K/V of chunks, in host memory within a byte budget, and in the tiers below it.
 
-    One store may serve many caches and threads. What it holds is found by prefix key (tokens, positions and history
-    all the same) and by content (tokens the same), never by another model, other weights or another salt.
+    One store may serve many caches and threads; `with` closes it. What it holds is found by prefix key (tokens,
+    positions and history all the same) and by content (tokens the same), never by another model, other weights or
+    another salt.
 
     Args:
         model: The model whose K/V is stored. Held weakly.
@@ -287,6 +288,12 @@ class ChunkStore(TieredShelf):
         """Forget everything, live caches included: for weights that were changed where nobody can see it."""
         ModelState.of(self._require_model()).fingerprint.bump()
         self.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Finish writing to the lower tiers, drop what is in host memory, and refuse further use."""

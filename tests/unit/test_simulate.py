@@ -1,15 +1,21 @@
 """The simulation of many replicas, and that it does what the store does."""
 
 import sys
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.cache.chunks import FixedChunker
+from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.plan import Border, plan_row
 from kvboost_hf.cache.shelf import Put, Shelf
+from tests.conftest import make_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 simulate = pytest.importorskip("simulate")
@@ -80,3 +86,46 @@ def test_host_memory_holds_what_the_shelf_holds() -> None:
         assert replica.order._nodes.keys() == shelf._order._nodes.keys()
     assert 0 < hits < len(prompts) * 8 - shelf._counts["evictions"]
     assert shelf._counts["evictions"] > 0
+
+
+@pytest.mark.parametrize(("ram", "disk"), [(24, 64), (64, 400)])
+def test_tiers_find_what_those_of_a_store_find(
+    ram: int, disk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt by prompt, through generate() with a store that has files on disk."""
+    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)  # loading is always worth it
+    model, rng = make_model("llama"), np.random.default_rng(0)
+    heads, texts = rng.integers(3, 90, (4, 16 * 2)), rng.integers(3, 90, (24, 16 * 6))
+    prompts = [np.concatenate([heads[i % 4], texts[i], [3]]) for i in rng.triangular(0, 0, 24, 80).astype(int)]
+
+    def serve(store: ChunkStore, prompt: Any) -> Counter[str]:
+        cache = ChunkReuseCache(model, store)
+        model.generate(torch.tensor(prompt)[None], past_key_values=cache, do_sample=False, max_new_tokens=1)
+        store.flush()
+        return Counter({tier: tokens // 16 for tier, tokens in cache.report.tier_tokens.items() if tokens})
+
+    def opened(name: str, ram_bytes: float, disk_bytes: float) -> Any:
+        tiers = [f"ram:{int(ram_bytes)}B", f"disk:{tmp_path / name}:{int(disk_bytes)}B"]
+        return closing(ChunkStore(model, chunk_size=16, tiers=tiers))
+
+    with opened("sizes", 1e7, 1e7) as store:
+        serve(store, prompts[0])
+        nbytes = {name: tier["bytes"] / tier["chunks"] for name, tier in store.stats()["tiers"].items()}
+    replica = simulate.Replica(simulate.Room(0, ram, disk), simulate._Lower(0))
+    smaller = simulate.Replica(simulate.Room(0, ram, disk // 2), simulate._Lower(0))
+    found, simulated, control = Counter[str](), Counter[str](), Counter[str]()
+    same = 0
+    with opened("tier", (ram + 0.5) * nbytes["ram"], (disk + 0.5) * nbytes["disk"]) as store:
+        for prompt in prompts:
+            root, keys = b"root", list[bytes]()
+            for start in range(0, len(prompt) - 1, 16):
+                keys.append(simulate.prefix_key(keys[-1] if keys else root, prompt[start : start + 16]))
+            there, here = Counter(replica.serve(keys)), serve(store, prompt)
+            control.update(smaller.serve(keys))
+            same += here == there
+            found += here
+            simulated += there
+    assert found["disk"] > 20
+    assert same >= 0.9 * len(prompts)  # what comes back from disk comes when a thread has the time
+    assert found.total() == pytest.approx(simulated.total(), rel=0.02)
+    assert control.total() < 0.95 * found.total() or disk // 2 >= 24 * 6 + 8

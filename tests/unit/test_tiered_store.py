@@ -262,6 +262,21 @@ def test_close_reopen_and_use_after_close(folder: Path) -> None:
     store.close()
 
 
+def test_with_closes_whatever_happens(folder: Path) -> None:
+    def use(store: ChunkStore) -> None:
+        with store:
+            put_all(store, np.arange(64))
+            raise RuntimeError("inside")
+
+    store = open_store(folder)
+    with pytest.raises(RuntimeError, match="inside"):
+        use(store)
+    with pytest.raises(StoreClosedError, match="was closed"):
+        store.warm(IDS)
+    with open_store(folder) as again:
+        assert found_of(again, np.arange(64)) == 64
+
+
 def test_a_store_that_is_let_go_of_is_written_whole(folder: Path) -> None:
     before = set(threading.enumerate())
     store = open_store(folder)
