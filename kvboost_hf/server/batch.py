@@ -45,7 +45,7 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         """Append [rows, num_kv_heads, 1, head_dim]; returns views of all columns, or a `Held` each."""
         start, self.stop = self.stop, self.stop + key_states.shape[2]
         if self.stop > self.buffers[0].shape[2]:
-            self.move(0, len(self.buffers[0]), start)
+            self.move(0, len(self.buffers[0]), start, self.stop)
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[: self.rows, :, start : self.stop].copy_(states)
         keys, values = (buffer[: self.rows, :, : self.stop] for buffer in self.buffers)
@@ -55,15 +55,15 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         return Held(kv, _not_dense, keys, columns), Held(kv, _not_dense, values, columns)
 
     def add(self, pair: Pair, stop: int) -> None:
-        """Add a row whose last columns are `pair`; all rows end at `stop` then."""
+        """Add a row whose last columns are `pair`; all rows end at `stop` then. If it fails, nothing has changed."""
         if not self.buffers:
             shapes = [(1, new.shape[1], stop + _room(stop), new.shape[3]) for new in pair]
             self.buffers = [new.new_zeros(shape) for new, shape in zip(pair, shapes, strict=True)]
             self.stop = stop
         rows = len(self.buffers[0])
         if self.rows == rows or stop > self.stop:
-            by, held, self.stop = stop - self.stop, self.stop, stop
-            self.move(by, rows if self.rows < rows else 2 * rows, held)
+            self.move(stop - self.stop, rows if self.rows < rows else 2 * rows, self.stop, stop)
+            self.stop = stop
         for buffer, new in zip(self.buffers, pair, strict=True):
             buffer[self.rows, :, : stop - new.shape[2]] = 0  # whatever is hidden must be a number
             buffer[self.rows, :, stop - new.shape[2] : stop].copy_(new[0])
@@ -75,12 +75,19 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         for buffer in self.buffers:
             buffer[row, :, : self.stop].copy_(buffer[self.rows, :, : self.stop])
 
-    def move(self, by: int, rows: int, held: int) -> None:
-        """Make new buffers, of so many rows, in which the first `held` columns are `by` further on."""
-        for i, buffer in enumerate(self.buffers):
-            made = buffer.new_zeros(rows, buffer.shape[1], self.stop + _room(self.stop), buffer.shape[3])
+    def move(self, by: int, rows: int, held: int, stop: int) -> None:
+        """Make new buffers, of so many rows and room for `stop`, whose first `held` columns are `by` further on."""
+        moved = []
+        for buffer in self.buffers:
+            made = buffer.new_zeros(rows, buffer.shape[1], stop + _room(stop), buffer.shape[3])
             made[: self.rows, :, max(by, 0) : held + by].copy_(buffer[: self.rows, :, max(-by, 0) : held])
-            self.buffers[i] = made
+            moved.append(made)
+        self.buffers = moved
+
+    def cut(self, by: int) -> None:
+        """Let go of the first columns, and for now not of their memory: this needs none."""
+        self.buffers = [buffer[:, :, by:] for buffer in self.buffers]
+        self.stop -= by
 
 
 def _room(columns: int) -> int:
@@ -126,7 +133,7 @@ class BatchKV:
 
     @torch.no_grad()
     def join(self, kv: Sequence[Pair | None], tokens: Sequence[int], owner: Hashable = None) -> None:
-        """Add a row behind the others.
+        """Add a row behind the others; where it fails, the others are as they were.
 
         Args:
             kv: Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of the last tokens, as many as the
@@ -137,17 +144,37 @@ class BatchKV:
         if not self._lengths:
             self._layers = [None if pair is None else _BatchLayer() for pair in kv]
             self._stop = 0
-        placed = 0
-        if self._tree is not None:
-            placed = self._tree.add(owner, tokens, [pair for pair in kv if pair is not None])
-        own = len(tokens) - placed
-        self._stop = max(self._stop, own)
-        for layer, pair in zip(self._layers, kv, strict=True):
-            if layer is not None and pair is not None:
-                layer.add((pair[0][:, :, placed:], pair[1][:, :, placed:]), self._stop)
-        self._lengths.append(len(tokens))
-        self._own.append(own)
-        self._place()
+        rows, stop = len(self), self._stop
+        try:
+            placed = 0
+            if self._tree is not None:
+                placed = self._tree.add(owner, tokens, [pair for pair in kv if pair is not None])
+            own = len(tokens) - placed
+            self._stop = max(self._stop, own)
+            for layer, pair in zip(self._layers, kv, strict=True):
+                if layer is not None and pair is not None:
+                    layer.add((pair[0][:, :, placed:], pair[1][:, :, placed:]), self._stop)
+            self._lengths.append(len(tokens))
+            self._own.append(own)
+            self._place()
+        except BaseException:
+            self._keep(rows, stop)
+            raise
+
+    def _keep(self, rows: int, stop: int) -> None:
+        """Take back what has been done to add a row to so many."""
+        del self._lengths[rows:], self._own[rows:]
+        if self._tree is not None and len(self._tree) > rows:
+            self._tree.remove(rows)
+        self._stop = stop
+        for layer in self._layers if rows else ():
+            if layer is not None:
+                layer.rows = rows
+                layer.cut(layer.stop - stop)
+        if not rows:
+            self._layers = []
+        else:
+            self._place()
 
     @torch.no_grad()
     def leave(self, row: int) -> None:
@@ -167,8 +194,11 @@ class BatchKV:
             if layer is not None:
                 layer.remove(row)
                 if unused > longest:  # most of the columns are of nobody
-                    held, layer.stop = layer.stop, longest
-                    layer.move(-unused, len(layer.buffers[0]), held)
+                    try:
+                        layer.move(-unused, len(layer.buffers[0]), layer.stop, longest)
+                        layer.stop = longest
+                    except RuntimeError:  # no memory to move to
+                        layer.cut(unused)
         if unused > longest:
             self._stop = longest
         self._place()

@@ -400,13 +400,15 @@ class ModelEngine:
 
     def _run_step(self) -> None:
         """One more token for each running text; some more for one that runs alone and is drafted for."""
-        rows = list(self._running)
-        alone = len(rows) == 1
+        alone = len(self._running) == 1
         drafts = self._drafts if alone and not self._prompts else None
-        drafts = drafts if drafts is not None and drafts.take(rows[0].job) else None
+        drafts = drafts if drafts is not None and drafts.take(self._running[0].job) else None
         together = self._takes_rows and not (alone and (drafts or self._in_place or not len(self._batch)))
         if together:
             self._join_batch()
+        rows = list(self._running)
+        if not rows:
+            return
         try:
             if not together and len(self._batch):
                 self._read_batch(0)
@@ -435,13 +437,16 @@ class ModelEngine:
             self._end(row, reason)
 
     def _join_batch(self) -> None:
-        """Put the rows into the batch that are not in it: the last ones."""
+        """Put the rows into the batch that are not in it: the last ones. Those that there is no memory for fail."""
         for row in self._running[len(self._batch) :]:
             assert row.cache is not None
             row.joined = len(row.job.ids) + len(row.ids) - 1  # the last token is computed next
             # Moved chunks are computed for the one text that they are in.
             owner = row.job.salt if self._policy.mode == "exact" else row
-            self._batch.join(row.cache.read(), [*row.job.ids, *row.ids[:-1]], owner)
+            try:
+                self._batch.join(row.cache.read(), [*row.job.ids, *row.ids[:-1]], owner)
+            except Exception as error:
+                self._fail([row], error)
 
     def _read_batch(self, place: int) -> None:
         """Have a row's own cache hold what the batch has computed for it."""
