@@ -13,24 +13,24 @@ The model is a random Llama of 8 layers, 512 wide, in float32: large enough that
 import argparse
 import copy
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.assets.chat import encode
+from kvboost_hf.bench import provenance as bench
 from kvboost_hf.cache.chunks import prefix_key
 from kvboost_hf.cache.kv import LayerKV
 from kvboost_hf.cache.ledger import Ledger
@@ -356,33 +356,16 @@ def rounded(values: dict[str, float]) -> dict[str, float]:
 
 
 def provenance(arguments: list[str], script: str = "reuse.py") -> Result:
-    def git(*command: str) -> str:
-        done = subprocess.run(
-            ["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-        )
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    cpu = platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].split(":")[1].strip() if names else cpu
-    return {
-        "commit": git("rev-parse", "--short", "HEAD") + ("+" if changed else ""),
-        "command": f"python benchmarks/{script} " + " ".join(arguments),
-        "cpu": cpu,
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    """What a run was made with, for its JSON."""
+    return asdict(bench.provenance(" ".join(["python", f"benchmarks/{script}", *arguments])))
 
 
 def measured_on(where: Result) -> str:
     """The machine, the versions and the command of a run, in two lines."""
+    versions = where["versions"]
     return (
-        f"{where['gpu'] or where['cpu']}, {where['threads']} threads, torch {where['torch']}, "
-        f"transformers {where['transformers']}, commit {where['commit']}:\n`{where['command']}`"
+        f"{where['hardware']}, {where['threads']} threads, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, commit {where['commit']}:\n`{where['command']}`"
     )
 
 
