@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.assisted.tree import as_bits, depths, lineage
-from kvboost_hf.compat import attention_kind, cache_argument, decoder_layers, kv_sources, mask_form
+from kvboost_hf.compat import attention_kind, cache_argument, hook_layers, kv_sources, mask_form
 from kvboost_hf.handles import ATTENTION, make_tree
 
 _BITS = 64  # queries that a tree of bits can have
@@ -87,11 +88,10 @@ class Branches:
         """
         self._tokens += tokens
         self._parents += parents
-        layers, handles = self._lender.lend(), []
+        layers, handles = self._lender.lend(), list[RemovableHandle]()
         try:
             running = _Running(self, layers, len(tokens))
-            for idx, module in enumerate(decoder_layers(self._model)):
-                handles.append(module.register_forward_pre_hook(_LayerHook(running, idx).before, with_kwargs=True))
+            handles = hook_layers(self._model, running)
             found: Any = self._model(
                 input_ids=torch.tensor([tokens], device=self._position.device),
                 position_ids=self._positions()[..., -len(tokens) :],
@@ -211,21 +211,6 @@ class _Running:
         if not any(map(_is_stand_in, args)):
             raise ValueError("its decoder layers are given no attention_mask")
         return tuple(self._masks[key] if _is_stand_in(value) else value for value in args), kwargs
-
-
-class _LayerHook:
-    """What a layer calls: told apart from hooks that change what is computed."""
-
-    leaves_kv_alone = True
-
-    def __init__(self, running: _Running, idx: int) -> None:
-        self._running, self._idx = running, idx
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
-        if kwargs is None:  # torch leaves them out when another thread has just removed the hook
-            return None
-        return self._running.before_layer(self._idx, module, args, kwargs)
 
 
 def lender_of(cache: Any) -> Lender:

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.windows import SlidingLayer
-from kvboost_hf.compat import attention_kind, decoder_layers, kv_sources, mask_form
+from kvboost_hf.compat import attention_kind, hook_layers, kv_sources, mask_form
 from kvboost_hf.handles import ATTENTION, make_reach
 
 Columns = NDArray[np.int64]  # [batch, m], ascending in each row
@@ -97,12 +97,8 @@ class ScatterPass:
         self._scores: NDArray[np.float64] | None = None
         self._steps = 0  # how often it was narrowed
         self._measuring = False
-        handles = [
-            module.register_forward_pre_hook(_LayerHook(self, idx).before, with_kwargs=True)
-            for idx, module in enumerate(decoder_layers(model))
-        ]
-        # By hand, or with the cache of a forward that failed: the layers must not keep it alive.
-        self.close = weakref.finalize(self, _remove, handles)
+        # By hand, or with the cache of a forward that failed: the layers do not keep it alive.
+        self.close = weakref.finalize(self, _remove, hook_layers(model, self))
 
     @property
     def first_column(self) -> int:
@@ -235,26 +231,6 @@ class ScatterPass:
         if device not in self._at:
             self._at[device] = torch.from_numpy(self.columns).to(device)
         return self._at[device]
-
-
-class _LayerHook:
-    """What a layer calls: leads to the pass, and is told apart from hooks that change what is computed."""
-
-    leaves_kv_alone = True
-
-    def __init__(self, running: ScatterPass | None, idx: int) -> None:
-        self._pass = weakref.ref(running) if running is not None else lambda: None
-        self._idx = idx
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as `ScatterPass.update`
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
-        running = self._pass()
-        if running is None or kwargs is None:  # torch leaves them out when another thread has just removed the hook
-            return None
-        return running.before_layer(self._idx, module, args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return _LayerHook, (None, self._idx)  # the layers of a copied model are not those of the pass
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

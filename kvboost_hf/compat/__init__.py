@@ -2,6 +2,7 @@
 
 from kvboost_hf.compat.attention import attention_kind, mask_form
 from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
+from kvboost_hf.compat.hooks import hook_layers
 from kvboost_hf.compat.kept import KeptOnModel
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -47,6 +48,7 @@ __all__ = [
     "frequencies_vary",
     "generate_frame",
     "has_own_cache",
+    "hook_layers",
     "input_device",
     "is_generate",
     "key_rotation",

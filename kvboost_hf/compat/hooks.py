@@ -1,0 +1,55 @@
+"""What the decoder layers of a model call before each forward, for as long as somebody wants it."""
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from kvboost_hf.compat.models import decoder_layers
+
+
+class BeforeLayers(Protocol):
+    """Who is called."""
+
+    def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook of decoder layer `idx`."""
+        ...
+
+
+def hook_layers(model: PreTrainedModel, called: BeforeLayers) -> list[RemovableHandle]:
+    """Have the decoder layers of a model call somebody, who is held weakly.
+
+    Args:
+        model: The model.
+        called: Is called no more once it is gone, nor by the layers of a copy of the model.
+
+    Returns:
+        What ends it, layer by layer.
+    """
+    return [
+        module.register_forward_pre_hook(_LayerHook(called, idx).before, with_kwargs=True)
+        for idx, module in enumerate(decoder_layers(model))
+    ]
+
+
+class _LayerHook:
+    """Told apart from hooks that change what is computed."""
+
+    leaves_kv_alone = True
+
+    def __init__(self, called: BeforeLayers | None, idx: int) -> None:
+        self._called = weakref.ref(called) if called is not None else lambda: None
+        self._idx = idx
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at who else runs the model
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        called = self._called()
+        if called is None or kwargs is None:  # torch leaves them out when another thread has just removed the hook
+            return None
+        return called.before_layer(self._idx, module, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _LayerHook, (None, self._idx)
