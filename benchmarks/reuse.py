@@ -357,7 +357,8 @@ def rounded(values: dict[str, float]) -> dict[str, float]:
 
 def provenance(arguments: list[str], script: str = "reuse.py") -> Result:
     """What a run was made with, for its JSON."""
-    return asdict(bench.provenance(" ".join(["python", f"benchmarks/{script}", *arguments])))
+    device = arguments[arguments.index("--device") + 1] if "--device" in arguments else "cpu"
+    return asdict(bench.provenance(" ".join(["python", f"benchmarks/{script}", *arguments]), device))
 
 
 def measured_on(where: Result) -> str:

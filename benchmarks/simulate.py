@@ -433,15 +433,30 @@ def draw(result: Result, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not (found := _count(text)):
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text!r}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON, the tables and the figure")
     parser.add_argument("--name", default="simulate", help="of the files")
-    parser.add_argument("--requests", type=int, default=8_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--ram", type=int, default=512, help="of each replica, in chunks of 128 tokens")
-    parser.add_argument("--rooms", type=int, nargs="*", default=[128, 512, 2048], help="others of 16 replicas")
+    parser.add_argument("--requests", type=_positive, default=8_000, help="in the trace (default: %(default)s)")
+    parser.add_argument("--seed", type=_count, default=0, help="of the trace (default: %(default)s)")
+    numbers, rooms = [1, 4, 16, 64], [128, 512, 2048]
+    parser.add_argument("--replicas", type=_positive, nargs="+", default=numbers, help="(default: %(default)s)")
+    text = "host memory of each replica, in chunks of 128 tokens (default: %(default)s)"
+    parser.add_argument("--ram", type=_positive, default=512, help=text)
+    text = "other such sizes, with 16 replicas; without one, lower tiers are left out, too (default: %(default)s)"
+    parser.add_argument("--rooms", type=_positive, nargs="*", default=rooms, help=text)
     options = parser.parse_args()
     where, begin = provenance(sys.argv[1:], "simulate.py"), time.perf_counter()
     arms = run(options.requests, options.seed, options.replicas, options.ram, 16, options.rooms)

@@ -3,12 +3,10 @@
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from kvboost_hf import __version__
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.bench.arms import ARMS
 from kvboost_hf.bench.peers import PEERS
-from kvboost_hf.bench.run import Settings
-from kvboost_hf.bench.source import ModelSource
 from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.cache.chunks import FixedChunker
 from kvboost_hf.cache.cutting import ContentChunker
@@ -35,6 +31,7 @@ from kvboost_hf.engine.load import load
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.offload.awq.swap import AwqSettings
 from kvboost_hf.offload.sizes import what_fits
+from kvboost_hf.outputs import STANDARD_OUTPUT, output_path, write
 from kvboost_hf.server.options import add_options, draft_trees, engine_settings, server_settings, streaming_config
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import validate_turboquant, verify_correctness
@@ -74,8 +71,8 @@ def command_line() -> argparse.ArgumentParser:
     demo.add_argument("--repeats", type=_positive, default=3, help="repetitions to take medians over (default: 3)")
     demo.add_argument("--max-new-tokens", type=_positive, default=24, help="length of an answer (default: 24)")
     demo.add_argument("--seed", type=int, default=0, help="of the documents (default: 0)")
-    demo.add_argument("--figure", type=Path, metavar="PNG", help="draw the times to the first token")
-    demo.add_argument("--json", type=Path, metavar="FILE", help="write all figures ('-' for standard output)")
+    demo.add_argument("--figure", type=_figure, metavar="PNG", help="draw the times to the first token")
+    demo.add_argument("--json", type=_output, metavar="FILE", help="write all figures ('-' for standard output)")
     demo.set_defaults(run=_demo)
 
     bench = commands.add_parser("bench", help="measure ways of serving the same prompts, and others' ways beside them")
@@ -95,8 +92,10 @@ def command_line() -> argparse.ArgumentParser:
     bench.add_argument("--repeats", type=_positive, default=2, help="counted rounds of each workload (default: 2)")
     bench.add_argument("--max-new-tokens", type=_positive, default=16, help="length of an answer (default: 16)")
     bench.add_argument("--seed", type=int, default=0, help="of documents and questions (default: 0)")
-    bench.add_argument("--html", type=Path, metavar="FILE", help="write a page with figures, which needs nothing else")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures ('-' for standard output)")
+    bench.add_argument(
+        "--html", type=_output, metavar="FILE", help="write a page with figures ('-' for standard output)"
+    )
+    bench.add_argument("--json", type=_output, metavar="FILE", help="write all figures ('-' for standard output)")
     bench.set_defaults(run=_bench)
 
     check = commands.add_parser("check", help="say whether a model can reuse K/V, and why not")
@@ -123,8 +122,8 @@ def command_line() -> argparse.ArgumentParser:
     verify.add_argument("--max-new-tokens", type=_positive, default=32, help="length of an answer (default: 32)")
     verify.add_argument("--max-kl", type=float, default=0.01, help="threshold: mean KL in nats (default: 0.01)")
     verify.add_argument("--min-agreement", type=float, default=0.99, help="threshold: share of steps (default: 0.99)")
-    verify.add_argument("--figure", type=Path, metavar="PNG", help="draw quality against computed tokens")
-    verify.add_argument("--json", type=Path, metavar="FILE", help="write all figures ('-' for standard output)")
+    verify.add_argument("--figure", type=_figure, metavar="PNG", help="draw quality against computed tokens")
+    verify.add_argument("--json", type=_output, metavar="FILE", help="write all figures ('-' for standard output)")
     verify.add_argument(
         "--turboquant",
         nargs="*",
@@ -161,7 +160,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_tiers(inspect, "what to look into, such as disk:~/.cache/kvboost_hf or redis://localhost:6379")
     inspect.add_argument("--tokenizer", metavar="NAME", help="shows text; a hub name or folder, or 'embedded'")
     inspect.add_argument("--limit", type=_positive, default=50, help="show those used most (default: 50)")
-    inspect.add_argument("--json", type=Path, metavar="FILE", help="write all of it ('-' for standard output)")
+    inspect.add_argument("--json", type=_output, metavar="FILE", help="write all of it ('-' for standard output)")
     inspect.set_defaults(run=_inspect)
     return parser
 
@@ -173,8 +172,32 @@ def _add_tiers(parser: argparse.ArgumentParser, text: str) -> None:
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a hub name or a folder (default: the embedded model)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="where it runs (default: cuda where there is one, or cpu)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    text = "where it runs (default: cuda where there is one, or cpu)"
+    parser.add_argument("--device", type=_device, default=device, help=text)
+    text = "auto, float32, bfloat16 or float16 (default: auto)"
+    known = ("auto", "float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=known, metavar="DTYPE", default="auto", help=text)
+
+
+def _device(text: str) -> str:
+    try:
+        torch.empty(0, device=text)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device here: {str(error).splitlines()[0]}") from error
+    return text
+
+
+def _output(text: str) -> Path:
+    try:
+        return output_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _figure(text: str) -> Path:
+    if text == "-":
+        raise argparse.ArgumentTypeError("a figure cannot go to standard output: name a file")
+    return _output(text)
 
 
 def _positive(text: str) -> int:
@@ -243,7 +266,7 @@ def _demo(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"the demo needs {error.name}: pip install 'kvboost_hf[demo]'") from error
 
-    console = Console(stderr=options.json == Path("-"))
+    console = Console(stderr=options.json == STANDARD_OUTPUT)
     model, tokenizer, name = _load(options)
     parameters = sum(p.numel() for p in model.parameters())
     console.print(f"[bold]{name}[/bold], {parameters / 1e6:.1f} M parameters, {model.dtype}, on {hardware()}")
@@ -279,7 +302,7 @@ def _demo(options: argparse.Namespace) -> int:
         figure(options.figure, name, chat, questions, shuffled)
         console.print(f"Figure: {options.figure}")
     if options.json is not None:
-        _write(options.json, as_json(name, chat, questions, shuffled))
+        write(options.json, as_json(name, chat, questions, shuffled))
     # In float32 the tokens must be the same; in half precision they may part where two logits all but tie. Blended
     # answers may differ: they are shown, not judged.
     same = all(row.same_tokens for row in rows) and all(row.exact_same_tokens for row in shuffled)
@@ -288,58 +311,10 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     try:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        from kvboost_hf.bench.environments import peers_at_hand
-        from kvboost_hf.bench.page import page
-        from kvboost_hf.bench.provenance import provenance
-        from kvboost_hf.bench.run import run
-        from kvboost_hf.bench.show import NOTE, as_json, table
-        from kvboost_hf.bench.summary import summaries
+        from kvboost_hf.bench.command import bench
     except ModuleNotFoundError as error:
         raise ValueError(f"`kvboost-hf bench` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
-
-    console = Console(stderr=options.json == Path("-"))
-    source = ModelSource(
-        name=options.model, random=options.random, draft=options.draft, device=options.device, dtype=options.dtype
-    )
-    settings = Settings(
-        prompts=options.prompts, repeats=options.repeats, max_new_tokens=options.max_new_tokens, seed=options.seed
-    )
-    where = provenance(f"kvboost-hf {shlex.join(options.given)}")
-    workloads = [WORKLOADS[name] for name in options.workloads]
-    others = options.peers or (PEERS if options.peers == [] else ())
-    console.print(f"[bold]{source.shown}[/bold]; {where}", highlight=False, soft_wrap=True)
-    with ExitStack() as stack:
-        with console.status("getting what peers need"):
-            peers = stack.enter_context(peers_at_hand(list(others), source, install=options.install_peers))
-        progress = stack.enter_context(Progress(console=console, transient=True))
-        task = progress.add_task("answering", total=None)
-        result = run(
-            source,
-            [ARMS[name] for name in options.arms],
-            peers,
-            workloads,
-            settings,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
-    found = summaries(result.rows)
-    for workload in workloads:
-        console.print(table(workload, [row for row in found if row.workload == workload.name]))
-    for name, why in result.refused.items():
-        console.print(f"Not run: {name}: {why}", highlight=False, markup=False, soft_wrap=True)
-    console.print(NOTE, soft_wrap=True)
-    if options.html is not None:
-        text = page(source.shown, where, settings, workloads, found, result.refused)
-        options.html.write_text(text, encoding="utf-8")
-        console.print(f"Page: {options.html}")
-    if options.json is not None:
-        _write(options.json, as_json(source.shown, where, settings, result, found))
-    # As in the demo: in float32 what is lossless must give the same tokens, and all else is shown, not judged.
-    lossless = {arm.name for arm in ARMS.values() if arm.lossless}
-    same = all(row.same == row.prompts for row in found if row.arm in lossless)
-    return 0 if same or result.dtype != torch.float32 else 1
+    return bench(options)
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -354,7 +329,7 @@ def _verify(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"`kvboost-hf verify` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
 
-    console = Console(stderr=options.json == Path("-"))
+    console = Console(stderr=options.json == STANDARD_OUTPUT)
     model, tokenizer, name = _load(options)
     if options.prompts is not None:
         prompts = _read_prompts(options.prompts)
@@ -382,7 +357,7 @@ def _verify(options: argparse.Namespace) -> int:
         draw_report(options.figure, report)
         console.print(f"Figure: {options.figure}")
     if options.json is not None:
-        _write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
+        write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
     return 0 if report else 1
 
 
@@ -397,7 +372,7 @@ def _validate(options: argparse.Namespace) -> int:
         raise ValueError(
             "`--figure` and `--documents` do not go with `--turboquant`: write the figures with `--json`."
         )
-    console = Console(stderr=options.json == Path("-"))
+    console = Console(stderr=options.json == STANDARD_OUTPUT)
     model, tokenizer, name = _load(options)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=None)
@@ -410,7 +385,7 @@ def _validate(options: argparse.Namespace) -> int:
         )
     console.print(f"{name}, {report.dtype}\n\n{report}", highlight=False, markup=False, soft_wrap=True)
     if options.json is not None:
-        _write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
+        write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
     return 0 if report else 1
 
 
@@ -510,7 +485,7 @@ def _inspect(options: argparse.Namespace) -> int:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    console = Console(stderr=options.json == Path("-"))
+    console = Console(stderr=options.json == STANDARD_OUTPUT)
     _require_lasting(options.tiers)
     lower = open_tiers([_as_it_is(address) for address in options.tiers], None).lower
     failed = False
@@ -529,7 +504,7 @@ def _inspect(options: argparse.Namespace) -> int:
         for tier in lower:
             tier.close()
     if options.json is not None:
-        _write(options.json, json.dumps(as_json(lines), indent=2, ensure_ascii=False))
+        write(options.json, json.dumps(as_json(lines), indent=2, ensure_ascii=False))
     return 1 if failed else 0
 
 
@@ -567,13 +542,6 @@ def _read_prompts(path: Path) -> list[Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"`--prompts` must be a prompt on each line or a JSON list, got {path}: {error}.") from error
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    if path == Path("-"):
-        sys.stdout.write(text + "\n")
-    else:
-        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from kvboost_hf.bench.served import Served, served
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.demo.run import BLEND as FIRST_K
 
@@ -126,7 +127,8 @@ class OurServer:
         if self.store is None or self._cache is None:
             return replace(found, reused=0, store_bytes=0)
         kept = sum(tier["bytes"] for tier in self.store.stats()["tiers"].values())
-        return replace(found, reused=self._cache.report.reused_tokens, store_bytes=kept)
+        report = self._cache.report
+        return replace(found, reused=report.reused_tokens, store_bytes=kept, bypassed=report.bypass_reason)
 
     def close(self) -> None:
         """See `Server.close`."""
@@ -138,4 +140,4 @@ class OurServer:
             return self._kwargs
         if self._cache is None or not self._kept:
             self._cache = ChunkReuseCache(self._model, self.store, self._policy)
-        return {"past_key_values": self._cache, **self._kwargs}
+        return {cache_argument(self._model): self._cache, **self._kwargs}

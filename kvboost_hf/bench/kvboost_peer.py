@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from kvboost_hf.bench.models import Counted, Models
-from kvboost_hf.bench.served import Served, Server
+from kvboost_hf.bench.served import Served, Server, reason
 
 # The chunks that its documentation shows, and the budget of its server; all else is left to it.
 _ENGINE = {"chunk_size": 128, "max_cache_bytes": 2_000_000_000}
@@ -26,7 +26,7 @@ class KVBoostPeer:
         try:
             self.open(models, tokenizer, None).close()
         except Exception as error:  # of whatever kind: the others run all the same
-            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return reason(error)
         return None
 
     def open(self, models: Models, tokenizer: Any, folder: Path | None) -> Server:

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvboost_hf.bench.arms import ARMS, PLAIN
 from kvboost_hf.bench.provenance import Provenance
-from kvboost_hf.bench.run import Settings
-from kvboost_hf.bench.show import COLUMNS, NOTE, cells
+from kvboost_hf.bench.run import Result, Settings
+from kvboost_hf.bench.show import COLUMNS, NOTE, cells, remarks
 from kvboost_hf.bench.summary import Summary
 from kvboost_hf.bench.workloads import Workload
 
@@ -31,8 +31,8 @@ def page(
     where: Provenance,
     settings: Settings,
     workloads: Sequence[Workload],
+    result: Result,
     found: Sequence[Summary],
-    refused: dict[str, str],
 ) -> str:
     """The whole page.
 
@@ -41,10 +41,13 @@ def page(
         where: Where the figures come from.
         settings: How much was run.
         workloads: That were run.
-        found: Their summaries.
-        refused: Arms that did not run, and why.
+        result: All that was measured.
+        found: Its summaries.
     """
-    rounds = f"Prompts of each workload: {settings.prompts}, rounds: {settings.repeats}, seed: {settings.seed}"
+    dtype = str(result.dtype).removeprefix("torch.")
+    rounds = (
+        f"In {dtype}. Prompts of each workload: {settings.prompts}, rounds: {settings.repeats}, seed: {settings.seed}"
+    )
     parts = [
         f"<h1>Benchmark: {escape(name)}</h1>",
         f"<p>{escape(rounds)}.<br>{escape(str(where).replace(f'; {where.command}', ''))}.<br>"
@@ -54,6 +57,8 @@ def page(
     ]
     for workload in workloads:
         rows = [row for row in found if row.workload == workload.name]
+        if not rows:
+            continue
         head = "".join(f"<th>{escape(' '.join(column).strip())}</th>" for column in (("arm",), *COLUMNS))
         lines = "".join(
             "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (row.arm, *cells(row))) + "</tr>" for row in rows
@@ -61,9 +66,8 @@ def page(
         about = workload.about[0].upper() + workload.about[1:]
         parts.append(f"<h2>{escape(workload.name)}</h2><p>{escape(about)}.</p>{_figure(rows)}")
         parts.append(f"<div class=scroll><table><tr>{head}</tr>{lines}</table></div>")
-    if refused:
-        told = "".join(f"<li><b>{escape(arm)}</b>: {escape(why)}</li>" for arm, why in refused.items())
-        parts.append(f"<h2>Not run</h2><ul>{told}</ul>")
+    if told := "".join(f"<li>{escape(remark)}</li>" for remark in remarks(result)):
+        parts.append(f"<h2>Remarks</h2><ul>{told}</ul>")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(name)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"

@@ -1,16 +1,16 @@
 """Peers in a process of their own, which waits while others have their turn.
 
-    PYTHON -m kvboost_hf.bench.peer_process SOURCE THREADS
+    PYTHON -m kvboost_hf.bench.peer_process SOURCE THREADS FOLDER
 
 The interpreter is one of an environment that has what the peers need. Each line of standard input is a JSON list, a
 name and arguments, and gets what `_Peers` has under this name in answer, as JSON.
 """
 
-import contextlib
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from kvboost_hf.bench.models import Models
 from kvboost_hf.bench.peers import PEERS
@@ -34,11 +35,17 @@ class PeerProcess:
     """
 
     def __init__(self, python: str, source: ModelSource) -> None:
-        command = [python, "-P", "-m", __spec__.name, json.dumps(asdict(source)), str(torch.get_num_threads())]
         self._folder = TemporaryDirectory()
+        threads = str(torch.get_num_threads())
+        command = [python, "-P", "-m", __spec__.name, json.dumps(asdict(source)), threads, self._folder.name]
         self._said = (Path(self._folder.name) / "said").open("w+", encoding="utf-8")
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            start_new_session=True,  # who presses Ctrl-C means the benchmark, which ends the process
         )
 
     def __enter__(self) -> "PeerProcess":
@@ -49,12 +56,13 @@ class PeerProcess:
     ) -> None:
         if error is not None:
             self._process.kill()
-        self._process.communicate()
+        with suppress(BrokenPipeError):
+            self._process.communicate()
         self._said.close()
         self._folder.cleanup()
 
     def ask(self, *asked: Any) -> Any:
-        """Send a line and wait for its answer.
+        """Send a line and wait for its answer. Who does not wait ends the process.
 
         Raises:
             OSError: the process has ended.
@@ -67,10 +75,13 @@ class PeerProcess:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
+        except BaseException:
+            self._process.kill()
+            raise
         if not line:
             self._said.seek(0)
-            last = [text for text in self._said if text.strip()][-1:]
-            raise OSError(f"its process has ended with status {self._process.wait()}: {''.join(last).strip()}")
+            last = [text.strip() for text in self._said if text.strip()][-1:]
+            raise OSError(": ".join([f"its process has ended with status {self._process.wait()}", *last]))
         return json.loads(line)
 
 
@@ -105,7 +116,8 @@ class _ServerElsewhere:
 
     def close(self) -> None:
         """See `Server.close`."""
-        self._peer.process.ask("close", self._peer.name)
+        with suppress(OSError):  # with its process it has ended, too
+            self._peer.process.ask("close", self._peer.name)
 
 
 class _Peers:
@@ -134,10 +146,12 @@ class _Peers:
 
 def main() -> None:
     """Answer lines until there are no more."""
-    torch.set_num_threads(int(sys.argv[2]))
+    _, source, threads, folder = sys.argv
+    torch.set_num_threads(int(threads))
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     asking = sys.stdout
-    with TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        peers = _Peers(ModelSource(**json.loads(sys.argv[1])), Path(folder))
+    with redirect_stdout(sys.stderr):
+        peers = _Peers(ModelSource(**json.loads(source)), Path(folder))
         for line in sys.stdin:
             name, *arguments = json.loads(line)
             print(json.dumps(getattr(peers, name)(*arguments)), file=asking, flush=True)

@@ -11,7 +11,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 
 from kvboost_hf.bench.kvboost_peer import KVBOOST_PEERS, KVBoostPeer
 from kvboost_hf.bench.models import Counted, Models
-from kvboost_hf.bench.served import Served, Server, served
+from kvboost_hf.bench.served import Served, Server, reason, served
 
 _PAGES, _BATCH_TOKENS = 64, 2048  # pages of 256 tokens
 
@@ -39,7 +39,7 @@ class Peer:
             server.answer(tokenizer.encode("Hello."), 4)
             server.close()
         except Exception as error:  # of whatever kind: the others run all the same
-            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return reason(error)
         return None
 
     def open(self, models: Models, tokenizer: Any, folder: Path | None) -> Server:
@@ -51,17 +51,38 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((at for at, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
+def _new_cache(model: Any) -> DynamicCache:
+    """One that can be cut: layers with windows keep what has left them."""
+    cache: Any = DynamicCache(config=model.config)
+    if hasattr(cache, "activate_past_recording"):  # not in older releases
+        cache.activate_past_recording()
+    return cache  # type: ignore[no-any-return]
+
+
+def _is_whole(cache: Any) -> bool:
+    """Whether no layer has lost what has left its window: being cut, they lose it."""
+    return all(layer.keys is None or layer.keys.shape[2] == cache.get_seq_length() for layer in cache.layers)
+
+
+def _cut(cache: Any, tokens: int) -> None:
+    if cache.get_seq_length() > tokens:
+        cache.crop(tokens - cache.get_seq_length())
+
+
 def _nbytes(cache: DynamicCache) -> int:
     layers: Any = cache.layers
     return sum(part.nbytes for layer in layers for part in (layer.keys, layer.values) if part is not None)
 
 
 class KeptCache:
-    """One DynamicCache for all prompts; before each, what the prompt does not share is cut off by hand."""
+    """One DynamicCache for all prompts; before each, what the prompt does not share is cut off by hand.
+
+    With windows it can be cut once, and begins anew the next time.
+    """
 
     def __init__(self, counted: Counted) -> None:
         self._model, self._count = counted
-        self._cache = DynamicCache(config=self._model.config)
+        self._cache = _new_cache(self._model)
         self._ids: list[int] = []
         self._reused = 0
 
@@ -70,7 +91,9 @@ class KeptCache:
 
         def make() -> dict[str, Any]:
             self._reused = min(_common(self._ids, ids), len(ids) - 1)
-            self._cache.crop(self._reused - self._cache.get_seq_length())
+            if self._reused < self._cache.get_seq_length() and not _is_whole(self._cache):
+                self._cache, self._reused = _new_cache(self._model), 0
+            _cut(self._cache, self._reused)
             return {"past_key_values": self._cache}
 
         found = served(self._model, self._count, ids, max_new_tokens, make)
@@ -82,7 +105,7 @@ class KeptCache:
 
 
 class CopiedPrefix:
-    """A copy of the first prompt's K/V for each later prompt, cut to what it shares.
+    """A copy of the K/V of the first prompt and its answer for each later prompt, cut to what it shares.
 
     It is the recipe "Re-use cache to continue generation" of transformers' documentation, told where the shared part
     ends. Copying counts as time to the first token.
@@ -101,14 +124,13 @@ class CopiedPrefix:
         def make() -> dict[str, Any]:
             nonlocal mine
             self._reused = min(_common(self._ids, ids), len(ids) - 1)
-            mine = DynamicCache(config=self._model.config) if self._first is None else copy.deepcopy(self._first)
-            mine.crop(self._reused - mine.get_seq_length())
+            mine = _new_cache(self._model) if self._first is None else copy.deepcopy(self._first)
+            _cut(mine, self._reused)
             return {"past_key_values": mine}
 
         found = served(self._model, self._count, ids, max_new_tokens, make)
         if self._first is None:
-            mine.crop(len(ids) - mine.get_seq_length())
-            self._first, self._ids = mine, list(ids)
+            self._first, self._ids = mine, [*ids, *found.ids][: mine.get_seq_length()]
         return replace(found, reused=self._reused, store_bytes=_nbytes(self._first))
 
     def close(self) -> None:

@@ -35,16 +35,18 @@ class Provenance:
         return f"{self.hardware}, threads: {self.threads}; {told}; {commit}; {self.command}"
 
 
-def provenance(command: str) -> Provenance:
+def provenance(command: str, device: str) -> Provenance:
     """What this process runs on.
 
     Args:
         command: That was given.
+        device: Where the model runs.
     """
+    place = torch.device(device)
     return Provenance(
         command=command,
         commit=_commit(),
-        hardware=torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        hardware=torch.cuda.get_device_name(place) if place.type == "cuda" else _processor(),
         threads=torch.get_num_threads(),
         versions={
             "kvboost_hf": __version__,

@@ -6,19 +6,21 @@ arm. A round begins with empty caches and stores; the first one is not counted.
 
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import partial
+from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from kvboost_hf.bench.arms import PLAIN, Arm
 from kvboost_hf.bench.models import Models
-from kvboost_hf.bench.served import Served, Server
+from kvboost_hf.bench.served import Served, Server, reason
 from kvboost_hf.bench.source import ModelSource
+from kvboost_hf.bench.turns import Turns
 from kvboost_hf.bench.workloads import Prompt, Workload
 
 Progress = Callable[[int, int], None]  # answers so far, and all
@@ -40,6 +42,9 @@ class Contender(Protocol):
     def open(self, models: Models, tokenizer: Any, folder: Path | None) -> Server:
         """A server that has seen nothing yet, but for what is in the folder."""
         ...
+
+
+T = TypeVar("T", bound=Contender)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +105,13 @@ class Result:
     Args:
         rows: All that was measured.
         refused: Arms and peers that did not run, and why.
+        failed: Arms, peers and workloads that did not get to their end, in which workload, and why.
         dtype: Of the model.
     """
 
     rows: list[Row]
     refused: dict[str, str]
+    failed: dict[str, str]
     dtype: torch.dtype
 
 
@@ -131,6 +138,8 @@ def run(
         ours: list[Arm] = [PLAIN, *(arm for arm in arms if arm.name != PLAIN.name)]
         refused = {one.name: why for one in (*ours, *peers) if (why := one.refusal(bench.models, bench.tokenizer))}
         ours = [arm for arm in ours if arm.name not in refused]
+        if all(workload.restarts for workload in workloads):
+            refused |= {peer.name: "it keeps nothing for another process" for peer in peers}
         others = [peer for peer in peers if peer.name not in refused]
         for workload in workloads:
             bench.expect(len(ours) * settings.repeats)
@@ -139,7 +148,7 @@ def run(
         rows: list[Row] = []
         for workload in workloads:
             rows += bench.restarted(workload, ours) if workload.restarts else bench.served(workload, [*ours, *others])
-        return Result(rows=rows, refused=refused, dtype=bench.models.get().model.dtype)
+        return Result(rows=rows, refused=refused, failed=bench.failed, dtype=bench.models.get().model.dtype)
 
 
 class _Bench:
@@ -147,6 +156,7 @@ class _Bench:
         self.models, self.tokenizer = Models(source, folder / "layers"), source.tokenizer()
         self._folder, self._settings, self._progress = folder, settings, progress
         self._done = self._total = 0
+        self.failed: dict[str, str] = {}
 
     def expect(self, series: int) -> None:
         """Say that so many series of prompts are to be answered, too."""
@@ -156,22 +166,28 @@ class _Bench:
         """A workload in this process."""
         rows: list[Row] = []
         for number in range(-1, self._settings.repeats):
-            with ExitStack() as stack:
-                servers = {one.name: one.open(self.models, self.tokenizer, None) for one in contenders}
-                for server in servers.values():
-                    stack.callback(server.close)
-                found = self._round(workload, number, servers)
+            with Turns(PLAIN.name) as turns:
+                for one in self._left(contenders):
+                    turns.open(one.name, partial(one.open, self.models, self.tokenizer, None))
+                found = self._round(workload, number, turns)
+            self._note(workload, turns.failed)
             rows += found if number >= 0 else []
-        return rows
+        return [row for row in rows if row.arm not in self.failed]
 
-    def _round(self, workload: Workload, number: int, servers: dict[str, Server]) -> list[Row]:
+    def _left(self, contenders: Sequence[T]) -> list[T]:
+        return [one for one in contenders if one.name not in self.failed]
+
+    def _note(self, workload: Workload, failed: dict[str, str]) -> None:
+        self.failed |= {name: f"in {workload.name}, {why}" for name, why in failed.items()}
+
+    def _round(self, workload: Workload, number: int, turns: Turns) -> list[Row]:
         rows: list[Row] = []
         asking = workload.ask(self.tokenizer, self._settings.prompts, self._settings.seed)
         prompt = next(asking)
         for index in range(self._settings.prompts):
-            answers = _in_turn(servers, prompt.ids, self._settings.max_new_tokens, index)
+            answers = turns.answer(prompt.ids, self._settings.max_new_tokens, index)
             rows += self._rows(workload, number, index, prompt, answers)
-            self._advance(len(servers))
+            self._advance(len(turns))
             if index + 1 < self._settings.prompts:
                 prompt = asking.send(self._text(answers[PLAIN.name]))
         return rows
@@ -184,26 +200,30 @@ class _Bench:
         rows: list[Row] = []
         for number in range(settings.repeats):
             folders = {arm.name: self._folder / f"{number}-{arm.name}" for arm in arms}
-            for arm in arms:
-                server = arm.open(self.models, self.tokenizer, folders[arm.name])
-                for prompt in prompts[:half]:
-                    server.answer(prompt.ids, settings.max_new_tokens)
-                server.close()
-            later = [prompt.ids for prompt in prompts[half:]]
-            task = (
-                Models(self.models.source, self.models.folder),
-                arms,
-                folders,
-                later,
-                settings.max_new_tokens,
-                torch.get_num_threads(),
+            for arm in self._left(arms):
+                with Turns(PLAIN.name) as turns:
+                    turns.open(arm.name, partial(arm.open, self.models, self.tokenizer, folders[arm.name]))
+                    for prompt in prompts[:half]:
+                        turns.answer(prompt.ids, settings.max_new_tokens, 0)
+                self._note(workload, turns.failed)
+            task = _Later(
+                models=Models(self.models.source, self.models.folder),
+                arms=self._left(arms),
+                folders=folders,
+                prompts=[prompt.ids for prompt in prompts[half:]],
+                max_new_tokens=settings.max_new_tokens,
+                threads=torch.get_num_threads(),
             )
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                found = pool.submit(_serve_anew, *task).result()
+            try:
+                found, failed = _in_new_process(task)
+            except BrokenExecutor as error:  # for want of memory, say: what else was measured is still good
+                self.failed[workload.name] = reason(error)
+                return []
+            self._note(workload, failed)
             for index, answers in enumerate(found, start=half):
                 rows += self._rows(workload, number, index, prompts[index], answers)
             self._advance(len(arms) * settings.prompts)
-        return rows
+        return [row for row in rows if row.arm not in self.failed]
 
     def _rows(
         self, workload: Workload, number: int, index: int, prompt: Prompt, answers: dict[str, Served]
@@ -231,28 +251,35 @@ class _Bench:
         self._progress(self._done, self._total)
 
 
-def _in_turn(servers: dict[str, Server], ids: list[int], max_new_tokens: int, first: int) -> dict[str, Served]:
-    names = list(servers)
-    turns = [names[(first + n) % len(names)] for n in range(len(names))]
-    found = {name: servers[name].answer(ids, max_new_tokens) for name in turns}
-    return {name: found[name] for name in names}
-
-
-def _serve_anew(
-    models: Models,
-    arms: Sequence[Arm],
-    folders: dict[str, Path],
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    threads: int,
-) -> list[dict[str, Served]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Later:
     """What a new process does: opens the folders, and answers."""
-    torch.set_num_threads(threads)
-    tokenizer = models.source.tokenizer()
-    with ExitStack() as stack:
-        servers: dict[str, Server] = {arm.name: arm.open(models, tokenizer, folders[arm.name]) for arm in arms}
-        for server in servers.values():
-            stack.callback(server.close)
+
+    models: Models
+    arms: Sequence[Arm]
+    folders: dict[str, Path]
+    prompts: Sequence[list[int]]
+    max_new_tokens: int
+    threads: int
+
+    def run(self) -> tuple[list[dict[str, Served]], dict[str, str]]:
+        """Answers to each prompt by arm, and which arms have failed, and why."""
+        torch.set_num_threads(self.threads)
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+        tokenizer = self.models.source.tokenizer()
+        with Turns(PLAIN.name) as turns:
+            for arm in self.arms:
+                turns.open(arm.name, partial(arm.open, self.models, tokenizer, self.folders[arm.name]))
             for _ in range(2):  # PyTorch starts; then, when there is something to reuse, the model is probed
-                server.answer(prompts[0][-_FIRST_TOKENS:], 2)
-        return [_in_turn(servers, ids, max_new_tokens, index) for index, ids in enumerate(prompts)]
+                turns.answer(self.prompts[0][-_FIRST_TOKENS:], 2, 0)
+            return [turns.answer(ids, self.max_new_tokens, at) for at, ids in enumerate(self.prompts)], turns.failed
+
+
+def _in_new_process(task: _Later) -> tuple[list[dict[str, Served]], dict[str, str]]:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        try:
+            return pool.submit(task.run).result()
+        except BaseException:  # who interrupts does not want to wait for its end
+            for child in active_children():
+                child.kill()
+            raise

@@ -23,6 +23,7 @@ class Served:
         forwarded: Tokens that went through the model, all in all.
         reused: Tokens of the prompt that were not computed, as the arm tells it; None where it does not.
         store_bytes: Bytes that are kept for later prompts; None where the arm does not tell.
+        bypassed: Why nothing of the prompt could be reused, as the arm tells it.
     """
 
     ids: list[int]
@@ -32,6 +33,7 @@ class Served:
     forwarded: int
     reused: int | None = None
     store_bytes: int | None = None
+    bypassed: str | None = None
 
 
 class Server(Protocol):
@@ -44,6 +46,11 @@ class Server(Protocol):
     def close(self) -> None:
         """Finish what is under way, and forget everything."""
         ...
+
+
+def reason(error: Exception) -> str:
+    """An error, told in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def served(

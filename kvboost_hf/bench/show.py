@@ -70,13 +70,25 @@ def table(workload: Workload, rows: Sequence[Summary]) -> Table:
     return shown
 
 
+def remarks(result: Result) -> list[str]:
+    """What else there is to tell of a run: what did not run, or not to its end, and what reused nothing."""
+    lines = [f"Not run: {name}: {why}" for name, why in result.refused.items()]
+    lines += [f"Failed: {name}: {why}" for name, why in result.failed.items()]
+    for why in dict.fromkeys(row.served.bypassed for row in result.rows if row.served.bypassed):
+        arms = dict.fromkeys(row.arm for row in result.rows if row.served.bypassed == why)
+        lines.append(f"Reused nothing: {', '.join(arms)}: {why}")
+    return lines
+
+
 def as_json(name: str, where: Provenance, settings: Settings, result: Result, found: Sequence[Summary]) -> str:
     """All figures, those of each answer included, with where they come from."""
     content = {
         "model": name,
         "provenance": asdict(where),
         "settings": asdict(settings),
+        "dtype": str(result.dtype).removeprefix("torch."),
         "refused": result.refused,
+        "failed": result.failed,
         "summaries": [asdict(row) for row in found],
         "rows": [asdict(row) for row in result.rows],
     }

@@ -56,9 +56,7 @@ class ModelSource:
         """What to call the model."""
         if self.random is not None:
             return "random Llama, {} layers of {}".format(*self.random)
-        if self.name is None:
-            return f"embedded {EMBEDDED_MODEL_DIR.name}"
-        return Path(self.name).name if Path(self.name).exists() else self.name  # the folder is nobody's business
+        return self.name or f"embedded {EMBEDDED_MODEL_DIR.name}"
 
     @property
     def draft_name(self) -> str | None:

@@ -16,6 +16,7 @@ from kvboost_hf.cache.chunks import Chunker
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.demo.timing import Call, medians, timed_generate
 from kvboost_hf.demo.workloads import (
@@ -217,7 +218,7 @@ class Demo:
         )
 
     def _timed(self, ids: Sequence[int], cache: ChunkReuseCache | None = None) -> Call:
-        kwargs: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        kwargs: dict[str, Any] = {} if cache is None else {cache_argument(self.model): cache}
         call = timed_generate(self.model, ids, self.max_new_tokens, **kwargs)
         self._progress()
         return call

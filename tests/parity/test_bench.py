@@ -221,7 +221,7 @@ def test_who_interrupts_is_told_no_more(monkeypatch: pytest.MonkeyPatch, capsys:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvboost_hf.bench.run.run", interrupt)
+    monkeypatch.setattr("kvboost_hf.bench.command.run", interrupt)
     assert main(["bench"]) == 130
     assert capsys.readouterr().err == "kvboost-hf: interrupted\n"
 

@@ -63,6 +63,21 @@ def test_the_seed_decides_all(trace: Any) -> None:
     assert simulate.simulate(other, 4, room, "least-loaded") != first
 
 
+@pytest.mark.parametrize("wrong", ["--requests=0", "--replicas=0", "--ram=-5", "--rooms=x", "--seed=-1"])
+def test_numbers_that_are_none(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["simulate.py", "--out", "nowhere", wrong])
+    with pytest.raises(SystemExit, match="2"):
+        simulate.main()
+    assert "or more, got" in capsys.readouterr().err
+
+
+def test_a_trace_of_one_request() -> None:
+    trace = simulate.make_trace(1)
+    assert simulate.simulate(trace, 1, simulate.Room(), "prefix")["hit"] == simulate.best(trace, None) == 0
+
+
 def test_host_memory_holds_what_the_shelf_holds() -> None:
     """Chunk by chunk, through `plan_row` and `Shelf.put`, which evicts by bytes."""
     rng = np.random.default_rng(0)

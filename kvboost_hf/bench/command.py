@@ -1,0 +1,113 @@
+"""`kvboost-hf bench`."""
+
+import argparse
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from transformers.utils import logging
+
+from kvboost_hf.bench.arms import ARMS
+from kvboost_hf.bench.environments import peers_at_hand
+from kvboost_hf.bench.page import page
+from kvboost_hf.bench.peers import PEERS
+from kvboost_hf.bench.provenance import provenance
+from kvboost_hf.bench.run import Settings, run
+from kvboost_hf.bench.show import NOTE, as_json, remarks, table
+from kvboost_hf.bench.source import ModelSource
+from kvboost_hf.bench.summary import summaries
+from kvboost_hf.bench.workloads import WORKLOADS
+from kvboost_hf.outputs import STANDARD_OUTPUT, write
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Run it.
+
+    Args:
+        options: Of the command line; `given` are its arguments as they were given.
+
+    Returns:
+        The exit status: 1 where what is lossless has given other tokens, or something has failed.
+
+    Raises:
+        ValueError: for options that do not go together.
+    """
+    if options.install_peers and options.peers is None:
+        raise ValueError("`--install-peers` is for peers: pass `--peers`, with their names or for all of them.")
+    source = ModelSource(
+        name=options.model, random=options.random, draft=options.draft, device=options.device, dtype=options.dtype
+    )
+    settings = Settings(
+        prompts=options.prompts, repeats=options.repeats, max_new_tokens=options.max_new_tokens, seed=options.seed
+    )
+    others = dict.fromkeys(options.peers or (PEERS if options.peers == [] else ()))
+    workloads = [WORKLOADS[name] for name in dict.fromkeys(options.workloads)]
+    where = provenance(f"kvboost-hf {shlex.join(options.given)}", options.device)
+    console = Console(stderr=STANDARD_OUTPUT in (options.json, options.html))
+    console.print(f"[bold]{source.shown}[/bold]; {where}", highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        stack.enter_context(_termination_is_an_exit())
+        stack.enter_context(_without_bars())
+        with console.status("getting what peers need"):
+            peers = stack.enter_context(peers_at_hand(list(others), source, install=options.install_peers))
+        progress = stack.enter_context(Progress(console=console, transient=True))
+        task = progress.add_task("answering", total=None)
+        result = run(
+            source,
+            [ARMS[name] for name in dict.fromkeys(options.arms)],
+            peers,
+            workloads,
+            settings,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    found = summaries(result.rows)
+    if options.json is not None:
+        write(options.json, as_json(source.shown, where, settings, result, found))
+    for workload in workloads:
+        if rows := [row for row in found if row.workload == workload.name]:
+            console.print(table(workload, rows))
+    for remark in remarks(result):
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+    console.print(NOTE, soft_wrap=True)
+    if options.html is not None:
+        write(options.html, page(source.shown, where, settings, workloads, result, found))
+        console.print(f"Page: {options.html}", highlight=False, soft_wrap=True)
+    # As in the demo: in float32 what is lossless must give the same tokens, and all else is shown, not judged.
+    lossless = {arm.name for arm in ARMS.values() if arm.lossless}
+    same = all(row.same == row.prompts for row in found if row.arm in lossless)
+    return 0 if not result.failed and (same or result.dtype != torch.float32) else 1
+
+
+@contextmanager
+def _termination_is_an_exit() -> Iterator[None]:
+    """Let SIGTERM end processes and folders as an exception does, not leave them behind."""
+
+    def leave(*_: Any) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Models are loaded over and over."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,27 @@
+"""Where commands write what they found: a file, or standard output for `-`."""
+
+import os
+import sys
+from pathlib import Path
+
+STANDARD_OUTPUT = Path("-")
+
+
+def output_path(text: str) -> Path:
+    """A file that can be written, or `-`, of a command line.
+
+    Raises:
+        ValueError: there is no such folder, or nothing can be written there.
+    """
+    path = Path(text)
+    if path != STANDARD_OUTPUT and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise ValueError(f"{text!r} cannot be written: name a file in a folder that there is.")
+    return path
+
+
+def write(path: Path, text: str) -> None:
+    """Write text there."""
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text + "\n")
+    else:
+        path.write_text(text, encoding="utf-8")

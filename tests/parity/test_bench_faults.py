@@ -1,0 +1,246 @@
+"""`kvboost-hf bench` where something goes wrong: what was measured is kept, what failed is named, nothing is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Mamba2Config, Mamba2ForCausalLM, MistralConfig, MistralForCausalLM
+
+from kvboost_hf.bench.arms import ARMS, Arm, OurServer
+from kvboost_hf.bench.models import Counted, Models
+from kvboost_hf.bench.peer_process import PeerElsewhere, PeerProcess
+from kvboost_hf.bench.peers import PEERS, Peer
+from kvboost_hf.bench.run import Contender, Result, Settings, run
+from kvboost_hf.bench.served import Served, served
+from kvboost_hf.bench.show import remarks
+from kvboost_hf.bench.source import ModelSource
+from kvboost_hf.bench.workloads import WORKLOADS
+from kvboost_hf.cli import main
+
+EMBEDDED = ModelSource()
+
+
+def small(
+    arms: Sequence[Arm],
+    workloads: Sequence[str],
+    peers: Sequence[Contender] = (),
+    source: ModelSource = EMBEDDED,
+    prompts: int = 2,
+) -> Result:
+    return run(source, arms, peers, [WORKLOADS[name] for name in workloads], Settings(prompts=prompts, repeats=1))
+
+
+class Plain:
+    """Plain answers, until one is too many."""
+
+    left = 0
+
+    def __init__(self, counted: Counted) -> None:
+        self._counted = counted
+
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
+        Plain.left -= 1
+        if Plain.left < 0:
+            raise RuntimeError("out\nof luck")
+        return replace(served(*self._counted, ids, max_new_tokens), bypassed="it does not even try")
+
+    def close(self) -> None:
+        if Plain.left < 0:
+            raise RuntimeError("not even that")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotInFolders(Arm):
+    """It cannot be opened where it should keep something on disk."""
+
+    def open(self, models: Models, tokenizer: Any, folder: Path | None) -> OurServer:
+        if folder is not None:
+            raise FileNotFoundError("no such folder")
+        return super().open(models, tokenizer, None)
+
+
+def test_who_fails_takes_part_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plain, "left", 1 + 4 + 3)  # a try, a workload, and the first counted answer of the next
+    peer, arm = Peer("unlucky", Plain), NotInFolders(name="nowhere")
+    result = small([ARMS["exact"], arm], ["few-shot", "rag", "chat", "restart"], [peer])
+    assert result.failed == {
+        "unlucky": "in rag, RuntimeError: out of luck",
+        "nowhere": "in restart, FileNotFoundError: no such folder",
+    }
+    found = {(row.workload, row.arm) for row in result.rows}
+    assert found == {(name, arm) for name in ("few-shot", "rag", "chat", "restart") for arm in ("plain", "exact")} | {
+        ("few-shot", "unlucky"),
+        *((name, "nowhere") for name in ("few-shot", "rag", "chat")),
+    }
+    assert remarks(result) == [
+        "Failed: unlucky: in rag, RuntimeError: out of luck",
+        "Failed: nowhere: in restart, FileNotFoundError: no such folder",
+        "Reused nothing: unlucky: it does not even try",
+    ]
+
+
+def test_without_plain_answers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_hf.bench.arms.served", lambda *_: Plain.answer(None, [], 0))  # type: ignore[arg-type]
+    monkeypatch.setattr(Plain, "left", 0)
+    with pytest.raises(RuntimeError, match="of luck"):
+        small([], ["chat"])
+
+
+def test_a_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with PeerProcess(sys.executable, EMBEDDED) as process:
+        peer = PeerElsewhere("hf-kept", process)
+        answer = OurServer.answer
+
+        def kill(server: OurServer, *asked: Any) -> Served:
+            process._process.kill()
+            return answer(server, *asked)
+
+        monkeypatch.setattr(OurServer, "answer", kill)
+        result = small([ARMS["exact"]], ["chat"], [peer])
+    assert result.failed == {"hf-kept": "in chat, OSError: its process has ended with status -9"}
+    assert {row.arm for row in result.rows} == {"plain", "exact"}
+
+
+def test_who_does_not_wait_for_a_process_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def readline(self) -> str:
+            raise KeyboardInterrupt
+
+        def close(self) -> None: ...
+
+    with PeerProcess(sys.executable, EMBEDDED) as process:
+        server = PeerElsewhere("hf-kept", process).open(Models(EMBEDDED, Path()), None, None)
+        with monkeypatch.context() as patch:
+            patch.setattr(process._process, "stdout", Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                server.answer([1, 2, 3], 2)
+        begin = time.monotonic()
+        server.close()  # its answer, which comes too late, is not taken for that of this
+        assert time.monotonic() - begin < 30
+        with pytest.raises(OSError, match="has ended with status -9"):
+            server.answer([1, 2, 3], 2)
+
+
+def test_termination_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvboost_hf", "bench", "--workloads", "restart", "--arms", "exact"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--repeats", "1000"], env=environment, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/*-exact")):  # K/V on disk
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_named_twice_is_run_once(tmp_path: Path) -> None:
+    figures = tmp_path / "bench.json"
+    arguments = ["bench", "--workloads", "chat", "chat", "--arms", "exact", "exact", "--prompts", "2"]
+    assert main([*arguments, "--repeats", "1", "--json", str(figures)]) == 0
+    told = json.loads(figures.read_text())
+    assert [(row["arm"], row["prompts"], row["same"]) for row in told["summaries"]] == [
+        ("plain", 2, 2),
+        ("exact", 2, 2),
+    ]
+    assert (told["dtype"], told["failed"]) == ("float32", {})
+
+
+def test_a_failure_is_told_by_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(ARMS, "exact", NotInFolders(name="exact"))
+    assert main(["bench", "--workloads", "restart", "--arms", "exact", "--prompts", "2", "--repeats", "1"]) == 1
+    assert "Failed: exact: in restart, FileNotFoundError: no such folder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--html", "nowhere/page.html"], "'nowhere/page.html' cannot be written"),
+        (["--json", "."], "'.' cannot be written"),
+        (["--device", "gpu"], "'gpu' is no device here"),
+        (["--device", "cuda:99"], "'cuda:99' is no device here"),
+        (["--dtype", "float8"], "invalid choice: 'float8'"),
+        (["--peers", "hf-lost"], "invalid choice: 'hf-lost'"),
+    ],
+)
+def test_what_can_be_seen_at_once_is_told_at_once(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert told in capsys.readouterr().err
+
+
+def test_a_figure_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--figure", "-"])
+    assert "name a file" in capsys.readouterr().err
+
+
+def test_installing_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--install-peers"]) == 2
+    assert "pass `--peers`" in capsys.readouterr().err
+
+
+def test_peers_that_have_nothing_to_do_say_so() -> None:
+    assert small([], ["restart"], [PEERS["hf-kept"]]).refused == {"hf-kept": "it keeps nothing for another process"}
+
+
+# Models that are not like Llama
+
+
+def saved(folder: Path, make: type, config: Any) -> ModelSource:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        make(config).save_pretrained(folder)
+    EMBEDDED.tokenizer().save_pretrained(folder)
+    return ModelSource(name=str(folder))
+
+
+def test_a_model_with_windows(tmp_path: Path) -> None:
+    """Caches of transformers can be cut there, too, if they are told so beforehand."""
+    config = MistralConfig(
+        vocab_size=len(EMBEDDED.tokenizer()),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=64,
+        eos_token_id=None,
+    )
+    source = saved(tmp_path, MistralForCausalLM, config)
+    peers = [PEERS["hf-kept"], PEERS["hf-deepcopy"]]
+    result = small([ARMS["exact"]], ["rag", "chat"], peers, source, prompts=4)
+    assert (result.refused, result.failed) == ({}, {})
+    assert all(row.same for row in result.rows)
+    assert all(row.served.reused for row in result.rows if row.prompt == 1 and row.arm != "plain")
+
+
+def test_a_model_whose_cache_has_another_name(tmp_path: Path) -> None:
+    config = Mamba2Config(
+        vocab_size=len(EMBEDDED.tokenizer()),
+        hidden_size=32,
+        num_heads=4,
+        head_dim=16,
+        state_size=16,
+        n_groups=1,
+        num_hidden_layers=2,
+        eos_token_id=None,
+    )
+    result = small(
+        [ARMS["exact"], ARMS["exact-store"]], ["few-shot"], source=saved(tmp_path, Mamba2ForCausalLM, config)
+    )
+    assert (result.refused, result.failed) == ({}, {})
+    assert all(row.same for row in result.rows)
