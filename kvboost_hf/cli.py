@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line().parse_args(given)
     options.given = given
     try:
+        if hasattr(options, "device"):
+            _require_device(options.device)
         return int(options.run(options))
     except (KVBoostError, ValueError, OSError) as error:
         sys.stderr.write(f"kvboost-hf: {error}\n")
@@ -173,18 +175,17 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a hub name or a folder (default: the embedded model)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text = "where it runs (default: cuda where there is one, or cpu)"
-    parser.add_argument("--device", type=_device, default=device, help=text)
+    parser.add_argument("--device", default=device, help=text)
     text = "auto, float32, bfloat16 or float16 (default: auto)"
     known = ("auto", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=known, metavar="DTYPE", default="auto", help=text)
 
 
-def _device(text: str) -> str:
+def _require_device(device: str) -> None:
     try:
-        torch.empty(0, device=text)
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device here: {str(error).splitlines()[0]}") from error
-    return text
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:  # each backend has its own
+        raise ValueError(f"`--device` must be one that PyTorch finds here, such as cpu, got {device!r}.") from error
 
 
 def _output(text: str) -> Path:

@@ -168,8 +168,6 @@ def test_a_failure_is_told_by_the_status(monkeypatch: pytest.MonkeyPatch, capsys
     [
         (["--html", "nowhere/page.html"], "'nowhere/page.html' cannot be written"),
         (["--json", "."], "'.' cannot be written"),
-        (["--device", "gpu"], "'gpu' is no device here"),
-        (["--device", "cuda:99"], "'cuda:99' is no device here"),
         (["--dtype", "float8"], "invalid choice: 'float8'"),
         (["--peers", "hf-lost"], "invalid choice: 'hf-lost'"),
     ],
@@ -180,6 +178,13 @@ def test_what_can_be_seen_at_once_is_told_at_once(
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *arguments])
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "demo", "check", "serve"])
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there(command: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--device", device]) == 2
+    assert f"one that PyTorch finds here, such as cpu, got '{device}'" in capsys.readouterr().err
 
 
 def test_a_figure_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
