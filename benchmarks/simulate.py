@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -321,13 +321,16 @@ def best(trace: Trace, room: int | None) -> float:
     return hits * CHUNK / prompts
 
 
-def run(requests: int, seed: int, replicas: list[int], ram: int, many: int, rooms: list[int]) -> Result:
+def run(
+    requests: int, seed: int, replicas: list[int], routings: Sequence[str], ram: int, many: int, rooms: list[int]
+) -> Result:
     """Replay one trace in all arms.
 
     Args:
         requests: Of the trace.
         seed: Of the trace.
         replicas: Numbers of them that are tried.
+        routings: That are tried with each.
         ram: Chunks that host memory has room for, of each replica.
         many: Replicas of the arms that have other rooms, other tiers or another bound of loads.
         rooms: Of host memory, in chunks.
@@ -347,7 +350,7 @@ def run(requests: int, seed: int, replicas: list[int], ram: int, many: int, room
         "tokens": sum(len(request.chunks) * CHUNK + request.rest for request in trace.requests),
         "unlimited": best(trace, None),
         "best": {str(chunks): best(trace, chunks) for chunks in sorted(pooled)},
-        "by_replicas": [arm(n, plain, name) for n in replicas for name in (ROUTINGS if n > 1 else ROUTINGS[-1:])],
+        "by_replicas": [arm(n, plain, name) for n in replicas for name in (routings if n > 1 else routings[-1:])],
         "by_room": [arm(many, Room(chunks // 8, chunks), name) for chunks in rooms for name in two],
         "by_tiers": [
             arm(many, Room(ram // 8, ram, below, beside), name)
@@ -453,13 +456,16 @@ def main() -> None:
     parser.add_argument("--seed", type=_count, default=0, help="of the trace (default: %(default)s)")
     numbers, rooms = [1, 4, 16, 64], [128, 512, 2048]
     parser.add_argument("--replicas", type=_positive, nargs="+", default=numbers, help="(default: %(default)s)")
+    text = "of %(choices)s (default: all)"
+    parser.add_argument("--routings", choices=ROUTINGS, nargs="+", default=ROUTINGS, metavar="NAME", help=text)
     text = "host memory of each replica, in chunks of 128 tokens (default: %(default)s)"
     parser.add_argument("--ram", type=_positive, default=512, help=text)
     text = "other such sizes, with 16 replicas; without one, lower tiers are left out, too (default: %(default)s)"
     parser.add_argument("--rooms", type=_positive, nargs="*", default=rooms, help=text)
     options = parser.parse_args()
     where, begin = provenance(sys.argv[1:], "simulate.py"), time.perf_counter()
-    arms = run(options.requests, options.seed, options.replicas, options.ram, 16, options.rooms)
+    sizes = options.replicas, options.routings, options.ram, 16, options.rooms
+    arms = run(options.requests, options.seed, *sizes)
     seconds = time.perf_counter() - begin
     result: Result = {"provenance": where, "seconds": seconds, **arms}
     options.out.mkdir(parents=True, exist_ok=True)
