@@ -83,7 +83,7 @@ dist-check: dist
 # fails does not keep the rest from running. Each part can be asked for alone: `make gpu-tests`, `make gpu-attention`.
 GPU_BENCHES := reuse kinds repair tiers attention attention_models awq streaming speculation server_shared
 gpu:
-	$(MAKE) --keep-going gpu-tests $(GPU_BENCHES:%=gpu-%)
+	$(MAKE) --keep-going gpu-tests $(GPU_BENCHES:%=gpu-%) gpu-bench
 
 gpu-tests:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:xdist tests/gpu
@@ -92,6 +92,12 @@ gpu-repair: GPU_ARGUMENTS := ttft
 gpu-attention_models: GPU_ARGUMENTS := --dtype bfloat16
 $(GPU_BENCHES:%=gpu-%): gpu-%:
 	PYTHONPATH=. $(PYTHON) benchmarks/$*.py $(GPU_ARGUMENTS) --device cuda --out $${OUT:-benchmarks/results}
+
+# Every way of serving; the peers that need no other package.
+gpu-bench: PEERS := hf-kept hf-deepcopy hf-offloaded hf-batching
+gpu-bench:
+	PYTHONPATH=. $(PYTHON) -m kvboost_hf bench --random 16x2048 --device cuda --dtype bfloat16 --peers $(PEERS) \
+		--html $${OUT:-benchmarks/results}/bench-cuda.html --json $${OUT:-benchmarks/results}/bench-cuda.json
 
 clean:
 	rm -rf $(VENV) dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png bench.html bench.json
