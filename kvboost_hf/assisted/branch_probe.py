@@ -51,7 +51,10 @@ def _reason(model: PreTrainedModel) -> str | None:
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
     if attention_kind(model) not in _ATTENTION_KINDS:
-        return f"its attention ({attention_kind(model)}) takes no mask of its own for each token; use sdpa or eager"
+        return (
+            f"its attention ({attention_kind(model)}) takes no mask of its own for each token; "
+            f"use sdpa, eager or {ATTENTION}"
+        )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "its forward takes no position_ids"
     if any(map(frequencies_vary, model.modules())):

@@ -69,7 +69,10 @@ def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
     if isinstance(rotation, str):
         return rotation
     if attention_kind(model) not in _ATTENTION_KINDS:
-        return f"its attention ({attention_kind(model)}) takes no mask of its own for each token; use sdpa or eager"
+        return (
+            f"its attention ({attention_kind(model)}) takes no mask of its own for each token; "
+            f"use sdpa, eager or {ATTENTION}"
+        )
     if len(decoder_layers(model)) != len(make_layers(model)):
         return "its decoder layers cannot be told apart"
     if measure is Measure.DEVIATION and len(rotation.layers) < 2:

@@ -29,7 +29,7 @@ _UNUSED = "the model has made no use of the cache"
 
 
 class ChunkReuseCache(LendingCache):
-    """Pass it as `past_key_values` to as many `generate()` calls as you like.
+    """Pass it as `past_key_values` (for Mamba-2, as `cache_params`) to as many `generate()` calls as you like.
 
     Each call gets what plain generate() would give. What was computed before, in this cache or in its store, is not
     computed again: the prompt may continue the one before, be shorter, diverge from it, or have nothing to do with it.

@@ -101,8 +101,8 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
         _same(
             "CPUPagedEngine, BlockAllocator, ChunkBlockMapper, paged_attention_fwd",
             "attention",
-            "No paging on a CPU: K/V grows in place, and `attn_implementation='kvboost_fa2'` reads chunks where they "
-            "lie.",
+            "No paging on a CPU: K/V grows in place, and stored chunks are copied into it. `kvboost_fa2` reads chunks "
+            "where they lie with Triton; on a CPU only the server does, for requests that begin alike.",
         ),
         _same(
             "install_flash_attention, uninstall_flash_attention, install_paged_attention, uninstall_paged_attention",

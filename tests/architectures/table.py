@@ -55,7 +55,7 @@ padded batch.
 - **refused**: plain `generate()` itself takes no cache for this architecture; `ChunkReuseCache(model)` raises an
   error.
 
-{counts}.
+{counts}. `generate()` is given the cache as `past_key_values`, for Mamba-2 as `cache_params`.
 
 The column *moved* tells whether keys and values can also be used at other positions than those they were computed for:
 keys are rotated to their new positions then, as rotary embeddings would have done. How, is found out by running the

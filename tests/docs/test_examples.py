@@ -109,6 +109,13 @@ def test_the_table_of_what_fits_is_what_the_code_says() -> None:
     assert table in (ROOT / "docs" / "streaming.md").read_text(encoding="utf-8")
 
 
+def test_the_tables_of_simulated_passes_are_what_the_code_says() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "ring.py"))
+    page = (ROOT / "docs" / "streaming.md").read_text(encoding="utf-8")
+    assert script["staying"]() in page
+    assert script["rounding"]() in page
+
+
 def test_the_page_of_flags_is_what_the_parser_says() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "flags.py"))["page"]()
     written = ROOT / "docs" / "flags.md"

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.cache.blend_probe import blend_reason
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.repair import REPAIRS, BlendedRow
@@ -485,3 +486,16 @@ def test_repair_tells_kvboost_fa2_where_its_queries_are() -> None:
         generate(model, inputs, cache, max_new_tokens=1)
     assert cache.report.moved_tokens > cache.report.recomputed_tokens > 0
     assert calls == [(True, False)] * model.config.num_hidden_layers
+
+
+def test_an_attention_without_masks_of_ones_own_is_refused_and_the_others_are_named() -> None:
+    """Of moved chunks, and of trees."""
+    model = make_model("llama")
+    measure = REPAIRS["first_k"].measure
+    for kind in ("sdpa", "eager", "kvboost_fa2"):
+        model.set_attn_implementation(kind)
+        assert (blend_reason(model, measure), branch_reason(model)) == (None, None)
+    model.set_attn_implementation("flex_attention")
+    for reason in (blend_reason(model, measure), branch_reason(model)):
+        assert reason is not None
+        assert reason.endswith("use sdpa, eager or kvboost_fa2")

@@ -18,7 +18,7 @@ from kvboost_hf import (
 )
 from kvboost_hf.cache.tokens import TokenLog
 from kvboost_hf.cache.windows import SlidingLayer
-from kvboost_hf.compat import steps_reason
+from kvboost_hf.compat import cache_argument, steps_reason
 from tests.architectures.models import make_architecture
 from tests.conftest import STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
 
@@ -417,6 +417,27 @@ def test_states_are_looked_up_by_their_first_tokens() -> None:
         assert saved in store.states_after(root, saved.tokens[:8])
         assert len(list(store.states_after(root, saved.tokens[:8]))) < 3
     assert store.stats()["states"] >= 20
+
+
+def test_a_cache_that_the_model_calls_cache_params() -> None:
+    model = make_architecture("mamba2")
+    check_model_compatibility(model)
+    assert cache_argument(model) == "cache_params"
+    store = ChunkStore(model, chunk_size=CHUNK)
+    cache = ChunkReuseCache(model, store)
+    for ids, reuser, most in [
+        (BASE[:, :200], cache, 200),
+        (join(BASE[:, :200], OTHER[:, :20]), cache, 36),
+        (BASE[:, :200], ChunkReuseCache(model, store), 8),
+    ]:
+        expected = generate(model, as_inputs(ids))
+        with counted(model) as work:
+            found = generate(model, as_inputs(ids), cache_params=reuser)
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(found.logits[0], expected.logits[0], atol=2e-4, rtol=2e-4)
+        assert work.tokens - (NEW - 1) <= most
+    with pytest.raises(ValueError, match="past_key_values"):  # what docs/faq.md quotes
+        generate(model, as_inputs(BASE[:, :20]), past_key_values=cache)
 
 
 def test_an_interrupt_before_a_forward_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
