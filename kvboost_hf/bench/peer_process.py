@@ -3,7 +3,7 @@
     PYTHON -m kvboost_hf.bench.peer_process SOURCE THREADS FOLDER
 
 The interpreter is one of an environment that has what the peers need. Each line of standard input is a JSON list, a
-name and arguments, and gets what `_Peers` has under this name in answer, as JSON.
+name and arguments, and gets what `_Peers` has under this name in answer, as JSON: `{"told": …}`, or `{"error": …}`.
 """
 
 import json
@@ -22,8 +22,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvboost_hf.bench.models import Models
 from kvboost_hf.bench.peers import PEERS
-from kvboost_hf.bench.served import Served, Server
+from kvboost_hf.bench.served import Served, Server, reason
 from kvboost_hf.bench.source import ModelSource
+
+
+class PeerError(Exception):
+    """An error in another process."""
 
 
 class PeerProcess:
@@ -66,6 +70,7 @@ class PeerProcess:
 
         Raises:
             OSError: the process has ended.
+            PeerError: something has failed there; it goes on.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -82,7 +87,10 @@ class PeerProcess:
             self._said.seek(0)
             last = [text.strip() for text in self._said if text.strip()][-1:]
             raise OSError(": ".join([f"its process has ended with status {self._process.wait()}", *last]))
-        return json.loads(line)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        return answer["told"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +162,11 @@ def main() -> None:
         peers = _Peers(ModelSource(**json.loads(source)), Path(folder))
         for line in sys.stdin:
             name, *arguments = json.loads(line)
-            print(json.dumps(getattr(peers, name)(*arguments)), file=asking, flush=True)
+            try:
+                answer = {"told": getattr(peers, name)(*arguments)}
+            except Exception as error:  # others are served here, too
+                answer = {"error": reason(error)}
+            print(json.dumps(answer), file=asking, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from kvboost_hf.bench.arms import ARMS, PLAIN, Arm, OurServer
 from kvboost_hf.bench.environments import make_environment, peers_at_hand
 from kvboost_hf.bench.models import Models
-from kvboost_hf.bench.peer_process import PeerElsewhere, PeerProcess
+from kvboost_hf.bench.peer_process import PeerElsewhere, PeerError, PeerProcess
 from kvboost_hf.bench.peers import PEERS, Peer
 from kvboost_hf.bench.run import Contender, Result, Row, Settings, run
 from kvboost_hf.bench.source import ModelSource
@@ -140,10 +140,11 @@ def test_a_process_says_why_a_peer_does_not_run_there(tmp_path: Path) -> None:
     with PeerProcess(sys.executable, ModelSource(random=(1, 64))) as process:
         peer = PeerElsewhere("kvboost-none", process)
         assert peer.refusal(models, tokenizer) == "ModuleNotFoundError: No module named 'kvboost'"
-        process.ask("refusal", "hf-kept")
-        with pytest.raises(OSError, match="its process has ended with status 1: KeyError: 'nobody'"):
+        with pytest.raises(PeerError, match="KeyError: 'nobody'"):
             PeerElsewhere("nobody", process).open(models, tokenizer, None)
-        assert "has ended" in str(peer.refusal(models, tokenizer))
+        assert PeerElsewhere("hf-kept", process).refusal(models, tokenizer) is None
+        process._process.kill()
+        assert peer.refusal(models, tokenizer) == "its process has ended with status -9"
 
 
 def wheel(folder: Path) -> Path:
