@@ -313,6 +313,9 @@ def _demo(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     try:
         from kvboost_hf.bench.command import bench
+
+        if options.html is not None:
+            import matplotlib  # noqa: F401  # before anything is measured
     except ModuleNotFoundError as error:
         raise ValueError(f"`kvboost-hf bench` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
     return bench(options)

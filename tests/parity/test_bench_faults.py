@@ -198,6 +198,14 @@ def test_installing_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pass `--peers`" in capsys.readouterr().err
 
 
+def test_a_page_that_could_not_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--html", str(tmp_path / "page.html")]) == 2
+    assert "pip install 'kvboost_hf[demo]'" in capsys.readouterr().err
+
+
 def test_peers_that_have_nothing_to_do_say_so() -> None:
     assert small([], ["restart"], [PEERS["hf-kept"]]).refused == {"hf-kept": "it keeps nothing for another process"}
 
