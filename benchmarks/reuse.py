@@ -357,7 +357,9 @@ def rounded(values: dict[str, float]) -> dict[str, float]:
 
 def provenance(arguments: list[str], script: str = "reuse.py") -> Result:
     """What a run was made with, for its JSON."""
-    device = arguments[arguments.index("--device") + 1] if "--device" in arguments else "cpu"
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device", default="cpu")
+    device = parser.parse_known_args(arguments)[0].device
     return asdict(bench.provenance(" ".join(["python", f"benchmarks/{script}", *arguments]), device))
 
 

@@ -182,10 +182,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _require_device(device: str) -> None:
+    wrong = f"`--device` must be one that PyTorch finds here, such as cpu, got {device!r}."
     try:
-        torch.empty(0, device=device)
-    except (AssertionError, NotImplementedError, RuntimeError) as error:  # each backend has its own
-        raise ValueError(f"`--device` must be one that PyTorch finds here, such as cpu, got {device!r}.") from error
+        if torch.empty(0, device=device).is_meta:
+            raise ValueError(wrong)
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # each backend has its own
+        raise ValueError(wrong) from error
 
 
 def _output(text: str) -> Path:
@@ -196,8 +198,8 @@ def _output(text: str) -> Path:
 
 
 def _figure(text: str) -> Path:
-    if text == "-":
-        raise argparse.ArgumentTypeError("a figure cannot go to standard output: name a file")
+    if not text.endswith((".png", ".pdf", ".svg")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no figure: name a file that ends in .png, .pdf or .svg")
     return _output(text)
 
 
@@ -299,11 +301,11 @@ def _demo(options: argparse.Namespace) -> int:
         f"{sum(row.blend_right for row in shuffled)} of {len(shuffled)}. The last one: {shuffled[-1].question} "
         f"[bold]{shuffled[-1].blend_answer}[/bold]"
     )
+    if options.json is not None:
+        write(options.json, as_json(name, chat, questions, shuffled))
     if options.figure is not None:
         figure(options.figure, name, chat, questions, shuffled)
         console.print(f"Figure: {options.figure}")
-    if options.json is not None:
-        write(options.json, as_json(name, chat, questions, shuffled))
     # In float32 the tokens must be the same; in half precision they may part where two logits all but tie. Blended
     # answers may differ: they are shown, not judged.
     same = all(row.same_tokens for row in rows) and all(row.exact_same_tokens for row in shuffled)
@@ -357,11 +359,11 @@ def _verify(options: argparse.Namespace) -> int:
     console.print(
         f"{name}, {report.dtype}, {len(prompts)} prompts\n\n{report}", highlight=False, markup=False, soft_wrap=True
     )
+    if options.json is not None:
+        write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
     if options.figure is not None:
         draw_report(options.figure, report)
         console.print(f"Figure: {options.figure}")
-    if options.json is not None:
-        write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
     return 0 if report else 1
 
 

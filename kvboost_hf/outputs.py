@@ -13,8 +13,15 @@ def output_path(text: str) -> Path:
     Raises:
         ValueError: there is no such folder, or nothing can be written there.
     """
-    path = Path(text)
-    if path != STANDARD_OUTPUT and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+    if text == str(STANDARD_OUTPUT):
+        return STANDARD_OUTPUT
+    try:
+        path = Path(text).resolve()
+        place = path if path.exists() else path.parent
+        can_be = path.parent.is_dir() and not path.is_dir() and os.access(place, os.W_OK)
+    except OSError:  # its name is too long, say
+        can_be = False
+    if not can_be:
         raise ValueError(f"{text!r} cannot be written: name a file in a folder that there is.")
     return path
 

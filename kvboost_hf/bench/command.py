@@ -40,6 +40,8 @@ def bench(options: argparse.Namespace) -> int:
     """
     if options.install_peers and options.peers is None:
         raise ValueError("`--install-peers` is for peers: pass `--peers`, with their names or for all of them.")
+    if options.json == options.html == STANDARD_OUTPUT:
+        raise ValueError("`--json` and `--html` must not both be '-': name a file for one of them.")
     source = ModelSource(
         name=options.model, random=options.random, draft=options.draft, device=options.device, dtype=options.dtype
     )
@@ -67,14 +69,14 @@ def bench(options: argparse.Namespace) -> int:
             lambda done, total: progress.update(task, completed=done, total=total),
         )
     found = summaries(result.rows)
-    if options.json is not None:
-        write(options.json, as_json(source.shown, where, settings, result, found))
     for workload in workloads:
         if rows := [row for row in found if row.workload == workload.name]:
             console.print(table(workload, rows))
     for remark in remarks(result):
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
     console.print(NOTE, soft_wrap=True)
+    if options.json is not None:
+        write(options.json, as_json(source.shown, where, settings, result, found))
     if options.html is not None:
         write(options.html, page(source.shown, where, settings, workloads, result, found))
         console.print(f"Page: {options.html}", highlight=False, soft_wrap=True)
@@ -86,19 +88,21 @@ def bench(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _termination_is_an_exit() -> Iterator[None]:
-    """Let SIGTERM end processes and folders as an exception does, not leave them behind."""
+    """Let signals end processes and folders as an exception does, not leave them behind."""
 
-    def leave(*_: Any) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
+    def leave(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
         yield
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    numbers = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # not on Windows
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

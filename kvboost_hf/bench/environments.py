@@ -1,6 +1,7 @@
 """Peers whose packages do not belong into this environment get one of their own, which is thrown away afterwards."""
 
 import subprocess
+import sys
 import sysconfig
 import venv
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,7 @@ def make_environment(folder: Path, needs: str) -> str:
         venv.create(folder, with_pip=True)
         python = venv.EnvBuilder().ensure_directories(folder).env_exe
         inside = sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
-        here = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+        here = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
         lines = (f"import site; site.addsitedir({path!r})\n" for path in here)
         Path(inside, "here.pth").write_text("".join(lines), encoding="utf-8")
         command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", needs]

@@ -7,6 +7,8 @@ name and arguments, and gets what `_Peers` has under this name in answer, as JSO
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,6 +27,8 @@ from kvboost_hf.bench.peers import PEERS
 from kvboost_hf.bench.served import Served, Server, reason
 from kvboost_hf.bench.source import ModelSource
 
+_LAST_WORDS_S = 10  # that a process which is needed no more has to end by itself
+
 
 class PeerError(Exception):
     """An error in another process."""
@@ -42,7 +46,7 @@ class PeerProcess:
         self._folder = TemporaryDirectory()
         threads = str(torch.get_num_threads())
         command = [python, "-P", "-m", __spec__.name, json.dumps(asdict(source)), threads, self._folder.name]
-        self._said = (Path(self._folder.name) / "said").open("w+", encoding="utf-8")
+        self._said = (Path(self._folder.name) / "said").open("w+", encoding="utf-8", errors="replace")
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -58,12 +62,26 @@ class PeerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._process.kill()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with suppress(BrokenPipeError):
-            self._process.communicate()
+            self._process.stdin.close()
+        if error is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_WORDS_S)
+        self._kill()
+        self._process.stdout.close()
         self._said.close()
         self._folder.cleanup()
+
+    def _kill(self) -> None:
+        """End it, and all that it has started."""
+        with suppress(ProcessLookupError):
+            if hasattr(os, "killpg"):  # not on Windows
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
+        self._process.wait()
 
     def ask(self, *asked: Any) -> Any:
         """Send a line and wait for its answer. Who does not wait ends the process.
@@ -78,16 +96,15 @@ class PeerProcess:
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        except BaseException:
-            self._process.kill()
-            raise
-        if not line:
+            answer = json.loads(line)
+        except (BrokenPipeError, json.JSONDecodeError) as error:  # it has ended, or something else writes there
+            self._kill()
             self._said.seek(0)
             last = [text.strip() for text in self._said if text.strip()][-1:]
-            raise OSError(": ".join([f"its process has ended with status {self._process.wait()}", *last]))
-        answer = json.loads(line)
+            raise OSError(": ".join([f"its process has ended with status {self._process.wait()}", *last])) from error
+        except BaseException:
+            self._kill()
+            raise
         if "error" in answer:
             raise PeerError(answer["error"])
         return answer["told"]
@@ -104,7 +121,7 @@ class PeerElsewhere:
         """Why it cannot serve this model there, or None."""
         try:
             refusal: str | None = self.process.ask("refusal", self.name)
-        except OSError as error:
+        except (OSError, PeerError) as error:
             return str(error)
         return refusal
 
@@ -155,9 +172,10 @@ class _Peers:
 def main() -> None:
     """Answer lines until there are no more."""
     _, source, threads, folder = sys.argv
+    asking = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers and C code write is no answer
     torch.set_num_threads(int(threads))
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    asking = sys.stdout
     with redirect_stdout(sys.stderr):
         peers = _Peers(ModelSource(**json.loads(source)), Path(folder))
         for line in sys.stdin:

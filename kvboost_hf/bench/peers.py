@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -35,9 +36,8 @@ class Peer:
     def refusal(self, models: Models, tokenizer: Any) -> str | None:
         """Why it cannot serve this model here, or None: it answers a short prompt to find out."""
         try:
-            server = self.open(models, tokenizer, None)
-            server.answer(tokenizer.encode("Hello."), 4)
-            server.close()
+            with closing(self.open(models, tokenizer, None)) as server:
+                server.answer(tokenizer.encode("Hello."), 4)
         except Exception as error:  # of whatever kind: the others run all the same
             return reason(error)
         return None
@@ -169,7 +169,11 @@ class ContinuousBatching:
         room = ContinuousBatchingConfig(num_blocks=_PAGES, max_batch_tokens=_BATCH_TOKENS)
         self._manager = model.init_continuous_batching(config(do_sample=False, **ends), room)
         self._manager.start()
-        self.answer([0, 0], 1)  # makes room for K/V
+        try:
+            self.answer([0, 0], 1)  # makes room for K/V
+        except BaseException:
+            self.close()  # its thread would keep this process from ending
+            raise
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
         """See `Server.answer`."""

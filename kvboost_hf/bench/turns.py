@@ -1,7 +1,7 @@
 """Those who answer the same prompts in turn."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import TracebackType
 
 from kvboost_hf.bench.served import Served, Server, reason
@@ -31,9 +31,12 @@ class Turns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with ExitStack() as stack:
-            for server in self._servers.values():
-                stack.callback(server.close)
+        for name, server in list(self._servers.items()):
+            try:
+                server.close()
+            except Exception as error:
+                self._servers.pop(name)
+                self._fail(name, error)
 
     def open(self, name: str, make: Callable[[], Server]) -> None:
         """Let one more take part."""

@@ -84,10 +84,18 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
             moved.append(made)
         self.buffers = moved
 
-    def cut(self, by: int) -> None:
-        """Let go of the first columns, and for now not of their memory: this needs none."""
-        self.buffers = [buffer[:, :, by:] for buffer in self.buffers]
+    def shrink(self, by: int, rows: int) -> None:
+        """Let go of the first columns and of all but so many rows; of their memory, too, if a copy has room."""
+        try:
+            self.move(-by, rows, self.stop, self.stop - by)
+        except RuntimeError:
+            self.buffers = [buffer[:, :, by:] for buffer in self.buffers]
         self.stop -= by
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether memory is held that nobody uses, for want of some to move to."""
+        return any(buffer.untyped_storage().nbytes() > buffer.nbytes for buffer in self.buffers)
 
 
 def _room(columns: int) -> int:
@@ -129,7 +137,8 @@ class BatchKV:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, room to spare included; without what lies elsewhere."""
-        return sum(buffer.nbytes for layer in self._layers if layer is not None for buffer in layer.buffers)
+        held = (buffer for layer in self._layers if layer is not None for buffer in layer.buffers)
+        return sum(buffer.untyped_storage().nbytes() for buffer in held)
 
     @torch.no_grad()
     def join(self, kv: Sequence[Pair | None], tokens: Sequence[int], owner: Hashable = None) -> None:
@@ -145,6 +154,7 @@ class BatchKV:
             self._layers = [None if pair is None else _BatchLayer() for pair in kv]
             self._stop = 0
         rows, stop = len(self), self._stop
+        made = max((len(layer.buffers[0]) for layer in self._layers if layer is not None and layer.buffers), default=0)
         try:
             placed = 0
             if self._tree is not None:
@@ -158,11 +168,11 @@ class BatchKV:
             self._own.append(own)
             self._place()
         except BaseException:
-            self._keep(rows, stop)
+            self._keep(rows, stop, made)
             raise
 
-    def _keep(self, rows: int, stop: int) -> None:
-        """Take back what has been done to add a row to so many."""
+    def _keep(self, rows: int, stop: int, made: int) -> None:
+        """Take back what has been done to add a row to so many, in buffers that were made for as many as that."""
         del self._lengths[rows:], self._own[rows:]
         if self._tree is not None and len(self._tree) > rows:
             self._tree.remove(rows)
@@ -170,7 +180,8 @@ class BatchKV:
         for layer in self._layers if rows else ():
             if layer is not None:
                 layer.rows = rows
-                layer.cut(layer.stop - stop)
+                if len(layer.buffers[0]) != made or layer.stop != stop:
+                    layer.shrink(layer.stop - stop, made)
         if not rows:
             self._layers = []
         else:
@@ -193,12 +204,8 @@ class BatchKV:
         for layer in self._layers:
             if layer is not None:
                 layer.remove(row)
-                if unused > longest:  # most of the columns are of nobody
-                    try:
-                        layer.move(-unused, len(layer.buffers[0]), layer.stop, longest)
-                        layer.stop = longest
-                    except RuntimeError:  # no memory to move to
-                        layer.cut(unused)
+                if unused > longest or layer.is_cut:  # most of the columns are of nobody
+                    layer.shrink(unused if unused > longest else 0, len(layer.buffers[0]))
         if unused > longest:
             self._stop = longest
         self._place()

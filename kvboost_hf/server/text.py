@@ -58,8 +58,8 @@ class TextStream:
         self._cleans_up = _cleans_up(tokenizer)
         self._held = ""  # decoded, but may begin a stop text
         self._window = self._context(prompt_ids)  # the last tokens
-        self._told = self._decode(self._window).rstrip("\ufffd")  # what was decoded of them for good
-        self._whole = len(self._window)  # how many of them that is all of
+        # What was decoded of them for good, and how many of them that is all of.
+        self._told, self._whole = self._whole_characters(self._window)
 
     def push(self, token: int) -> str:
         """What is sure of the text with one more token, and was not before. Empty when a stop text has come."""
@@ -104,8 +104,16 @@ class TextStream:
             context.insert(0, token)
         if len(context) == _CONTEXT_TOKENS:  # may begin in a character
             starts = (context[n:] for n in range(4))
-            return next((ids for ids in starts if not self._decode(ids).startswith("\ufffd")), context)
+            return next((ids for ids in starts if self._whole_characters(ids)[0][:1] not in ("", "\ufffd")), context)
         return context
+
+    def _whole_characters(self, ids: list[int]) -> tuple[str, int]:
+        """The text of tokens, without half a character at their end, and how many of them it is the text of."""
+        for count in range(len(ids), max(len(ids) - 4, -1), -1):  # a character has four bytes at most
+            text = self._decode(ids[:count])
+            if not text.endswith("\ufffd"):
+                return text, count
+        return self._decode(ids).rstrip("\ufffd"), len(ids)
 
     def _shorten(self, text: str) -> None:
         """Forget the first tokens of the window, if `text`, which is all of it, ends with what the others say."""

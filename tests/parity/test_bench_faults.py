@@ -1,10 +1,12 @@
 """`kvboost-hf bench` where something goes wrong: what was measured is kept, what failed is named, nothing is left."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +20,12 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, MistralConfig, Mistral
 from kvboost_hf.bench.arms import ARMS, Arm, OurServer
 from kvboost_hf.bench.models import Counted, Models
 from kvboost_hf.bench.peer_process import PeerElsewhere, PeerProcess
-from kvboost_hf.bench.peers import PEERS, Peer
+from kvboost_hf.bench.peers import PEERS, ContinuousBatching, Peer
 from kvboost_hf.bench.run import Contender, Result, Settings, run
 from kvboost_hf.bench.served import Served, served
 from kvboost_hf.bench.show import remarks
 from kvboost_hf.bench.source import ModelSource
+from kvboost_hf.bench.turns import Turns
 from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.cli import main
 
@@ -86,6 +89,56 @@ def test_who_fails_takes_part_no_longer(monkeypatch: pytest.MonkeyPatch) -> None
         "Failed: nowhere: in restart, FileNotFoundError: no such folder",
         "Reused nothing: unlucky: it does not even try",
     ]
+
+
+def test_a_server_that_cannot_be_closed_has_failed() -> None:
+    class Stuck(Plain):
+        def close(self) -> None:
+            raise OSError("no space left")
+
+    Plain.left = 1000
+    result = small([ARMS["exact"]], ["few-shot"], [replace(PEERS["hf-kept"], name="stuck", make=Stuck)])
+    assert result.refused == {"stuck": "OSError: no space left"}
+    with Turns("plain") as turns:
+        turns.open("stuck", lambda: Stuck(Models(EMBEDDED, Path()).get()))
+        turns.open("plain", lambda: Plain(Models(EMBEDDED, Path()).get()))
+    assert turns.failed == {"stuck": "OSError: no space left"}
+
+
+@pytest.mark.parametrize("place", ["trial", "start"])
+def test_batching_that_fails_keeps_no_thread(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the interpreter would never end."""
+    answer, calls = ContinuousBatching.answer, [0]
+
+    def fail(server: ContinuousBatching, *asked: Any) -> Served:
+        calls[0] += 1
+        if calls[0] == (1 if place == "start" else 2):
+            raise RuntimeError("out of luck")
+        return answer(server, *asked)
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(ContinuousBatching, "answer", fail)
+    refusal = PEERS["hf-batching"].refusal(Models(EMBEDDED, Path()), EMBEDDED.tokenizer())
+    assert refusal == "RuntimeError: out of luck"
+    assert [thread for thread in set(threading.enumerate()) - before if not thread.daemon] == []
+
+
+def test_what_else_a_process_writes_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To the file itself, as C code does: it goes where errors go. What comes in place of an answer ends all."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os\nimport kvboost_hf.bench.peers as p\nopen_ = p.KeptCache.__init__\n"
+        "def init(self, counted):\n    os.write(1, b'compiling...\\n'); open_(self, counted)\n"
+        "p.KeptCache.__init__ = init\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    models, tokenizer = Models(EMBEDDED, tmp_path), EMBEDDED.tokenizer()
+    with PeerProcess(sys.executable, EMBEDDED) as process:
+        assert PeerElsewhere("hf-kept", process).refusal(models, tokenizer) is None
+        process._said.seek(0)
+        assert "compiling..." in process._said.read()
+        with monkeypatch.context() as patch:
+            patch.setattr(process._process, "stdout", io.StringIO("no answer\n"))
+            assert "has ended with status -9" in str(PeerElsewhere("hf-kept", process).refusal(models, tokenizer))
 
 
 def test_without_plain_answers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +221,8 @@ def test_a_failure_is_told_by_the_status(monkeypatch: pytest.MonkeyPatch, capsys
     [
         (["--html", "nowhere/page.html"], "'nowhere/page.html' cannot be written"),
         (["--json", "."], "'.' cannot be written"),
+        (["--json", f"{__file__}/bench.json"], "bench.json' cannot be written"),
+        (["--json", 300 * "a"], "cannot be written"),
         (["--dtype", "float8"], "invalid choice: 'float8'"),
         (["--peers", "hf-lost"], "invalid choice: 'hf-lost'"),
     ],
@@ -181,7 +236,7 @@ def test_what_can_be_seen_at_once_is_told_at_once(
 
 
 @pytest.mark.parametrize("command", ["bench", "demo", "check", "serve"])
-@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "hpu", "meta"])
 def test_a_device_that_is_not_there(command: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--device", device]) == 2
     assert f"one that PyTorch finds here, such as cpu, got '{device}'" in capsys.readouterr().err
@@ -191,6 +246,8 @@ def test_a_figure_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["demo", "--figure", "-"])
     assert "name a file" in capsys.readouterr().err
+    assert main(["bench", "--json", "-", "--html", "-"]) == 2
+    assert "must not both be '-'" in capsys.readouterr().err
 
 
 def test_installing_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:

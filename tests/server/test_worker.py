@@ -263,11 +263,12 @@ def test_without_memory_for_a_row_the_others_go_on(
             _in_row(batch, model, ids)
         for step in range(3):
             if step == 1:
-                left[0] = count
+                held, left[0] = batch.nbytes, count
                 try:
                     _in_row(batch, model, late)
                 except torch.OutOfMemoryError:
                     fails += 1
+                    assert batch.nbytes <= 1.25 * held  # with room to spare; there was memory again to move back to
                 left[0] = -1
             if step == 2 and len(batch) == 2:
                 _in_row(batch, model, late)
@@ -291,15 +292,20 @@ def test_without_memory_to_move_to_rows_stay_where_they_are(monkeypatch: pytest.
     def fail(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("none left")
 
+    held = batch.nbytes
     monkeypatch.setattr(torch.Tensor, "new_zeros", fail)
     batch.leave(0)
     monkeypatch.undo()
+    assert batch.nbytes == held
     texts = [texts[2], texts[1]]
     for _ in range(2):
         logits = batch.step([7, 7])
         texts = [torch.cat([ids, torch.tensor([[7]])], 1) for ids in texts]
         for row, ids in enumerate(texts):
             torch.testing.assert_close(logits[row], model(ids).logits[0, -1], atol=1e-4, rtol=1e-4)
+    batch.leave(1)  # there is memory again
+    assert batch.nbytes < held / 2
+    torch.testing.assert_close(batch.step([7])[0], model(torch.cat([texts[0], torch.tensor([[7]])], 1)).logits[0, -1])
 
 
 def _long_rope() -> PreTrainedModel:
