@@ -31,16 +31,16 @@ NUMBER = rf"(?P<number>(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?![.,]?\d)|\b(?:
 COMPARED = r"as (?:long|fast|quick)|faster|quicker|slower|longer|the (?:speed|time|throughput)|less time|more time"
 UNITS = (
     rf"(?P<ratio>x\b|\u00d7(?! ?\d)|-fold\b| times (?:{COMPARED}))",
-    r"(?P<rate> ?(?:tok|tokens?|answers?|requests?|prompts?|[kMG]i?B)(?:/s\b| (?:per|a|each) second\b))",
-    r"(?P<micro> ?(?:µs|us)\b| microseconds?\b)|(?P<milli> ?ms\b| milliseconds?\b)",
+    r"(?P<rate> ?(?:tok|tokens?|answers?|requests?|prompts?|[kMG]i?B)(?:/s(?:ec|econd)?\b| (?:per|a|each) second\b))",
+    r"(?P<micro> ?(?:µs|us)\b| microseconds?\b)|(?P<milli> ?(?:ms|msec)\b| milliseconds?\b)",
 )
 SECONDS = r"(?P<second> ?s\b| seconds?\b)|(?P<minute> ?min\b| minutes?\b)"
 SCALE = {"micro": 1e-6, "milli": 1e-3, "second": 1.0, "minute": 60.0}
-START = r"(?<![\w.-])(?<!timeout of )(?<!limit of )(?<!every )"  # settings are no speeds
+START = r"(?<![\w.])(?<!\D-)(?<!timeout of )(?<!limit of )(?<!every )"  # settings are no speeds; "10-20x" is one
 CLAIMS = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        rf"{START}{NUMBER}(?:{'|'.join(UNITS)}|(?P<percent> ?% (?:{COMPARED})))",
+        rf"{START}{NUMBER}(?:{'|'.join(UNITS)}|(?P<percent> ?(?:%|percent) (?:{COMPARED})))",
         rf"{START}(?=\d){NUMBER}(?:{SECONDS})",  # in words they are waited or allowed: "within ten seconds"
         rf"\bspeed-?ups? (?:of|by) {NUMBER}(?P<ratio>)(?![\w.]*x)",
         rf"\b(?P<ratio>(?:twice|half) (?:{COMPARED})|halves|doubles the (?:speed|throughput))\b",

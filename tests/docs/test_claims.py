@@ -48,12 +48,19 @@ LINKED = "[table](benchmarks/results/reuse-cpu.md)"
     (
         "100x faster, 4.5\u00d7, 12-fold, Ten times faster, ten times the speed, 40% faster, 20% less time, "
         "twice as fast, half the time, halves, speed-up of 12, 3 ms, ten milliseconds, 50 µs, 0.3 s, 12 seconds, "
-        "2 minutes, 9,000 tokens/s, 900 tok/s, 900 tokens per second, 25 GB/s"
+        "2 minutes, 9,000 tokens/s, 900 tok/s, 40 tokens/second, 900 tokens per second, 25 GB/s, 12 msec, "
+        "10 percent faster"
     ).split(", "),
 )
 def test_claims_are_seen(claim: str) -> None:
     (found,) = claims(f"On a Mac it is {claim}, see why.")
     assert claim.startswith(found.text)
+
+
+@pytest.mark.parametrize("claim", ["10-20x", "10\u201320x", "5-10 ms"])
+def test_the_end_of_a_range_is_seen(claim: str) -> None:
+    (found,) = claims(f"It is {claim} there.")
+    assert claim.endswith(found.text)
 
 
 @pytest.mark.parametrize(
