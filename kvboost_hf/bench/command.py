@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers.utils import logging
 
 from kvboost_hf.bench.arms import ARMS
 from kvboost_hf.bench.environments import peers_at_hand
@@ -23,6 +22,7 @@ from kvboost_hf.bench.show import NOTE, as_json, remarks, table
 from kvboost_hf.bench.source import ModelSource
 from kvboost_hf.bench.summary import summaries
 from kvboost_hf.bench.workloads import WORKLOADS
+from kvboost_hf.offload.checkpoint import without_bars
 from kvboost_hf.outputs import STANDARD_OUTPUT, write
 
 
@@ -55,7 +55,7 @@ def bench(options: argparse.Namespace) -> int:
     console.print(f"[bold]{source.shown}[/bold]; {where}", highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         stack.enter_context(_termination_is_an_exit())
-        stack.enter_context(_without_bars())
+        stack.enter_context(without_bars())
         with console.status("getting what peers need"):
             peers = stack.enter_context(peers_at_hand(list(others), source, install=options.install_peers))
         progress = stack.enter_context(Progress(console=console, transient=True))
@@ -103,15 +103,3 @@ def _termination_is_an_exit() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Models are loaded over and over."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -136,10 +136,12 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         bench = _Bench(source, Path(folder), settings, progress)
         ours: list[Arm] = [PLAIN, *(arm for arm in arms if arm.name != PLAIN.name)]
-        refused = {one.name: why for one in (*ours, *peers) if (why := one.refusal(bench.models, bench.tokenizer))}
-        ours = [arm for arm in ours if arm.name not in refused]
-        if all(workload.restarts for workload in workloads):
+        idle = all(workload.restarts for workload in workloads)
+        tried: list[Contender] = [*ours, *(() if idle else peers)]
+        refused = {one.name: why for one in tried if (why := one.refusal(bench.models, bench.tokenizer))}
+        if idle:
             refused |= {peer.name: "it keeps nothing for another process" for peer in peers}
+        ours = [arm for arm in ours if arm.name not in refused]
         others = [peer for peer in peers if peer.name not in refused]
         for workload in workloads:
             bench.expect(len(ours) * settings.repeats)

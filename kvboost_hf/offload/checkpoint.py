@@ -135,7 +135,7 @@ class Checkpoint:
             hf_quantizer=self._quantizer,
             weight_mapping=self._conversions,  # type: ignore[arg-type]
         )
-        with ExitStack() as stack, _quiet():
+        with ExitStack() as stack, without_bars():
             files: dict[str, Any] = {}
             tensors = {}
             for key in self._keys[number]:
@@ -227,8 +227,8 @@ def _complaint(missing: list[str], wrong: list[tuple[Any, ...]], errors: Any) ->
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar of transformers' own for each layer."""
+def without_bars() -> Iterator[None]:
+    """No progress bars of transformers' own, as for each layer that is loaded."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
