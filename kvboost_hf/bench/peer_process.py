@@ -53,6 +53,7 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
+            env={**os.environ, "TMPDIR": self._folder.name},  # what its compilers leave goes, too
             start_new_session=True,  # who presses Ctrl-C means the benchmark, which ends the process
         )
 
