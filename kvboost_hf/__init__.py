@@ -9,6 +9,7 @@ from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.cache.attach import attach, detach, last_cache
 from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.integrity import IntegrityReport
 from kvboost_hf.cache.quantized import live_bytes
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
@@ -44,6 +45,7 @@ __all__ = [
     "DraftTreeConfig",
     "GenerationMode",
     "GenerationResult",
+    "IntegrityReport",
     "InterruptedForwardError",
     "KVBoost",
     "KVBoostError",

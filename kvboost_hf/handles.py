@@ -229,12 +229,22 @@ class Held(torch.Tensor):
         self.kv = kv
         self._make = dense
         self._made: torch.Tensor | None = None
+        self._version_made = 0
 
     def dense(self) -> torch.Tensor:
         """All columns in one tensor."""
         if self._made is None:
             self._made = self._make()
+            self._version_made = -1 if self._made.is_inference() else self._made._version
         return self._made
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody has written to it, which nothing but the tensor made by `dense` has felt."""
+        if not self.is_inference() and self._version:
+            return True
+        made = self._made
+        return made is not None and not made.is_inference() and made._version != self._version_made
 
     @property
     def is_dense(self) -> bool:

@@ -71,6 +71,12 @@ def calling() -> GenerateCall:
     return GenerateCall(sys._getframe(1))
 
 
+def running_config() -> Any:
+    """The configuration that the generate() call under way has made for itself, or None."""
+    found = generate_frame(sys._getframe(1))
+    return found.f_locals.get("generation_config") if found is not None else None
+
+
 def encoded_from(encoded: Any) -> dict[str, Any] | None:
     """What the generate() call under way was called with, if `encoded` is what it has made of its images."""
     found = generate_frame(sys._getframe(1))

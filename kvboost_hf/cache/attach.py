@@ -1,21 +1,44 @@
 """`attach` and `detach`: reuse for calls that bring no cache of their own, such as pipelines."""
 
+import contextlib
+import sys
 import threading
+import weakref
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvboost_hf.cache.hook import install
+from kvboost_hf.cache.arming import running_config
+from kvboost_hf.cache.compiled import static_reason
+from kvboost_hf.cache.foreign import holder_of_cache
+from kvboost_hf.cache.hook import Kwargs, install
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.compat import known_reason, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
 
+_PACKAGE = __name__.partition(".")[0]
+
+
+class _OfThread(threading.local):
+    """What one thread's calls leave for its next one."""
+
+    last: ChunkReuseCache | None = None
+    fixed: ChunkReuseCache | None = None  # of a fixed size: its buffers serve the next call, too
+
 
 class _Attachment:
-    """Makes a fresh `ChunkReuseCache` for each call; calls may come from several threads."""
+    """Makes a `ChunkReuseCache` for each call; calls may come from several threads.
+
+    A chunk goes to the store when it is complete, and the tokens behind the last one when `generate()` returns.
+    """
 
     def __init__(
         self,
@@ -25,23 +48,133 @@ class _Attachment:
         live_quant: KVQuantConfig | None,
     ) -> None:
         self._store, self._policy, self._salt, self._live_quant = store, policy, salt, live_quant
-        self._last = threading.local()
+        self._of_thread = _OfThread()
+        self._latest: ChunkReuseCache | None = None
+        self._storing = threading.Lock()  # tails are on their way to the store
 
-    def __call__(self, model: PreTrainedModel) -> ChunkReuseCache:
-        # Nobody tells us when a call has ended. Its cache is kept until the thread's next one, and the tokens that
-        # fill no chunk go to the store then.
-        last: ChunkReuseCache | None = getattr(self._last, "cache", None)
-        if last is not None:
-            last.store_tails()
-        salt = self._salt() if callable(self._salt) else self._salt
-        cache = ChunkReuseCache(model, self._store, self._policy, salt, live_quant=self._live_quant)
-        self._last.cache = cache
+    def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> ChunkReuseCache | None:
+        """See `hook.Attachment`.
+
+        The caller's object is given the layers of ours, so that it holds what was computed, too.
+        """
+        if not _begins_text(theirs, kwargs):
+            return None
+        self.flush()
+        with self._storing:  # what another thread's call has just left is worth waiting for
+            pass
+        reason = _refusal(model, theirs, kwargs)
+        if reason is None and isinstance(theirs, StaticCache) and self._live_quant is not None:
+            reason = "`live_quant` has buffers that grow, and generate() was told to make a StaticCache"
+        if reason is not None:
+            self._refuse(model, reason, kwargs["input_ids"].numel())
+            return None
+        if isinstance(theirs, StaticCache):
+            cache = self._of_fixed_size(model, theirs.get_max_length())
+        else:
+            cache = ChunkReuseCache(
+                model, self._store, self._policy, self._current_salt(), live_quant=self._live_quant
+            )
+        self._note(cache)
+        config = running_config()
+        if config is None:
+            cache.stores_prompts_whole = True
+        else:  # generate() makes it for one call, and lets go of it when it returns
+            weakref.finalize(config, self._call_has_ended, weakref.ref(cache)).atexit = False
+        if isinstance(theirs, DynamicCache):
+            if any(getattr(layer, "record_past", False) for layer in theirs.layers):  # generate() will crop candidates
+                cache.activate_past_recording()
+            theirs.layers = cache.layers
         return cache
+
+    def _of_fixed_size(self, model: PreTrainedModel, max_cache_len: int) -> ChunkReuseCache:
+        cache = self._of_thread.fixed
+        salt = self._current_salt()
+        if cache is None or cache.max_cache_len != max_cache_len:
+            cache = ChunkReuseCache(model, self._store, self._policy, salt, max_cache_len=max_cache_len)
+            self._of_thread.fixed = cache
+        else:
+            cache.salt = cache.store.salt if salt is None else salt
+        cache.begin_anew()
+        return cache
+
+    def _current_salt(self) -> Salt:
+        return self._salt() if callable(self._salt) else self._salt
+
+    def _refuse(self, model: PreTrainedModel, reason: str, tokens: int) -> None:
+        """Note why a call is not served: a report for `last_cache`."""
+        cache = ChunkReuseCache(model, self._store, self._policy, b"", live_quant=self._live_quant)
+        cache.note_refusal(reason, tokens)
+        self._note(cache)
+
+    def flush(self) -> None:
+        """Store what the last call of this thread has left."""
+        if (last := self._of_thread.last) is not None:
+            self._store_tails(last)
 
     @property
     def last(self) -> ChunkReuseCache | None:
-        """The cache of this thread's last call."""
-        return getattr(self._last, "cache", None)
+        """The cache of this thread's last call; without one, of the last call of any thread."""
+        return self._of_thread.last or self._latest
+
+    def _note(self, cache: ChunkReuseCache) -> None:
+        self._of_thread.last = self._latest = cache
+
+    def _call_has_ended(self, ended: "weakref.ref[ChunkReuseCache]") -> None:
+        """Called when nobody refers to a call's configuration any more: as a rule, by the return of generate()."""
+        cache = ended()
+        if cache is None or _is_inside_of_us(sys._getframe(1)):
+            return  # a collection of garbage in the middle of our work: the thread's next call will do it
+        with contextlib.suppress(Exception):  # a finalizer could only print it
+            self._store_tails(cache)
+
+    def _store_tails(self, cache: ChunkReuseCache) -> None:
+        with self._storing:
+            cache.store_tails()
+
+
+def _begins_text(theirs: Any, kwargs: Kwargs) -> bool:
+    """Whether a forward may be the first one over a text, and says which logits are wanted."""
+    ids, keep = kwargs.get("input_ids"), kwargs.get("logits_to_keep")
+    if not isinstance(ids, torch.Tensor) or keep is None:
+        return False
+    if theirs is None:
+        return isinstance(keep, int) and keep > 0 and kwargs.get("use_cache") is not False
+    ours = type(theirs) is Cache or type(theirs).__module__.partition(".")[0] == _PACKAGE  # a forward within a forward
+    return isinstance(theirs, Cache) and not ours and not any(_holds(layer) for layer in theirs.layers)
+
+
+def _holds(layer: Any) -> bool:
+    """Whether a layer that transformers made holds anything."""
+    if isinstance(layer, CacheLayerMixin) and int(layer.get_seq_length()) > 0:
+        return True
+    return any(getattr(layer, "has_previous_state", {}).values())
+
+
+def _refusal(model: PreTrainedModel, theirs: Cache | None, kwargs: Kwargs) -> str | None:
+    """Why a text runs on what its caller has brought, or None."""
+    if (reason := known_reason(model) or holder_of_cache(model)) is not None:
+        return reason
+    if theirs is None:
+        if kwargs.get("cache") is not None:
+            return "generate_batch() keeps K/V in pages of its own"
+        return None if model.config.get_text_config(decoder=True).use_cache else "use_cache is False"
+    kind = type(theirs)
+    if kind not in (DynamicCache, StaticCache):
+        return f"generate() was given a {kind.__name__}, or told to make one, which keeps K/V in a form of its own"
+    if theirs.offloading:
+        return "generate() was told to offload its cache"
+    if kind is StaticCache and getattr(theirs, "_is_user_defined", False):
+        return "generate() was given a StaticCache (pass ChunkReuseCache(model, max_cache_len=...) in its place)"
+    return static_reason(model, theirs.get_max_length()) if kind is StaticCache else None
+
+
+def _is_inside_of_us(frame: FrameType | None) -> bool:
+    """Whether some function of this package, which may hold locks, is under way in this thread."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def attach(
@@ -54,11 +187,13 @@ def attach(
 ) -> PreTrainedModel:
     """Give every later `generate()` call on `model` that passes no cache a `ChunkReuseCache`.
 
-    The K/V of the last call stays in memory until the thread's next call, or until `detach`. Attaching again replaces
-    the settings.
+    So are calls of `model(...)` without a cache that say which logits they want (`logits_to_keep`), and those with
+    `cache_implementation="static"`. The K/V of a thread's last call stays in memory until its next call, or until
+    `detach`. Attaching again replaces the settings.
 
     Args:
-        model: The model whose calls are served, for example a pipeline's `pipe.model`.
+        model: The model whose calls are served, for example a pipeline's `pipe.model`; or a wrapper of PEFT or of
+            `torch.compile` around it.
         store: Shared by all calls; None takes the model's default store.
         policy: How stored K/V may be used.
         salt: Separates those who must not see each other's prompts; None takes the store's. A function is asked
@@ -77,20 +212,34 @@ def attach(
         >>> model, tokenizer = load_embedded()
         >>> pipe = pipeline("text-generation", model=attach(model), tokenizer=tokenizer)
     """
+    inner = unwrapped(model)
     known = None if callable(salt) else salt
-    ChunkReuseCache(model, store, policy, known, live_quant=live_quant)  # refuses now, not at the first call
-    install(model)
-    ModelState.of(model).attached = _Attachment(store, policy, salt, live_quant)
+    ChunkReuseCache(inner, store, policy, known, live_quant=live_quant)  # refuses now, not at the first call
+    install(inner)
+    _flush(inner)
+    ModelState.of(inner).attached = _Attachment(store, policy, salt, live_quant)
     return model
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`. Stored chunks, and caches that are passed by hand, stay as they are."""
-    ModelState.of(model).attached = None
+    inner = unwrapped(model)
+    _flush(inner)
+    ModelState.of(inner).attached = None
     return model
 
 
 def last_cache(model: PreTrainedModel) -> ChunkReuseCache | None:
-    """The cache that an attached model's last call in this thread was given: `last_cache(model).report`."""
-    attached = ModelState.of(model).attached
+    """The cache of an attached model's last call: `last_cache(model).report`.
+
+    That of this thread, or where this thread has made none, of any thread. The report of a call that was not served
+    says why.
+    """
+    attached = ModelState.of(unwrapped(model)).attached
     return attached.last if isinstance(attached, _Attachment) else None
+
+
+def _flush(model: PreTrainedModel) -> None:
+    attached = ModelState.of(model).attached
+    if isinstance(attached, _Attachment):
+        attached.flush()

@@ -174,6 +174,7 @@ def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) 
                     done = stop
                 for part in new:
                     part[:, done:].zero_()
+            layer.seal()
 
 
 def _put_piece(

@@ -37,17 +37,17 @@ def code_name(code: Any) -> str | None:
         code = code.func
     if isinstance(code, types.MethodType) or not isinstance(code, types.FunctionType):
         return None
-    if not _is_written_where_it_says(code):
+    if not is_written_where_it_says(code):
         return None
     name = code.__qualname__
     # What a decorator has made bears the name of what it was made of, unless it does not care.
-    if "<lambda>" in name or ("<locals>" in name and not _is_of_package(code)):
+    if "<lambda>" in name or ("<locals>" in name and not is_of_package(code)):
         return None
     version = _version(code.__module__)
     return f"{version} {code.__module__}.{name}" if version is not None else None
 
 
-def _is_written_where_it_says(code: Any) -> bool:
+def is_written_where_it_says(code: Any) -> bool:
     """Whether a function is of the file of its module, or a decorator's of a package, with all that it wraps.
 
     `functools.wraps` gives what takes the place of a function the name of that function.
@@ -68,8 +68,9 @@ def _folders() -> tuple[str, ...]:
     return tuple(f"{place}{os.sep}" for spec in specs if spec for place in spec.submodule_search_locations or ())
 
 
-def _is_of_package(code: types.FunctionType) -> bool:
-    return code.__module__.partition(".")[0] in _PACKAGES
+def is_of_package(code: Any) -> bool:
+    """Whether a function or class is of a package that is named by its version."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] in _PACKAGES
 
 
 @functools.cache

@@ -168,7 +168,12 @@ class CodedTensor:
     def move(self, device: torch.device) -> None:
         """Move all buffers."""
         for tensor in self._tensors():
-            tensor.buffer = tensor.buffer.to(device) if tensor.buffer is not None else None
+            tensor.move(device)
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody else has written to what is held."""
+        return all(tensor.intact for tensor in self._tensors())
 
     def _tensors(self) -> Sequence[GrowingTensor]:
         return [self._exact, *self._planes.values()]

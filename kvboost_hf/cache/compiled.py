@@ -40,7 +40,7 @@ class StaticDecoding:
     def __init__(self, model: PreTrainedModel, max_cache_len: int) -> None:
         if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
             raise ValueError(f"`max_cache_len` must be a positive int or None, got {max_cache_len!r}.")
-        reason = _static_reason(model, max_cache_len)
+        reason = static_reason(model, max_cache_len)
         if reason is not None:
             raise ValueError(f"`max_cache_len` is not for {type(model).__name__}: {reason}. Leave it out.")
         self.max_cache_len = max_cache_len
@@ -133,7 +133,8 @@ def _columns(kwargs: dict[str, Any]) -> int:
     return 0
 
 
-def _static_reason(model: PreTrainedModel, max_cache_len: int) -> str | None:
+def static_reason(model: PreTrainedModel, max_cache_len: int) -> str | None:
+    """Why a model cannot decode in a cache of a fixed size here, or None."""
     reason = known_reason(model)
     if reason is not None:
         return reason

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from kvboost_hf.cache.checksum import checksum
-from kvboost_hf.cache.code_names import code_name, library_versions
+from kvboost_hf.cache.code_names import code_name, is_of_package, library_versions
+from kvboost_hf.cache.foreign import OF_TORCH, Reached, Reader, foreign_functions, only_looks
 from kvboost_hf.cache.offloaded import (
     FileMark,
     files_at_rest,
@@ -31,15 +32,26 @@ from kvboost_hf.cache.weights import WeightsWatch, plain_tensors
 from kvboost_hf.compat import frequencies_vary
 
 _SCALARS = frozenset((float, bool, str, int))
+_PASSED_OVER = (PreTrainedConfig, GenerationConfig, type(None))  # attributes that are read elsewhere, or by generate()
 _PLAIN = frozenset((nn.Parameter, torch.Tensor))
 _ADAPTER_STATE = frozenset(("_active_adapter", "_disable_adapters"))  # read through PEFT's own names
 _RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` from `weight_orig` at each forward
 # What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
 # is found by; hooks that only look are put in place when hidden states are first asked for, as with a first image;
 # and generate() notes the size of the static cache that it has made.
-_NOTES = frozenset(("rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length"))
-_CAPTURING_MODULE = "transformers.utils.output_capturing"
-_DULL: set[type] = {*_SCALARS}  # types of attributes that are no tensors; isinstance() takes ten times as long
+_NOTES = frozenset(("rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length", "_cache"))
+# What transformers says of a class, not of how it computes.
+_SAID_OF_CLASSES = frozenset(
+    (
+        *("_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size", "_no_split_modules", "all_tied_weights_keys"),
+        *("_skip_keys_device_placement", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "model_tags"),
+        *("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save"),
+        *("warnings_issued", "_weight_conversions", "hf_device_map", "peft_config", "_tied_weights_keys"),
+    )
+)
+_SAME_IN_TRAINING = frozenset((nn.Identity, nn.Linear, nn.Embedding, nn.ModuleDict, nn.ParameterDict))
+_READ_WHOLE_BYTES = 2**20  # of what is kept in containers, and of what hooks can reach
+_READ_ELSEWHERE = OF_TORCH | _NOTES | _SAID_OF_CLASSES | {"_hf_hook", "_old_forward", "forward"}
 
 
 class ModelFingerprint:
@@ -168,15 +180,20 @@ def _walk(model: nn.Module) -> _Found:
     maps: dict[int, Any] = {}
     at_rest: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # of streamed layers
     kinds: dict[type, None] = {}
+    held: list[Any] = []  # attributes that may hold values
+    seen: set[int] = set()  # ids of modules
     todo = [model]  # by hand: the generators of model.modules() take three times as long
     while todo:
         module = todo.pop()
+        if id(module) in seen:  # of several parents
+            continue
         attributes = module.__dict__
         if frequencies_vary(module):  # it writes its frequencies anew at each forward; their regime is in the root
             continue
         if children := attributes["_modules"]:
             todo += [child for child in children.values() if child is not None]
-        found.in_training |= module.training
+        seen.add(id(module))
+        found.in_training |= module.training and not _is_the_same_in_training(module)
         kinds[type(module)] = None
         switches.append(type(module).__qualname__)
         hook = attributes.get("_hf_hook")
@@ -184,9 +201,9 @@ def _walk(model: nn.Module) -> _Found:
             at_rest |= weights_at_rest(hook)
             found.files |= files_at_rest(hook)
             maps |= {id(weights): weights for weights in weight_maps(hook)}
-        for held in (attributes["_parameters"], attributes["_buffers"]):
-            if held:
-                for tensor in held.values():
+        for group in (attributes["_parameters"], attributes["_buffers"]):
+            if group:
+                for tensor in group.values():
                     if id(tensor) in at_rest:
                         kept = at_rest[id(tensor)][1]
                         if kept is not None:
@@ -201,8 +218,8 @@ def _walk(model: nn.Module) -> _Found:
             switches += _adapter_switches(module)
             attributes = {name: value for name, value in attributes.items() if name not in _ADAPTER_STATE}
         switches += [v for name, v in attributes.items() if type(v) in _SCALARS and name not in _NOTES]
-        for name, value in [item for item in attributes.items() if type(item[1]) not in _DULL]:
-            if name in _NOTES:
+        for name, value in [item for item in attributes.items() if item[0] not in _READ_ELSEWHERE]:
+            if type(value) in _SCALARS or isinstance(value, _PASSED_OVER):
                 continue
             if isinstance(value, torch.Tensor):  # neither parameter nor buffer
                 if not any(name + suffix in attributes["_parameters"] for suffix in _RECOMPUTED):
@@ -210,15 +227,21 @@ def _walk(model: nn.Module) -> _Found:
             elif isinstance(value, torch.ScriptObject):  # packed weights
                 found.parts.append(value)
             else:
-                _DULL.add(type(value))
+                held.append(value)
         if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
             hooks = [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values()]
-            found.parts += [h for h in hooks if not _only_looks(h)]
+            found.parts += (others := [h for h in hooks if not only_looks(h)])
+            held += others
         replaced = attributes.get("forward")  # on the object; accelerate puts the own one there when a hook goes
         if replaced is not None and not any(getattr(by, "leaves_kv_alone", False) for by in (hook, replaced)):
             if replaced != type(module).forward.__get__(module):
                 found.parts.append(replaced)
+                held.append(replaced)
     found.parts += [getattr(kind, "forward", None) for kind in kinds]
+    foreign = foreign_functions(model, kinds)
+    found.parts += foreign
+    if held or foreign:
+        _read_values(found, [*held, *foreign], seen)
     for weights in maps.values():
         for tensor in offloaded_tensors(weights):
             tensors += plain_tensors(tensor)
@@ -226,10 +249,25 @@ def _walk(model: nn.Module) -> _Found:
     return found
 
 
-def _only_looks(hook: Any) -> bool:
-    if getattr(hook, "__module__", None) == _CAPTURING_MODULE:
-        return True
-    return bool(getattr(getattr(hook, "__self__", None), "leaves_kv_alone", False))
+def _is_the_same_in_training(module: nn.Module) -> bool:
+    """Whether a module computes the same in training mode, in which `model.add_adapter()` leaves what it adds."""
+    return type(module) in _SAME_IN_TRAINING or type(module).__module__.startswith("peft.tuners.lora")
+
+
+def _read_values(found: _Found, values: list[Any], modules: set[int]) -> None:
+    """Add what attributes, hooks and functions of others can reach, but for the modules of the model."""
+    reached = Reached()
+    reader = Reader(reached, modules)
+    for value in values:
+        if not is_of_package(value):
+            reader.read(value)
+    tensors = [plain for tensor in reached.tensors for plain in plain_tensors(tensor)]
+    if sum(tensor.nbytes for tensor in tensors) <= _READ_WHOLE_BYTES:
+        found.switches.append(checksum(tensors).hex())  # switched back, they give the old fingerprint again
+    else:
+        found.tensors += tensors
+    found.switches += reached.values
+    found.parts += reached.functions
 
 
 def _adapter_switches(layer: Any) -> list[Hashable]:
@@ -248,7 +286,7 @@ def _config_scalars(config: Any) -> list[Hashable]:
         kind = type(value)
         if kind in _SCALARS:
             found.append(value)
-        elif kind is list or kind is tuple:
+        elif kind is list or kind is tuple or (kind is dict and value):
             found.append(repr(value))
         elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
             found += _config_scalars(value)

@@ -5,7 +5,7 @@ never returned, chunks that have become complete. What a forward is given is dec
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.arming import in_generate, in_prefill
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
+from kvboost_hf.cache.foreign import foreign_attention, holder_of_cache
 from kvboost_hf.cache.hook import HookedCache, Kwargs
 from kvboost_hf.cache.kinds import make_layers
 from kvboost_hf.cache.layers import ReuseLayer
@@ -32,6 +33,8 @@ from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, StoredStates
 from kvboost_hf.compat import cache_layers, known_reason
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
+
+CHANGED = "the cache was changed by somebody else"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class HoldingCache(HookedCache):
         self._model = weakref.ref(model)
         self.store, self.policy, self._salt = store, policy, salt
         self._unsupported = known_reason(model)
+        self._plain = self._unsupported  # why the layers are transformers' own, for good or for this text, or None
+        self._changed = False  # somebody else has changed what the layers held
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._used = False  # layers of a model that cannot reuse K/V hold something
         self._tally = Tally()
@@ -85,19 +90,59 @@ class HoldingCache(HookedCache):
         self._lost = False  # an interrupted forward took with it what the layers held
         self._untracked = False  # the model goes on from a prompt in a way that must not be stored
         self._static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
+        if max_cache_len is not None:
+            self.max_cache_len = max_cache_len
         self._live_quant = live_quant
         self._mark = mark(live_quant) if live_quant is not None else b""  # of codes behind what the layers hold
+        text_config = model.config.get_text_config(decoder=True)
+        self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
         self._layers = self._make_layers(model)
         self._stateful = any(layer.is_stateful for layer in self._layers)
         self._counting = next((layer for layer in self._layers if layer.length is not None), None)
-        super().__init__(layers=self._native_layers(model))
+        self._shown = self._native_layers(model)  # what `layers` is, unless somebody else has set it
+        super().__init__(layers=self._shown)
+
+    def _choose_layers(self, model: PreTrainedModel) -> None:
+        """Before a text begins: take transformers' own layers for it if somebody else's code is given the cache."""
+        reason = self._unsupported
+        if reason is None and self._static is None:
+            reason = holder_of_cache(model)
+        if reason is not None and self._plain is not None:
+            self._plain = reason
+        elif reason is not self._plain or not self._owns_layers:
+            self.store_tails()
+            self._drop()
+            self._plain = reason
+            self._layers = self._make_layers(model)
+            self._counting = next((layer for layer in self._layers if layer.length is not None), None)
+            self._show(self._native_layers(model))
+
+    def _show(self, layers: Sequence[Any]) -> None:
+        """Have transformers see these layers; an attached call's own cache sees the same list."""
+        recording = any(getattr(layer, "record_past", False) for layer in self.layers)
+        self._shown[:] = layers
+        self.layers = self._shown
+        if recording:  # generate() has asked for it already
+            super().activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def _follow_others(self) -> None:
+        """Go on with layers that somebody else has put in place of ours, of which nothing is known."""
+        self._note_change()
+        self._plain, self._layers, self._counting, self._used = CHANGED, [], None, True
+
+    @property
+    def _owns_layers(self) -> bool:
+        """Whether the layers that transformers sees are those that were made for it."""
+        return len(self.layers) == len(self._layers) and all(
+            theirs is ours.native for theirs, ours in zip(self.layers, self._layers, strict=True)
+        )
 
     # What transformers calls
 
     @property
     def is_compileable(self) -> bool:
         """Whether the next forward may be compiled: one that decodes, in a cache of a fixed size."""
-        if self._static is None:
+        if self._static is None or self._plain is not None:
             return False
         if torch.compiler.is_compiling():
             return bool(super().is_compileable)
@@ -116,13 +161,19 @@ class HoldingCache(HookedCache):
                 layer.stop_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` columns; what remains is confirmed."""
+        """Remove the last `-tokens_to_remove` columns; what remains is confirmed.
+
+        A positive number is how many columns to keep, as transformers had it before 5.20.
+        """
         in_step = self._settled()
-        super().crop(tokens_to_remove)
-        self._columns = max(0, self._columns + int(tokens_to_remove))
+        remove = int(tokens_to_remove)
+        if remove > 0:
+            remove = min(0, remove - self._held())
+        super().crop(remove)
+        self._columns = max(0, self._columns + remove)
         if in_step is not None:
-            in_step.rewind(max(0, in_step.log.length + int(tokens_to_remove)))
-            in_step.version = self._layers_version()
+            in_step.rewind(max(0, in_step.log.length + remove))
+            self._note_layers(in_step)
             self._confirm(in_step)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -189,7 +240,7 @@ class HoldingCache(HookedCache):
         ledger.unconfirmed = False
         if not ledger.has_new_chunk(self.store.chunker.chunk_size):
             return
-        if (root_checked and ledger.log.trusted) or self._may_store(ledger):
+        if self._may_store(ledger, root_checked=root_checked):
             ledger.store_new(self._layers, self.store)
             self._release(ledger.first_unstored())
         else:  # there is no storing them later
@@ -197,12 +248,32 @@ class HoldingCache(HookedCache):
             if not ledger.log.trusted:  # nor anything that follows: no need to ask again at each step
                 self._ledger = None
 
-    def _may_store(self, ledger: Ledger) -> bool:
+    def _may_store(self, ledger: Ledger, *, root_checked: bool = False) -> bool:
         """Whether the layers hold what the ledger says, computed by the model as it is now."""
-        try:
-            return ledger.log.trusted and self._root(self._regime) == ledger.root
+        if not self._untouched(ledger):
+            self._note_change()
+            return False
+        if not ledger.log.trusted:
+            return False
+        model = self._model()
+        if root_checked and model is not None and foreign_attention(model) is None:
+            return True
+        try:  # an attention of somebody else may have changed its own state in the course of the forward
+            return self._root(self._regime) == ledger.root
         except StoreClosedError:  # which another thread may do at any time
             return False
+
+    def _untouched(self, ledger: Ledger) -> bool:
+        """Whether nobody else has written to the layers, or changed how much they hold."""
+        return self._owns_layers and all(
+            layer.intact and (layer.length in (None, 0, ledger.log.length) or idx in self._of_images)
+            for idx, layer in enumerate(self._layers)
+        )
+
+    def _note_change(self) -> None:
+        """Nothing is known any more of what the layers hold."""
+        self._ledger, self._changed = None, True
+        self._tally.dropped = CHANGED
 
     def _root(self, regime: bytes) -> bytes | None:
         """What all chains of the model, as it is now, start from."""
@@ -231,10 +302,10 @@ class HoldingCache(HookedCache):
     def _make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
         if self._static is not None:
             return [StaticReuseLayer(self._static.max_cache_len) for _ in cache_layers(model)]
-        return make_layers(model, self._live_quant) if self._unsupported is None else []
+        return make_layers(model, self._live_quant) if self._plain is None else []
 
     def _native_layers(self, model: PreTrainedModel) -> list[Any]:
-        return [layer.native for layer in self._layers] if self._unsupported is None else cache_layers(model)
+        return [layer.native for layer in self._layers] if self._plain is None else cache_layers(model)
 
     @property
     def _static_layers(self) -> list[StaticReuseLayer]:
@@ -249,7 +320,7 @@ class HoldingCache(HookedCache):
         if not static.catch_up(self._static_layers, ledger if ledger and ledger.version == version else None):
             self._ledger = None
         elif ledger is not None:
-            ledger.version = self._layers_version()
+            self._note_layers(ledger)
             self._confirm(ledger)
 
     def _held(self) -> int:
@@ -258,7 +329,7 @@ class HoldingCache(HookedCache):
             self._catch_up(self._static)
         if self._counting is not None:
             return self._counting.length or 0
-        if self._unsupported is None:
+        if self._plain is None:
             return self._columns
         try:
             return super().get_seq_length()
@@ -270,20 +341,32 @@ class HoldingCache(HookedCache):
         for layer in self._layers:
             layer.expect_padding(int(pads.max()))
 
+    def _note_layers(self, ledger: Ledger) -> None:
+        """The ledger says what the layers hold now."""
+        ledger.version = self._layers_version()
+        if self._stateful:
+            for layer in self._layers:
+                layer.note_state()
+
     def _layers_version(self) -> int:
-        return self._counting.version if self._counting is not None else 0
+        return sum([layer.version for layer in self._layers])
 
     def _truncate(self, length: int) -> None:
         for layer in self._layers:
             layer.truncate(length)
         self._columns = min(self._columns, length)
 
-    def _in_step(self) -> Ledger | None:
-        """The ledger, unless the layers were changed by somebody else since it was last brought up to date."""
+    def _in_step(self, *, look: bool = True) -> Ledger | None:
+        """The ledger, unless the layers were changed by somebody else since it was last brought up to date.
+
+        Args:
+            look: Find out whether somebody has written to their tensors. What is not found now is found later.
+        """
         if self._static is not None:
             self._catch_up(self._static)
-        if self._ledger is not None and self._ledger.version != self._layers_version():
-            self._ledger = None
+        ledger = self._ledger
+        if ledger is not None and (ledger.version != self._layers_version() or (look and not self._untouched(ledger))):
+            self._note_change()
         if self._bumps != (bumps := self._model_bumps()):  # store.invalidate() was called: K/V may not be the model's
             self._bumps, self._ledger = bumps, None
         return self._ledger
@@ -313,18 +396,15 @@ class HoldingCache(HookedCache):
         self._truncate(running.length)
         if self._ledger is not None:
             self._ledger.rewind(running.length)
-            self._ledger.version = self._layers_version()
+            self._note_layers(self._ledger)
 
     def _drop(self) -> None:
         """Empty the layers."""
         model = self._model()
         for layer in self._layers:
             layer.reset()
-        if self._unsupported is not None and self._used and model is not None:
-            recording = any(getattr(layer, "record_past", False) for layer in self.layers)
-            self.layers[:] = self._native_layers(model)
-            if recording:  # generate() has asked for it already
-                self.activate_past_recording()
+        if self._plain is not None and self._used and model is not None:
+            self._show(self._native_layers(model))
         self._used = self._untracked = self._lost = False
         self._columns = 0
         self._ledger = None
@@ -332,4 +412,4 @@ class HoldingCache(HookedCache):
     def _select_rows(self, ledger: Ledger | None, rows: NDArray[np.int64]) -> None:
         if ledger is not None:
             ledger.select(rows)
-            ledger.version = self._layers_version()
+            self._note_layers(ledger)

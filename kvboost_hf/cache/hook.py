@@ -2,15 +2,15 @@
 
 import inspect
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.state import ModelState
-from kvboost_hf.compat import cache_argument, known_reason
+from kvboost_hf.compat import cache_argument
 
 Kwargs = dict[str, Any]
 Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
@@ -28,6 +28,14 @@ class HookedCache(Cache):
     @abstractmethod
     def after_forward(self, output: Any) -> Any:
         """Called with what the forward has returned; returns what to return in its place, or None."""
+
+
+class Attachment(Protocol):
+    """Where an attached model's calls get their caches from."""
+
+    def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> HookedCache | None:
+        """A cache for a forward that came with `theirs`, which is none of ours, or None."""
+        ...
 
 
 class ForwardHook:
@@ -64,7 +72,8 @@ class ForwardHook:
         name = cache_argument(model)
         cache = kwargs.get(name)
         if not isinstance(cache, HookedCache):
-            cache = _swapped_in(model, kwargs.get(name), kwargs)
+            attached = ModelState.of(model).attached
+            cache = attached.stand_in(model, kwargs.get(name), kwargs) if attached is not None else None
             if cache is None:
                 return None
             kwargs[name] = cache
@@ -109,34 +118,3 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
         return dict(kwargs)
     names = list(inspect.signature(model.forward).parameters)
     return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _swapped_in(model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> HookedCache | None:
-    """A cache for an attached model whose caller brought only the empty one that generate() makes.
-
-    The caller's object is given the layers of ours, so that it holds what was computed, too.
-    """
-    attached = ModelState.of(model).attached
-    if (
-        attached is None
-        or known_reason(model) is not None
-        or type(theirs) is not DynamicCache
-        or theirs.offloading
-        or "logits_to_keep" not in kwargs
-    ):
-        return None
-    if any(_holds(layer) for layer in theirs.layers):
-        return None
-    ours = attached(model)
-    assert isinstance(ours, HookedCache)
-    if any(getattr(layer, "record_past", False) for layer in theirs.layers):  # generate() will crop candidates
-        ours.activate_past_recording()  # type: ignore[no-untyped-call]
-    theirs.layers = ours.layers
-    return ours
-
-
-def _holds(layer: Any) -> bool:
-    """Whether a layer that transformers made holds anything."""
-    if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > 0:
-        return True
-    return any(getattr(layer, "has_previous_state", {}).values())

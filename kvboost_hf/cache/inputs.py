@@ -16,12 +16,13 @@ from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.positions import computed_positions, keeps_positions
 
-# Arguments that leave K/V as it is, or that are read below. Any other one, if given, may change K/V. `assistant_model`
-# reaches a forward where transformers drafts nothing, as with beams.
+# Arguments that leave K/V as it is, or that are read below. Any other one, if given, may change K/V.
 _KNOWN = frozenset(
     "input_ids attention_mask position_ids past_key_values cache_params use_cache logits_to_keep return_dict labels "
-    "output_attentions output_hidden_states output_router_logits cache_position assistant_model".split()
+    "output_attentions output_hidden_states output_router_logits cache_position".split()
 )
+# Those that generate() has for itself and passes on to forwards all the same. A test compares them with each release.
+OF_GENERATE = frozenset("assistant_model assistant_tokenizer streamer synced_gpus tokenizer".split())
 # Those that models with inputs other than text have besides: they are part of what K/V is told by.
 _OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
 
@@ -55,7 +56,7 @@ def read_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardInputs
     if kwargs.get("use_cache") is False:
         return "use_cache is False"
     for name, value in kwargs.items():
-        if name not in _KNOWN and not (media and name in _OF_MEDIA) and not _says_nothing(value):
+        if name not in _KNOWN | OF_GENERATE and not (media and name in _OF_MEDIA) and not _says_nothing(value):
             return f"`{name}` was passed, which K/V may depend on"
     if _adapters_by_row(model):
         return "PEFT was told which adapter each row, or which tokens, of this batch use"

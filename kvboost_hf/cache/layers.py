@@ -3,6 +3,11 @@
 `DynamicLayer.update` concatenates: every decoded token copies the whole history of every layer. A `GrowingLayer` owns
 buffers with room to spare and hands out views of them, so that an append costs what is appended.
 
+Whoever gets a view can write to it. A `GrowingTensor` counts its own writes and compares that with PyTorch's version
+counter, which a buffer shares with its views; `ReuseLayer.intact` is False once somebody else has written. Readers of
+`layer.keys` and `layer.values` get a view that is checksummed, for `.data` and NumPy write past the counter. The layer
+leaves that buffer to them with its next write, as stock layers do.
+
 Two things can be kept of a layer. *Columns* are per token: K/V of any token can be copied out and filled in again.
 A *state* sums up all tokens so far (linear attention): it can only be put back as it was when it was saved.
 """
@@ -13,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from kvboost_hf.cache.checksum import checksum
 
 Piece = tuple[torch.Tensor, ...]  # of one row, one tensor for each that the layer keeps: [heads, length, dim]
 
@@ -103,6 +110,17 @@ class ReuseLayer:
     def native(self) -> Any:
         """The layer that transformers sees."""
         return self
+
+    @property
+    def intact(self) -> bool:
+        """Whether the layer holds what it was given, and nobody else has changed it."""
+        return True
+
+    def seal(self) -> None:
+        """Accept what the layer holds: a forward has just ended that wrote to it in ways that it cannot count."""
+
+    def note_state(self) -> None:
+        """The state is what it should be: a forward, or a change to its rows, has just ended."""
 
     def lend(self) -> Any:
         """What to run a forward over tokens on that may not stay: until `truncate` to the present length."""
@@ -202,14 +220,18 @@ class GrowingTensor:
         room: How many columns a buffer for so many is given.
     """
 
-    __slots__ = ("buffer", "first", "room", "shared", "stop")
+    __slots__ = ("_seen", "_uncounted", "_version", "buffer", "first", "room", "shared", "stop", "tampered")
 
     def __init__(self, room: Callable[[int], int] = capacity) -> None:
         self.room = room
         self.buffer: torch.Tensor | None = None  # columns [first, first + capacity)
         self.first = 0
         self.stop = 0
-        self.shared = False  # another one reads the same buffer: copy before the next write
+        self.shared = False  # somebody else reads the same buffer: copy before the next write
+        self._version = 0  # of the buffer after our last write
+        self.tampered = False  # somebody else has written to it
+        self._uncounted = False  # a graph has: its writes are ours, but not counted one by one
+        self._seen: tuple[torch.Tensor, bytes] | None = None  # what was handed out, and its checksum
 
     def view(self, start: int = 0) -> torch.Tensor:
         """Columns from `start`, or from the first one held, on."""
@@ -222,9 +244,13 @@ class GrowingTensor:
         self.make_writable(new, held, keep_from)
         assert self.buffer is not None
         self.buffer[:, :, held - self.first : self.stop - self.first].copy_(new)
+        self.seal()
 
     def open(self, stop: int, like: torch.Tensor) -> torch.Tensor:
-        """Make room for columns up to `stop` of [batch, heads, _, dim]; returns the new ones, to be written to."""
+        """Make room for columns up to `stop` of [batch, heads, _, dim]; returns the new ones.
+
+        They are to be written to, and `seal` to be called then.
+        """
         held, self.stop = self.stop, stop
         self.make_writable(like, held, self.first)
         assert self.buffer is not None
@@ -236,13 +262,15 @@ class GrowingTensor:
         assert self.buffer is not None
         at = (columns - self.first)[:, None, :, None].expand(new.shape)
         self.buffer.scatter_(2, at, new.detach())
+        self.seal()
 
     def append_with_graph(self, new: torch.Tensor) -> None:
         """Append out of place, as stock layers do: autograd must keep every earlier version."""
+        self.note_changes()
         if self.buffer is not None and self.stop > self.first:
             new = torch.cat([self.view(), new], dim=2)
-        self.buffer, self.stop = new, self.first + new.shape[2]
-        self.shared = True  # an in-place append would corrupt the graph
+        self.stop = self.first + new.shape[2]
+        self._replace(new, shared=True)  # an in-place append would corrupt the graph
 
     def fill(self, start: int, stop: int, rows: Sequence[Sequence[torch.Tensor]]) -> None:
         """See `ReuseLayer.fill`; the pieces are [heads, length, dim]."""
@@ -258,6 +286,7 @@ class GrowingTensor:
             out[:, :padding].zero_()
             if pieces:
                 torch.cat(list(pieces), dim=1, out=out[:, padding:])
+        self.seal()
 
     def truncate(self, length: int) -> None:
         """Forget all columns from `length` on."""
@@ -277,15 +306,23 @@ class GrowingTensor:
     def select(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` was."""
         if self.buffer is not None:
+            self.note_changes()
             # The spare columns move too: cheaper than an append that has to grow again.
             with torch.inference_mode(False):
-                self.buffer = self.buffer.index_select(0, rows.to(self.buffer.device).clone())
-            self.shared = False
+                self._replace(self.buffer.index_select(0, rows.to(self.buffer.device).clone()))
+
+    def move(self, device: torch.device) -> None:
+        """Move the buffer."""
+        if self.buffer is not None and self.buffer.device != device:
+            self.note_changes()
+            self._replace(self.buffer.to(device))
 
     def share(self) -> "GrowingTensor":
         """One that reads the same buffer; whichever of the two writes first copies."""
         twin = GrowingTensor(self.room)
+        self.note_changes()
         twin.buffer, twin.first, twin.stop = self.buffer, self.first, self.stop
+        twin._version, twin.tampered = self._version, self.tampered
         self.shared = twin.shared = True
         return twin
 
@@ -296,8 +333,65 @@ class GrowingTensor:
 
     def make_writable(self, like: torch.Tensor, held: int, keep_from: int) -> None:
         """Make room for columns up to `stop` in a buffer that nobody else reads."""
-        if self.buffer is None or self.shared or self.buffer.shape[2] < self.stop - self.first:
+        if not torch.compiler.is_compiling():
+            self.note_changes()
+        if (
+            self.buffer is None
+            or self.shared
+            or self._seen is not None
+            or self.buffer.shape[2] < self.stop - self.first
+        ):
             self._reallocate(like, held, min(keep_from, held))
+
+    # What others may do to it
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody else has written to what is held, or put something else in its place."""
+        self.note_changes()
+        return not self.tampered
+
+    def seal(self) -> None:
+        """Everything that was written to the buffer so far is ours."""
+        if torch.compiler.is_compiling():  # what is set here is set each time that the graph has run
+            self._uncounted = True
+        elif self.buffer is not None:
+            self._version, self._uncounted = version_of(self.buffer), False
+
+    def note_changes(self) -> None:
+        """Look whether somebody else has written to the buffer, before we do."""
+        if self.buffer is None:
+            return
+        if self._uncounted:
+            self.seal()
+        elif self._version != version_of(self.buffer):
+            self.tampered = True
+        if self._seen is not None and checksum([self._seen[0]]) != self._seen[1]:
+            self.tampered = True
+
+    def hand_out(self, start: int) -> torch.Tensor:
+        """Columns from `start` on, for somebody who may do anything with them, up to our next write."""
+        if self.shared:  # with others, whom it would reach
+            assert self.buffer is not None
+            self.note_changes()
+            self._reallocate(self.buffer, self.stop, self.first)
+        view = self.view(start)
+        if self._seen is None or self._seen[0].shape[2] < view.shape[2]:
+            whole = self.view()
+            self.note_changes()
+            self._seen = whole.detach(), checksum([whole])
+        return view
+
+    def adopt(self, new: torch.Tensor, stop: int) -> None:
+        """Hold [batch, heads, columns, dim] that somebody else has put here, and that end at a column."""
+        self.stop, self.first = stop, stop - new.shape[2]
+        self._replace(new, shared=True)
+        self.tampered = True
+
+    def _replace(self, buffer: torch.Tensor, *, shared: bool = False) -> None:
+        """Go on with another buffer."""
+        self.buffer, self.shared, self._seen = buffer, shared, None
+        self.seal()
 
     def _reallocate(self, like: torch.Tensor, held: int, keep_from: int) -> None:
         first = max(self.first, keep_from)
@@ -308,7 +402,13 @@ class GrowingTensor:
             grown = torch.empty(shape, dtype=like.dtype, device=like.device)
             if self.buffer is not None:
                 grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
-        self.buffer, self.first, self.shared = grown, first, False
+        self.first = first
+        self._replace(grown)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """PyTorch's count of in-place writes to a tensor and its views; those made in inference mode have none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -316,6 +416,50 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
 
     device: torch.device
     dtype: torch.dtype
+
+    # Attributes of stock layers, which others read and set. Nothing in here does.
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[batch, num_kv_heads, columns, head_dim], or None before the first `update`."""
+        return self._hand_out_tensor(0) if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, new: torch.Tensor | None) -> None:
+        self._put(0, "keys", new)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """[batch, num_kv_heads, columns, head_dim], or None before the first `update`."""
+        return self._hand_out_tensor(1) if self.is_initialized else None
+
+    @values.setter
+    def values(self, new: torch.Tensor | None) -> None:
+        self._put(1, "values", new)
+
+    def _put(self, index: int, name: str, new: torch.Tensor | None) -> None:
+        if "_tensors" not in self.__dict__:  # transformers' own constructors set None
+            return
+        if new is not None and new.ndim != 4 and new.numel():
+            raise ValueError(
+                f"`{name}` of a cache layer must be [batch, num_kv_heads, columns, head_dim], got a tensor of shape "
+                f"{list(new.shape)}."
+            )
+        self.version += 1
+        if new is None or not new.numel():
+            self._adopt(index, None)
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(new, new)
+        self._adopt(index, new)
+
+    @abstractmethod
+    def _hand_out_tensor(self, index: int) -> torch.Tensor:
+        """The keys (0) or values (1), for somebody who may do anything with them."""
+
+    @abstractmethod
+    def _adopt(self, index: int, new: torch.Tensor | None) -> None:
+        """Hold these keys (0) or values (1), which somebody else has set, or nothing."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Note dtype and device; the buffers come with the first append."""
@@ -327,11 +471,12 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
         return self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` columns. transformers 5.17 passes a 0-d tensor, later ones an int."""
-        remove = int(tokens_to_remove)
-        if remove > 0:
-            raise ValueError(f"`crop` takes the number of tokens to remove as a negative int, got {remove}.")
-        self.truncate(max(0, self.length + remove))
+        """Remove the last `-tokens_to_remove` columns, or keep so many first ones, as older releases had it.
+
+        transformers 5.17 passes a 0-d tensor, later ones an int.
+        """
+        change = int(tokens_to_remove)
+        self.truncate(max(0, self.length + change) if change <= 0 else change)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
@@ -375,10 +520,8 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
 
 
 class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
-    """Full-attention K/V of one layer: `keys` and `values` are [batch, num_kv_heads, length, head_dim] views."""
+    """Full-attention K/V of one layer."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
     can_branch = True
     _num_tensors = 2
 
@@ -398,17 +541,25 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         held, keep_from = self.length, self._keep_from()  # before the keys are there: the same for the values
         self._append(0, key_states, keep_from)
         self._append(1, value_states, keep_from)
-        self._view()
         return self._visible(held)
 
     def reset(self) -> None:
         """Drop everything."""
         self.version += 1
         self._tensors = [GrowingTensor() for _ in self._tensors]
-        self.keys = self.values = None  # type: ignore[assignment]  # as stock layers do before their first update
         self.is_initialized = False
 
     # What the cache calls
+
+    @property
+    def intact(self) -> bool:
+        """See `ReuseLayer.intact`."""
+        return all(tensor.intact for tensor in self._tensors)
+
+    def seal(self) -> None:
+        """See `ReuseLayer.seal`."""
+        for tensor in self._tensors:
+            tensor.seal()
 
     @property
     def length(self) -> int:
@@ -434,7 +585,6 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
             self.version += 1
             for tensor in self._tensors:
                 tensor.truncate(length)
-            self._view()
 
     def columns(self, row: int, start: int, stop: int) -> Piece | None:
         """See `ReuseLayer.columns`."""
@@ -450,20 +600,17 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         self.version += 1
         for i, tensor in enumerate(self._tensors[: len(like)]):
             tensor.fill(start, stop, [[piece[i] for piece in pieces] for pieces in rows])
-        self._view()
 
     def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
         """Make room for columns up to `stop`, of the shapes and types of `like`; returns the new ones of each tensor.
 
-        They are to be written to: [batch, heads, new columns, dim], not zeroed.
+        They are to be written to, [batch, heads, new columns, dim], not zeroed; `seal` is to be called then.
         """
         if not self.is_initialized:
             self.lazy_initialization(like[0], like[1])
         self.version += 1
         pairs = zip(self._tensors, like, strict=False)
-        opened = tuple(tensor.open(stop, piece.expand(batch, -1, -1, -1)) for tensor, piece in pairs)
-        self._view()
-        return opened
+        return tuple(tensor.open(stop, piece.expand(batch, -1, -1, -1)) for tensor, piece in pairs)
 
     def scatter(
         self, columns: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
@@ -500,10 +647,24 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What new columns after the first `held` ones may attend to."""
-        return self.keys, self.values
+        return self._tensors[0].view(), self._tensors[1].view()
 
-    def _view(self) -> None:
-        self.keys, self.values = self._tensors[0].view(), self._tensors[1].view()
+    def _shown_from(self) -> int:
+        """The first column of `keys` and `values`."""
+        return 0
+
+    def _end_of(self, index: int, new: torch.Tensor) -> int:
+        """The column at which keys (0) or values (1) end that somebody else has set."""
+        return new.shape[2]
+
+    def _hand_out_tensor(self, index: int) -> torch.Tensor:
+        return self._tensors[index].hand_out(self._shown_from())
+
+    def _adopt(self, index: int, new: torch.Tensor | None) -> None:
+        if new is None:
+            self._tensors[index] = GrowingTensor()
+        else:
+            self._tensors[index].adopt(new, self._end_of(index, new))
 
     def _append(self, index: int, new: torch.Tensor, keep_from: int = 0) -> None:
         self.version += 1
@@ -514,7 +675,7 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     @property
     def _batch_size(self) -> int:
-        return self.keys.shape[0]
+        return self._tensors[0].view().shape[0]
 
     def _select(self, rows: torch.Tensor) -> None:
         if not self.is_initialized:
@@ -522,10 +683,7 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         self.version += 1
         for tensor in self._tensors:
             tensor.select(rows)
-        self._view()
 
     def _move(self, device: torch.device) -> None:
-        if self.is_initialized:
-            for tensor in self._tensors:
-                tensor.buffer = tensor.buffer.to(device) if tensor.buffer is not None else None
-            self._view()
+        for tensor in self._tensors:
+            tensor.move(device)

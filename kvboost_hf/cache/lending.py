@@ -22,8 +22,8 @@ class LendingCache(ServingCache):
     @property
     def lending_reason(self) -> str | None:
         """Why the layers cannot be lent, nor read and extended; None if they can."""
-        if self._unsupported is not None:
-            return self._unsupported
+        if self._plain is not None:
+            return self._plain
         rigid = {type(layer).__name__ for layer in self._layers if layer.is_stateful or not layer.can_branch}
         return f"its cache has layers of the kind {', '.join(sorted(rigid))}" if rigid else None
 
@@ -100,7 +100,7 @@ class LendingCache(ServingCache):
                 ledger = self._ledger = None
         if ledger is not None:
             ledger.log.append(input_ids, position_ids)
-            ledger.version = self._layers_version()
+            self._note_layers(ledger)
         self._running = None  # only now: an interrupt before this undoes it
         if ledger is not None:
             self._confirm(ledger)

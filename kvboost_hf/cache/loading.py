@@ -52,6 +52,8 @@ class Loading:
         lose: Callable[[StoredChunk], None],
     ) -> None:
         self.computed = False  # something was damaged
+        self._layers = layers
+        self._sealed: set[int] = set()  # layers whose columns are there
         self._plan, self._compute, self._lose = plan, compute, lose
         self._readers = readers_of(plan)
         self._chunks = [chunk for chunk in _chunks_of(plan) if chunk.loaded is not None]
@@ -76,6 +78,9 @@ class Loading:
             torch.cuda.current_stream(device).wait_event(event)
         if self._damaged:
             self._repair()
+        if layer_idx not in self._sealed:  # once: what is written later may be somebody else's
+            self._sealed.add(layer_idx)
+            self._layers[layer_idx].seal()
 
     def finish(self) -> None:
         """Return once all layers have their columns."""

@@ -35,6 +35,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     _rows: tuple[_Row, ...] = ()  # of each row, its pieces in order; nothing if all columns are in the buffers
     _table: PieceTable | None = None
+    _held: tuple[Held, Held] | None = None  # what stands for all columns while there are pieces
 
     # What transformers calls
 
@@ -45,13 +46,13 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `GrowingLayer.update`; what is returned may be a `Held` each."""
         # Who has asked for all columns once will do so at each step.
-        if not self._may_hand_out(key_states.device) or (isinstance(self.keys, Held) and self.keys.is_dense):
+        if not self._may_hand_out(key_states.device) or (self._held is not None and self._held[0].is_dense):
             self._settle()
         return super().update(key_states, value_states)
 
     def reset(self) -> None:
         """Drop everything."""
-        self._rows, self._table = (), None
+        self._rows, self._table, self._held = (), None, None
         super().reset()
 
     def __getstate__(self) -> dict[str, object]:
@@ -59,6 +60,12 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         return self.__dict__
 
     # What the cache calls
+
+    @property
+    def intact(self) -> bool:
+        """See `ReuseLayer.intact`; writes to a `Held` reach nothing but the tensor that it has made."""
+        written = self._held is not None and any(held.is_written for held in self._held)
+        return not written and super().intact
 
     @property
     def first(self) -> int:
@@ -69,6 +76,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         """See `ReuseLayer.truncate`."""
         if self._table is None or length >= self._table.columns:
             super().truncate(length)
+            self._view()
             return
         if length == 0:
             self.reset()
@@ -79,7 +87,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
             super().truncate(length)
             return
         self.version += 1
-        self._tensors = [_empty_from(length) for _ in self._tensors]
+        self._empty_from(length)
         self._place(rows, length)
 
     def columns(self, row: int, start: int, stop: int) -> Piece | None:
@@ -99,6 +107,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         behind = self._table.columns if self._table is not None else 0
         if start != behind or start != self.length or not self._can_keep(rows, like):
             super().fill(start, stop, rows)
+            self._view()
             return
         if not self.is_initialized:
             self.lazy_initialization(like[0], like[1])
@@ -109,7 +118,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
             for piece in pieces:
                 own.append(_Placed(column, piece))
                 column = own[-1].stop
-        self._tensors = [_empty_from(stop) for _ in self._tensors]
+        self._empty_from(stop)
         self._place(placed, stop)
 
     def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
@@ -159,6 +168,14 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
             and all(each.data_ptr() % 16 == each.stride(1) * each.itemsize % 16 == 0 for each in pieces)
         )
 
+    def _empty_from(self, column: int) -> None:
+        """Have buffers behind the pieces that hold nothing yet."""
+        tampered = not self.intact
+        self._tensors = [GrowingTensor() for _ in self._tensors]
+        for tensor in self._tensors:
+            tensor.first = tensor.stop = column
+            tensor.tampered = tampered
+
     def _place(self, rows: Sequence[Sequence[_Placed]], columns: int) -> None:
         """Hold these, which end at a column."""
         self._rows = tuple(tuple(row) for row in rows)
@@ -167,24 +184,42 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     def _settle(self) -> None:
         """Copy all pieces into the buffers."""
-        if self._table is None:
+        if self._table is None or self._held is None:
             return
-        whole = self.keys, self.values
-        self._rows, self._table = (), None
+        tampered = not self.intact
+        if self._held[0].shape[2] != self.length or len(self._rows) != len(self._held[0]):
+            self._view()  # it stood for what was held before
+        whole = self._held
+        self._rows, self._table, self._held = (), None, None
         self._tensors = [GrowingTensor() for _ in self._tensors]
         for tensor, columns in zip(self._tensors, whole, strict=True):
             tensor.append(columns)
-        self._view()
+            tensor.tampered |= tampered
 
     def _view(self) -> None:
+        """Have `_held` stand for what is held now."""
         if self._table is None:
-            super()._view()
             return
+        if self._held is not None and not self.intact:
+            self._tensors[0].tampered = True
         like = self._table.keys[0]
         none = like.new_empty(len(self._rows), like.shape[0], 0, like.shape[2])
         behind = [tensor.view() if tensor.buffer is not None else none for tensor in self._tensors]
         kv = PiecedKV(self._table, behind[0], behind[1])
-        self.keys, self.values = (Held(kv, partial(_whole, kv, at), none, self.length) for at in range(2))
+        keys, values = (Held(kv, partial(_whole, kv, at), none, self.length) for at in range(2))
+        self._held = keys, values
+
+    def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._view()
+        return self._held if self._held is not None else super()._visible(held)
+
+    def _hand_out_tensor(self, index: int) -> torch.Tensor:
+        self._settle()
+        return super()._hand_out_tensor(index)
+
+    def _adopt(self, index: int, new: torch.Tensor | None) -> None:
+        self._settle()
+        super()._adopt(index, new)
 
     def _select(self, rows: torch.Tensor) -> None:
         if self._table is not None:
@@ -193,6 +228,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
                 self._rows = tuple(self._rows[row] for row in ([0] * len(rows) if alike else rows.tolist()))
                 self._table = _table(self._rows, self._table.columns)
         super()._select(rows)
+        self._view()
 
     def _move(self, device: torch.device) -> None:
         self._settle()
@@ -209,12 +245,6 @@ def _whole(kv: PiecedKV, tensor: int) -> torch.Tensor:
             if piece >= 0:
                 out[:, column : column + pieces[piece].shape[1]] = pieces[piece]
     return whole
-
-
-def _empty_from(column: int) -> GrowingTensor:
-    tensor = GrowingTensor()
-    tensor.first = tensor.stop = column
-    return tensor
 
 
 def _up_to(placed: _Placed, length: int) -> _Placed:

@@ -34,6 +34,7 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
         self._codec, self._config, self._rotation = codec, config, rotation
         self.version = 0
+        self._tampered = False  # somebody else has set keys or values
         self._tensors = self._empty()
 
     # What transformers calls
@@ -72,10 +73,15 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         """Drop everything."""
         self.version += 1
-        self.is_initialized = False
+        self.is_initialized = self._tampered = False
         self._tensors = self._empty()
 
     # What the cache calls
+
+    @property
+    def intact(self) -> bool:
+        """See `ReuseLayer.intact`."""
+        return not self._tampered and all(tensor.intact for tensor in self._tensors)
 
     @property
     def length(self) -> int:
@@ -149,6 +155,16 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         sizes = self._config.sink_tokens, self._config.window
         keys = CodedTensor(self._codec, "keys", rotation, *sizes)
         return [keys, CodedTensor(self._codec, "values", None, *sizes)]
+
+    def _hand_out_tensor(self, index: int) -> torch.Tensor:
+        """Decoded, in a tensor that nobody else reads."""
+        return self._tensors[index].read(0, self._tensors[index].stop)
+
+    def _adopt(self, index: int, new: torch.Tensor | None) -> None:
+        self._tampered = True
+        self._tensors[index] = self._empty()[index]
+        if new is not None:
+            self._tensors[index].append(new)
 
     @property
     def _batch_size(self) -> int:

@@ -53,6 +53,7 @@ class ReuseReport:
         audit_divergence: What the check found: the largest difference of a logit in standard deviations of the
             logits, or None if there was none.
         row_tokens: `reused_tokens` of each row; empty where nothing was looked for.
+        dropped_reason: Why what the cache itself held was not used, nor stored, or None.
     """
 
     prompt_tokens: int = 0
@@ -68,6 +69,7 @@ class ReuseReport:
     audit_tokens: int = 0
     audit_divergence: float | None = None
     row_tokens: tuple[int, ...] = ()
+    dropped_reason: str | None = None
 
     @property
     def reused_tokens(self) -> int:
@@ -106,6 +108,8 @@ class ReuseReport:
             lines.append(f"Nothing was reused: {self.bypass_reason}.")
         elif not self.misses and not self.moved_tokens:
             lines.append("Everything that can be reused was." if self.prompt_tokens else "No prompt was seen yet.")
+        if self.dropped_reason:
+            lines.append(f"What the cache itself held was dropped: {self.dropped_reason}.")
         if self.moved_reason:
             lines.append(f"Nothing was moved: {self.moved_reason}.")
         elif self.moved_tokens:
@@ -134,6 +138,7 @@ class Tally:
     audit_tokens: int = 0
     audit_divergence: float | None = None
     rows: list[int] = field(default_factory=list)  # reused tokens of each row
+    dropped: str | None = None
 
     @property
     def stored(self) -> int:
@@ -160,6 +165,7 @@ class Tally:
             audit_tokens=self.audit_tokens,
             audit_divergence=self.audit_divergence,
             row_tokens=tuple(self.rows),
+            dropped_reason=self.dropped,
         )
 
 

@@ -8,6 +8,7 @@ generate() reads `get_seq_length()` and cuts the ids by it before any hook can s
 the first forward, which then sees the whole prompt.
 """
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvboost_hf.cache.lending import LendingCache
 from kvboost_hf.cache.report import ReuseReport, Tally
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore, salt_bytes
-from kvboost_hf.compat import require_cache
+from kvboost_hf.compat import require_cache, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError
 
@@ -74,6 +75,7 @@ class ChunkReuseCache(LendingCache):
         max_cache_len: int | None = None,
         live_quant: KVQuantConfig | None = None,
     ) -> None:
+        model = unwrapped(model)
         require_cache(model)
         if store is not None and not store.serves(model):
             raise ValueError(
@@ -184,6 +186,10 @@ class ChunkReuseCache(LendingCache):
         """Counts for the last prompt."""
         return self._tally.report()
 
+    def note_refusal(self, reason: str, tokens: int) -> None:
+        """Report a prompt of so many tokens that was computed without this cache."""
+        self._tally = Tally(prompt=tokens, forwarded=tokens, bypass=reason)
+
     def fork(self) -> "ChunkReuseCache":
         """A cache that holds the same, at no cost: whichever of the two is written to first copies its buffers.
 
@@ -195,6 +201,7 @@ class ChunkReuseCache(LendingCache):
         if self._unsupported is not None:
             raise ValueError(f"`fork` needs a model that can reuse K/V, but {self._unsupported}.")
         self._recover()
+        self._in_step()
         model = self._model()
         assert model is not None, "a cache without its model cannot be forked"
         max_cache_len = self._static.max_cache_len if self._static is not None else None
@@ -202,11 +209,12 @@ class ChunkReuseCache(LendingCache):
             model, self.store, self.policy, self.salt, max_cache_len=max_cache_len, live_quant=self._live_quant
         )
         if self._static is not None and twin._static is not None:
-            self._in_step()
             twin._static.tape = self._static.tape.copy()
+        twin._plain, twin._used, twin._changed = self._plain, self._used, self._changed
         twin._layers = [layer.share() for layer in self._layers]
         twin._counting = next((layer for layer in twin._layers if layer.length is not None), None)
-        twin.layers[:] = [layer.native for layer in twin._layers]
+        own = self._plain is None
+        twin.layers[:] = [layer.native for layer in twin._layers] if own else copy.deepcopy(self.layers)
         twin._user_defined, twin._call = self._user_defined, self._call
         twin._regime, twin._columns, twin._bumps = self._regime, self._columns, self._bumps
         twin._records_for_call = self._records_for_call
@@ -217,6 +225,9 @@ class ChunkReuseCache(LendingCache):
         raise TypeError("A ChunkReuseCache cannot be pickled: it belongs to a model in this process. Make a new one.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ChunkReuseCache":
+        return self.fork()
+
+    def __copy__(self) -> "ChunkReuseCache":
         return self.fork()
 
 

@@ -27,7 +27,7 @@ from kvboost_hf.cache.blending import BlendingCache
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
 from kvboost_hf.cache.fill import compute_columns, fill_layers, needed_for, run_ahead, stored_chunk, with_loaded
-from kvboost_hf.cache.held import Running
+from kvboost_hf.cache.held import CHANGED, Running
 from kvboost_hf.cache.hook import Kwargs
 from kvboost_hf.cache.inputs import (
     ForwardInputs,
@@ -72,6 +72,7 @@ class ServingCache(BlendingCache):
     _call: GenerateCall | None = None  # the generate() call that has armed the cache
     _begins_anew = False  # the next forward brings a prompt, whatever the layers hold
     _hides_padding_only = True  # the mask of the last generate() call, if it went on from what the layers hold
+    stores_prompts_whole = False  # nobody will tell when a call has ended: store all of a prompt at once
     in_own_loop = False  # whoever calls the model leaves it as it is between the tokens of a text, as generate() does
 
     def begin_anew(self) -> None:
@@ -103,10 +104,15 @@ class ServingCache(BlendingCache):
                 "The last forward with this ChunkReuseCache was interrupted, and the states that it held cannot be "
                 "taken back, so that nothing can be continued. Call reset(), and pass the whole text."
             )
-        if self._unsupported is not None:
-            return self._run_plain(kwargs, self._unsupported, armed=armed)
-        kwargs = with_positions(model, kwargs)
         held = self._held()
+        if armed or not held:
+            self._choose_layers(model)
+            held = self._held()
+        elif self._plain is None and not self._owns_layers:
+            self._follow_others()
+        if self._plain is not None:
+            return self._run_plain(kwargs, self._plain, armed=armed)
+        kwargs = with_positions(model, kwargs)
         if self._static is not None:
             return self._before_static(self._static, model, kwargs, held, armed=armed)
         inputs = read_inputs(model, kwargs)
@@ -136,7 +142,7 @@ class ServingCache(BlendingCache):
             layer.hands_out = allowed
 
     def _run_plain(self, kwargs: Kwargs, reason: str, *, armed: bool) -> Kwargs:
-        """Run a model that cannot reuse K/V on the layers that transformers would have given it."""
+        """Run a text that cannot reuse K/V on the layers that transformers would have given it."""
         if armed and self._used:
             self._drop()
         if not self._used:
@@ -181,6 +187,9 @@ class ServingCache(BlendingCache):
         if self._stateful and not pads.any():
             inputs = replace(inputs, attention_mask=None)  # it says nothing, and some models cannot take a part of it
         held = self._keep_common(prompt, pads, root, columns - inputs.logits)
+        if self._changed:
+            self._tally.dropped = CHANGED
+        self._changed = False
         self._expect_padding(pads)
         ledger = self._ledger = self._ledger or Ledger.empty(pads, root)
         self._regime = regime
@@ -195,12 +204,13 @@ class ServingCache(BlendingCache):
 
     def _continue(self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs | str, held: int) -> Kwargs:
         """Ids follow what the layers hold: a decoding step, candidates to verify, or more of a prompt."""
-        ledger = self._in_step()
+        step = not isinstance(inputs, str) and inputs.input_ids.shape[1] == 1
+        ledger = self._in_step(look=self._stateful or not step)
         if self._untracked and not isinstance(inputs, str) and inputs.input_ids.shape[1] == 1:
             self._running = Running(held, held + 1)
             return kwargs
         if isinstance(inputs, str) or ledger is None:
-            return self._lose_track(kwargs, held, inputs if isinstance(inputs, str) else "the cache was changed")
+            return self._lose_track(kwargs, held, inputs if isinstance(inputs, str) else self._why_unknown())
         new = inputs.input_ids.shape[1]
         if rope_regime(model, held + new - int(ledger.log.pads.min())) != self._regime:
             return self._lose_track(kwargs, held, _LENGTH)
@@ -235,6 +245,9 @@ class ServingCache(BlendingCache):
             confirmed=not inputs.verifies,
         )
         return kwargs
+
+    def _why_unknown(self) -> str:
+        return CHANGED if self._changed else "nothing is known of what the cache holds"
 
     def _extend(
         self, model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs, ledger: Ledger, held: int
@@ -306,7 +319,7 @@ class ServingCache(BlendingCache):
             start,
             columns,
             commit=lambda: ledger.log.extend(rest),
-            confirmed=not inputs.verifies,
+            confirmed=not inputs.verifies or self.stores_prompts_whole,
             root_checked=True,
             loading=loading,
             began=time.perf_counter() if inputs.input_ids.device.type == "cpu" and loading is None else None,
@@ -404,7 +417,7 @@ class ServingCache(BlendingCache):
             self._running = Running(start)
             run_ahead(model, self._layers, inputs, range(len(ids)), slice(start, cut), first)
             ledger.log.extend(ids[:, start:cut])
-            ledger.version = self._layers_version()
+            self._note_layers(ledger)
             self._columns = start = cut
             if self._stateful and self.store.usable:
                 ledger.store_new(self._layers, self.store)
@@ -415,7 +428,7 @@ class ServingCache(BlendingCache):
     def _take_over(self, plan: ReusePlan, ledger: Ledger, ids: Tokens) -> None:
         """Record what was filled, and where and why the store could give no more."""
         ledger.log.extend(ids[:, plan.held : plan.filled])
-        ledger.version = self._layers_version()
+        self._note_layers(ledger)
         self._columns = plan.filled
         for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
             stop = plan.filled - pad
@@ -486,7 +499,7 @@ class ServingCache(BlendingCache):
             self._store_tails(ledger, held)
         self._truncate(held)
         ledger.rewind(held)
-        ledger.version = self._layers_version()
+        self._note_layers(ledger)
         return held
 
     # After a forward
@@ -513,7 +526,7 @@ class ServingCache(BlendingCache):
             running.commit()
             if running.audited is not None:
                 changed = self._audit(ledger, running, running.audited, output)
-            ledger.version = self._layers_version()
+            self._note_layers(ledger)
             ledger.unconfirmed = not running.confirmed
         self._running = None  # only now: an interrupt before this undoes the forward
         fetched, self._fetched = self._fetched, []
@@ -525,6 +538,8 @@ class ServingCache(BlendingCache):
             if running.loading is not None and running.loading.computed:
                 self._store_again(ledger)
             self._confirm(ledger, root_checked=running.root_checked)
+            if self.stores_prompts_whole and running.root_checked:
+                self.store_tails()
         return changed
 
     def _store_again(self, ledger: Ledger) -> None:
@@ -590,11 +605,16 @@ def _narrow(model: PreTrainedModel, kwargs: Kwargs, inputs: ForwardInputs, promp
     """The arguments without their first `served` columns. A mask stays whole: it covers the cache, too."""
     if served == 0:
         return kwargs
-    narrowed = {**narrow_media(model, kwargs, prompt, served), "input_ids": inputs.input_ids[:, served:]}
+    narrowed = {**narrow_media(model, kwargs, prompt, served), "input_ids": _own(inputs.input_ids[:, served:])}
     if inputs.position_ids is not None:
-        narrowed["position_ids"] = inputs.position_ids[..., served:]
+        narrowed["position_ids"] = _own(inputs.position_ids[..., served:])
     if inputs.attention_mask is None and "attention_mask" in kwargs:
         narrowed["attention_mask"] = None
     if kwargs.get("cache_position") is not None:
         narrowed["cache_position"] = kwargs["cache_position"][served:]
     return narrowed
+
+
+def _own(part: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of its shape: a compiled forward has a graph for each stride that it sees."""
+    return part.clone(memory_format=torch.contiguous_format)

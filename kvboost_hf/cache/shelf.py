@@ -184,6 +184,11 @@ class Shelf:
                 if key in self._order:
                     self._order.touch(key)
 
+    def salt_of(self, root: bytes) -> bytes | None:
+        """The salt behind a root, as far as it is remembered."""
+        with self._lock:
+            return self._salts.get(root)
+
     def was_evicted(self, key: bytes | None) -> bool:
         """Whether a chunk under this prefix key was stored and then evicted, not too long ago."""
         with self._lock:

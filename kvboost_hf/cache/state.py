@@ -1,11 +1,7 @@
 """What the cache keeps on a model."""
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.cache.fingerprint import ModelFingerprint
 from kvboost_hf.compat import KeptOnModel
@@ -21,4 +17,4 @@ class ModelState(KeptOnModel):
         self.fingerprint = ModelFingerprint()
         self.lock = threading.RLock()
         self.default_store: ChunkStore | None = None
-        self.attached: Callable[[PreTrainedModel], Cache] | None = None  # makes a cache for calls that bring none
+        self.attached: Any = None  # a `hook.Attachment`: makes a cache for calls that bring none

@@ -17,14 +17,26 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvboost_hf.cache.layers import GrowingLayer, LayerState, ReuseLayer
+from kvboost_hf.cache.layers import GrowingLayer, LayerState, ReuseLayer, version_of
 from kvboost_hf.cache.windows import SlidingLayer
+
+_Marks = list[tuple[torch.Tensor, int]]  # tensors, and how often each had been written to
 
 
 class _WithStates(ReuseLayer):
     """What layers with states answer alike, whatever else they keep."""
 
     is_stateful = True
+    _marks: _Marks | None = None  # of the states after the last forward
+
+    @property
+    def intact(self) -> bool:
+        """See `ReuseLayer.intact`. Models write states in place, which only the next `note_state` tells apart."""
+        return super().intact and _are_as_marked(_states(self), self._marks)
+
+    def note_state(self) -> None:
+        """See `ReuseLayer.note_state`."""
+        self._marks = _marks(_states(self))
 
     def can_rewind(self, length: int) -> bool:
         """See `ReuseLayer.can_rewind`."""
@@ -70,6 +82,7 @@ class StateLayer(_WithStates, LinearAttentionLayer):
         """A layer with copies of the states: models write them in place."""
         twin = self.fresh()
         _copy_states(self, twin)
+        twin.note_state()
         return twin
 
     def reset(self) -> None:
@@ -110,6 +123,7 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
         twin = super().share()
         _reset_states(twin)
         _copy_states(self, twin)
+        twin.note_state()
         return twin
 
     def reset(self) -> None:
@@ -205,10 +219,20 @@ class OpaqueLayer(ReuseLayer):
 
     is_stateful = True
     single_row = True
+    _marks: _Marks | None = None
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
         self._unused = _copied(layer.__dict__)
+
+    @property
+    def intact(self) -> bool:
+        """See `ReuseLayer.intact`."""
+        return _are_as_marked(_tensors(self._layer.__dict__), self._marks)
+
+    def note_state(self) -> None:
+        """See `ReuseLayer.note_state`."""
+        self._marks = _marks(_tensors(self._layer.__dict__))
 
     @property
     def native(self) -> Any:
@@ -270,6 +294,21 @@ class OpaqueLayer(ReuseLayer):
 
 # States of linear attention, wherever they are. `conv_states[i]` is [batch, channels, kernel], or longer while crop()
 # may be called; `recurrent_states[i]` is [batch, …].
+
+
+def _marks(tensors: Sequence[torch.Tensor]) -> _Marks:
+    return [(tensor, version_of(tensor)) for tensor in tensors]
+
+
+def _are_as_marked(tensors: Sequence[torch.Tensor], marks: _Marks | None) -> bool:
+    """Whether these are the same tensors as were marked, and nobody has written to them."""
+    return marks is None or (
+        len(tensors) == len(marks)
+        and all(
+            tensor is marked and version_of(tensor) == version
+            for tensor, (marked, version) in zip(tensors, marks, strict=True)
+        )
+    )
 
 
 def _states(layer: Any) -> list[torch.Tensor]:

@@ -10,11 +10,12 @@ What steps of the second kind have appended is known to the tensor `length_tenso
 asks.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 
-from kvboost_hf.cache.layers import GrowingLayer, GrowingTensor
+from kvboost_hf.cache.layers import GrowingLayer, GrowingTensor, Piece
 
 
 class _FixedTensor(GrowingTensor):
@@ -34,7 +35,9 @@ class _FixedTensor(GrowingTensor):
         """Forget all columns from `length` on."""
         if length < self.stop and not self.shared and self.buffer is not None:
             # Hidden columns are multiplied by 0, which leaves a NaN a NaN.
+            self.note_changes()
             self.buffer[:, :, length : self.stop].zero_()
+            self.seal()
         super().truncate(length)
 
     def share(self) -> "_FixedTensor":
@@ -45,6 +48,9 @@ class _FixedTensor(GrowingTensor):
             with torch.inference_mode(False), torch.no_grad():
                 twin.buffer = self.buffer.clone()
             _keep_address(twin.buffer)
+            self.note_changes()
+            twin.tampered = self.tampered
+            twin.seal()
         return twin
 
     def select(self, rows: torch.Tensor) -> None:
@@ -54,7 +60,7 @@ class _FixedTensor(GrowingTensor):
         if before is None or self.buffer is None:
             return
         if before.shape == self.buffer.shape:
-            self.buffer = before.copy_(self.buffer)
+            self._replace(before.copy_(self.buffer))
         else:
             _keep_address(self.buffer)
 
@@ -62,6 +68,9 @@ class _FixedTensor(GrowingTensor):
         """Have a buffer of the right shape that nobody else reads."""
         batch, heads, _, dim = like.shape
         shape, old = (batch, heads, self._columns, dim), self.buffer
+        if not torch.compiler.is_compiling():
+            self.note_changes()
+            self._seen = None  # who was shown the buffer can still write to it: it must not move
         if (
             old is not None
             and not self.shared
@@ -77,7 +86,7 @@ class _FixedTensor(GrowingTensor):
             if old is not None and held:
                 fresh[:, :, :held].copy_(old[:, :, :held])
         _keep_address(fresh)
-        self.buffer = fresh
+        self._replace(fresh)
 
 
 class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -119,7 +128,9 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [batch, num_kv_heads, m, head_dim]; returns what is held, or the whole buffers."""
         if not self.whole:
-            return super().update(key_states, value_states, *args, **kwargs)
+            found = super().update(key_states, value_states, *args, **kwargs)
+            self.length_tensor.fill_(self.length)
+            return found
         keys, values = self._fixed
         if not self.is_initialized or keys.buffer is None or values.buffer is None:
             self.lazy_initialization(key_states, value_states)
@@ -143,7 +154,7 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
             for tensor in self._fixed:
                 if tensor.shared and tensor.buffer is not None:  # an autograd graph's
                     tensor.make_writable(tensor.buffer, tensor.stop)
-            self._view()
+            self.length_tensor.fill_(self.length)
         self.whole = True
 
     def catch_up(self) -> bool:
@@ -158,7 +169,7 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         self.version += 1
         for tensor in self._fixed:
             tensor.stop = length
-        super()._view()
+            tensor.seal()  # graphs do not count what they write
 
     def get_seq_length(self) -> int:
         """Columns held: a tensor between decoding steps, as in stock static layers."""
@@ -185,6 +196,9 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         super().reset()
         if any(tensor.shared for tensor in kept):
             kept = [_FixedTensor(self.max_cache_len) for _ in kept]
+        for tensor in kept:
+            tensor.tampered = False
+            tensor.seal()
         self._tensors = list(kept)
 
     def share(self) -> "StaticReuseLayer":
@@ -195,12 +209,30 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         with torch.inference_mode(False), torch.no_grad():
             twin.length_tensor = self.length_tensor.clone()
         _keep_address(twin.length_tensor)
-        if twin.is_initialized:
-            twin._view()
         return twin
 
-    def _view(self) -> None:
-        super()._view()
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+        """See `ReuseLayer.fill`."""
+        super().fill(start, stop, rows)
+        self.length_tensor.fill_(self.length)
+
+    def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
+        """See `GrowingLayer.open`."""
+        opened = super().open(stop, like, batch)
+        self.length_tensor.fill_(self.length)
+        return opened
+
+    def _adopt(self, index: int, new: torch.Tensor | None) -> None:
+        columns = new.shape[2] if new is not None else 0
+        if columns > self.max_cache_len:
+            raise ValueError(
+                f"A cache with `max_cache_len`={self.max_cache_len} holds so many columns at most, got {columns}."
+            )
+        tensor = self._fixed[index]
+        tensor.truncate(0)
+        if new is not None:
+            tensor.append(new)
+        tensor.tampered = True
         self.length_tensor.fill_(self.length)
 
 

@@ -24,12 +24,13 @@ from kvboost_hf.cache.tiered import Row, TieredShelf
 from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
-from kvboost_hf.compat import bytes_per_token, key_rotation, known_reason, require_cache
+from kvboost_hf.compat import bytes_per_token, key_rotation, known_reason, require_cache, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams
 
 if TYPE_CHECKING:
+    from kvboost_hf.cache.integrity import IntegrityReport
     from kvboost_hf.cache.report import ReuseReport
 
 _log = logging.getLogger("kvboost_hf")
@@ -81,6 +82,7 @@ class ChunkStore(TieredShelf):
         tiers: Sequence[str | Tier] = (),
         codec: str | KVQuantConfig | None = None,
     ) -> None:
+        model = unwrapped(model)
         require_cache(model)
         self.chunker = _checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
@@ -185,6 +187,37 @@ class ChunkStore(TieredShelf):
             self._counts["divergences"] += diverged
 
     # What users ask for
+
+    def check_integrity(self, sample: float = 1.0) -> "IntegrityReport":
+        """Compute what is stored again, compare, and take out of the store what differs.
+
+        It costs a forward over each stored text, once: as much as it took to store them. Nothing else may use the
+        model meanwhile, as with any forward.
+
+        Args:
+            sample: The share of the chunks to check, drawn at random: above 0, up to 1 for all of them.
+
+        Returns:
+            What was checked, and what was wrong.
+
+        Raises:
+            ValueError: for a bad `sample`.
+            StoreClosedError: after `close()`.
+
+        Example:
+            >>> from kvboost_hf.assets import load_embedded
+            >>> model, tokenizer = load_embedded()
+            >>> store = ChunkStore(model)
+            >>> _ = store.warm("The lamp is red. " * 40, tokenizer=tokenizer)
+            >>> store.check_integrity().wrong
+            0
+        """
+        from kvboost_hf.cache.integrity import check_integrity  # it is built on this
+
+        if not 0 < sample <= 1:
+            raise ValueError(f"`sample` must be above 0 and at most 1, got {sample!r}. Pass 1.0 to check all of it.")
+        self._require_open()
+        return check_integrity(self._require_model(), self, sample)
 
     def warm(
         self,

@@ -101,6 +101,18 @@ class TieredShelf(Shelf):
                 self.lose(each)
         return fetched
 
+    def everything(self) -> list[StoredChunk | StoredStates]:
+        """All that is stored under the roots that this store knows, in any tier; loaded or not."""
+        self.flush()
+        with self._lock:
+            found: dict[bytes, StoredChunk | StoredStates] = {**self._chunks, **self._states}
+            roots = set(self._durable_roots)
+        for root in roots:
+            for each in self._lower.entries(root):
+                states = each.entry.kind is Kind.STATES
+                found.setdefault(each.entry.key, _unloaded_states(each) if states else unloaded_chunk(each))
+        return list(found.values())
+
     def lose(self, gone: StoredChunk | StoredStates) -> None:
         """Something found in a lower tier is damaged, or not there any more."""
         assert gone.found is not None

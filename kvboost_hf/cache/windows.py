@@ -21,10 +21,15 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     def __init__(self, window: int) -> None:
         GrowingLayer.__init__(self)
-        self.sliding_window = window
+        self._window = window
         self.record_past = False
         self._stored = 0  # columns before it are of no more use to the store
         self._cropped = 0  # columns at the last crop()
+
+    @property
+    def sliding_window(self) -> int:
+        """Columns that a token can attend to, itself included. What is held was computed with it: it stays."""
+        return self._window
 
     def fresh(self) -> "SlidingLayer":
         """An empty layer of the same kind."""
@@ -86,8 +91,7 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         self._stored = before
         keep_from = self._keep_from()
         for tensor in self._tensors:
-            if tensor.trim(keep_from):
-                self._view()
+            tensor.trim(keep_from)
 
     def _reaches_back_to(self, length: int) -> bool:
         """Whether the window before column `length` is held; layers with states beside their K/V need more."""
@@ -101,9 +105,11 @@ class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         start = self.needed_from(held)
         return self._tensors[0].view(start), self._tensors[1].view(start)
 
-    def _view(self) -> None:
-        start = self.needed_from(self.length)
-        self.keys, self.values = self._tensors[0].view(start), self._tensors[1].view(start)
+    def _shown_from(self) -> int:
+        return self.needed_from(self.length)
+
+    def _end_of(self, index: int, new: torch.Tensor) -> int:
+        return max(self._tensors[index].stop, new.shape[2])
 
 
 class IndexedLayer(GrowingLayer):  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """What each model allows, and why not."""
 
-from kvboost_hf.compat.attention import attention_kind, mask_form
+from kvboost_hf.compat.attention import attention_function, attention_kind, mask_form
 from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
 from kvboost_hf.compat.hooks import hook_layers
 from kvboost_hf.compat.kept import KeptOnModel
@@ -16,6 +16,7 @@ from kvboost_hf.compat.models import (
     kv_sources,
     require_cache,
     require_reusable_model,
+    unwrapped,
 )
 from kvboost_hf.compat.probes import (
     ProbeCache,
@@ -39,6 +40,7 @@ __all__ = [
     "KeyRotation",
     "LayerRotation",
     "ProbeCache",
+    "attention_function",
     "attention_kind",
     "bytes_per_token",
     "cache_argument",
@@ -65,4 +67,5 @@ __all__ = [
     "rope_regime",
     "steps_reason",
     "tolerance",
+    "unwrapped",
 ]

@@ -1,10 +1,12 @@
 """What a model's own code does with attention: which implementation it asks for, and which masks it can take."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -26,6 +28,12 @@ def attention_kind(model: PreTrainedModel) -> str:
     """The attention implementation of the decoder, as transformers names it."""
     config: Any = model.config.get_text_config(decoder=True)
     return str(config._attn_implementation)
+
+
+def attention_function(model: PreTrainedModel) -> Callable[..., Any] | None:
+    """The function that computes the decoder's attention; None where transformers does not look it up by name."""
+    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(attention_kind(model))
+    return found
 
 
 def mask_form(config: Any) -> MaskForm:

@@ -36,6 +36,20 @@ class _Argument(KeptOnModel):
         self.name: str | None = None
 
 
+def unwrapped(model: Any) -> Any:
+    """The model that PEFT or `torch.compile` has wrapped, or `model` itself."""
+    while not isinstance(model, PreTrainedModel):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            return model
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+    return model
+
+
 def require_reusable_model(model: PreTrainedModel) -> None:
     """Refuse what no kind of K/V reuse can serve.
 

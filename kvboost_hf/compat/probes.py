@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvboost_hf.compat.attention import attention_function
 from kvboost_hf.compat.kept import KeptOnModel
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -41,15 +42,18 @@ class ProbeCache(DynamicCache):
     """The cache of a probe: a type of its own, so that no hook takes it for a user's."""
 
 
+_Probed = tuple[torch.dtype, object]  # what was run: the dtype, and the function that computes attention
+
+
 class _Findings(KeptOnModel):
     """What was found of a model, so that it is found once."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.static: tuple[str | None] | None = None
-        self.probed: dict[torch.dtype, str | None] = {}
-        self.padded: dict[torch.dtype, str | None] = {}
-        self.steps: dict[torch.dtype, str | None] = {}
+        self.probed: dict[_Probed, str | None] = {}
+        self.padded: dict[_Probed, str | None] = {}
+        self.steps: dict[_Probed, str | None] = {}
 
 
 def known_reason(model: PreTrainedModel) -> str | None:
@@ -58,39 +62,44 @@ def known_reason(model: PreTrainedModel) -> str | None:
     with found.lock:
         if found.static is None:
             found.static = (_static_reason(model),)
-        return found.static[0] or found.probed.get(model.dtype)
+        return found.static[0] or found.probed.get(_now(model))
 
 
 def probe_reason(model: PreTrainedModel) -> str | None:
-    """Why a run on a few tokens rules out reuse, or None. Once per model and dtype: 2 or 3 short forwards."""
+    """Why a run on a few tokens rules out reuse, or None. Once per dtype and attention: 2 or 3 short forwards."""
     return _once(model, _Findings.of(model).probed, _probe)
 
 
 def padding_reason(model: PreTrainedModel) -> str | None:
-    """Why a run on a few tokens rules out storing K/V of padded rows, or None. Run once per model and dtype."""
+    """Why a run on a few tokens rules out storing K/V of padded rows, or None. Run once per dtype and attention."""
     return _once(model, _Findings.of(model).padded, _probe_padding)
 
 
 def steps_reason(model: PreTrainedModel) -> str | None:
     """Why what a model keeps of tokens that it was given one by one is not what it keeps of a prompt, or None.
 
-    Models with states have one way for prompts and another for single tokens. Run once per model and dtype.
+    Models with states have one way for prompts and another for single tokens. Run once per dtype and attention.
     """
     return _once(model, _Findings.of(model).steps, _probe_steps)
 
 
 def _once(
-    model: PreTrainedModel, known: dict[torch.dtype, str | None], probe: Callable[[PreTrainedModel], str | None]
+    model: PreTrainedModel, known: dict[_Probed, str | None], probe: Callable[[PreTrainedModel], str | None]
 ) -> str | None:
+    now = _now(model)
     with _Findings.of(model).lock:
-        if model.dtype not in known:
+        if now not in known:
             try:
-                known[model.dtype] = probe(model)
+                known[now] = probe(model)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # models fail in ways of their own on what they were not written for
-                known[model.dtype] = f"it fails on a prompt in parts ({type(error).__name__}: {error})"
-        return known[model.dtype]
+                known[now] = f"it fails on a prompt in parts ({type(error).__name__}: {error})"
+        return known[now]
+
+
+def _now(model: PreTrainedModel) -> _Probed:
+    return model.dtype, attention_function(model)
 
 
 def _static_reason(model: PreTrainedModel) -> str | None:

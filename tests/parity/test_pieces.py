@@ -11,7 +11,6 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, handles
 from kvboost_hf.attention import kernel_calls, use_tier
 from kvboost_hf.cache.pieced import PiecedLayer
 from kvboost_hf.compat import probe_reason
-from kvboost_hf.handles import Held
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
@@ -167,11 +166,17 @@ def test_keys_and_values_stay_what_they_were_when_they_were_read() -> None:
     text = random_ids(80, 1)
     cache = ChunkReuseCache(model, warmed(model, text[:, :64]))
     generate(model, as_inputs(text), past_key_values=cache)
-    twin, keys, truth = cache.fork(), cache.layers[0].keys, cache.layers[0].keys.clone()
-    copied = copy.deepcopy(cache.layers[0])
+    twin, layer = cache.fork(), pieced(cache)[0]
+    assert layer._held is not None
+    held = layer._held[0]
+    copied, keys = copy.deepcopy(layer), layer.keys
+    assert keys is not None
+    assert type(keys) is torch.Tensor  # whoever asks may do anything with them
+    truth = keys.clone()
     cache.reset()
-    assert isinstance(twin.layers[0].keys, Held)
-    for found in (twin.layers[0].keys, keys, copied.keys):
+    assert pieced(twin)
+    for found in (twin.layers[0].keys, held, keys, copied.keys):
+        assert found is not None
         assert torch.equal(found.clone(), truth)
 
 
@@ -183,7 +188,7 @@ def test_a_model_that_cannot_read_pieces_is_given_tensors_from_then_on() -> None
     cache = ChunkReuseCache(model, warmed(model, prompt[:, :64]))
     assert torch.equal(generate(model, as_inputs(prompt), past_key_values=cache), generate(model, as_inputs(prompt)))
     assert cache.report.exact_tokens == 64
-    assert all(isinstance(layer, PiecedLayer) and type(layer.keys) is torch.Tensor for layer in cache.layers)
+    assert not pieced(cache)
 
 
 @pytest.mark.usefixtures("read_anywhere")
@@ -192,10 +197,9 @@ def test_another_attention_is_given_tensors() -> None:
     text = random_ids(80, 1)
     cache = ChunkReuseCache(model, warmed(model, text[:, :64]))
     generate(model, as_inputs(text), past_key_values=cache)
-    assert pieced(cache)
-    keys = cache.layers[0].keys
-    assert isinstance(keys, Held)
-    held = keys.clone()
+    held_before = pieced(cache)[0]._held
+    assert held_before is not None
+    held = held_before[0].clone()
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         found = model(random_ids(1, 4), past_key_values=cache).logits

@@ -138,7 +138,9 @@ def test_other_prompts_after_a_restart(name: str, disk: str) -> None:
     reused = {}
     for what, ids in prompts.items():
         model, store, cache = restart(name, disk)
-        reused[what] = serve(model, cache, ids).reused_tokens
+        # A recurrence that starts at another token rounds otherwise: on some CPUs by 2.7e-4.
+        atol = 5e-4 if name in STATEFUL else 2e-4
+        reused[what] = serve(model, cache, ids, atol=atol).reused_tokens
         store.close()
     assert reused["longer"] >= 128
     assert reused["one token"] == reused["two tokens"] == reused["another"] == 0

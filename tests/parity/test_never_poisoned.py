@@ -1,0 +1,655 @@
+"""Whatever others do to a cache, a layer, a module or an attention: no wrong K/V is stored, and answers are plain."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, attach, check_model_compatibility, last_cache
+from tests.conftest import STATEFUL, as_inputs, counted, make_model, random_ids
+
+CHANGED = "the cache was changed by somebody else"
+BASE = random_ids(100, seed=1)
+Edit = Callable[[Any], Any]
+
+
+def multiply(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.values.mul_(0.5)
+
+
+def multiply_data(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.values.data.mul_(0.5)
+
+
+def write_through_numpy(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.keys.numpy()[:] = 0
+
+
+def write_one_number(cache: Any) -> None:
+    cache.layers[1].keys[0, 0, 5, 3] += 1
+
+
+def write_one_number_through_a_detached_view(cache: Any) -> None:
+    cache.layers[0].values.detach()[0, 0, 2, 7].fill_(3.0)
+
+
+def assign(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.values = layer.values * 0.5
+
+
+def assign_one(cache: Any) -> None:
+    cache.layers[1].keys = cache.layers[1].keys + 1
+
+
+def shorten(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, :20], layer.values[:, :, :20]
+
+
+def forget(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.keys = layer.values = None
+
+
+def swap_layers(cache: Any) -> None:
+    cache.layers[0], cache.layers[1] = cache.layers[1], cache.layers[0]
+
+
+def replace_the_list(cache: Any) -> None:
+    cache.layers = list(reversed(cache.layers))
+
+
+def drop_a_layer(cache: Any) -> None:
+    cache.layers.pop()
+
+
+def crop_one_layer(cache: Any) -> None:
+    cache.layers[1].crop(-3)
+
+
+def append_to_one_layer(cache: Any) -> None:
+    keys = cache.layers[0].keys
+    cache.layers[0].update(keys[:, :, :1] * 0, keys[:, :, :1] * 0)
+
+
+def write_to_the_buffer(cache: Any) -> None:
+    cache.layers[0]._tensors[0].buffer[:, :, 3].zero_()
+
+
+EDITS: list[Edit] = [
+    multiply,
+    multiply_data,
+    write_through_numpy,
+    write_one_number,
+    write_one_number_through_a_detached_view,
+    assign,
+    assign_one,
+    shorten,
+    forget,
+    swap_layers,
+    replace_the_list,
+    drop_a_layer,
+    crop_one_layer,
+    append_to_one_layer,
+    write_to_the_buffer,
+]
+
+
+def name_of(value: Any) -> str | None:
+    return value.__name__ if callable(value) else None
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None, **given: Any) -> torch.Tensor:
+    given.setdefault("max_new_tokens", 8)
+    found = model.generate(**as_inputs(ids), past_key_values=cache, **given)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def store_of(model: PreTrainedModel) -> ChunkStore:
+    check_model_compatibility(model)
+    return ChunkStore(model, chunk_size=32)
+
+
+def require_intact(store: ChunkStore, *, checked: int = 1) -> None:
+    """Every stored chunk is what the model computes."""
+    found = store.check_integrity()
+    assert found.checked >= checked
+    assert found.wrong == 0
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=name_of)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_edits_between_two_calls(name: str, edit: Edit) -> None:
+    model, plain = make_model(name), make_model(name)
+    store = store_of(model)
+    cache = ChunkReuseCache(model, store)
+    first = generate(model, BASE, cache)
+    edit(cache)
+    second = generate(model, first, cache)
+    assert torch.equal(second, generate(plain, first))
+    assert cache.report.dropped_reason == CHANGED
+    assert CHANGED in cache.report.explain()
+    third = ChunkReuseCache(model, store)
+    assert torch.equal(generate(model, second, third), generate(plain, second))
+    assert third.report.reused_tokens >= 96  # what was stored before and after is served
+    require_intact(store)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=name_of)
+def test_edits_before_the_last_tokens_are_stored(edit: Edit) -> None:
+    """The tokens that fill no chunk go to the store when the cache lets go of them: after the edit."""
+    model = make_model("llama")
+    store = store_of(model)
+    cache = ChunkReuseCache(model, store)
+    generate(model, BASE, cache)
+    before = len(store)
+    edit(cache)
+    cache.store_tails()
+    cache.store_all()
+    cache.reset()
+    assert len(store) == before
+    require_intact(store)
+    generate(model, BASE, cache)
+    cache.reset()
+    assert len(store) > before  # without an edit they are stored
+
+
+def test_edits_of_states() -> None:
+    for name in STATEFUL:
+        for in_place in (True, False):
+            model, plain = make_model(name), make_model(name)
+            store = store_of(model)
+            cache = ChunkReuseCache(model, store)
+            first = generate(model, BASE, cache)
+            for layer in cache.layers:
+                if not hasattr(layer, "recurrent_states"):
+                    continue
+                if in_place:
+                    layer.recurrent_states[0].mul_(0.5)
+                else:
+                    layer.conv_states[0] = layer.conv_states[0] * 2
+            assert torch.equal(generate(model, first, cache), generate(plain, first))
+            assert cache.report.dropped_reason == CHANGED
+            cache.reset()
+            require_intact(store)
+
+
+def test_edits_of_codes() -> None:
+    """Layers that hold codes hand out copies: writing to one changes nothing, setting one is noticed."""
+    model = make_model("deep_llama")
+    store = store_of(model)
+    config = KVQuantConfig(method="kivi", group_size=16, window=16)
+    cache, untouched = (ChunkReuseCache(model, store, live_quant=config) for _ in range(2))
+    first = generate(model, BASE, cache)
+    assert torch.equal(first, generate(model, BASE, untouched))
+    expected = generate(model, first, untouched)
+    cache.layers[4].keys.zero_()
+    assert torch.equal(generate(model, first, cache), expected)
+    cache.layers[4].keys = cache.layers[4].keys * 0
+    assert torch.equal(generate(model, first, cache), expected)
+    assert cache.report.dropped_reason == CHANGED
+
+
+def test_edits_of_pieces() -> None:
+    """A layer whose first columns stay in the store's chunks gives others copies of them."""
+    model, plain = make_model("llama"), make_model("llama")
+    model.set_attn_implementation("kvboost_fa2")
+    plain.set_attn_implementation("kvboost_fa2")
+    store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    cache = ChunkReuseCache(model, store)
+    first = generate(model, BASE, cache)
+    for edit in (multiply, multiply_data, write_through_numpy, assign):
+        edit(cache)
+        assert torch.equal(generate(model, first, cache), generate(plain, first))
+        assert cache.report.dropped_reason == CHANGED
+    cache.reset()
+    require_intact(store)
+
+
+@pytest.mark.parametrize("size", [None, 160], ids=["growing", "fixed"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda cache: cache.fork()], ids=["deep", "copy", "fork"]
+)
+def test_a_copy_is_a_copy(size: int | None, copied: Edit) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    cache = ChunkReuseCache(model, store_of(model), max_cache_len=size)
+    first = generate(model, BASE, cache)
+    for edit in (multiply, multiply_data, write_through_numpy):
+        edit(copied(cache))
+        assert torch.equal(generate(model, first, cache), generate(plain, first))
+        assert cache.report.dropped_reason is None
+        assert cache.report.reused_tokens >= 107
+
+
+def test_reading_costs_no_reuse() -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    cache = ChunkReuseCache(model, store_of(model))
+    first = generate(model, BASE, cache)
+    assert sum(float(layer.keys.sum() + layer.values.sum()) for layer in cache.layers)
+    assert torch.equal(generate(model, first, cache), generate(plain, first))
+    assert cache.report.reused_tokens == 107
+    assert cache.report.dropped_reason is None
+
+
+@pytest.mark.parametrize("edit", [multiply, multiply_data, assign, assign_one, shorten, swap_layers], ids=name_of)
+@torch.no_grad()
+def test_a_text_that_goes_on_after_an_edit_goes_on_as_in_a_stock_cache(edit: Edit) -> None:
+    """Whoever edits a cache and goes on with it by hand means it."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    cache, stock = ChunkReuseCache(model, store), DynamicCache(config=plain.config)
+    more = random_ids(40, seed=2)
+    for ids in (BASE[:, :50], more, random_ids(1, seed=3), random_ids(1, seed=4), random_ids(7, seed=5)):
+        found = model(ids, past_key_values=cache).logits
+        torch.testing.assert_close(found, plain(ids, past_key_values=stock).logits, atol=2e-4, rtol=2e-4)
+        if ids is more:
+            edit(cache)
+            edit(stock)
+    assert CHANGED in (cache.report.bypass_reason, cache.report.dropped_reason)
+    cache.reset()
+    require_intact(store)
+    whole = torch.cat([BASE[:, :50], more], dim=1)
+    assert torch.equal(generate(model, whole, ChunkReuseCache(model, store)), generate(plain, whole))
+
+
+class EditAt(LogitsProcessor):
+    """Edits a cache in the middle of a `generate()` call."""
+
+    def __init__(self, cache: Any, edit: Edit, at: int) -> None:
+        self._cache, self._edit, self._at = cache, edit, at
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if input_ids.shape[1] == self._at:
+            self._edit(self._cache)
+        return scores
+
+
+@pytest.mark.parametrize("edit", [multiply, multiply_data, assign, write_to_the_buffer], ids=name_of)
+def test_edits_in_the_middle_of_a_call(edit: Edit) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    cache = ChunkReuseCache(model, store)
+    generate(model, BASE, cache, max_new_tokens=60, logits_processor=LogitsProcessorList([EditAt(cache, edit, 104)]))
+    cache.reset()
+    require_intact(store)
+    assert torch.equal(generate(model, BASE, ChunkReuseCache(model, store)), generate(plain, BASE))
+
+
+# Hooks
+
+
+class Press:
+    """Keeps the first half of the K/V of a prompt while it is computed, as compression methods do."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def hook(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        cache, hidden = kwargs["past_key_values"], kwargs["hidden_states"]
+        layer = cache.layers[module.layer_idx]
+        if hidden.shape[1] > 1:
+            half = hidden.shape[1] // 2
+            layer.keys, layer.values = layer.keys[:, :, :half], layer.values[:, :, :half]
+        return output
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        layers: Any = self._model.model.layers  # type: ignore[union-attr]
+        handles = [layer.self_attn.register_forward_hook(self.hook, with_kwargs=True) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@pytest.mark.parametrize("how", ["attached", "passed"])
+def test_a_press_does_what_it_does_without_us(how: str) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    if how == "attached":
+        attach(model, store)
+    kept = ChunkReuseCache(model, store)
+
+    def ask(ids: torch.Tensor) -> torch.Tensor:
+        return generate(model, ids, kept if how == "passed" else None)
+
+    def report() -> Any:
+        cache = kept if how == "passed" else last_cache(model)
+        assert cache is not None
+        return cache.report
+
+    assert torch.equal(ask(BASE), generate(plain, BASE))
+    for ids in (BASE, BASE, random_ids(70, seed=6)):
+        with Press(model).on(), Press(plain).on():
+            expected = generate(plain, ids)
+            assert torch.equal(ask(ids), expected)
+        assert not torch.equal(expected, generate(plain, ids)), "the press must matter"
+        assert "is given the cache" in report().bypass_reason
+    assert torch.equal(ask(BASE), generate(plain, BASE))
+    assert report().reused_tokens >= 96
+    require_intact(store)
+
+
+def test_a_text_begun_under_a_press_goes_on_after_it() -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    cache, stock = ChunkReuseCache(model, store_of(model)), DynamicCache(config=plain.config)
+    with torch.no_grad():
+        with Press(model).on(), Press(plain).on():
+            model(BASE, past_key_values=cache)
+            plain(BASE, past_key_values=stock)
+        assert cache.get_seq_length() == stock.get_seq_length() == 50
+        for ids in (random_ids(9, seed=2), random_ids(1, seed=3)):
+            found, expected = model(ids, past_key_values=cache).logits, plain(ids, past_key_values=stock).logits
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+
+
+@pytest.mark.parametrize("edit", [multiply, assign, write_one_number], ids=name_of)
+def test_a_hook_that_reaches_the_cache_by_itself(edit: Edit) -> None:
+    """One that is not given the cache, but knows it."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    cache = ChunkReuseCache(model, store)
+    layers: Any = model.model.layers  # type: ignore[union-attr]
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        if cache.layers[1].is_initialized:
+            edit(cache)
+
+    handle = layers[1].register_forward_hook(hook)
+    generate(model, BASE, cache, max_new_tokens=40)
+    handle.remove()
+    cache.reset()
+    require_intact(store, checked=0)
+    assert torch.equal(generate(model, BASE, ChunkReuseCache(model, store)), generate(plain, BASE))
+
+
+@dataclasses.dataclass
+class Steering:
+    vector: torch.Tensor
+    strength: float = 1.0
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return output + self.strength * self.vector
+
+
+def test_a_hook_whose_values_change() -> None:
+    """The same hook object, another vector: another model."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    hooks = [Steering(torch.ones(64)) for _ in range(2)]
+    strength = [1.0]
+
+    def scaled(module: Any, args: Any, output: Any) -> Any:
+        return output * strength[0]
+
+    for owner, hook in zip((model, plain), hooks, strict=True):
+        layers: Any = owner.model.layers  # type: ignore[union-attr]
+        layers[0].register_forward_hook(hook)
+        layers[1].mlp.register_forward_hook(scaled)
+
+    def stronger() -> None:
+        for hook in hooks:
+            hook.strength = 3.0
+
+    def turned() -> None:
+        for hook in hooks:
+            hook.vector[:32] = -2.0
+
+    def louder() -> None:
+        strength[0] = 1.5
+
+    for change in (lambda: None, stronger, turned, louder):
+        before = generate(plain, BASE)
+        change()
+        expected = generate(plain, BASE)
+        for served in (0, 96):
+            cache = ChunkReuseCache(model, store)
+            assert torch.equal(generate(model, BASE, cache), expected)
+            assert cache.report.reused_tokens == served
+        assert change is not louder or not torch.equal(before, expected)
+    require_intact(store)
+
+
+# Patches
+
+
+def test_an_attention_function_that_writes_to_the_keys() -> None:
+    """As kvpress patches all attention functions: it hides keys by writing others in their place."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def patched(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if query.shape[2] == key.shape[2]:
+            module.masked_key_indices = None
+        elif getattr(module, "masked_key_indices", None) is not None:
+            key[module.masked_key_indices] = 9.0
+        return before(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register("sdpa", patched)
+    try:
+        for ids in (BASE, random_ids(90, seed=8), BASE):
+            for owner in (model, plain):
+                layers: Any = owner.model.layers  # type: ignore[union-attr]
+                for layer in layers:  # as a press leaves it behind
+                    layer.self_attn.masked_key_indices = (torch.tensor([0]), torch.tensor([1]), torch.tensor([4]))
+            cache = ChunkReuseCache(model, store)
+            assert torch.equal(generate(model, ids, cache), generate(plain, ids))
+            again = ChunkReuseCache(model, store)
+            assert torch.equal(generate(model, ids, again), generate(plain, ids))
+        assert again.report.reused_tokens >= 96  # outside of presses it is served
+        require_intact(store)
+    finally:
+        AttentionInterface.register("sdpa", before)
+    cache = ChunkReuseCache(model, store)
+    assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    assert cache.report.reused_tokens >= 96
+    require_intact(store)
+
+
+def test_an_attention_function_that_always_writes() -> None:
+    model, plain = make_model("llama"), make_model("llama")
+
+    def dimming(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        value.mul_(0.9)
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register("dimming", dimming)
+    for owner in (model, plain):
+        owner.set_attn_implementation("dimming")
+    store = ChunkStore(model, chunk_size=32)
+    for _ in range(2):
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    assert len(store) == 0
+
+
+def test_a_patched_forward_of_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As methods that evict K/V are often published: a forward in place of the class's own."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    own = modeling_llama.LlamaAttention.forward
+
+    def evicting(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = own(self, hidden_states, *args, **kwargs)
+        layer = kwargs["past_key_values"].layers[self.layer_idx]
+        if hidden_states.shape[1] > 50:
+            layer.keys, layer.values = layer.keys[:, :, -50:], layer.values[:, :, -50:]
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama.LlamaAttention, "forward", evicting)
+        for ids in (BASE, torch.cat([BASE, random_ids(20, seed=3)], dim=1)):
+            cache = ChunkReuseCache(model, store)
+            assert torch.equal(generate(model, ids, cache), generate(plain, ids))
+            assert "was replaced" in str(cache.report.bypass_reason)
+    cache = ChunkReuseCache(model, store)
+    assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    assert cache.report.reused_tokens >= 96
+    require_intact(store)
+
+
+def test_a_patched_function_of_the_modeling_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    own = modeling_llama.apply_rotary_pos_emb
+
+    def backwards(q: Any, k: Any, cos: Any, sin: Any, **kwargs: Any) -> Any:
+        return own(q, k, cos, -sin, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", backwards)
+        for served in (0, 96):
+            cache = ChunkReuseCache(model, store)
+            assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+            assert cache.report.reused_tokens == served
+    cache = ChunkReuseCache(model, store)
+    assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    assert cache.report.reused_tokens == 96
+
+
+class Scaled(torch.nn.Module):
+    """A projection that reads what its owner keeps in containers."""
+
+    def __init__(self, inner: torch.nn.Module, kept: Any) -> None:
+        super().__init__()
+        self.inner, self.kept = inner, kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.kept
+        while not isinstance(scale, torch.Tensor | float):
+            scale = scale.scale if dataclasses.is_dataclass(scale) else next(iter(_values(scale)))
+        found: torch.Tensor = self.inner(x) * scale
+        return found
+
+
+def _values(container: Any) -> Any:
+    return container.values() if isinstance(container, dict) else container
+
+
+@dataclasses.dataclass
+class Kept:
+    scale: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda scale: (scale,),
+        lambda scale: [scale],
+        lambda scale: {"scale": scale},
+        lambda scale: Kept(scale),
+        lambda scale: {"a": [(Kept(scale),)]},
+    ],
+    ids=["tuple", "list", "dict", "dataclass", "nested"],
+)
+def test_values_in_containers_of_modules(make: Callable[[torch.Tensor], Any]) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    scales = [torch.ones(()), torch.ones(())]
+    for owner, scale in zip((model, plain), scales, strict=True):
+        attention: Any = owner.model.layers[0].self_attn  # type: ignore[union-attr, index]
+        attention.v_proj = Scaled(attention.v_proj, make(scale)).eval()
+    store = store_of(model)
+    for value in (1.0, 2.0, 1.0):
+        for scale in scales:
+            scale.fill_(value)
+        expected = generate(plain, BASE)
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), expected)
+    again = ChunkReuseCache(model, store)
+    assert torch.equal(generate(model, BASE, again), expected)
+    assert again.report.reused_tokens == 96
+
+
+def test_a_window_cannot_be_changed_behind_what_was_computed_with_it() -> None:
+    cache = ChunkReuseCache(make_model("mistral"))
+    layer: Any = cache.layers[0]
+    with pytest.raises(AttributeError):
+        layer.sliding_window = 5
+
+
+def test_keys_of_another_shape_are_refused() -> None:
+    cache = ChunkReuseCache(make_model("llama"))
+    layer: Any = cache.layers[0]
+    with pytest.raises(ValueError, match=r"`keys` of a cache layer must be .*got a tensor of shape \[3, 4\]"):
+        layer.keys = torch.zeros(3, 4)
+
+
+# The store's own check
+
+
+def test_check_integrity_finds_what_is_wrong(capsys: Any) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    cache = ChunkReuseCache(model, store)
+    for seed in (1, 2):
+        generate(model, random_ids(100, seed=seed), cache)
+    cache.reset()
+    whole = store.check_integrity()
+    assert (whole.wrong, whole.skipped) == (0, 0)
+    assert whole.checked == len(store) == 8
+    assert whole.forwarded_tokens == 2 * 107  # each text once
+    some = store.check_integrity(0.25)
+    assert 0 < some.checked < whole.checked
+    broken = list(store._chunks.values())[1]
+    broken.kv.tensors[0].view(-1)[11] += 0.5
+    found = store.check_integrity()
+    assert found.wrong == 1
+    assert broken.key not in store._chunks
+    assert torch.equal(generate(model, BASE, ChunkReuseCache(model, store)), generate(plain, BASE))
+    require_intact(store)
+    with pytest.raises(ValueError, match="`sample` must be above 0"):
+        store.check_integrity(0)
+
+
+def test_check_integrity_passes_over_what_it_cannot_compute() -> None:
+    model = make_model("llama")
+    store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    stored = len(store)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[0, 0] += 1  # type: ignore[union-attr, index]
+    generate(model, random_ids(70, seed=5), ChunkReuseCache(model, store))
+    found = store.check_integrity()
+    assert (found.wrong, found.skipped) == (0, stored)
+    assert found.checked == len(store) - stored
+
+
+def test_check_integrity_reads_lower_tiers(tmp_path: Any) -> None:
+    model = make_model("llama")
+    check_model_compatibility(model)
+    with ChunkStore(model, chunk_size=32, tiers=[f"disk:{tmp_path}"]) as store:
+        generate(model, BASE, ChunkReuseCache(model, store))
+        stored = len(store)
+    with ChunkStore(model, chunk_size=32, tiers=[f"disk:{tmp_path}"]) as store:
+        assert len(store) == 0
+        generate(model, BASE[:, :3], ChunkReuseCache(model, store))  # asks for the root
+        assert store.check_integrity().checked == stored
+
+
+def test_checking_forwards_no_more_than_it_says() -> None:
+    model = make_model("llama")
+    store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    with counted(model) as work:
+        assert store.check_integrity().forwarded_tokens == 96
+    assert work.tokens == 96
