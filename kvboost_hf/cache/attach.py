@@ -24,6 +24,7 @@ from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
 
+_PAGED = "generate_batch() keeps K/V in pages of its own"
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -57,6 +58,9 @@ class _Attachment:
 
         The caller's object is given the layers of ours, so that it holds what was computed, too.
         """
+        if theirs is None and kwargs.get("cache") is not None:
+            self._refuse_batch(model, kwargs)
+            return None
         if not _begins_text(theirs, kwargs):
             return None
         self.flush()
@@ -105,6 +109,14 @@ class _Attachment:
         cache = ChunkReuseCache(model, self._store, self._policy, b"", live_quant=self._live_quant)
         cache.note_refusal(reason, tokens)
         self._note(cache)
+
+    def _refuse_batch(self, model: PreTrainedModel, kwargs: Kwargs) -> None:
+        """Note that generate_batch() is not served: once, for its forwards run in a thread that nobody asks."""
+        last, ids = self._latest, kwargs.get("input_ids")
+        if (last is None or last.report.bypass_reason != _PAGED) and isinstance(ids, torch.Tensor):
+            self._of_thread = _OfThread()
+            self._refuse(model, _PAGED, ids.numel())
+            self._of_thread = _OfThread()
 
     def flush(self) -> None:
         """Store what the last call of this thread has left."""
@@ -155,8 +167,6 @@ def _refusal(model: PreTrainedModel, theirs: Cache | None, kwargs: Kwargs) -> st
     if (reason := known_reason(model) or holder_of_cache(model)) is not None:
         return reason
     if theirs is None:
-        if kwargs.get("cache") is not None:
-            return "generate_batch() keeps K/V in pages of its own"
         return None if model.config.get_text_config(decoder=True).use_cache else "use_cache is False"
     kind = type(theirs)
     if kind not in (DynamicCache, StaticCache):

@@ -1,16 +1,32 @@
 """Pipelines and other calls that bring no cache of their own."""
 
+import contextlib
+import gc
+import inspect
+import re
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel, pipeline
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    PreTrainedModel,
+    StaticCache,
+    TextIteratorStreamer,
+    pipeline,
+)
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.cache.inputs import OF_GENERATE
 from tests.architectures import make_architecture
-from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
+from tests.conftest import EOS, as_inputs, counted, left_pad, make_model, random_ids
 
 BASE = random_ids(200, seed=1)
 
@@ -168,3 +184,313 @@ def test_a_growing_chat_loses_little_between_calls(attached: PreTrainedModel) ->
         assert torch.equal(found, plain.generate(**as_inputs(history), max_new_tokens=11, min_new_tokens=11))
         assert work.tokens - 10 <= history.shape[1] - seen + 8
         history, seen = found, found.shape[1] - 1
+
+
+# Inside what people build on generate()
+
+
+def chat(model: PreTrainedModel, turns: int, ask: Any) -> list[int]:
+    """A growing text; returns the reused tokens of each turn."""
+    plain, ids, reused = make_model("llama"), BASE[:, :30], []
+    for turn in range(turns):
+        found = ask(ids)
+        assert torch.equal(found, plain.generate(**as_inputs(ids), max_new_tokens=20))
+        reused.append(report(model).reused_tokens)
+        ids = torch.cat([found, random_ids(9, seed=turn)], dim=1)
+    return reused
+
+
+def nothing_is_lost(reused: list[int]) -> bool:
+    """Each turn's text is 29 tokens longer; the last token of an answer is never run through the model.
+
+    Fewer than 8 tokens behind the last chunk are not stored.
+    """
+    whole = [0, *range(49, 49 + 7 * 29, 29)]
+    return len(reused) == 8 and all(want - 8 < got <= want for got, want in zip(reused, whole, strict=True))
+
+
+def in_a_thread(call: Any) -> Any:
+    """Run a call in a thread that ends with it."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_thread_for_each_request(attached: PreTrainedModel) -> None:
+    """As every web page that streams does it. `last_cache` tells of the last call of any thread."""
+
+    def ask(ids: torch.Tensor) -> Any:
+        return in_a_thread(lambda: attached.generate(**as_inputs(ids), max_new_tokens=20))
+
+    assert nothing_is_lost(chat(attached, 8, ask))
+
+
+def test_a_stream_read_by_another_thread(attached: PreTrainedModel) -> None:
+    """The reader may begin the next request as soon as the last token is there."""
+    _, tokenizer = load_embedded()
+
+    def ask(ids: torch.Tensor) -> Any:
+        found: list[Any] = []
+        streamer = TextIteratorStreamer(tokenizer)
+
+        def run() -> None:
+            found.append(attached.generate(**as_inputs(ids), max_new_tokens=20, streamer=streamer))
+
+        threading.Thread(target=run).start()
+        assert list(streamer)
+        while not found:
+            time.sleep(0.001)
+        return found[0]
+
+    assert nothing_is_lost(chat(attached, 8, ask))
+
+
+def test_the_end_of_a_call_stores_its_last_tokens(attached: PreTrainedModel) -> None:
+    store = ChunkStore(attached, chunk_size=32)
+    attach(attached, store)
+    attached.generate(**as_inputs(BASE[:, :45]), max_new_tokens=6)
+    assert store.stats()["tokens"] == 50
+    with counted(attached) as work:
+        attached.generate(**as_inputs(BASE[:, :45]), max_new_tokens=1)
+    assert work.tokens == 1
+
+
+def test_a_call_that_fails_leaves_its_chunks_and_no_more(attached: PreTrainedModel) -> None:
+    store = ChunkStore(attached, chunk_size=32)
+    attach(attached, store)
+
+    def fail(*_: Any) -> None:
+        if store.stats()["tokens"] >= 64:
+            raise RuntimeError("out of luck")
+
+    handle = attached.model.layers[1].register_forward_pre_hook(fail)  # type: ignore[union-attr, index]
+    fail.leaves_kv_alone = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        attached.generate(**as_inputs(BASE), max_new_tokens=60, prefill_chunk_size=32)
+    handle.remove()
+    gc.collect()
+    assert store.check_integrity().wrong == 0
+    assert torch.equal(
+        attached.generate(**as_inputs(BASE), max_new_tokens=6),
+        make_model("llama").generate(**as_inputs(BASE), max_new_tokens=6),
+    )
+
+
+def test_a_configuration_collected_in_the_middle_of_our_work(attached: PreTrainedModel) -> None:
+    """What stores the last tokens may be called at any time by the collector of garbage, while locks are held."""
+    plain = make_model("llama")
+    done: list[torch.Tensor] = []
+
+    def ask(seed: int) -> None:
+        for turn in range(4):
+            ids = random_ids(70 + turn, seed=seed)
+            with contextlib.suppress(RuntimeError):
+                attached.generate(**as_inputs(ids), max_new_tokens=3, logits_processor=[_Fails(ids.shape[1] + 1)])
+            done.append(attached.generate(**as_inputs(ids), max_new_tokens=3))
+            assert torch.equal(done[-1], plain.generate(**as_inputs(ids), max_new_tokens=3))
+
+    before = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+            assert not thread.is_alive()
+    finally:
+        gc.set_threshold(*before)
+    assert len(done) == 12
+
+
+class _Fails(LogitsProcessor):
+    def __init__(self, at: int) -> None:
+        self.at, self.itself = at, self  # a circle, which only the collector takes apart
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if input_ids.shape[1] >= self.at:
+            raise RuntimeError("enough")
+        return scores
+
+
+def test_detach_stores_what_is_left(attached: PreTrainedModel) -> None:
+    store = ChunkStore(attached, chunk_size=32)
+    attach(attached, store)
+    out = attached(BASE[:, :40], logits_to_keep=1)
+    attached(BASE[:, 40:60], past_key_values=out.past_key_values, logits_to_keep=1)
+    detach(attached)
+    assert store.stats()["tokens"] == 60
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_strings": ["never said"]},
+        {"token_healing": False},
+        {"synced_gpus": False},
+        {"assistant_early_exit": 1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_arguments_that_generate_passes_on(options: dict[str, Any]) -> None:
+    model, tokenizer = load_embedded()
+    plain, _ = load_embedded()
+    attach(model, ChunkStore(model, chunk_size=32))
+    given = tokenizer("The lamp is red. " * 30, return_tensors="pt")
+    for _ in range(2):
+        found = model.generate(**given, tokenizer=tokenizer, max_new_tokens=6, **options)
+        assert torch.equal(found, plain.generate(**given, tokenizer=tokenizer, max_new_tokens=6, **options))
+    assert report(model).reused_tokens == given["input_ids"].shape[1] - 1
+
+
+def test_what_generate_passes_on_is_known() -> None:
+    """Every release may add to what it has for itself and lets through to forwards."""
+    source = inspect.getsource(GenerationMixin._extract_generation_mode_kwargs)
+    own = set(re.findall(r'^ +"(\w+)": ', source, re.MULTILINE)) | set(
+        re.findall(r'generation_mode_kwargs\["(\w+)"\]', source)
+    )
+    assert {"tokenizer", "assistant_model", "synced_gpus"} <= own
+    assert own <= OF_GENERATE
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_static_cache(name: str) -> None:
+    plain, model = make_model(name), make_model(name)
+    check_model_compatibility(model)
+    attach(model, ChunkStore(model, chunk_size=32))
+    options = {"max_new_tokens": 6, "cache_implementation": "static"}
+    longer = torch.cat([BASE, random_ids(30, seed=3)], dim=1)
+    for ids, reused in ((BASE, 0), (BASE, 199), (longer, 200), (BASE[:, :77], 76), (random_ids(50, seed=9), 0)):
+        assert torch.equal(model.generate(**as_inputs(ids), **options), plain.generate(**as_inputs(ids), **options))
+        assert report(model).reused_tokens == reused
+        assert report(model).bypass_reason is None
+    batch = left_pad(BASE[:, :90], BASE[:, :60])
+    assert torch.equal(model.generate(**batch, **options), plain.generate(**batch, **options))
+    # Calls of both kinds share a store.
+    assert torch.equal(
+        model.generate(**as_inputs(longer), max_new_tokens=6), plain.generate(**as_inputs(longer), max_new_tokens=6)
+    )
+    assert report(model).reused_tokens >= 224
+
+
+def test_a_call_that_is_not_served_says_why(attached: PreTrainedModel) -> None:
+    """Its report is not that of the call before it."""
+    plain = make_model("llama")
+
+    def why(**options: Any) -> str:
+        attached.generate(**as_inputs(BASE), max_new_tokens=3)
+        assert report(attached).bypass_reason is None
+        found = attached.generate(**as_inputs(BASE), max_new_tokens=3, **options)
+        assert torch.equal(found, plain.generate(**as_inputs(BASE), max_new_tokens=3))
+        assert (report(attached).reused_tokens, report(attached).forwarded_tokens) == (0, 200)
+        return str(report(attached).bypass_reason)
+
+    assert "StaticCache" in why(past_key_values=StaticCache(attached.config, max_cache_len=300))
+    mistral = attach(make_model("mistral"))
+    mistral.generate(**as_inputs(BASE), max_new_tokens=3, cache_implementation="static")
+    assert "layers other than full attention" in str(report(mistral).bypass_reason)
+    handle = attached.model.layers[0].register_forward_hook(  # type: ignore[union-attr, index]
+        lambda module, args, kwargs, output: None, with_kwargs=True
+    )
+    attached.generate(**as_inputs(BASE), max_new_tokens=3)
+    assert "is given the cache" in str(report(attached).bypass_reason)
+    handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_generate_batch_says_why(attached: PreTrainedModel) -> None:
+    attached.generate(**as_inputs(BASE), max_new_tokens=3)
+    attached.generate(**as_inputs(BASE), max_new_tokens=3)
+    assert report(attached).reused_tokens == 199
+    config = GenerationConfig(
+        max_new_tokens=3, do_sample=False, eos_token_id=EOS, pad_token_id=0, use_cuda_graph=False
+    )
+    done = attached.generate_batch([BASE[0].tolist()], generation_config=config, progress_bar=False)
+    assert len(next(iter(done.values())).generated_tokens) == 3
+    assert report(attached).bypass_reason == "generate_batch() keeps K/V in pages of its own"
+
+
+@torch.no_grad()
+def test_scoring_by_bare_calls(attached: PreTrainedModel) -> None:
+    """Choices after one question, as evaluation scripts score them."""
+    plain = make_model("llama")
+    question, work = BASE[:, :120], []
+    for seed in range(5):
+        ids = torch.cat([question, random_ids(7, seed=seed)], dim=1)
+        with counted(attached) as counts:
+            found = attached(ids, logits_to_keep=8).logits
+        torch.testing.assert_close(found, plain(ids, logits_to_keep=8).logits, atol=2e-4, rtol=2e-4)
+        work.append(counts.tokens)
+    assert work == [127, 8, 8, 8, 8]
+    attached(question, use_cache=False, logits_to_keep=1)
+    assert attached(question, logits_to_keep=1, use_cache=False).past_key_values is None
+    whole = attached(question).logits  # all logits: nothing can be left out
+    torch.testing.assert_close(whole, plain(question).logits, atol=2e-4, rtol=2e-4)
+
+
+def test_adapters_switched_between_turns() -> None:
+    model = make_model("llama")
+    wrapper = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False), "one")
+    wrapper.add_adapter("two", LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    wrapper.eval()
+    check_model_compatibility(model)
+    attach(wrapper, ChunkStore(wrapper, chunk_size=32))
+    found = {}
+    for turn, name in enumerate(["one", "two"] * 3):
+        wrapper.set_adapter(name)
+        found[turn] = wrapper.generate(**as_inputs(BASE[:, :75]), max_new_tokens=4)
+        last = last_cache(wrapper)
+        assert last is not None
+        assert last.report.reused_tokens == (74 if turn > 1 else 0)
+    detach(wrapper)
+    for turn, name in enumerate(["one", "two"]):
+        wrapper.set_adapter(name)
+        assert torch.equal(found[turn], wrapper.generate(**as_inputs(BASE[:, :75]), max_new_tokens=4))
+        assert torch.equal(found[turn], found[turn + 4])
+
+
+def test_adapters_of_transformers_are_left_in_training_mode() -> None:
+    """`model.add_adapter()` does not call `eval()` on what it adds, which is the same in both modes."""
+    model = make_model("llama")
+    model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    assert any(module.training for module in model.modules())
+    check_model_compatibility(model)
+    attach(model, ChunkStore(model, chunk_size=32))
+    expected = model.generate(**as_inputs(BASE), max_new_tokens=4)
+    assert torch.equal(model.generate(**as_inputs(BASE), max_new_tokens=4), expected)
+    assert report(model).reused_tokens == 199
+
+
+def test_dropout_in_training_mode_is_seen() -> None:
+    model = make_model("llama")
+    model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_dropout=0.5))
+    attach(model, ChunkStore(model, chunk_size=32))
+    model.generate(**as_inputs(BASE), max_new_tokens=4)
+    assert "training mode" in str(report(model).bypass_reason)
+
+
+@pytest.mark.slow
+def test_a_compiled_forward_is_compiled_for_as_many_shapes_as_without() -> None:
+    graphs: dict[bool, list[int]] = {}
+    for ours in (False, True):
+        torch._dynamo.reset()
+        model, counts = make_model("llama"), []
+        if ours:
+            check_model_compatibility(model)
+            attach(model, ChunkStore(model, chunk_size=32))
+
+        def note(graph: Any, inputs: Any, counts: list[int] = counts) -> Any:
+            counts.append(1)
+            return graph.forward
+
+        model.forward = torch.compile(model.forward, backend=note)  # type: ignore[method-assign]
+        ids, graphs[ours] = BASE[:, :60], []
+        for turn in range(6):
+            found = model.generate(**as_inputs(ids), max_new_tokens=8)
+            graphs[ours].append(len(counts))
+            ids = torch.cat([found, random_ids(23 + turn, seed=turn)], dim=1)
+    torch._dynamo.reset()
+    assert graphs[True][-1] <= graphs[False][-1]
+    assert graphs[True][2:] == [graphs[True][-1]] * 4  # none for later turns
