@@ -114,9 +114,8 @@ class _Attachment:
         """Note that generate_batch() is not served: once, for its forwards run in a thread that nobody asks."""
         last, ids = self._latest, kwargs.get("input_ids")
         if (last is None or last.report.bypass_reason != _PAGED) and isinstance(ids, torch.Tensor):
-            self._of_thread = _OfThread()
             self._refuse(model, _PAGED, ids.numel())
-            self._of_thread = _OfThread()
+            self._of_thread = _OfThread()  # of no thread: all are told of it
 
     def flush(self) -> None:
         """Store what the last call of this thread has left."""

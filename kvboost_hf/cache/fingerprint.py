@@ -29,10 +29,11 @@ from kvboost_hf.cache.offloaded import (
     weights_at_rest,
 )
 from kvboost_hf.cache.weights import WeightsWatch, plain_tensors
-from kvboost_hf.compat import frequencies_vary
+from kvboost_hf.compat import KeptOnModel, frequencies_vary
 
 _SCALARS = frozenset((float, bool, str, int))
-_PASSED_OVER = (PreTrainedConfig, GenerationConfig, type(None))  # attributes that are read elsewhere, or by generate()
+# Attributes that are read elsewhere, or by generate(), or that are our own.
+_PASSED_OVER = (PreTrainedConfig, GenerationConfig, KeptOnModel, type(None))
 _PLAIN = frozenset((nn.Parameter, torch.Tensor))
 _ADAPTER_STATE = frozenset(("_active_adapter", "_disable_adapters"))  # read through PEFT's own names
 _RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` from `weight_orig` at each forward
@@ -262,7 +263,7 @@ def _read_values(found: _Found, values: list[Any], modules: set[int]) -> None:
         if not is_of_package(value):
             reader.read(value)
     tensors = [plain for tensor in reached.tensors for plain in plain_tensors(tensor)]
-    if sum(tensor.nbytes for tensor in tensors) <= _READ_WHOLE_BYTES:
+    if tensors and sum(tensor.nbytes for tensor in tensors) <= _READ_WHOLE_BYTES:
         found.switches.append(checksum(tensors).hex())  # switched back, they give the old fingerprint again
     else:
         found.tensors += tensors

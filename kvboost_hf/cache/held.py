@@ -163,7 +163,7 @@ class HoldingCache(HookedCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns; what remains is confirmed.
 
-        A positive number is how many columns to keep, as transformers had it before 5.20.
+        A positive number is how many columns to keep.
         """
         in_step = self._settled()
         remove = int(tokens_to_remove)

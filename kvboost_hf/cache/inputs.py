@@ -23,6 +23,7 @@ _KNOWN = frozenset(
 )
 # Those that generate() has for itself and passes on to forwards all the same. A test compares them with each release.
 OF_GENERATE = frozenset("assistant_model assistant_tokenizer streamer synced_gpus tokenizer".split())
+_HARMLESS = _KNOWN | OF_GENERATE
 # Those that models with inputs other than text have besides: they are part of what K/V is told by.
 _OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
 
@@ -56,7 +57,7 @@ def read_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardInputs
     if kwargs.get("use_cache") is False:
         return "use_cache is False"
     for name, value in kwargs.items():
-        if name not in _KNOWN | OF_GENERATE and not (media and name in _OF_MEDIA) and not _says_nothing(value):
+        if name not in _HARMLESS and not (media and name in _OF_MEDIA) and not _says_nothing(value):
             return f"`{name}` was passed, which K/V may depend on"
     if _adapters_by_row(model):
         return "PEFT was told which adapter each row, or which tokens, of this batch use"

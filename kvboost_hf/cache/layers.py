@@ -117,7 +117,7 @@ class ReuseLayer:
         return True
 
     def seal(self) -> None:
-        """Accept what the layer holds: a forward has just ended that wrote to it in ways that it cannot count."""
+        """Accept what the layer holds: what `open` has made room for has just been written."""
 
     def note_state(self) -> None:
         """The state is what it should be: a forward, or a change to its rows, has just ended."""
@@ -471,7 +471,7 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
         return self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` columns, or keep so many first ones, as older releases had it.
+        """Remove the last `-tokens_to_remove` columns; a positive number is how many to keep.
 
         transformers 5.17 passes a 0-d tensor, later ones an int.
         """
