@@ -85,8 +85,9 @@ GPU_BENCHES := reuse kinds repair tiers attention attention_models awq streaming
 gpu:
 	$(MAKE) --keep-going gpu-tests $(GPU_BENCHES:%=gpu-%) gpu-bench
 
+GPU_JOBS ?= 8
 gpu-tests:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:xdist tests/gpu
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -n $(GPU_JOBS) -W default tests/gpu
 
 gpu-repair: GPU_ARGUMENTS := ttft
 gpu-attention_models: GPU_ARGUMENTS := --dtype bfloat16

@@ -104,7 +104,15 @@ def _padding(attention_mask: torch.Tensor | None, kv_length: int) -> torch.Tenso
     if attention_mask is None:
         return None
     keep = attention_mask[:, -kv_length:].bool()
-    # A test would break the graph of torch.compile, and make a GPU wait.
-    if not torch.compiler.is_compiling() and keep.device.type == "cpu" and bool(keep.all()):
+    # The host reads the answer, as it does for transformers' own masks: once a forward, so that no layer reads a mask.
+    # It cannot be read while a graph is compiled or captured.
+    if not _is_recorded(keep.device) and bool(keep.all()):
         return None
     return keep
+
+
+def _is_recorded(device: torch.device) -> bool:
+    """Whether what is done now is only recorded: for torch.compile, for a CUDA graph, or for its shapes."""
+    if torch.compiler.is_compiling() or device.type == "meta":
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

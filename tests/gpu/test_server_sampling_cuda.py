@@ -30,13 +30,13 @@ def test_one_wait_for_all_rows() -> None:
     samplers = _samplers()
     logits = torch.randn(len(samplers), VOCAB, device="cuda")
     choose_rows(samplers, logits)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as waits:  # switching the mode on warns, too
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             choose_rows(samplers, logits)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
 
 

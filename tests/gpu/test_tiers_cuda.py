@@ -84,8 +84,9 @@ def test_codecs_give_on_the_device_what_they_give_on_the_host(codec: str) -> Non
     on_device = ChunkReuseCache(model, store)
     tokens(model, BASE, on_device)
     block = next(iter(store._chunks.values())).kv.blocks[0]
-    decoded = block.decode({name: plane.cuda() for name, plane in block.planes.items()}, 0)
-    torch.testing.assert_close(decoded.cpu(), block.decode(block.planes, 0), rtol=1e-3, atol=1e-3)
+    run = block.run(0)
+    decoded = block.decode({name: plane.cuda() for name, plane in block.planes.items()}, run)
+    torch.testing.assert_close(decoded.cpu(), block.decode(block.planes, run), rtol=1e-3, atol=1e-3)
     again = ChunkReuseCache(model, store)
     tokens(model, BASE, again)
     assert again.report.reused_tokens >= 1920

@@ -1,0 +1,215 @@
+"""Reuse on a model of the shape of Llama 3.1 8B, in bfloat16, made on the device: first tokens, and each one after.
+
+    python benchmarks/large.py --device cuda --out benchmarks/results
+
+All arms of a comparison run in turn within one loop; figures are medians. The time to the first token is that from the
+call of generate() to the token on the host, storing and filling included; each timed prompt has an ending that was
+never seen before. One untimed round of every arm comes first. `floor` is one forward of the ending over a
+`DynamicCache` that holds the rest, cropped afterwards: what nobody can beat without another kernel. `stored` is a new
+cache each time, filled from host memory.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.reuse import Ids, in_turn, medians, prefilled, rounded, ttft
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvboost_hf import ChunkReuseCache, ChunkStore
+from kvboost_hf.bench.provenance import provenance
+from kvboost_hf.demo.timing import timed_generate
+
+UNSEEN, STEPS = 128, 32
+LIVE, STORED, SETTLED = 1.1, 1.4, 1.15  # times the floor, or the stock cache, at most
+Result = dict[str, Any]
+
+
+def make_model(device: str, layers: int, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def first_tokens(model: PreTrainedModel, length: int, rounds: int) -> Result:
+    """`length` tokens of which the last `UNSEEN` were never seen."""
+    fresh = Ids(length)
+    shared = fresh(length - UNSEEN)
+    endings = {n: fresh(UNSEEN) for n in range(-1, rounds)}
+    held = prefilled(model, shared)
+    store = ChunkStore(model)
+    store.warm(shared)
+    kept = ChunkReuseCache(model, ChunkStore(model))
+
+    def floor(n: int) -> float:
+        ids = torch.tensor([endings[n]], device=model.device)
+        start = time.perf_counter()
+        with torch.no_grad():
+            out = model(input_ids=ids, past_key_values=held, use_cache=True, logits_to_keep=1)
+        out.logits[0, -1].argmax().item()
+        ms = 1000 * (time.perf_counter() - start)
+        held.crop(-len(endings[n]))
+        return ms
+
+    def stored(n: int) -> float:
+        cache = ChunkReuseCache(model, store)
+        ms = ttft(model, shared + endings[n], past_key_values=cache)
+        assert cache.report is not None
+        assert cache.report.forwarded_tokens <= UNSEEN
+        return ms
+
+    arms: dict[str, Callable[[int], float]] = {
+        "plain": lambda n: ttft(model, shared + endings[n]),
+        "floor": floor,
+        "live": lambda n: ttft(model, shared + endings[n], past_key_values=kept),
+        "stored": stored,
+    }
+    return medians(in_turn(arms, rounds))
+
+
+def next_tokens(model: PreTrainedModel, length: int, rounds: int) -> Result:
+    """ms for each token after the first, `length` tokens held."""
+    ids = Ids(length)(length)
+    held = prefilled(model, ids[:-1])
+    store = ChunkStore(model)
+    store.warm(ids)
+    live = ChunkReuseCache(model, ChunkStore(model))
+    ttft(model, ids, past_key_values=live)
+
+    def step(cache: Any) -> float:
+        call = timed_generate(model, ids, STEPS + 1, past_key_values=cache)
+        return (call.total_ms - call.ttft_ms) / STEPS
+
+    arms: dict[str, Callable[[int], float]] = {
+        "DynamicCache": lambda _: step(copy.deepcopy(held)),
+        "live": lambda _: step(live),
+        "stored": lambda _: step(ChunkReuseCache(model, store)),
+    }
+    if model.config._attn_implementation == "sdpa":
+        static = ChunkReuseCache(model, store, max_cache_len=length + 2 * STEPS)
+        arms["max_cache_len"] = lambda _: step(static)
+    return medians(in_turn(arms, rounds))
+
+
+def launches(model: PreTrainedModel, length: int) -> Result:
+    """Per token: kernels that are launched, copies, and waits for the device."""
+    ids = Ids(length)(length)
+    store = ChunkStore(model)
+    store.warm(ids)
+    found = {}
+    for name, make in (
+        ("DynamicCache", lambda: DynamicCache(config=model.config)),
+        ("stored", lambda: ChunkReuseCache(model, store)),
+    ):
+        counts = []
+        for steps in (1, 9):
+            cache = make()
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+                timed_generate(model, ids, steps, past_key_values=cache)
+                torch.cuda.synchronize()
+            events = [event.name for event in profiled.events()]
+            counts.append(
+                [
+                    sum(any(each in event for each in names) for event in events)
+                    for names in (
+                        ("LaunchKernel", "cuLaunch"),
+                        ("cudaMemcpyAsync",),
+                        ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+                    )
+                ]
+            )
+        found[name] = dict(
+            zip(
+                ("launches", "copies", "waits"),
+                [round((b - a) / 8, 1) for a, b in zip(*counts, strict=True)],
+                strict=True,
+            )
+        )
+    return found
+
+
+def verdicts(result: Result) -> list[str]:
+    """One line for each target."""
+    lines = []
+    for row in result["first"]:
+        for arm, most in (("live", LIVE), ("stored", STORED)):
+            ratio = row[arm] / row["floor"]
+            lines.append(
+                f"{'PASS' if ratio <= most else 'MISS'} first token, {row['attention']}, {row['tokens']} tokens: {arm} "
+                f"{ratio:.2f}x the floor ({row[arm]:.1f} ms; plain {row['plain']:.1f} ms), at most {most}x"
+            )
+    for row in result["next"]:
+        for arm in ("live", "stored", "max_cache_len"):
+            if arm in row:
+                ratio = row[arm] / row["DynamicCache"]
+                lines.append(
+                    f"{'PASS' if ratio <= SETTLED else 'MISS'} next tokens, {row['attention']}, {row['tokens']} tokens: "
+                    f"{arm} {ratio:.2f}x DynamicCache ({row[arm]:.2f} ms), at most {SETTLED}x"
+                )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON and the table")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32_768])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    model = make_model(options.device, options.layers, dtype)
+    options.out.mkdir(parents=True, exist_ok=True)
+    result: Result = {"first": [], "next": [], "launches": [], "failed": []}
+    result["provenance"] = str(provenance(f"benchmarks/large.py {' '.join(sys.argv[1:])}", options.device))
+    for tokens in options.tokens:
+        for attention in ("sdpa", "kvboost_fa2"):
+            model.set_attn_implementation(attention)
+            kind: dict[str, Callable[[], Result]] = {
+                "first": lambda tokens=tokens: first_tokens(model, tokens, options.rounds),
+                "next": lambda tokens=tokens: next_tokens(model, tokens, options.rounds),
+            }
+            if options.device == "cuda":
+                kind["launches"] = lambda tokens=tokens: launches(model, tokens)
+            for name, measure in kind.items():
+                try:
+                    found = measure()
+                except Exception as error:  # the others are measured
+                    result["failed"].append(f"{name}, {attention}, {tokens}: {type(error).__name__}: {error}"[:500])
+                    print(result["failed"][-1], flush=True)
+                    continue
+                result[name].append({"attention": attention, "tokens": tokens, **found})
+                print(f"{name}, {attention}, {tokens}: {rounded(found) if name != 'launches' else found}", flush=True)
+                lines = [result["provenance"], "", *verdicts(result), *result["failed"]]
+                (options.out / f"large-{options.device}.json").write_text(json.dumps(result, indent=1) + "\n")
+                (options.out / f"large-{options.device}.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(verdicts(result)))
+
+
+if __name__ == "__main__":
+    main()
