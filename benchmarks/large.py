@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.reuse import Ids, in_turn, medians, prefilled, rounded, ttft
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.reuse import Ids, in_turn, medians, prefilled, rounded, ttft
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.bench.provenance import provenance
 from kvboost_hf.demo.timing import timed_generate
@@ -158,18 +158,18 @@ def verdicts(result: Result) -> list[str]:
     lines = []
     for row in result["first"]:
         for arm, most in (("live", LIVE), ("stored", STORED)):
-            ratio = row[arm] / row["floor"]
+            ratio, case = row[arm] / row["floor"], f"{row['attention']}, {row['tokens']} tokens"
             lines.append(
-                f"{'PASS' if ratio <= most else 'MISS'} first token, {row['attention']}, {row['tokens']} tokens: {arm} "
-                f"{ratio:.2f}x the floor ({row[arm]:.1f} ms; plain {row['plain']:.1f} ms), at most {most}x"
+                f"{'PASS' if ratio <= most else 'MISS'} first token, {case}: {arm} {ratio:.2f}x the floor "
+                f"({row[arm]:.1f} ms; plain {row['plain']:.1f} ms), at most {most}x"
             )
     for row in result["next"]:
         for arm in ("live", "stored", "max_cache_len"):
             if arm in row:
-                ratio = row[arm] / row["DynamicCache"]
+                ratio, case = row[arm] / row["DynamicCache"], f"{row['attention']}, {row['tokens']} tokens"
                 lines.append(
-                    f"{'PASS' if ratio <= SETTLED else 'MISS'} next tokens, {row['attention']}, {row['tokens']} tokens: "
-                    f"{arm} {ratio:.2f}x DynamicCache ({row[arm]:.2f} ms), at most {SETTLED}x"
+                    f"{'PASS' if ratio <= SETTLED else 'MISS'} next tokens, {case}: {arm} {ratio:.2f}x DynamicCache "
+                    f"({row[arm]:.2f} ms), at most {SETTLED}x"
                 )
     return lines
 

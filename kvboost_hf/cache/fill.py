@@ -224,7 +224,9 @@ def pieces_of(segments: Sequence[Segment], readers: Readers, layer_idx: int, sta
         if begin < end:
             piece = readers[segment.chunk.prefix_key].layer(layer_idx)
             if piece is not None:
-                pieces.append(tuple(kv.narrow(1, begin - segment.origin, end - begin) for kv in piece))
+                at, length = begin - segment.origin, end - begin
+                whole = all(kv.shape[1] == length for kv in piece)
+                pieces.append(piece if whole else tuple(kv.narrow(1, at, length) for kv in piece))
     return pieces
 
 

@@ -110,8 +110,10 @@ class Block:
                 self.blob.check(f"{self.number}.{name}", index)
 
     def run(self, start: int) -> range:
-        """Tensors from `start` on to decode at once: fewer calls, for little memory."""
-        most = 1 if self.codec.lossless else max(1, _RUN // max(1, prod(self.shape)))
+        """Tensors from `start` on to decode at once: fewer calls, for little memory; all where none is taken."""
+        if self.codec.lossless:
+            return range(len(self.rotations))
+        most = max(1, _RUN // max(1, prod(self.shape)))
         stop = start + 1
         while stop < min(start + most, len(self.rotations)) and self.rotations[stop] is self.rotations[start]:
             stop += 1
@@ -224,7 +226,7 @@ class LayerKVReader:
     def __init__(self, kv: LayerKV) -> None:
         self._kv = kv
         self._planes: dict[int, Planes] = {}
-        self._decoded: dict[int, tuple[range, torch.Tensor]] = {}
+        self._decoded: dict[int, tuple[range, Sequence[torch.Tensor]]] = {}
         self._last: tuple[int, Piece | None] | None = None  # pieces of one chunk are read one after the other
 
     def layer(self, index: int) -> Piece | None:
@@ -244,13 +246,16 @@ class LayerKVReader:
             block.wait()
             moved = {name: plane.to(block.device, non_blocking=True) for name, plane in block.planes.items()}
             self._planes[number] = moved
-        run, decoded = self._decoded.get(number, (range(0), None))
-        if decoded is None or at not in run:
+        run, decoded = self._decoded.get(number, (range(0), ()))
+        if at not in run:
             run = block.run(at)
-            for index in run:
-                block.check(index)
-            decoded = block.decode(self._planes[number], run)
+            if not block.codec.lossless:
+                for index in run:
+                    block.check(index)
+            decoded = block.decode(self._planes[number], run).unbind(0)
             self._decoded[number] = run, decoded
+        if block.codec.lossless:  # read one by one: from a file, the others need not be there yet
+            block.check(at)
         return decoded[at - run.start]
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy, handles
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, handles
 from kvboost_hf.attention import active_tier, kernel_calls, ops, reference, use_tier
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.cache.pieced import PiecedLayer
 from tests.attention import Problem, assert_within_budget
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
-from tests.parity import test_tree_attention, test_triton_codes, test_triton_dense, test_triton_pieces
+from tests.parity import test_blend, test_tree_attention, test_triton_codes, test_triton_dense, test_triton_pieces
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,7 +62,8 @@ def attend(problem: Problem) -> Part:
 
 def check(found: Part, truth: Part, same: Part, dtype: torch.dtype) -> None:
     for ours, exact, plain in zip(found, truth, same, strict=True):
-        assert_within_budget(ours, exact.to(ours.device), plain.to(ours.device), dtype)
+        # The GPU's ex2 and lg2 are off by up to two units in the last place each; the interpreter's are exact.
+        assert_within_budget(ours, exact.to(ours.device), plain.to(ours.device), dtype, size=8.0)
 
 
 @pytest.fixture(autouse=True)
@@ -231,11 +232,8 @@ def test_codes_are_read_where_they_are(config: KVQuantConfig) -> None:
 def test_moved_chunks_are_repaired() -> None:
     model = make_model("llama").cuda()
     model.set_attn_implementation("kvboost_fa2")
-    parts = [random_ids(96, seed) for seed in range(3)]
-    store = ChunkStore(model, chunk_size=32)
-    store.warm(torch.cat(parts, dim=1))
-    inputs = {key: each.cuda() for key, each in as_inputs(torch.cat([*parts[::-1], random_ids(20, 9)], dim=1)).items()}
-    cache = ChunkReuseCache(model, store, ReusePolicy(mode="blend", repair="first_k", recompute_ratio=1.0))
+    inputs = {key: each.cuda() for key, each in as_inputs(test_blend.prompt([2, 0, 3, 1])).items()}
+    cache = ChunkReuseCache(model, test_blend.store_with_documents(model), test_blend.blend(ratio=1.0))
     found = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
     assert cache.report.moved_tokens
     assert torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))

@@ -37,7 +37,7 @@ def test_one_wait_for_all_rows() -> None:
             choose_rows(samplers, logits)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
+    assert len([wait for wait in waits if "called a synchronizing" in str(wait.message)]) == 1
 
 
 def test_rows_together_are_rows_alone() -> None:

@@ -33,7 +33,7 @@ def make(layers: int) -> PreTrainedModel:
             layer.self_attn.o_proj.weight.mul_(0.05)
             layer.mlp.down_proj.weight.mul_(0.05)
     model.model.layers = model.model.layers[:layers]
-    model.config.num_hidden_layers = layers
+    model.config.num_hidden_layers, model.config.layer_types = layers, model.config.layer_types[:layers]
     return model
 
 

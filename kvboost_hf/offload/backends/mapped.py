@@ -42,9 +42,10 @@ def can_map(device: torch.device) -> bool:
     """Whether a device reads host memory where it is; found out by reading some."""
     try:
         flat = HostMemory(4096, cuda_pinning(device)).allocate(4096)
-        flat.copy_(torch.arange(4096) % 251)
+        # from_pretrained() asks while the meta device is the default one.
+        flat.copy_(torch.arange(4096, device="cpu") % 251)
         rows = map_to_cuda(flat, device).view(torch.float16).view(64, 32)
-        chosen = torch.tensor([3, 60, 3])
+        chosen = torch.tensor([3, 60, 3], device="cpu")
         found = torch.nn.functional.embedding(chosen.to(device), rows)
         same = torch.equal(found.cpu().view(torch.int16), flat.view(torch.int16).view(64, 32)[chosen])
     except (RuntimeError, TypeError, ValueError) as error:
