@@ -70,6 +70,8 @@ class NoCopies:
 def checkpoint(config: PreTrainedConfig, folder: Path | None) -> Iterator[Path]:
     """A folder with random AWQ weights, removed afterwards."""
     config.dtype = torch.float16
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as path:
         write_random_awq(config, path, group_size=128, seed=0, max_shard_size="2GB")
         yield Path(path)

@@ -9,14 +9,27 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.inputs import ForwardInputs
-from kvboost_hf.cache.kv import LayerKVReader
+from kvboost_hf.cache.kv import JoinedKVReader, LayerKVReader
 from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.plan import ReusePlan, RowPlan, SavedState, Segment
 from kvboost_hf.cache.positions import take_positions
 from kvboost_hf.cache.store import StoredChunk, StoredStates
 from kvboost_hf.compat import cache_argument
 
-Readers = Mapping[bytes, LayerKVReader]  # by prefix key
+_JOINED = 16  # chunks at most: while they are copied together, they are on the device twice
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Row tokens [start, stop), which a reader has from row token `origin` on."""
+
+    reader: LayerKVReader | JoinedKVReader
+    origin: int
+    start: int
+    stop: int
+
+
+Spans = Sequence[Sequence[Span]]  # of each row, in order
 
 
 def fill_layers(
@@ -34,11 +47,11 @@ def fill_layers(
     Returns:
         Tokens that had to be computed.
     """
-    readers = readers_of(plan)
+    spans = spans_of(plan)
     computed = 0
     ahead: dict[int, _Ahead] = {}
     for column, rows in plan.cold_groups.items():
-        group, base = _prefill(model, layers, plan, readers, inputs, first, column, rows)
+        group, base = _prefill(model, layers, plan, spans, inputs, first, column, rows)
         ahead |= {row: _Ahead(group, at, base) for at, row in enumerate(rows)}
         computed += sum(plan.filled - max(column, plan.pads[row]) for row in rows)
     # A window may be shorter than what a chunk needs. Rows that were computed ahead have no more than their window.
@@ -53,7 +66,7 @@ def fill_layers(
                 pieces.append([found] if found is not None else [])
                 states.append(ahead[row].state(idx))
             else:
-                pieces.append(pieces_of(row_plan.segments, readers, idx, start - pad, plan.filled - pad))
+                pieces.append(pieces_of(spans[row], idx, start - pad, plan.filled - pad))
                 states.append(_state(row_plan, idx, plan.filled - pad))
         if any(pieces):
             layer.fill(start, plan.filled, pieces)
@@ -62,10 +75,51 @@ def fill_layers(
     return computed
 
 
-def readers_of(plan: ReusePlan) -> Readers:
-    """Readers of all chunks of a plan that are loaded."""
-    chunks = [stored_chunk(segment) for row in plan.rows for segment in row.segments]
-    return {chunk.key: chunk.kv.reader() for chunk in chunks if chunk.loaded is not None}
+def spans_of(plan: ReusePlan, *, join: bool = True) -> Spans:
+    """What has the segments of a plan, as far as their chunks are loaded. Rows share the readers of what they share.
+
+    Args:
+        plan: What comes from where.
+        join: On a GPU, have consecutive chunks that the same rows have in one span. Its host takes longer to launch
+            what there is to do for each chunk and layer than the GPU to do it.
+    """
+    users: dict[bytes, list[int]] = {}  # of each chunk, the rows
+    for number, row in enumerate(plan.rows):
+        for segment in row.segments:
+            users.setdefault(stored_chunk(segment).key, []).append(number)
+    readers: dict[tuple[bytes, ...], LayerKVReader | JoinedKVReader] = {}  # by the chunks that they read
+    spans: list[list[Span]] = []
+    for row in plan.rows:
+        spans.append([])
+        for run in _runs(
+            [segment for segment in row.segments if stored_chunk(segment).loaded is not None], users, join
+        ):
+            keys = tuple(stored_chunk(segment).key for segment in run)
+            if keys not in readers:
+                own = [stored_chunk(segment).kv.reader() for segment in run]
+                readers[keys] = own[0] if len(own) == 1 else JoinedKVReader(own)
+            spans[-1].append(Span(readers[keys], run[0].origin, run[0].start, run[-1].stop))
+    return spans
+
+
+def _runs(segments: Sequence[Segment], users: Mapping[bytes, list[int]], join: bool) -> list[list[Segment]]:
+    """Segments that one reader can have, together."""
+    runs: list[list[Segment]] = []
+    for segment in segments:
+        last = runs[-1][-1] if runs else None
+        if (
+            join
+            and last is not None
+            and len(runs[-1]) < _JOINED
+            and last.stop == segment.start == segment.origin
+            and last.stop - last.origin == len(stored_chunk(last).tokens)
+            and users[stored_chunk(last).key] == users[stored_chunk(segment).key]
+            and stored_chunk(segment).kv.can_follow(stored_chunk(last).kv)
+        ):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return runs
 
 
 def needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
@@ -166,7 +220,7 @@ def compute_columns(
         first: The column of the first id in `inputs`.
     """
     rows = list(range(len(plan.rows)))
-    group, base = _prefill(model, layers, plan, {}, inputs, first, plan.held, rows)
+    group, base = _prefill(model, layers, plan, [[]] * len(rows), inputs, first, plan.held, rows)
     found: list[list[Piece]] = []
     for idx in range(len(layers)):
         ahead = [_Ahead(group, at, base).columns(idx, plan.held, plan.filled) for at in rows]
@@ -178,7 +232,7 @@ def _prefill(
     model: PreTrainedModel,
     layers: Sequence[ReuseLayer],
     plan: ReusePlan,
-    readers: Readers,
+    spans: Spans,
     inputs: ForwardInputs,
     first: int,
     column: int,
@@ -197,7 +251,7 @@ def _prefill(
             pieces: list[list[Piece]] = []
             for row in rows:
                 pad = plan.pads[row]
-                found = pieces_of(plan.rows[row].segments, readers, idx, max(start, plan.held) - pad, column - pad)
+                found = pieces_of(spans[row], idx, max(start, plan.held) - pad, column - pad)
                 held = own.columns(row, max(start, own.first), plan.held) if plan.held > start else None
                 pieces.append([held, *found] if held is not None else found)
             if any(pieces):
@@ -216,15 +270,15 @@ def _prefill(
     return group, base
 
 
-def pieces_of(segments: Sequence[Segment], readers: Readers, layer_idx: int, start: int, stop: int) -> list[Piece]:
-    """K/V of a row's tokens [start, stop), as far as it has them, as pieces of stored chunks."""
+def pieces_of(spans: Sequence[Span], layer_idx: int, start: int, stop: int) -> list[Piece]:
+    """K/V of a row's tokens [start, stop), as far as it has them, as pieces of what is stored."""
     pieces: list[Piece] = []
-    for segment in segments:
-        begin, end = max(segment.start, start), min(segment.stop, stop)
+    for span in spans:
+        begin, end = max(span.start, start), min(span.stop, stop)
         if begin < end:
-            piece = readers[segment.chunk.prefix_key].layer(layer_idx)
+            piece = span.reader.layer(layer_idx)
             if piece is not None:
-                at, length = begin - segment.origin, end - begin
+                at, length = begin - span.origin, end - begin
                 whole = all(kv.shape[1] == length for kv in piece)
                 pieces.append(piece if whole else tuple(kv.narrow(1, at, length) for kv in piece))
     return pieces

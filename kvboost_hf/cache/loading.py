@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import torch
 
-from kvboost_hf.cache.fill import pieces_of, readers_of, stored_chunk
+from kvboost_hf.cache.fill import pieces_of, spans_of, stored_chunk
 from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.pieced import PiecedLayer
 from kvboost_hf.cache.plan import ReusePlan
@@ -55,7 +55,7 @@ class Loading:
         self._layers = layers
         self._sealed: set[int] = set()  # layers whose columns are there
         self._plan, self._compute, self._lose = plan, compute, lose
-        self._readers = readers_of(plan)
+        self._spans = spans_of(plan, join=False)  # layer by layer
         self._chunks = [chunk for chunk in _chunks_of(plan) if chunk.loaded is not None]
         self._ready = [threading.Event() for _ in layers]
         self._stopped = self._damaged = False
@@ -137,8 +137,8 @@ class Loading:
         with ExitStack() as streams:
             for device in {part.device for part in opened} & self._streams.keys():
                 streams.enter_context(torch.cuda.stream(self._streams[device]))
-            for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
-                pieces = pieces_of(row_plan.segments, self._readers, idx, plan.held - pad, plan.filled - pad)
+            for row, (spans, pad) in enumerate(zip(self._spans, plan.pads, strict=True)):
+                pieces = pieces_of(spans, idx, plan.held - pad, plan.filled - pad)
                 _write([part[row] for part in opened], pieces)
             for part in opened:
                 if part.device in self._streams:  # its memory may be let go of before it is written
