@@ -4,9 +4,9 @@
 
 All arms of a comparison run in turn within one loop; figures are medians. The time to the first token is that from the
 call of generate() to the token on the host, storing and filling included; each timed prompt has an ending that was
-never seen before, and `cold` prompts meet an empty store. One untimed round of every arm comes first. `floor` is one forward of the ending over a
-`DynamicCache` that holds the rest, cropped afterwards: what nobody can beat without another kernel. `stored` is a new
-cache each time, filled from host memory.
+never seen before, and `cold` prompts meet an empty store. One untimed round of every arm comes first. `floor` is one
+forward of the ending over a `DynamicCache` that holds the rest, cropped afterwards: what nobody can beat without another
+kernel. `stored` is a new cache each time, filled from host memory.
 """
 
 import argparse
@@ -56,15 +56,19 @@ def make_model(device: str, layers: int, dtype: torch.dtype) -> PreTrainedModel:
         torch.set_default_dtype(before)
 
 
+def new_store(model: PreTrainedModel) -> ChunkStore:
+    return ChunkStore(model, max_bytes="16GB")
+
+
 def first_tokens(model: PreTrainedModel, length: int, rounds: int) -> Result:
     """`length` tokens of which the last `UNSEEN` were never seen."""
     fresh = Ids(length)
     shared = fresh(length - UNSEEN)
     endings = {n: fresh(UNSEEN) for n in range(-1, rounds)}
     held = prefilled(model, shared)
-    store = ChunkStore(model)
+    store = new_store(model)
     store.warm(shared)
-    kept = ChunkReuseCache(model, ChunkStore(model))
+    kept = ChunkReuseCache(model, new_store(model))
 
     def floor(n: int) -> float:
         ids = torch.tensor([endings[n]], device=model.device)
@@ -85,7 +89,7 @@ def first_tokens(model: PreTrainedModel, length: int, rounds: int) -> Result:
 
     arms: dict[str, Callable[[int], float]] = {
         "plain": lambda n: ttft(model, shared + endings[n]),
-        "cold": lambda n: ttft(model, shared + endings[n], past_key_values=ChunkReuseCache(model, ChunkStore(model))),
+        "cold": lambda n: ttft(model, shared + endings[n], past_key_values=ChunkReuseCache(model, new_store(model))),
         "floor": floor,
         "live": lambda n: ttft(model, shared + endings[n], past_key_values=kept),
         "stored": stored,
@@ -97,9 +101,9 @@ def next_tokens(model: PreTrainedModel, length: int, rounds: int) -> Result:
     """ms for each token after the first, `length` tokens held."""
     ids = Ids(length)(length)
     held = prefilled(model, ids[:-1])
-    store = ChunkStore(model)
+    store = new_store(model)
     store.warm(ids)
-    live = ChunkReuseCache(model, ChunkStore(model))
+    live = ChunkReuseCache(model, new_store(model))
     ttft(model, ids, past_key_values=live)
 
     def step(cache: Any) -> float:
@@ -120,7 +124,7 @@ def next_tokens(model: PreTrainedModel, length: int, rounds: int) -> Result:
 def launches(model: PreTrainedModel, length: int) -> Result:
     """Per token: kernels that are launched, copies, and waits for the device."""
     ids = Ids(length)(length)
-    store = ChunkStore(model)
+    store = new_store(model)
     store.warm(ids)
     found = {}
     for name, make in (

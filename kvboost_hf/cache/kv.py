@@ -18,7 +18,7 @@ from kvboost_hf.compat import KeyRotation, LayerRotation
 
 _RAW = Raw()
 _RUN = 1 << 17  # numbers to decode at once
-JOINED_ON = ("cuda",)  # elsewhere chunks are views, which cost nothing
+_JOINED_ON = ("cuda",)  # elsewhere chunks are views, which cost nothing
 
 Place = tuple[int, int]  # block, and index in it
 
@@ -234,10 +234,15 @@ class LayerKV:
         return LayerKV(tuple(blocks), self.places)
 
 
+def are_joined_on(device: torch.device) -> bool:
+    """Whether chunks are copied together where the model computes."""
+    return device.type in _JOINED_ON
+
+
 def _alike(block: Block, other: Block) -> bool:
     return (
         block.device == other.device
-        and block.device.type in JOINED_ON
+        and are_joined_on(block.device)
         and block.codec.lossless
         and other.codec.lossless
         and block.dtype == other.dtype

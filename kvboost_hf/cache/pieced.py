@@ -3,8 +3,9 @@
     columns   [0, n)                              [n, length)
     held as   pieces, shared with the store       a growing buffer
 
-Where an attention can read pieces, a hit copies nothing, and rows that share a prefix share its memory, too. Whatever
-else is done with the layer makes it a `GrowingLayer` first.
+Where an attention can read pieces, rows that share a prefix share its memory; outside of a GPU a hit copies nothing,
+either. On a GPU a hit of one row is copied into the buffer: its host launches more for each piece than a copy costs.
+Whatever else is done with the layer makes it a `GrowingLayer` first.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from kvboost_hf.cache.kv import are_joined_on
 from kvboost_hf.cache.layers import ColumnSpec, GrowingLayer, GrowingTensor, Piece
 from kvboost_hf.handles import Held, PiecedKV, PieceTable, read_in_place
 
@@ -160,6 +162,8 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
     def _can_keep(self, rows: Sequence[Sequence[Piece]], like: Piece) -> bool:
         """Whether pieces can stay where they are."""
         pieces = [each for row in rows for piece in row for each in piece]
+        if len(rows) == 1 and are_joined_on(like[0].device):  # they were copied already, and one tensor is read sooner
+            return False
         return (
             len(like) == 2
             and like[0].shape[2] == like[1].shape[2]
