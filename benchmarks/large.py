@@ -5,8 +5,8 @@
 All arms of a comparison run in turn within one loop; figures are medians. The time to the first token is that from the
 call of generate() to the token on the host, storing and filling included; each timed prompt has an ending that was
 never seen before, and `cold` prompts meet an empty store. One untimed round of every arm comes first. `floor` is one
-forward of the ending over a `DynamicCache` that holds the rest, cropped afterwards: what nobody can beat without another
-kernel. `stored` is a new cache each time, filled from host memory.
+forward of the ending over a `DynamicCache` that holds the rest, cropped afterwards: what nobody can beat without
+another kernel. `stored` is a new cache each time, filled from host memory.
 """
 
 import argparse

@@ -13,12 +13,12 @@ import torch
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
 from kvboost_hf.cache.codecs.raw import Raw
 from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
+from kvboost_hf.cache.pieced import are_joined_on
 from kvboost_hf.cache.tiers.record import Blob
 from kvboost_hf.compat import KeyRotation, LayerRotation
 
 _RAW = Raw()
 _RUN = 1 << 17  # numbers to decode at once
-_JOINED_ON = ("cuda",)  # elsewhere chunks are views, which cost nothing
 
 Place = tuple[int, int]  # block, and index in it
 
@@ -232,11 +232,6 @@ class LayerKV:
             block.wait()
         blocks = (replace(block, planes=planes(block), blob=None, ready=None) for block in self.blocks)
         return LayerKV(tuple(blocks), self.places)
-
-
-def are_joined_on(device: torch.device) -> bool:
-    """Whether chunks are copied together where the model computes."""
-    return device.type in _JOINED_ON
 
 
 def _alike(block: Block, other: Block) -> bool:

@@ -15,9 +15,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kvboost_hf.cache.kv import are_joined_on
 from kvboost_hf.cache.layers import ColumnSpec, GrowingLayer, GrowingTensor, Piece
 from kvboost_hf.handles import Held, PiecedKV, PieceTable, read_in_place
+
+_JOINED_ON = ("cuda",)
+
+
+def are_joined_on(device: torch.device) -> bool:
+    """Whether consecutive chunks are copied together there; elsewhere they are views, which cost nothing."""
+    return device.type in _JOINED_ON
 
 
 class _Placed(NamedTuple):

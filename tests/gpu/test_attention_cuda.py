@@ -9,7 +9,7 @@ import torch
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, handles
 from kvboost_hf.attention import active_tier, kernel_calls, ops, reference, use_tier
 from kvboost_hf.attention.merge import Part
-from kvboost_hf.cache import kv
+from kvboost_hf.cache import pieced
 from kvboost_hf.cache.pieced import PiecedLayer
 from tests.attention import Problem, assert_within_budget
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
@@ -189,7 +189,7 @@ def test_trees_behind_what_is_read_in_place(
 ) -> None:
     model, tree, found = make_model("llama").cuda(), test_tree_attention.random_tree(), []
     model.set_attn_implementation("kvboost_fa2")
-    monkeypatch.setattr(kv, "_JOINED_ON", ())  # one row is to stay in pieces
+    monkeypatch.setattr(pieced, "_JOINED_ON", ())  # one row is to stay in pieces
     for in_place in (True, False):
         store = ChunkStore(model, chunk_size=16)
         store.warm(random_ids(test_tree_attention.PROMPT, 1)[:, :32])
@@ -208,10 +208,7 @@ def test_hits_are_read_where_they_are(tiers: list[str], how: dict[str, Any]) -> 
     store, text = ChunkStore(model, chunk_size=32, tiers=tiers), random_ids(400, 1)
     store.warm(text[:, :320])
     for stop in (330, 400, 200):
-        rows = (
-            torch.cat([text[:, :stop], random_ids(10, 2)], dim=1),
-            torch.cat([text[:, :stop], random_ids(10, 3)], dim=1),
-        )
+        rows = [torch.cat([text[:, :stop], random_ids(10, seed)], dim=1) for seed in (2, 3)]
         inputs = {key: each.cuda() for key, each in left_pad(*rows).items()}
         cache, told = ChunkReuseCache(model, store), {"max_new_tokens": 20, "do_sample": False, **how}
         before = kernel_calls()

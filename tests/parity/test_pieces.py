@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, handles
 from kvboost_hf.attention import kernel_calls, use_tier
-from kvboost_hf.cache import kv
+from kvboost_hf.cache import pieced as of_pieces
 from kvboost_hf.cache.pieced import PiecedLayer
 from kvboost_hf.compat import probe_reason
 from tests.architectures.models import make_architecture
@@ -97,7 +97,7 @@ def test_in_every_way_of_generating(name: str, how: dict[str, Any]) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "kvboost_fa2"])
 def test_chunks_that_the_same_rows_have_are_joined(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where each piece costs the host more than the device."""
-    monkeypatch.setattr(kv, "_JOINED_ON", ("cpu",))
+    monkeypatch.setattr(of_pieces, "_JOINED_ON", ("cpu",))
     model = make_model("llama")
     model.set_attn_implementation(attention)
     shared, ends = random_ids(80, 1), [random_ids(48, seed) for seed in (2, 3)]
