@@ -15,11 +15,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.cache.checksum import checksum
 from kvboost_hf.cache.code_names import code_name, is_of_package, library_versions
-from kvboost_hf.cache.foreign import OF_TORCH, Reached, Reader, foreign_functions, only_looks
+from kvboost_hf.cache.foreign import (
+    OF_TORCH,
+    Reached,
+    Reader,
+    WatchedHook,
+    foreign_functions,
+    hooks_of_all_modules,
+    name_of,
+    watched,
+)
 from kvboost_hf.cache.offloaded import (
     FileMark,
     files_at_rest,
@@ -29,7 +38,7 @@ from kvboost_hf.cache.offloaded import (
     weights_at_rest,
 )
 from kvboost_hf.cache.weights import WeightsWatch, plain_tensors
-from kvboost_hf.compat import KeptOnModel, frequencies_vary
+from kvboost_hf.compat import KeptOnModel, frequencies_vary, note_changes
 
 _SCALARS = frozenset((float, bool, str, int))
 # Attributes that are read elsewhere, or by generate(), or that are our own.
@@ -65,6 +74,7 @@ class ModelFingerprint:
         self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
         self._next_serial = 0
+        self.watched: list[WatchedHook] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
 
     def current(self, model: nn.Module, *, full: bool = False) -> bytes | None:
@@ -79,6 +89,7 @@ class ModelFingerprint:
         """
         with self._lock:
             found = _walk(model)
+            self.watched = found.watched
             if found.in_training:
                 return None
             switches = (*found.switches, *sorted(found.files), *self._serials(found.parts))
@@ -104,6 +115,7 @@ class ModelFingerprint:
         """
         with self._lock:
             found = _walk(model)
+            self.watched = found.watched
             if found.in_training:
                 return None
             codes: set[str] = set()
@@ -119,6 +131,12 @@ class ModelFingerprint:
                 read = checksum(found.tensors, found.used_on)
                 self._durable = state, self._digest(model, (switches, full, library_versions()), read)
             return self._durable[1]
+
+    @property
+    def altered(self) -> str | None:
+        """Why nothing is known of what the model computes, or None: a hook changes it."""
+        hook = next((hook for hook in self.watched if hook.alters), None)
+        return f"a forward hook ({name_of(hook)}) changes what the model computes" if hook is not None else None
 
     def bump(self) -> None:
         """Make all that was computed before count as another model's."""
@@ -165,6 +183,7 @@ class _Found:
     files: set[FileMark] = field(default_factory=set)
     used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of tensors that are kept elsewhere
     in_training: bool = False
+    watched: list[WatchedHook] = field(default_factory=list)  # hooks that may turn out to change what is computed
 
 
 def _digest_shapes(digest: Any, model: nn.Module) -> None:
@@ -183,6 +202,8 @@ def _walk(model: nn.Module) -> _Found:
     kinds: dict[type, None] = {}
     held: list[Any] = []  # attributes that may hold values
     seen: set[int] = set()  # ids of modules
+    configs = _ids_of_configs(getattr(model, "config", None))
+    own_configs: list[Hashable] = []  # of parts whose configuration is not that of the model
     todo = [model]  # by hand: the generators of model.modules() take three times as long
     while todo:
         module = todo.pop()
@@ -190,6 +211,11 @@ def _walk(model: nn.Module) -> _Found:
             continue
         attributes = module.__dict__
         if frequencies_vary(module):  # it writes its frequencies anew at each forward; their regime is in the root
+            seen.add(id(module))
+            switches += [value for name, value in attributes.items() if name.endswith("attention_scaling")]
+            for hooks in (attributes["_forward_pre_hooks"], attributes["_forward_hooks"]):
+                _add_hooks(found, hooks)
+            found.parts += [attributes["forward"]] if "forward" in attributes else []
             continue
         if children := attributes["_modules"]:
             todo += [child for child in children.values() if child is not None]
@@ -221,6 +247,9 @@ def _walk(model: nn.Module) -> _Found:
         switches += [v for name, v in attributes.items() if type(v) in _SCALARS and name not in _NOTES]
         for name, value in [item for item in attributes.items() if item[0] not in _READ_ELSEWHERE]:
             if type(value) in _SCALARS or isinstance(value, _PASSED_OVER):
+                if isinstance(value, PreTrainedConfig) and id(value) not in configs:  # of its own
+                    configs.add(id(value))
+                    own_configs += _config_scalars(value)
                 continue
             if isinstance(value, torch.Tensor):  # neither parameter nor buffer
                 if not any(name + suffix in attributes["_parameters"] for suffix in _RECOMPUTED):
@@ -229,10 +258,9 @@ def _walk(model: nn.Module) -> _Found:
                 found.parts.append(value)
             else:
                 held.append(value)
-        if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
-            hooks = [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values()]
-            found.parts += (others := [h for h in hooks if not only_looks(h)])
-            held += others
+        for hooks in (attributes["_forward_pre_hooks"], attributes["_forward_hooks"]):
+            if hooks:
+                _add_hooks(found, hooks)
         replaced = attributes.get("forward")  # on the object; accelerate puts the own one there when a hook goes
         if replaced is not None and not any(getattr(by, "leaves_kv_alone", False) for by in (hook, replaced)):
             if replaced != type(module).forward.__get__(module):
@@ -241,6 +269,11 @@ def _walk(model: nn.Module) -> _Found:
     found.parts += [getattr(kind, "forward", None) for kind in kinds]
     foreign = foreign_functions(model, kinds)
     found.parts += foreign
+    switches += own_configs
+    if isinstance(model, PreTrainedModel):
+        note_changes(model, (*own_configs, *map(id, foreign)))
+    for hooks in hooks_of_all_modules():
+        _add_hooks(found, hooks)
     if held or foreign:
         _read_values(found, [*held, *foreign], seen)
     for weights in maps.values():
@@ -248,6 +281,15 @@ def _walk(model: nn.Module) -> _Found:
             tensors += plain_tensors(tensor)
         found.files |= offloaded_files(weights)
     return found
+
+
+def _add_hooks(found: _Found, hooks: dict[int, Any]) -> None:
+    """Add forward hooks."""
+    for hook in watched(hooks):
+        if isinstance(hook, WatchedHook):
+            found.watched.append(hook)
+            hook = hook.hook
+        found.parts.append(hook)
 
 
 def _is_the_same_in_training(module: nn.Module) -> bool:
@@ -292,6 +334,12 @@ def _config_scalars(config: Any) -> list[Hashable]:
         elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
             found += _config_scalars(value)
     return found
+
+
+def _ids_of_configs(config: Any) -> set[int]:
+    """Those of a configuration and of the ones in it."""
+    inner = [value for value in getattr(config, "__dict__", {}).values() if isinstance(value, PreTrainedConfig)]
+    return {id(config)}.union(*map(_ids_of_configs, inner))
 
 
 def _autocast() -> Hashable:

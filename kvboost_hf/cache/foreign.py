@@ -8,9 +8,10 @@ and all, as it would without us. The second is part of the fingerprint, with the
 import dataclasses
 import functools
 import inspect
+import operator
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
@@ -20,10 +21,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvboost_hf.cache.code_names import is_of_package, is_written_where_it_says
-from kvboost_hf.compat import attention_function
+from kvboost_hf.compat import attention_function, attention_kind, own_hooks
 
 _CACHE_ARGUMENTS = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past"))
 _ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -32,7 +36,11 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))
 _MAX_DEPTH = 4
 _IMPORTED = frozenset(("causal_conv1d", "einops", "kernels", "numpy"))  # packages that modules of transformers import
-_SDPA = F.scaled_dot_product_attention  # as it was when this was imported
+
+
+def hooks_registered() -> int:
+    """How many hooks others have put anywhere so far."""
+    return int(RemovableHandle.next_id) - own_hooks()
 
 
 def only_looks(hook: Any) -> bool:
@@ -45,8 +53,9 @@ def only_looks(hook: Any) -> bool:
 def holder_of_cache(model: nn.Module) -> str | None:
     """Why a model must run whole prompts on transformers' own layers: somebody else's code is given the cache.
 
-    That is a forward hook that gets keyword arguments, on a module whose forward takes a cache; or, below the model
-    itself, a forward that is not the module's own.
+    That is a forward hook that gets keyword arguments, on a module whose forward takes a cache, or there a forward
+    that is not the module's own. Whole models (`LlamaForCausalLM`, `LlamaModel`) are passed over: hooks on them mostly
+    count.
 
     Returns:
         What it is, to follow "because", or None.
@@ -59,15 +68,18 @@ def holder_of_cache(model: nn.Module) -> str | None:
             if not _takes_cache(kind):
                 continue
             attributes = module.__dict__
+            if isinstance(module, PreTrainedModel):
+                todo += [child for child in attributes["_modules"].values() if child is not None]
+                continue
             for hooks, with_kwargs in (
                 (attributes["_forward_pre_hooks"], attributes["_forward_pre_hooks_with_kwargs"]),
                 (attributes["_forward_hooks"], attributes["_forward_hooks_with_kwargs"]),
             ):
                 for number in with_kwargs if hooks else ():
                     if number in hooks and not only_looks(hooks[number]):
-                        return f"a forward hook ({_name(hooks[number])}) on {kind.__name__} is given the cache"
-            if module is not model and (patch := _patched_forward(module)) is not None:
-                return f"the forward of {kind.__name__} was replaced ({_name(patch)})"
+                        return f"a forward hook ({name_of(hooks[number])}) on {kind.__name__} is given the cache"
+            if (patch := _patched_forward(module)) is not None:
+                return f"the forward of {kind.__name__} was replaced ({name_of(patch)})"
         todo += [child for child in module.__dict__["_modules"].values() if child is not None]
     return None
 
@@ -110,36 +122,134 @@ def _is_of_us(function: Any) -> bool:
 
 
 def foreign_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:
-    """Functions of others that forwards call: attention, and what was put into the modules that define them."""
-    found: list[Any] = []
-    if isinstance(model, PreTrainedModel) and (attention := foreign_attention(model)) is not None:
-        found.append(attention)
-    if F.scaled_dot_product_attention is not _SDPA:
-        found.append(F.scaled_dot_product_attention)
-    for name in dict.fromkeys(kind.__module__ for kind in kinds):
-        found += _foreign_in(name)
+    """Functions of others that forwards call: attention and masks, and what was put into modules and classes."""
+    found = _replaced_in(F)
+    if isinstance(model, PreTrainedModel):
+        mask = ALL_MASK_ATTENTION_FUNCTIONS.get(attention_kind(model))
+        attention = foreign_attention(model)
+        found += [] if attention is None else [attention]
+        found += [] if mask is None or _is_original(mask) else [mask]
+    classes = {base: None for kind in kinds for base in kind.__mro__ if _is_of_a_model(base)}
+    for place in (nn.Module, *classes, *(sys.modules[name] for name in {each.__module__: None for each in classes})):
+        found += _replaced_in(place)
     return found
 
 
-def _foreign_in(name: str) -> list[Any]:
-    """Functions and classes of a module of transformers that come from somewhere else."""
-    if not name.startswith("transformers.models."):
-        return []
-    return [
-        value
-        for key, value in list(vars(sys.modules[name]).items())
-        if isinstance(value, types.FunctionType | type) and not key.startswith("__") and not _is_usual(value)
-    ]  # torch.compile puts its own there, under names that begin with two underscores
+def _is_of_a_model(kind: type) -> bool:
+    return kind.__module__.startswith("transformers.models.")
+
+
+_first_seen: dict[Any, dict[str, Any]] = {}  # of modules and classes, what their names stood for
+
+
+def _replaced_in(place: Any) -> list[Any]:
+    """What names in a module or a class stand for, where it is not what they stood for at first, or not original."""
+    seen = _first_seen.get(place)
+    if seen is None:
+        seen = _first_seen[place] = {}
+        for name, value in list(vars(place).items()):
+            # torch.compile puts its own into modules, under names that begin with two underscores.
+            if (name == "__call__" or not name.startswith("__")) and (callable(value) or hasattr(value, "__get__")):
+                seen[name] = value if _is_original(value) else None
+    now = vars(place)
+    return [now[name] for name, value in seen.items() if name in now and now[name] is not value]
+
+
+def _is_original(value: Any) -> bool:
+    """Whether something in a module or a class of a package is what was written or imported there."""
+    if isinstance(value, types.FunctionType):
+        return _is_of_us(value) and is_written_where_it_says(value)
+    return not isinstance(value, functools.partial) and _is_usual(value if isinstance(value, type) else type(value))
+
+
+def hooks_of_all_modules() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Forward hooks that torch calls for each module, before and after its forward."""
+    return nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
+
+
+class WatchedHook:
+    """A forward hook of somebody else, which notes whether it changes anything.
+
+    Most hooks count or record. One that returns something else than it was given, or writes to it, changes what the
+    model computes, in a way that nobody can read off it: then nothing is reused or stored.
+
+    Args:
+        hook: Theirs.
+    """
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+        self.alters = False
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        tensors = list(_tensors_in(given))
+        before = [_written(tensor) for tensor in tensors]
+        found = self.hook(module, *given)
+        if found is not None and not _is_one_of(found, given):
+            self.alters = True
+        elif before != [_written(tensor) for tensor in tensors]:
+            self.alters = True
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "hook":
+            raise AttributeError(name)
+        return getattr(self.hook, name)
+
+
+def watched(hooks: dict[int, Any]) -> list[Any]:
+    """The hooks that may change what is computed; those of others are watched from now on, in their place."""
+    found = []
+    for number, hook in list(hooks.items()):
+        if only_looks(hook):
+            continue
+        if not isinstance(hook, WatchedHook) and _is_function_of_others(hook):
+            hook = hooks[number] = WatchedHook(hook)
+        found.append(hook)
+    return found
+
+
+def _is_function_of_others(hook: Any) -> bool:
+    """Whether nobody but torch looks for a hook: packages find theirs by their type."""
+    while isinstance(hook, functools.partial | types.MethodType):
+        if isinstance(hook, types.MethodType) and is_of_package(type(hook.__self__)):
+            return False
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
+    return not is_of_package(hook if isinstance(hook, types.FunctionType) else type(hook))
+
+
+def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, dict):
+        for inner in given.values():
+            yield from _tensors_in(inner)
+    elif isinstance(given, list | tuple):
+        for inner in given:
+            yield from _tensors_in(inner)
+
+
+def _written(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _is_one_of(found: Any, given: tuple[Any, ...]) -> bool:
+    """Whether a hook has returned what it was given: its output, its arguments, or both with those by name."""
+    if any(found is each for each in given):
+        return True
+    return isinstance(found, tuple) and len(found) == len(given) and all(map(operator.is_, found, given))
 
 
 @cache
-def _is_usual(value: Any) -> bool:
-    """Whether a function or class is what a module of transformers would import: from a package, or from Python's."""
-    package = str(value.__module__).partition(".")[0]
-    return is_of_package(value) or package in sys.stdlib_module_names or package in _IMPORTED
+def _is_usual(kind: type) -> bool:
+    """Whether a class is what a module of transformers would import: from a package, or from Python's."""
+    package = str(kind.__module__).partition(".")[0]
+    return is_of_package(kind) or package in sys.stdlib_module_names or package in _IMPORTED
 
 
-def _name(part: Any) -> str:
+def name_of(part: Any) -> str:
+    """What people call a hook or a function."""
+    part = part.hook if isinstance(part, WatchedHook) else part
     owner = getattr(part, "__self__", None)
     own = getattr(part, "__qualname__", type(part).__qualname__)
     return f"{type(owner).__module__}.{own}" if owner is not None else f"{getattr(part, '__module__', '')}.{own}"

@@ -2,15 +2,26 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, attach, check_model_compatibility, last_cache
@@ -388,20 +399,22 @@ class Steering:
         return output + self.strength * self.vector
 
 
-def test_a_hook_whose_values_change() -> None:
-    """The same hook object, another vector: another model."""
+def test_a_hook_that_changes_what_is_computed() -> None:
+    """Nobody can read off a hook what it will do: with it nothing is reused, nor stored."""
     model, plain = make_model("llama"), make_model("llama")
     store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    stored = len(store)
     hooks = [Steering(torch.ones(64)) for _ in range(2)]
     strength = [1.0]
 
     def scaled(module: Any, args: Any, output: Any) -> Any:
         return output * strength[0]
 
+    handles = []
     for owner, hook in zip((model, plain), hooks, strict=True):
         layers: Any = owner.model.layers  # type: ignore[union-attr]
-        layers[0].register_forward_hook(hook)
-        layers[1].mlp.register_forward_hook(scaled)
+        handles += [layers[0].register_forward_hook(hook), layers[1].mlp.register_forward_hook(scaled)]
 
     def stronger() -> None:
         for hook in hooks:
@@ -414,16 +427,118 @@ def test_a_hook_whose_values_change() -> None:
     def louder() -> None:
         strength[0] = 1.5
 
+    kept = ChunkReuseCache(model, store)
     for change in (lambda: None, stronger, turned, louder):
-        before = generate(plain, BASE)
         change()
         expected = generate(plain, BASE)
-        for served in (0, 96):
-            cache = ChunkReuseCache(model, store)
+        for cache in (ChunkReuseCache(model, store), kept):
             assert torch.equal(generate(model, BASE, cache), expected)
-            assert cache.report.reused_tokens == served
-        assert change is not louder or not torch.equal(before, expected)
+            assert cache.report.reused_tokens == 0
+    assert "changes what the model computes" in str(kept.report.bypass_reason)
+    assert len(store) == stored
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(generate(model, BASE, kept), generate(plain, BASE))
+    assert kept.report.reused_tokens == 96
     require_intact(store)
+
+
+def test_a_hook_that_counts() -> None:
+    """What it can reach is another at each call, and does not matter."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    counts: list[int] = []
+    seen: list[torch.Tensor] = []
+
+    def count(module: Any, args: Any) -> None:
+        counts.append(args[0].shape[-1])
+
+    def keep(module: Any, args: Any, output: Any) -> Any:
+        seen.append(output)
+        return output
+
+    model.model.embed_tokens.register_forward_pre_hook(count)  # type: ignore[union-attr]
+    model.model.layers[1].register_forward_hook(keep)  # type: ignore[union-attr, index]
+    model.register_forward_pre_hook(lambda module, args, kwargs: counts.append(0), with_kwargs=True)
+    for served in (0, 96, 96, 96):
+        cache = ChunkReuseCache(model, store)
+        counts.clear()
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert cache.report.reused_tokens == served
+        assert sum(counts) == 100 - served + 7
+    require_intact(store)
+
+
+def test_a_hook_that_begins_to_change_what_is_computed() -> None:
+    """In the middle of a prompt that was reused before anybody could know: it is computed again, whole."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    switch = [1.0]
+
+    def scale(module: Any, args: Any, output: Any) -> Any:
+        return output if switch[0] == 1.0 else output * switch[0]
+
+    for owner in (model, plain):
+        owner.model.layers[0].register_forward_hook(scale)  # type: ignore[union-attr, index]
+    for value in (1.0, 1.0, 0.5, 0.5):
+        switch[0] = value
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    switch[0] = 1.0
+    require_intact(store, checked=0)
+
+
+def test_a_hook_for_a_part_of_a_call() -> None:
+    """Put on and taken off by a processor of logits, or by another thread."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    handles: list[Any] = []
+    mlp: Any = model.model.layers[1].mlp  # type: ignore[union-attr, index]
+
+    class Toggles(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            if input_ids.shape[1] == 103:
+                handles.append(mlp.register_forward_hook(lambda module, args, output: output * 3))
+            if input_ids.shape[1] == 110:
+                handles.pop().remove()
+            return scores
+
+    generate(model, BASE, ChunkReuseCache(model, store), max_new_tokens=60, logits_processor=[Toggles()])
+    attach(model, store)
+    generate(model, BASE[:, :90], max_new_tokens=60, logits_processor=[Toggles()])
+    require_intact(store)
+    assert torch.equal(generate(model, BASE), generate(plain, BASE))
+
+
+def test_hooks_of_all_modules() -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+
+    def louder(module: Any, args: Any, output: Any) -> Any:
+        return output * 1.5 if type(module).__name__ == "LlamaMLP" else None
+
+    for hooked in (False, True, False):
+        handle = register_module_forward_hook(louder) if hooked else None
+        for _ in range(2):
+            cache = ChunkReuseCache(model, store)
+            assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert cache.report.reused_tokens == (0 if hooked else 96)
+        if handle is not None:
+            handle.remove()
+    require_intact(store)
+
+
+@pytest.mark.parametrize("size", [None, 200], ids=["growing", "fixed"])
+def test_a_press_on_a_cache_that_is_passed_by_hand(size: int | None) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    cache = ChunkReuseCache(model, store_of(model), max_cache_len=size)
+    for _ in range(2):
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    with Press(model).on():
+        generate(model, BASE, cache)
+        assert "is given the cache" in str(cache.report.bypass_reason)
+    assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    require_intact(cache.store)
 
 
 # Patches
@@ -525,6 +640,110 @@ def test_a_patched_function_of_the_modeling_file(monkeypatch: pytest.MonkeyPatch
     cache = ChunkReuseCache(model, store)
     assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
     assert cache.report.reused_tokens == 96
+
+
+def patches() -> dict[str, tuple[Any, str, Callable[[Any], Any]]]:
+    """Where, which name, and what makes another one of what is there."""
+
+    def wrapped(change: Callable[..., Any]) -> Callable[[Any], Any]:
+        def make(own: Any) -> Any:
+            @functools.wraps(own)
+            def patched(*args: Any, **kwargs: Any) -> Any:
+                return change(own(*args, **kwargs))
+
+            return patched
+
+        return make
+
+    def turned(found: Any) -> Any:
+        return found[0], -found[1]
+
+    return {
+        "wraps": (modeling_llama, "apply_rotary_pos_emb", wrapped(turned)),
+        "partial": (modeling_llama, "apply_rotary_pos_emb", lambda own: functools.partial(_backwards, own)),
+        "another model's": (modeling_llama, "apply_rotary_pos_emb", lambda own: modeling_cohere.apply_rotary_pos_emb),
+        "torch's": (torch.nn.functional, "silu", wrapped(lambda found: found * 1.3)),
+        "linear": (torch.nn.functional, "linear", wrapped(lambda found: found * 1.01)),
+        "call": (modeling_llama.LlamaMLP, "__call__", lambda own: lambda self, x: self.forward(x) * 1.3),
+    }
+
+
+def _backwards(own: Any, q: Any, k: Any, cos: Any, sin: Any, **kwargs: Any) -> Any:
+    return own(q, k, cos, -sin, **kwargs)
+
+
+@pytest.mark.parametrize("name", patches())
+def test_patches_by_any_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    before = generate(plain, BASE)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    place, attribute, make = patches()[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(place, attribute, make(getattr(place, attribute)), raising=False)
+        for _ in range(2):
+            cache = ChunkReuseCache(model, store)
+            found = generate(model, BASE, cache)
+            assert torch.equal(found, generate(plain, BASE))
+        assert not torch.equal(found, before) or name == "linear"
+    cache = ChunkReuseCache(model, store)
+    assert torch.equal(generate(model, BASE, cache), before)
+    assert cache.report.reused_tokens == 96
+    require_intact(store)
+
+
+def test_a_mask_function_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    own = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def sees_all(*args: Any, **kwargs: Any) -> Any:
+        mask = own(*args, **{**kwargs, "allow_is_causal_skip": False})
+        return mask | (torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)) < 0.3)
+
+    AttentionMaskInterface.register("sdpa", sees_all)
+    try:
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert cache.report.reused_tokens == 0
+    finally:
+        AttentionMaskInterface.register("sdpa", own)
+    require_intact(store)
+
+
+def test_a_configuration_of_its_own() -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    for owner in (model, plain):
+        attention: Any = owner.model.layers[0].self_attn  # type: ignore[union-attr, index]
+        attention.config = copy.deepcopy(attention.config)
+        attention.config._attn_implementation = "eager"  # with the mask of the others: none, so it is not causal
+    for _ in range(2):
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert cache.report.reused_tokens == 0
+    assert "not causal" in str(cache.report.bypass_reason)
+
+
+@pytest.mark.parametrize("size", [None, 160], ids=["growing", "fixed"])
+def test_a_view_that_somebody_has_kept(size: int | None) -> None:
+    """Through a fork, and over more calls."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    cache = ChunkReuseCache(model, store, max_cache_len=size)
+    first = generate(model, BASE, cache)
+    views = [layer.keys for layer in cache.layers]
+    twin = cache.fork()
+    second = generate(model, first, cache)
+    for view in views:
+        view.numpy()[:] = 0
+    for each in (twin, cache, ChunkReuseCache(model, store)):
+        assert torch.equal(generate(model, first, each), generate(plain, first))
+        assert torch.equal(generate(model, second, each), generate(plain, second))
+        each.reset()
+    require_intact(store)
 
 
 class Scaled(torch.nn.Module):
