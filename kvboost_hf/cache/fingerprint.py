@@ -18,16 +18,17 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.cache.checksum import checksum
-from kvboost_hf.cache.code_names import code_name, is_of_package, library_versions
+from kvboost_hf.cache.code_names import code_name, is_of_package, is_written_where_it_says, library_versions
 from kvboost_hf.cache.foreign import (
     OF_TORCH,
+    HookWatch,
     Reached,
     Reader,
-    WatchedHook,
     foreign_functions,
     hooks_of_all_modules,
     name_of,
-    watched,
+    only_looks,
+    watch_hooks,
 )
 from kvboost_hf.cache.offloaded import (
     FileMark,
@@ -74,7 +75,7 @@ class ModelFingerprint:
         self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
         self._next_serial = 0
-        self.watched: list[WatchedHook] = []  # others' hooks, as they were when this was last asked
+        self.watched: list[HookWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
 
     def current(self, model: nn.Module, *, full: bool = False) -> bytes | None:
@@ -135,7 +136,7 @@ class ModelFingerprint:
     @property
     def altered(self) -> str | None:
         """Why nothing is known of what the model computes, or None: a hook changes it."""
-        hook = next((hook for hook in self.watched if hook.alters), None)
+        hook = next((watch.alters for watch in self.watched if watch.alters is not None), None)
         return f"a forward hook ({name_of(hook)}) changes what the model computes" if hook is not None else None
 
     def bump(self) -> None:
@@ -183,12 +184,16 @@ class _Found:
     files: set[FileMark] = field(default_factory=set)
     used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of tensors that are kept elsewhere
     in_training: bool = False
-    watched: list[WatchedHook] = field(default_factory=list)  # hooks that may turn out to change what is computed
+    watched: list[HookWatch] = field(default_factory=list)  # hooks that may turn out to change what is computed
 
 
 def _digest_shapes(digest: Any, model: nn.Module) -> None:
     config = getattr(model, "config", None)
-    digest.update(str(config.to_json_string(use_diff=False) if config is not None else type(model)).encode())
+    try:
+        shown = str(config.to_json_string(use_diff=False) if config is not None else type(model))
+    except Exception:  # somebody has put something into it that cannot be written
+        shown = repr(_config_scalars(config))
+    digest.update(shown.encode())
     for name, tensor in model.named_parameters():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
 
@@ -196,7 +201,7 @@ def _digest_shapes(digest: Any, model: nn.Module) -> None:
 def _walk(model: nn.Module) -> _Found:
     found = _Found()
     tensors, switches = found.tensors, found.switches
-    switches += [_autocast(), *_config_scalars(getattr(model, "config", None))]
+    switches += [autocast(), *_config_scalars(getattr(model, "config", None))]
     maps: dict[int, Any] = {}
     at_rest: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # of streamed layers
     kinds: dict[type, None] = {}
@@ -213,9 +218,12 @@ def _walk(model: nn.Module) -> _Found:
         if frequencies_vary(module):  # it writes its frequencies anew at each forward; their regime is in the root
             seen.add(id(module))
             switches += [value for name, value in attributes.items() if name.endswith("attention_scaling")]
-            for hooks in (attributes["_forward_pre_hooks"], attributes["_forward_hooks"]):
-                _add_hooks(found, hooks)
-            found.parts += [attributes["forward"]] if "forward" in attributes else []
+            kinds[type(module)] = None
+            if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
+                _add_hooks(found, module)
+            if "forward" in attributes:
+                found.parts.append(attributes["forward"])
+                held.append(attributes["forward"])
             continue
         if children := attributes["_modules"]:
             todo += [child for child in children.values() if child is not None]
@@ -225,6 +233,8 @@ def _walk(model: nn.Module) -> _Found:
         switches.append(type(module).__qualname__)
         hook = attributes.get("_hf_hook")
         if hook is not None:
+            if not is_of_package(type(hook)):
+                held.append(hook)
             at_rest |= weights_at_rest(hook)
             found.files |= files_at_rest(hook)
             maps |= {id(weights): weights for weights in weight_maps(hook)}
@@ -258,9 +268,8 @@ def _walk(model: nn.Module) -> _Found:
                 found.parts.append(value)
             else:
                 held.append(value)
-        for hooks in (attributes["_forward_pre_hooks"], attributes["_forward_hooks"]):
-            if hooks:
-                _add_hooks(found, hooks)
+        if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
+            _add_hooks(found, module)
         replaced = attributes.get("forward")  # on the object; accelerate puts the own one there when a hook goes
         if replaced is not None and not any(getattr(by, "leaves_kv_alone", False) for by in (hook, replaced)):
             if replaced != type(module).forward.__get__(module):
@@ -272,8 +281,10 @@ def _walk(model: nn.Module) -> _Found:
     switches += own_configs
     if isinstance(model, PreTrainedModel):
         note_changes(model, (*own_configs, *map(id, foreign)))
-    for hooks in hooks_of_all_modules():
-        _add_hooks(found, hooks)
+    everywhere = [hook for hooks in hooks_of_all_modules() for hook in hooks.values() if not only_looks(hook)]
+    found.parts += everywhere
+    held += everywhere
+    held += [forward for kind in kinds if not is_of_package(forward := getattr(kind, "forward", None))]
     if held or foreign:
         _read_values(found, [*held, *foreign], seen)
     for weights in maps.values():
@@ -283,13 +294,12 @@ def _walk(model: nn.Module) -> _Found:
     return found
 
 
-def _add_hooks(found: _Found, hooks: dict[int, Any]) -> None:
-    """Add forward hooks."""
-    for hook in watched(hooks):
-        if isinstance(hook, WatchedHook):
-            found.watched.append(hook)
-            hook = hook.hook
-        found.parts.append(hook)
+def _add_hooks(found: _Found, module: nn.Module) -> None:
+    """Add the forward hooks of a module."""
+    hooks, watch = watch_hooks(module)
+    found.parts += hooks
+    if watch is not None:
+        found.watched.append(watch)
 
 
 def _is_the_same_in_training(module: nn.Module) -> bool:
@@ -302,7 +312,7 @@ def _read_values(found: _Found, values: list[Any], modules: set[int]) -> None:
     reached = Reached()
     reader = Reader(reached, modules)
     for value in values:
-        if not is_of_package(value):
+        if not (is_of_package(value) and is_written_where_it_says(value)):
             reader.read(value)
     tensors = [plain for tensor in reached.tensors for plain in plain_tensors(tensor)]
     if tensors and sum(tensor.nbytes for tensor in tensors) <= _READ_WHOLE_BYTES:
@@ -330,10 +340,17 @@ def _config_scalars(config: Any) -> list[Hashable]:
         if kind in _SCALARS:
             found.append(value)
         elif kind is list or kind is tuple or (kind is dict and value):
-            found.append(repr(value))
+            found.append(_shown(value))
         elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
             found += _config_scalars(value)
     return found
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # of something in it
+        return type(value).__name__
 
 
 def _ids_of_configs(config: Any) -> set[int]:
@@ -342,7 +359,8 @@ def _ids_of_configs(config: Any) -> set[int]:
     return {id(config)}.union(*map(_ids_of_configs, inner))
 
 
-def _autocast() -> Hashable:
+def autocast() -> Hashable:
+    """With how many bits this thread computes."""
     precision = torch.get_float32_matmul_precision()
     kinds = [kind for kind in _device_kinds() if torch.is_autocast_enabled(kind)]
     return precision, *[(kind, torch.get_autocast_dtype(kind)) for kind in kinds]

@@ -8,13 +8,13 @@ and all, as it would without us. The second is part of the fingerprint, with the
 import dataclasses
 import functools
 import inspect
-import operator
 import sys
 import types
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,11 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvboost_hf.cache.code_names import is_of_package, is_written_where_it_says
-from kvboost_hf.compat import attention_function, attention_kind, own_hooks
+from kvboost_hf.compat import attention_function, attention_kind, own_hook, own_hooks
 
 _CACHE_ARGUMENTS = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past"))
 _ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -35,6 +36,9 @@ _CAPTURING_MODULE = "transformers.utils.output_capturing"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))
 _MAX_DEPTH = 4
+_MAX_READ = 1000  # things in a container; of a larger one, only how many they are
+_MARKED = 64  # values of a tensor that are compared
+_WATCH = "_kvboost_hf_hook_watch"
 _IMPORTED = frozenset(("causal_conv1d", "einops", "kernels", "numpy"))  # packages that modules of transformers import
 
 
@@ -45,9 +49,12 @@ def hooks_registered() -> int:
 
 def only_looks(hook: Any) -> bool:
     """Whether a forward hook is known to leave what is computed as it is."""
-    if getattr(hook, "__module__", None) == _CAPTURING_MODULE:
-        return True
-    return any(getattr(each, "leaves_kv_alone", False) for each in (hook, getattr(hook, "__self__", None)))
+    try:
+        if getattr(hook, "__module__", None) == _CAPTURING_MODULE:
+            return True
+        return any(getattr(each, "leaves_kv_alone", False) is True for each in (hook, getattr(hook, "__self__", None)))
+    except Exception:  # whatever an object does when it is asked for an attribute
+        return False
 
 
 def holder_of_cache(model: nn.Module) -> str | None:
@@ -101,9 +108,9 @@ def _patched_forward(module: nn.Module) -> Any:
 
 def _is_native(function: Any, kind: type) -> bool:
     """Whether a forward was written by the authors of a class, or by those of transformers and its kin."""
-    while isinstance(function, functools.partial | types.MethodType) and not hasattr(function, "leaves_kv_alone"):
+    while isinstance(function, functools.partial | types.MethodType) and not only_looks(function):
         function = function.func if isinstance(function, functools.partial) else function.__func__
-    if getattr(function, "leaves_kv_alone", False):
+    if only_looks(function):
         return True
     if not isinstance(function, types.FunctionType):
         return False
@@ -114,11 +121,26 @@ def _is_native(function: Any, kind: type) -> bool:
 def foreign_attention(model: PreTrainedModel) -> Any:
     """The function that computes attention if somebody else has written it, or None."""
     function = attention_function(model)
-    return None if _is_of_us(function) and is_written_where_it_says(function) else function
+    return None if is_own(function) and is_written_where_it_says(function) else function
 
 
-def _is_of_us(function: Any) -> bool:
+def is_own(function: Any) -> bool:
+    """Whether a function or class is of this package, or of one that is named by its version."""
     return is_of_package(function) or str(getattr(function, "__module__", "")).startswith("kvboost_hf.")
+
+
+def is_stock(cache: Any) -> bool:
+    """Whether a cache of transformers, and its layers, are as transformers made them."""
+    return all(
+        is_package_code(type(each).update) and "update" not in each.__dict__ and is_of_package(type(each))
+        for each in (cache, *cache.layers)
+        if hasattr(type(each), "update")
+    ) and all(is_package_code(kind.update) for kind in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer))
+
+
+def is_package_code(function: Any) -> bool:
+    """Whether a function is what a package has under its name."""
+    return is_of_package(function) and is_written_where_it_says(function)
 
 
 def foreign_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:
@@ -130,7 +152,14 @@ def foreign_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:
         found += [] if attention is None else [attention]
         found += [] if mask is None or _is_original(mask) else [mask]
     classes = {base: None for kind in kinds for base in kind.__mro__ if _is_of_a_model(base)}
-    for place in (nn.Module, *classes, *(sys.modules[name] for name in {each.__module__: None for each in classes})):
+    own = attention_function(model) if isinstance(model, PreTrainedModel) else None
+    around = [sys.modules[own.__module__]] if own is not None and is_of_package(own) else []
+    for place in (
+        nn.Module,
+        *around,
+        *classes,
+        *(sys.modules[name] for name in {each.__module__: None for each in classes}),
+    ):
         found += _replaced_in(place)
     return found
 
@@ -148,17 +177,22 @@ def _replaced_in(place: Any) -> list[Any]:
     if seen is None:
         seen = _first_seen[place] = {}
         for name, value in list(vars(place).items()):
-            # torch.compile puts its own into modules, under names that begin with two underscores.
-            if (name == "__call__" or not name.startswith("__")) and (callable(value) or hasattr(value, "__get__")):
+            if _is_called(name, value):
                 seen[name] = value if _is_original(value) else None
-    now = vars(place)
-    return [now[name] for name, value in seen.items() if name in now and now[name] is not value]
+    now = dict(vars(place))
+    new = [value for name, value in now.items() if name not in seen and _is_called(name, value)]
+    return new + [now[name] for name, value in seen.items() if name in now and now[name] is not value]
+
+
+def _is_called(name: str, value: Any) -> bool:
+    """Whether a name may be called. torch.compile puts its own into modules, which begin with two underscores."""
+    return (name == "__call__" or not name.startswith("__")) and (callable(value) or hasattr(value, "__get__"))
 
 
 def _is_original(value: Any) -> bool:
     """Whether something in a module or a class of a package is what was written or imported there."""
     if isinstance(value, types.FunctionType):
-        return _is_of_us(value) and is_written_where_it_says(value)
+        return is_own(value) and is_written_where_it_says(value)
     return not isinstance(value, functools.partial) and _is_usual(value if isinstance(value, type) else type(value))
 
 
@@ -167,50 +201,91 @@ def hooks_of_all_modules() -> tuple[dict[int, Any], dict[int, Any]]:
     return nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
 
 
-class WatchedHook:
-    """A forward hook of somebody else, which notes whether it changes anything.
+class HookWatch:
+    """Notes whether others' hooks on a module change anything: what is given to the first is compared behind the last.
 
-    Most hooks count or record. One that returns something else than it was given, or writes to it, changes what the
-    model computes, in a way that nobody can read off it: then nothing is reused or stored.
-
-    Args:
-        hook: Theirs.
+    Most hooks count or record. One that puts something else in the place of what it was given, or writes to it,
+    changes what the model computes, in a way that nobody can read off it: then nothing is reused or stored.
     """
 
-    def __init__(self, hook: Any) -> None:
-        self.hook = hook
-        self.alters = False
+    leaves_kv_alone = True
 
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
-        tensors = list(_tensors_in(given))
-        before = [_written(tensor) for tensor in tensors]
-        found = self.hook(module, *given)
-        if found is not None and not _is_one_of(found, given):
-            self.alters = True
-        elif before != [_written(tensor) for tensor in tensors]:
-            self.alters = True
-        return found
+    def __init__(self) -> None:
+        self.alters: Any = None  # the first hook of those that do
+        self._before: dict[int, list[tuple[Any, Any]]] = {}  # by thread
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "hook":
-            raise AttributeError(name)
-        return getattr(self.hook, name)
+    def first(self, module: nn.Module, *given: Any) -> None:
+        """Called before the others."""
+        self._before[get_ident()] = _marks(given)
+
+    def last(self, module: nn.Module, *given: Any) -> None:
+        """Called after the others."""
+        before = self._before.pop(get_ident(), None)
+        if before is None or self.alters is not None:
+            return
+        now = _marks(given)
+        same = len(now) == len(before) and all(
+            a is b and bool(torch.equal(m, n) if isinstance(m, torch.Tensor) else m == n)
+            for (a, m), (b, n) in zip(now, before, strict=True)
+        )
+        if not same:
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            self.alters = next((hook for hook in hooks if not only_looks(hook)), self)
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
 
 
-def watched(hooks: dict[int, Any]) -> list[Any]:
-    """The hooks that may change what is computed; those of others are watched from now on, in their place."""
-    found = []
-    for number, hook in list(hooks.items()):
-        if only_looks(hook):
-            continue
-        if not isinstance(hook, WatchedHook) and _is_function_of_others(hook):
-            hook = hooks[number] = WatchedHook(hook)
-        found.append(hook)
-    return found
+def _marks(given: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """All tensors in what a hook is given, and what tells whether they have been written to."""
+    return [(tensor, _mark(tensor)) for tensor in _tensors_in(given)]
+
+
+def _mark(tensor: torch.Tensor) -> Any:
+    """The version; on a CPU, and where there is none, some of the values."""
+    if tensor.device.type != "cpu" and not tensor.is_inference():
+        return tensor._version
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _MARKED)].clone()
+
+
+def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
+    """The hooks of a module that may change what is computed, and who watches those of others from now on."""
+    attributes = module.__dict__
+    found = [
+        hook
+        for name in ("_forward_pre_hooks", "_forward_hooks")
+        for hook in list(attributes[name].values())
+        if not only_looks(hook)
+    ]
+    watch: HookWatch | None = attributes.get(_WATCH)
+    every = (*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values())
+    between = any(isinstance(hook, types.MethodType) and hasattr(hook.__self__, "changes_arguments") for hook in every)
+    if between or not any(map(_is_function_of_others, found)):
+        return found, None
+    if watch is None:
+        watch = attributes[_WATCH] = HookWatch()
+    for register, hooks in (
+        (module.register_forward_pre_hook, attributes["_forward_pre_hooks"]),
+        (module.register_forward_hook, attributes["_forward_hooks"]),
+    ):
+        numbers = list(hooks)
+        ours = {getattr(hook, "__name__", ""): n for n, hook in list(hooks.items()) if _watches(hook, watch)}
+        if not ours:
+            own_hook(register(watch.first, prepend=True, with_kwargs=True))
+            own_hook(register(watch.last, with_kwargs=True))
+        elif numbers[0] != ours["first"] or numbers[-1] != ours["last"]:
+            hooks.move_to_end(ours["first"], last=False)
+            hooks.move_to_end(ours["last"])
+    return found, watch
+
+
+def _watches(hook: Any, watch: HookWatch) -> bool:
+    return isinstance(hook, types.MethodType) and hook.__self__ is watch
 
 
 def _is_function_of_others(hook: Any) -> bool:
-    """Whether nobody but torch looks for a hook: packages find theirs by their type."""
+    """Whether a hook was written by nobody whose hooks can be told by their state."""
     while isinstance(hook, functools.partial | types.MethodType):
         if isinstance(hook, types.MethodType) and is_of_package(type(hook.__self__)):
             return False
@@ -229,17 +304,6 @@ def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(inner)
 
 
-def _written(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _is_one_of(found: Any, given: tuple[Any, ...]) -> bool:
-    """Whether a hook has returned what it was given: its output, its arguments, or both with those by name."""
-    if any(found is each for each in given):
-        return True
-    return isinstance(found, tuple) and len(found) == len(given) and all(map(operator.is_, found, given))
-
-
 @cache
 def _is_usual(kind: type) -> bool:
     """Whether a class is what a module of transformers would import: from a package, or from Python's."""
@@ -249,7 +313,6 @@ def _is_usual(kind: type) -> bool:
 
 def name_of(part: Any) -> str:
     """What people call a hook or a function."""
-    part = part.hook if isinstance(part, WatchedHook) else part
     owner = getattr(part, "__self__", None)
     own = getattr(part, "__qualname__", type(part).__qualname__)
     return f"{type(owner).__module__}.{own}" if owner is not None else f"{getattr(part, '__module__', '')}.{own}"
@@ -293,6 +356,8 @@ class Reader:
         if isinstance(value, np.ndarray):
             octets = value.tobytes() if value.dtype != object else repr(value).encode()
             reached.values.append((str(value.dtype), value.shape, blake2b(octets, digest_size=20).hexdigest()))
+        elif isinstance(value, dict | list | tuple | set | frozenset) and len(value) > _MAX_READ:
+            reached.values.append((type(value).__name__, len(value)))
         elif isinstance(value, dict):
             reached.values.append(("dict", len(value)))
             for key, inner in list(value.items()):
@@ -303,7 +368,8 @@ class Reader:
             for inner in list(value):
                 self.read(inner, depth + 1)
         elif isinstance(value, set | frozenset):
-            reached.values.append(("set", *sorted(map(repr, value))))
+            plain = sorted(repr(each) for each in value if isinstance(each, _PLAIN_VALUES))
+            reached.values.append(("set", len(value), *plain))
         elif isinstance(value, nn.Module):
             reached.values.append(type(value).__qualname__)
             reached.tensors += [*value.parameters(), *value.buffers()]
@@ -324,7 +390,7 @@ class Reader:
     def function(self, function: types.FunctionType, depth: int) -> None:
         """Add a function: itself, its defaults, its closure, and the globals that it names."""
         self._reached.functions.append(function)
-        if is_of_package(function):
+        if is_of_package(function) and is_written_where_it_says(function):
             return
         code = function.__code__
         inner: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

@@ -42,6 +42,7 @@ class ForwardHook:
     """One per model. Holds no reference to it, so that it can be pickled and deep-copied with it."""
 
     leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
+    changes_arguments = True  # so that nobody can tell whether others' hooks on the same module do
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Changed:
         """torch forward pre-hook."""

@@ -144,6 +144,9 @@ class ReuseLayer:
         """A layer that holds the same and goes its own way."""
         return self.fresh()
 
+    def __copy__(self) -> "ReuseLayer":
+        return self.share()
+
     def reset(self) -> None:
         """Drop everything."""
 

@@ -27,6 +27,7 @@ from kvboost_hf.cache.blending import BlendingCache
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
 from kvboost_hf.cache.fill import compute_columns, fill_layers, needed_for, run_ahead, stored_chunk, with_loaded
+from kvboost_hf.cache.fingerprint import autocast
 from kvboost_hf.cache.foreign import holder_of_cache, hooks_registered
 from kvboost_hf.cache.held import CHANGED, Running
 from kvboost_hf.cache.hook import Kwargs
@@ -222,8 +223,9 @@ class ServingCache(BlendingCache):
         if rope_regime(model, held + new - int(ledger.log.pads.min())) != self._regime:
             return self._lose_track(kwargs, held, _LENGTH)
         if self.in_own_loop or in_generate():
-            if self._hooks != hooks_registered() and not self._hooked_elsewhere(ledger):
-                return self._lose_track(kwargs, held, "hooks were put on the model after the beginning of the prompt")
+            changed = self._hooks != hooks_registered() or self._precision != autocast()
+            if changed and self._root(self._regime) != ledger.root:
+                return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
         else:
             if self._root(self._regime) != ledger.root:
                 return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
@@ -255,10 +257,6 @@ class ServingCache(BlendingCache):
             confirmed=not inputs.verifies,
         )
         return kwargs
-
-    def _hooked_elsewhere(self, ledger: Ledger) -> bool:
-        """Whether the model is what it was, though somebody has put hooks somewhere."""
-        return self._root(self._regime) == ledger.root
 
     def _why_unknown(self) -> str:
         return CHANGED if self._changed else "nothing is known of what the cache holds"
@@ -541,12 +539,14 @@ class ServingCache(BlendingCache):
         changed = None
         if running.commit is not None and ledger is not None:
             running.commit()
-            if running.audited is not None and (not running.audit_if_altered or self._is_altered()):
+            if running.audited is not None and (not running.audit_if_altered or self._altered()):
                 changed = self._audit(ledger, running, running.audited, output)
             self._note_layers(ledger)
             ledger.unconfirmed = not running.confirmed
-            if self._hooks != hooks_registered() and not self._hooked_elsewhere(ledger):
-                self._ledger = ledger = None  # somebody has hooked the model in the course of the forward
+            if self._hooks != hooks_registered():
+                self._ledger = ledger = None  # somebody has put a hook somewhere in the course of the forward
+            elif (altered := self._altered()) is not None:
+                self._tally.bypass = self._tally.bypass or altered
         self._running = None  # only now: an interrupt before this undoes the forward
         fetched, self._fetched = self._fetched, []
         if changed is None and (running.loading is None or not running.loading.computed):  # it has served well
@@ -561,9 +561,9 @@ class ServingCache(BlendingCache):
                 self.store_tails()
         return changed
 
-    def _is_altered(self) -> bool:
+    def _altered(self) -> str | None:
         model = self._model()
-        return model is not None and ModelState.of(model).fingerprint.altered is not None
+        return ModelState.of(model).fingerprint.altered if model is not None else None
 
     def _store_again(self, ledger: Ledger) -> None:
         """Offer all chunks to the store: what was computed takes the place of what was wrong."""

@@ -2,7 +2,7 @@
 
 from kvboost_hf.compat.attention import attention_function, attention_kind, mask_form
 from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
-from kvboost_hf.compat.hooks import hook_layers, own_hooks
+from kvboost_hf.compat.hooks import hook_layers, own_hook, own_hooks
 from kvboost_hf.compat.kept import KeptOnModel
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -60,6 +60,7 @@ __all__ = [
     "kv_sources",
     "mask_form",
     "note_changes",
+    "own_hook",
     "own_hooks",
     "padding_reason",
     "probe_ids",

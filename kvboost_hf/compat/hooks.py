@@ -31,7 +31,7 @@ def hook_layers(model: PreTrainedModel, called: BeforeLayers) -> list[RemovableH
         What ends it, layer by layer.
     """
     return [
-        _counted(module.register_forward_pre_hook(_LayerHook(called, idx).before, with_kwargs=True))
+        own_hook(module.register_forward_pre_hook(_LayerHook(called, idx).before, with_kwargs=True))
         for idx, module in enumerate(decoder_layers(model))
     ]
 
@@ -41,11 +41,12 @@ _registered = 0
 
 
 def own_hooks() -> int:
-    """How many hooks `hook_layers` has put in place so far."""
+    """How many hooks we have put in place so far."""
     return _registered
 
 
-def _counted(handle: RemovableHandle) -> RemovableHandle:
+def own_hook(handle: RemovableHandle) -> RemovableHandle:
+    """Count a hook as one of ours."""
     global _registered
     _registered = next(_own) + 1
     return handle

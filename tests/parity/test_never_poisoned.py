@@ -3,9 +3,13 @@
 import copy
 import dataclasses
 import functools
+import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -522,9 +527,176 @@ def test_hooks_of_all_modules() -> None:
         for _ in range(2):
             cache = ChunkReuseCache(model, store)
             assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
-        assert cache.report.reused_tokens == (0 if hooked else 96)
+        assert cache.report.reused_tokens == 96  # found with it and without it, each by itself
         if handle is not None:
             handle.remove()
+    require_intact(store)
+
+
+class ByData:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        output.data.mul_(self.scale)
+
+
+def by_name(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    kwargs["position_ids"] = kwargs["position_ids"] * 2
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_hooks_that_write_unseen(inference: bool) -> None:
+    """Past PyTorch's counter, where there is no counter, and into the arguments by name."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    hook = ByData(2.0)
+    for owner in (model, plain):
+        owner.model.layers[0].mlp.register_forward_hook(hook)  # type: ignore[union-attr, index]
+        owner.model.rotary_emb.register_forward_pre_hook(by_name, with_kwargs=True)  # type: ignore[union-attr]
+    with torch.inference_mode(inference):
+        for scale in (2.0, 2.0, 0.7):
+            hook.scale = scale
+            cache = ChunkReuseCache(model, store)
+            assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+            assert "changes what the model computes" in str(cache.report.bypass_reason)
+    assert len(store) == 0
+
+
+def test_hooks_stay_who_they_are() -> None:
+    """Whoever looks for a hook among those of a module finds it, and no other comes back once it is gone."""
+    model = make_model("llama")
+    store = store_of(model)
+    layer: Any = model.model.layers[0].mlp  # type: ignore[union-attr, index]
+    hook = ByData(1.0)
+    handle = layer.register_forward_hook(hook)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    assert any(each is hook for each in layer._forward_hooks.values())
+    handle.remove()
+    generate(model, BASE, ChunkReuseCache(model, store))
+    assert not any(each is hook for each in layer._forward_hooks.values())
+    pickle.loads(pickle.dumps(model))
+
+
+def test_hooks_come_and_go_in_another_thread() -> None:
+    """Answers of calls that run meanwhile may be either's; what is stored is neither wrong nor lost for good."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    attach(model, store)
+    stop = threading.Event()
+
+    def toggle() -> None:
+        layer: Any = model.model.layers[1].mlp  # type: ignore[union-attr, index]
+        while not stop.is_set():
+            handle = layer.register_forward_hook(lambda module, args, output: output * 2)
+            time.sleep(0.002)
+            handle.remove()
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=toggle)
+    thread.start()
+    try:
+        for seed in range(30):
+            generate(model, random_ids(70, seed=seed))
+    finally:
+        stop.set()
+        thread.join()
+    require_intact(store, checked=0)
+    for _ in range(2):
+        assert torch.equal(generate(model, BASE), generate(plain, BASE))
+    assert last_cache(model).report.reused_tokens == 96  # type: ignore[union-attr]
+
+
+def test_objects_that_answer_anything() -> None:
+    """A mock says yes to whatever it is asked, and some objects raise at it."""
+    model, plain = make_model("llama"), make_model("llama")
+
+    class Raises:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+        def __repr__(self) -> str:
+            raise RuntimeError("repr")
+
+        def __call__(self, *args: Any) -> None:
+            return None
+
+    mock = MagicMock(side_effect=lambda module, args, output: output * 2)
+    for owner in (model, plain):
+        owner.model.layers[0].mlp.register_forward_hook(mock)  # type: ignore[union-attr, index]
+        owner.model.layers[1].mlp.register_forward_hook(Raises())  # type: ignore[union-attr, index]
+    model.note = {Raises()}  # type: ignore[assignment]
+    model.config.thing = {"a": Raises()}
+    store = ChunkStore(model, chunk_size=32)
+    for _ in range(2):
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert "changes what the model computes" in str(cache.report.bypass_reason)
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("how", ["layer", "class", "cache", "subclass", "copies"])
+def test_updates_of_others(how: str) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    cache: Any = ChunkReuseCache(model, store)
+
+    class Scales(type(cache.layers[0])):  # type: ignore[misc]
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().update(key_states * 2, value_states, *args, **kwargs)
+
+    class ScalingCache(ChunkReuseCache):
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().update(key_states, value_states * 2, *args, **kwargs)
+
+    if how == "subclass":
+        cache = ScalingCache(model, store)
+    generate(model, BASE[:, :40], cache)
+    if how == "layer":
+        own = cache.layers[0].update
+        cache.layers[0].update = lambda keys, values, *args, **kwargs: own(keys * 2, values)
+    elif how == "class":
+        cache.layers[1].__class__ = Scales
+    elif how == "cache":
+        theirs = cache.update
+        cache.update = lambda keys, values, *args, **kwargs: theirs(keys * 2, values, *args, **kwargs)
+    elif how == "copies":
+        stock = DynamicCache()
+        stock.layers = [copy.copy(layer) for layer in cache.layers]
+        stock.crop(-10)
+        with torch.no_grad():
+            model(random_ids(10, seed=4), past_key_values=stock)
+    generate(model, BASE, cache)
+    require_intact(store, checked=0)
+    assert torch.equal(generate(model, BASE, ChunkReuseCache(model, store)), generate(plain, BASE))
+
+
+@pytest.mark.parametrize("how", ["layers", "instance", "class"])
+def test_stock_caches_that_somebody_has_changed_stay_theirs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attached call that brings one is not served, and what they do is done."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    attach(model, store)
+    generate(model, BASE)
+
+    class Doubles(DynamicLayer):
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().update(key_states, value_states * 2, *args, **kwargs)
+
+    def theirs() -> Any:
+        cache = DynamicCache()
+        if how == "layers":
+            cache.layers = [Doubles(), Doubles()]
+        elif how == "instance":
+            own = cache.update
+            cache.update = lambda keys, values, *args, **kwargs: own(keys, values * 2, *args, **kwargs)  # type: ignore[method-assign]
+        return cache
+
+    if how == "class":
+        stock = DynamicLayer.update
+        monkeypatch.setattr(DynamicLayer, "update", lambda self, k, v, *args, **kwargs: stock(self, k, v * 2))
+    assert torch.equal(generate(model, BASE, theirs()), generate(plain, BASE, theirs()))
+    assert "were replaced" in str(last_cache(model).report.bypass_reason)  # type: ignore[union-attr]
     require_intact(store)
 
 
