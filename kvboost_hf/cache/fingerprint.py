@@ -61,6 +61,7 @@ _SAID_OF_CLASSES = frozenset(
     )
 )
 _SAME_IN_TRAINING = frozenset((nn.Identity, nn.Linear, nn.Embedding, nn.ModuleDict, nn.ParameterDict))
+_OURS = "_kvboost_hf_"  # begins the names of what we keep on modules
 _READ_WHOLE_BYTES = 2**20  # of what is kept in containers, and of what hooks can reach
 _READ_ELSEWHERE = OF_TORCH | _NOTES | _SAID_OF_CLASSES | {"_hf_hook", "_old_forward", "forward"}
 
@@ -256,7 +257,7 @@ def _walk(model: nn.Module) -> _Found:
             attributes = {name: value for name, value in attributes.items() if name not in _ADAPTER_STATE}
         switches += [v for name, v in attributes.items() if type(v) in _SCALARS and name not in _NOTES]
         for name, value in [item for item in attributes.items() if item[0] not in _READ_ELSEWHERE]:
-            if type(value) in _SCALARS or isinstance(value, _PASSED_OVER):
+            if name.startswith(_OURS) or type(value) in _SCALARS or isinstance(value, _PASSED_OVER):
                 if isinstance(value, PreTrainedConfig) and id(value) not in configs:  # of its own
                     configs.add(id(value))
                     own_configs += _config_scalars(value)

@@ -1,8 +1,9 @@
 """Code that others have put into a model: what is given the cache, and what K/V may depend on besides weights.
 
-A compression method hooks the attention layers, and edits the cache that they are given; a patch takes the place of a
-forward or of a function that a forward calls. With the first, a model runs on transformers' own layers, whole prompts
-and all, as it would without us. The second is part of the fingerprint, with the values that it can reach.
+A compression method hooks the attention layers, and edits the cache that they are given: with it, a model runs on
+transformers' own layers, whole prompts and all, as it would without us. Other hooks are watched: if one changes what
+is computed, nothing is reused. A patch takes the place of a forward, or of a function that a forward calls: it is part
+of the fingerprint, with the values that it can reach.
 """
 
 import dataclasses
@@ -93,7 +94,10 @@ def holder_of_cache(model: nn.Module) -> str | None:
 
 @cache
 def _takes_cache(kind: Any) -> bool:
-    _, *parameters = inspect.signature(kind.forward).parameters.values()
+    try:
+        _, *parameters = inspect.signature(kind.forward).parameters.values()
+    except (TypeError, ValueError):  # it is no function of Python's
+        return False
     return any(each.name in _CACHE_ARGUMENTS for each in parameters) or {each.kind for each in parameters} == _ANYTHING
 
 
@@ -313,9 +317,12 @@ def _is_usual(kind: type) -> bool:
 
 def name_of(part: Any) -> str:
     """What people call a hook or a function."""
-    owner = getattr(part, "__self__", None)
-    own = getattr(part, "__qualname__", type(part).__qualname__)
-    return f"{type(owner).__module__}.{own}" if owner is not None else f"{getattr(part, '__module__', '')}.{own}"
+    if isinstance(part, functools.partial):
+        part = part.func
+    if isinstance(part, types.MethodType):
+        return f"{type(part.__self__).__module__}.{part.__func__.__qualname__}"
+    kind = part if isinstance(part, types.FunctionType) else type(part)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 # What code and attributes can reach

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.state import ModelState
-from kvboost_hf.compat import cache_argument
+from kvboost_hf.compat import cache_argument, own_hook
 
 Kwargs = dict[str, Any]
 Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
@@ -106,8 +106,8 @@ def install(model: PreTrainedModel) -> None:
     with ModelState.of(model).lock:
         if not _handles(model):
             hook = ForwardHook()
-            model.register_forward_pre_hook(hook.before, with_kwargs=True)
-            model.register_forward_hook(hook.after, with_kwargs=True)
+            own_hook(model.register_forward_pre_hook(hook.before, with_kwargs=True))
+            own_hook(model.register_forward_hook(hook.after, with_kwargs=True))
 
 
 def _handles(model: PreTrainedModel) -> list[Any]:
