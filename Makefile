@@ -36,10 +36,9 @@ LIBRARIES := .venv-libraries/bin/python
 libraries: .venv-libraries/installed
 	OMP_NUM_THREADS=1 $(LIBRARIES) -m tests.libraries --page docs/libraries.md
 
-# Those that take less than a quarter of a minute each.
+# Those of four libraries: two minutes.
 libraries-quick: .venv-libraries/installed
-	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -n $(JOBS) -q tests/libraries -k "$(QUICK)"
-QUICK := peft or outlines or langchain or llama or (kvpress and KnormPress and not Ada and not DMS)
+	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -q tests/libraries -k "peft or outlines or langchain or llama"
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .

@@ -216,6 +216,7 @@ class HookWatch:
 
     def __init__(self) -> None:
         self.alters: Any = None  # the first hook of those that do
+        self.handles: list[RemovableHandle] = []
         self._before: dict[int, list[tuple[Any, Any]]] = {}  # by thread
 
     def first(self, module: nn.Module, *given: Any) -> None:
@@ -266,6 +267,10 @@ def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
     every = (*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values())
     between = any(isinstance(hook, types.MethodType) and hasattr(hook.__self__, "changes_arguments") for hook in every)
     if between or not any(map(_is_function_of_others, found)):
+        if watch is not None:  # those that were watched are gone
+            del attributes[_WATCH]
+            for handle in watch.handles:
+                handle.remove()
         return found, None
     if watch is None:
         watch = attributes[_WATCH] = HookWatch()
@@ -276,8 +281,8 @@ def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
         numbers = list(hooks)
         ours = {getattr(hook, "__name__", ""): n for n, hook in list(hooks.items()) if _watches(hook, watch)}
         if not ours:
-            own_hook(register(watch.first, prepend=True, with_kwargs=True))
-            own_hook(register(watch.last, with_kwargs=True))
+            watch.handles.append(own_hook(register(watch.first, prepend=True, with_kwargs=True)))
+            watch.handles.append(own_hook(register(watch.last, with_kwargs=True)))
         elif numbers[0] != ours["first"] or numbers[-1] != ours["last"]:
             hooks.move_to_end(ours["first"], last=False)
             hooks.move_to_end(ours["last"])
