@@ -84,6 +84,11 @@ class ModelFingerprint:
         self.watched: list[HookWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
 
+    def look(self, model: nn.Module) -> None:
+        """Find out what others have changed in `model`, so that probes of it are told apart by that."""
+        with self._lock:
+            self.watched = _walk(model).watched
+
     def current(self, model: nn.Module, *, full: bool = False) -> bytes | None:
         """The fingerprint of `model` as it is now; None while a part of it is in training mode.
 

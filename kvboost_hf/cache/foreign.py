@@ -196,7 +196,7 @@ def _is_called(name: str, value: Any) -> bool:
 def _is_original(value: Any) -> bool:
     """Whether something in a module or a class of a package is what was written or imported there."""
     if isinstance(value, types.FunctionType):
-        return is_own(value) and is_written_where_it_says(value)
+        return _is_usual(value) and is_written_where_it_says(value)
     return not isinstance(value, functools.partial) and _is_usual(value if isinstance(value, type) else type(value))
 
 
@@ -313,11 +313,10 @@ def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(inner)
 
 
-@cache
-def _is_usual(kind: type) -> bool:
-    """Whether a class is what a module of transformers would import: from a package, or from Python's."""
-    package = str(kind.__module__).partition(".")[0]
-    return is_of_package(kind) or package in sys.stdlib_module_names or package in _IMPORTED
+def _is_usual(code: Any) -> bool:
+    """Whether a function or class is what a module of transformers would import: from a package, or from Python's."""
+    package = str(getattr(code, "__module__", "")).partition(".")[0]
+    return is_own(code) or package in sys.stdlib_module_names or package in _IMPORTED
 
 
 def name_of(part: Any) -> str:
