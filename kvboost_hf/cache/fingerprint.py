@@ -26,7 +26,6 @@ from kvboost_hf.cache.foreign import (
     Reader,
     foreign_functions,
     hooks_of_all_modules,
-    name_of,
     only_looks,
     watch_hooks,
 )
@@ -146,9 +145,8 @@ class ModelFingerprint:
 
     @property
     def altered(self) -> str | None:
-        """Why nothing is known of what the model computes, or None: a hook changes it."""
-        hook = next((watch.alters for watch in self.watched if watch.alters is not None), None)
-        return f"a forward hook ({name_of(hook)}) changes what the model computes" if hook is not None else None
+        """Why nothing is known of what the model computes, or None: a hook changes it, or may do so."""
+        return next((reason for watch in self.watched if (reason := watch.reason) is not None), None)
 
     def bump(self) -> None:
         """Make all that was computed before count as another model's."""

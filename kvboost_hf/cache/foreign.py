@@ -38,7 +38,6 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))
 _MAX_DEPTH = 4
 _MAX_READ = 1000  # things in a container; of a larger one, only how many they are
-_MARKED = 64  # values of a tensor that are compared
 _WATCH = "_kvboost_hf_hook_watch"
 _IMPORTED = frozenset(("causal_conv1d", "einops", "kernels", "numpy"))  # packages that modules of transformers import
 
@@ -216,15 +215,21 @@ class HookWatch:
 
     def __init__(self) -> None:
         self.alters: Any = None  # the first hook of those that do
+        self.compiled = False  # they have run where nobody can see what they do
         self.handles: list[RemovableHandle] = []
         self._before: dict[int, list[tuple[Any, Any]]] = {}  # by thread
 
     def first(self, module: nn.Module, *given: Any) -> None:
         """Called before the others."""
-        self._before[get_ident()] = _marks(given)
+        if torch.compiler.is_compiling():
+            self.compiled = True
+        else:
+            self._before[get_ident()] = _marks(given)
 
     def last(self, module: nn.Module, *given: Any) -> None:
         """Called after the others."""
+        if torch.compiler.is_compiling():
+            return
         before = self._before.pop(get_ident(), None)
         if before is None or self.alters is not None:
             return
@@ -237,6 +242,13 @@ class HookWatch:
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             self.alters = next((hook for hook in hooks if not only_looks(hook)), self)
 
+    @property
+    def reason(self) -> str | None:
+        """Why nothing is known of what the module computes, or None."""
+        if self.alters is not None:
+            return f"a forward hook ({name_of(self.alters)}) changes what the model computes"
+        return "forward hooks are compiled, so that it cannot be seen what they change" if self.compiled else None
+
     def __reduce__(self) -> Any:
         return type(self), ()
 
@@ -247,11 +259,10 @@ def _marks(given: tuple[Any, ...]) -> list[tuple[Any, Any]]:
 
 
 def _mark(tensor: torch.Tensor) -> Any:
-    """The version; on a CPU, and where there is none, some of the values."""
+    """The version; on a CPU, and where there is none, the values, bit by bit."""
     if tensor.device.type != "cpu" and not tensor.is_inference():
         return tensor._version
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _MARKED)].clone()
+    return tensor.detach().reshape(-1).clone().view(torch.uint8)
 
 
 def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
