@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    CompileConfig,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
@@ -30,6 +31,10 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, attach, check_model_compatibility, last_cache
+from kvboost_hf.cache.foreign import foreign_functions
+from tests import multimodal
+from tests.architectures.models import make_architecture
+from tests.conftest import _MAKERS as MODELS
 from tests.conftest import STATEFUL, as_inputs, counted, make_model, random_ids
 
 CHANGED = "the cache was changed by somebody else"
@@ -472,6 +477,129 @@ def test_a_hook_that_counts() -> None:
         assert cache.report.reused_tokens == served
         assert sum(counts) == 100 - served + 7
     require_intact(store)
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["passed", "attached"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+def test_hooks_that_count_tokens(name: str, attached: bool) -> None:
+    """On the model, on the one in it, and on the embeddings: with arguments by name and without."""
+    model, plain = make_model(name), make_model(name)
+    store = store_of(model)
+    kept = None if attached else ChunkReuseCache(model, store)
+    if attached:
+        attach(model, store)
+    counts: dict[Any, list[int]] = {}
+
+    def count(module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
+        counts[module].append(kwargs["input_ids"].shape[1])
+
+    def count_embedded(module: Any, args: Any) -> None:
+        counts[module].append(args[0].shape[1])
+
+    embeddings: Any = model.get_input_embeddings()
+    for module in (model, model.base_model):
+        module.register_forward_pre_hook(count, with_kwargs=True)
+        module.register_forward_hook(count, with_kwargs=True)
+    embeddings.register_forward_pre_hook(count_embedded)
+    for forwarded in (100, 4 if attached else 1, 4 if attached else 1):  # three tokens are too few to be stored
+        for module in (model, model.base_model, embeddings):
+            counts[module] = []
+        found = generate(model, BASE, kept, max_new_tokens=1)
+        assert torch.equal(found, generate(plain, BASE, max_new_tokens=1))
+        assert counts[embeddings] == [forwarded]
+        assert counts[model] == counts[model.base_model] == [forwarded, forwarded]
+    require_intact(store)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("by_data", [False, True], ids=["in place", "data"])
+@pytest.mark.parametrize("where", ["layers.0", "layers.1.self_attn.k_proj", "layers.1.self_attn.v_proj"])
+def test_hooks_that_write_to_one_number_of_a_prompt(where: str, by_data: bool, inference: bool) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    strength = [40.0]
+
+    def nudge(module: Any, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.shape[1] > 1:
+            (hidden.data if by_data else hidden)[:, 0, 5] += strength[0]
+
+    handles = [owner.model.get_submodule(where).register_forward_hook(nudge) for owner in (model, plain)]  # type: ignore[union-attr, operator]
+    kept = ChunkReuseCache(model, store)
+    with torch.inference_mode(inference):
+        for strength[0] in (40.0, 40.0, 10.0):
+            for cache in (kept, ChunkReuseCache(model, store)):
+                assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    assert len(store) == 0
+    for handle in handles:
+        handle.remove()
+    for cache in (kept, ChunkReuseCache(model, store)):
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    require_intact(store)
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["passed", "attached"])
+@pytest.mark.parametrize("edit", [multiply, multiply_data, write_one_number, assign], ids=name_of)
+@pytest.mark.parametrize("where", ["", "model"])
+def test_hooks_on_whole_models_that_edit_the_cache(where: str, edit: Edit, attached: bool) -> None:
+    """They are given it, and are not asked what they do with it."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    if attached:
+        attach(model, store)
+    kept = None if attached else ChunkReuseCache(model, store)
+    generate(model, BASE[:, :60], kept)
+
+    def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        edit(kwargs["past_key_values"])
+
+    handle = model.get_submodule(where).register_forward_hook(hook, with_kwargs=True)
+    for _ in range(2):
+        generate(model, BASE, kept)
+    handle.remove()
+    for _ in range(2):
+        assert torch.equal(generate(model, BASE, kept), generate(plain, BASE))
+    require_intact(store)
+
+
+def test_compiled_hooks() -> None:
+    """They run, in one graph with the model, and nothing is reused that they may have changed."""
+    torch.compiler.reset()
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    kept = ChunkReuseCache(model, store, max_cache_len=160)
+    compiled = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compiled._compile_all_devices = True  # type: ignore[assignment]
+
+    def louder(module: Any, args: Any, output: Any) -> Any:
+        return output * 1.5 if output.shape[1] == 1 else None
+
+    handles = [owner.model.layers[0].mlp.register_forward_hook(louder) for owner in (model, plain)]  # type: ignore[union-attr, index]
+    for ids in (BASE, torch.cat([generate(plain, BASE), BASE[:, :9]], dim=1)):
+        assert torch.equal(generate(model, ids, kept, compile_config=compiled), generate(plain, ids))
+    assert "are compiled" in str(kept.report.bypass_reason)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(generate(model, BASE, kept), generate(plain, BASE))
+    require_intact(store)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", [*MODELS, *multimodal.FAMILIES])
+def test_nothing_of_an_untouched_model_is_of_others(name: str) -> None:
+    model = make_model(name) if name in MODELS else multimodal.make_model(name)
+    assert foreign_functions(model, dict.fromkeys(map(type, model.modules()))) == []
+
+
+def test_parts_with_configurations_of_their_own_are_probed_once() -> None:
+    """As transformers makes them for some architectures."""
+    model = make_architecture("granite_swa")
+    store = store_of(model)
+    for forwarded in (100, 4):
+        cache = ChunkReuseCache(model, store)
+        with counted(model) as work:
+            generate(model, BASE, cache, max_new_tokens=1)
+        assert work.tokens == forwarded == cache.report.forwarded_tokens
 
 
 def test_a_hook_that_begins_to_change_what_is_computed() -> None:
