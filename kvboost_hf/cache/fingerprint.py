@@ -86,7 +86,7 @@ class ModelFingerprint:
     def look(self, model: nn.Module) -> None:
         """Find out what others have changed in `model`, so that probes of it are told apart by that."""
         with self._lock:
-            self.watched = _walk(model).watched
+            self._look(model)
 
     def current(self, model: nn.Module, *, full: bool = False) -> bytes | None:
         """The fingerprint of `model` as it is now; None while a part of it is in training mode.
@@ -99,11 +99,10 @@ class ModelFingerprint:
                 fingerprint again. It never equals one without `full`.
         """
         with self._lock:
-            found = _walk(model)
-            self.watched = found.watched
+            found, serials = self._look(model)
             if found.in_training:
                 return None
-            switches = (*found.switches, *sorted(found.files), *self._serials(found.parts))
+            switches = (*found.switches, *sorted(found.files), *serials)
             weights: Hashable = checksum(found.tensors, found.used_on) if full else self._weights.epoch(found.tensors)
             state = (switches, weights, self.bumps)
             known = self._digests.get(full)
@@ -125,8 +124,7 @@ class ModelFingerprint:
             full: Read every weight again. It never equals one without `full`, under which a change may be missed.
         """
         with self._lock:
-            found = _walk(model)
-            self.watched = found.watched
+            found, _ = self._look(model)
             if found.in_training:
                 return None
             codes: set[str] = set()
@@ -152,6 +150,15 @@ class ModelFingerprint:
         """Make all that was computed before count as another model's."""
         with self._lock:
             self.bumps += 1
+
+    def _look(self, model: nn.Module) -> "tuple[_Found, list[int]]":
+        """What there is in the model now, and the serials of its parts."""
+        found = _walk(model)
+        self.watched = found.watched
+        serials = self._serials(found.parts)
+        if isinstance(model, PreTrainedModel):
+            note_changes(model, (*found.own_configs, *serials[found.foreign]))
+        return found, serials
 
     def _serials(self, parts: Iterable[Any]) -> list[int]:
         """A number for each part: the same as long as it stays in place, never used again."""
@@ -189,7 +196,9 @@ class _Found:
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     switches: list[Hashable] = field(default_factory=list)  # what can be switched without touching a tensor
+    own_configs: list[Hashable] = field(default_factory=list)  # of parts that do not share the model's
     parts: list[Any] = field(default_factory=list)  # hooks and functions: told apart by identity
+    foreign: slice = field(default_factory=lambda: slice(0))  # of the parts: functions of others
     files: set[FileMark] = field(default_factory=set)
     used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of tensors that are kept elsewhere
     in_training: bool = False
@@ -217,7 +226,6 @@ def _walk(model: nn.Module) -> _Found:
     held: list[Any] = []  # attributes that may hold values
     seen: set[int] = set()  # ids of modules
     configs = _ids_of_configs(getattr(model, "config", None))
-    own_configs: list[Hashable] = []  # of parts whose configuration is not that of the model
     todo = [model]  # by hand: the generators of model.modules() take three times as long
     while todo:
         module = todo.pop()
@@ -268,7 +276,7 @@ def _walk(model: nn.Module) -> _Found:
             if name.startswith(_OURS) or type(value) in _SCALARS or isinstance(value, _PASSED_OVER):
                 if isinstance(value, PreTrainedConfig) and id(value) not in configs:  # of its own
                     configs.add(id(value))
-                    own_configs += _config_scalars(value)
+                    found.own_configs += _config_scalars(value)
                 continue
             if isinstance(value, torch.Tensor):  # neither parameter nor buffer
                 if not any(name + suffix in attributes["_parameters"] for suffix in _RECOMPUTED):
@@ -286,10 +294,9 @@ def _walk(model: nn.Module) -> _Found:
                 held.append(replaced)
     found.parts += [getattr(kind, "forward", None) for kind in kinds]
     foreign = foreign_functions(model, kinds)
+    found.foreign = slice(len(found.parts), len(found.parts) + len(foreign))
     found.parts += foreign
-    switches += own_configs
-    if isinstance(model, PreTrainedModel):
-        note_changes(model, (*own_configs, *map(id, foreign)))
+    switches += found.own_configs
     everywhere = [hook for hooks in hooks_of_all_modules() for hook in hooks.values() if not only_looks(hook)]
     found.parts += everywhere
     held += everywhere
