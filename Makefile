@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo server test style quality docs architectures bench bench-all soak dist dist-check gpu gpu-tests clean
+.PHONY: demo server test libraries libraries-quick style quality docs architectures bench bench-all soak dist dist-check gpu gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,6 +26,19 @@ server:
 
 test: $(VENV)/installed
 	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+
+# Real libraries over a real model, in an environment of their own, which PyPI fills: 15 minutes on one core.
+LIBRARIES := .venv-libraries/bin/python
+.venv-libraries/installed: tests/libraries/environment.py $(VENV)/installed
+	$(BIN)/python -m tests.libraries.environment
+	touch $@
+
+libraries: .venv-libraries/installed
+	OMP_NUM_THREADS=1 $(LIBRARIES) -m tests.libraries --page docs/libraries.md
+
+# Those of four libraries: two minutes.
+libraries-quick: .venv-libraries/installed
+	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -q tests/libraries -k "peft or outlines or langchain or llama"
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .
@@ -101,4 +114,4 @@ gpu-bench:
 		--html $${OUT:-benchmarks/results}/bench-cuda.html --json $${OUT:-benchmarks/results}/bench-cuda.json
 
 clean:
-	rm -rf $(VENV) dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png bench.html bench.json
+	rm -rf $(VENV) .venv-libraries dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png bench.html bench.json

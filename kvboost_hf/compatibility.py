@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.blend_probe import blend_reason
 from kvboost_hf.cache.repair import Measure
+from kvboost_hf.cache.state import ModelState
 from kvboost_hf.compat import decoder_layers, known_reason, probe_reason, require_reusable_model, steps_reason
 
 
@@ -72,6 +73,7 @@ def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> Co
     """
     require_reusable_model(model)
     name = type(model).__name__
+    ModelState.of(model).fingerprint.look(model)
     reason = known_reason(model) or probe_reason(model)
     if reason is None:
         steps_reason(model)  # decides what is kept of decoded tokens; found out now, not in the first call

@@ -7,6 +7,8 @@ from weakref import ref
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.compat import own_hook
+
 
 class Outcome:
     """Waits for the next forward of a target that checks a draft.
@@ -28,7 +30,7 @@ class Outcome:
         self.held = 0  # tokens that the cache holds then
         self._length, self._clock = length, clock
         self._cache: Callable[[], Any] = lambda: None
-        self._handle = target.register_forward_hook(self._after)
+        self._handle = own_hook(target.register_forward_hook(self._after))
 
     def give_up(self) -> None:
         """Wait no longer, if it has not come."""

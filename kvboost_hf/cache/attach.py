@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvboost_hf.cache.arming import running_config
 from kvboost_hf.cache.compiled import static_reason
-from kvboost_hf.cache.foreign import holder_of_cache
+from kvboost_hf.cache.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.hook import Kwargs, install
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.state import ModelState
@@ -62,6 +62,8 @@ class _Attachment:
             self._refuse_batch(model, kwargs)
             return None
         if not _begins_text(theirs, kwargs):
+            if (why := _unreadable(theirs, kwargs)) is not None:
+                self._refuse_again(model, *why)
             return None
         self.flush()
         with self._storing:  # what another thread's call has just left is worth waiting for
@@ -110,6 +112,15 @@ class _Attachment:
         cache.note_refusal(reason, tokens)
         self._note(cache)
 
+    def _refuse_again(self, model: PreTrainedModel, reason: str, tokens: int) -> None:
+        """The same where one call may come as many forwards."""
+        last = self._of_thread.last
+        if last is not None and last.report.bypass_reason == reason:
+            last.note_refusal(reason, tokens)
+        else:
+            self.flush()
+            self._refuse(model, reason, tokens)
+
     def _refuse_batch(self, model: PreTrainedModel, kwargs: Kwargs) -> None:
         """Note that generate_batch() is not served: once, for its forwards run in a thread that nobody asks."""
         last, ids = self._latest, kwargs.get("input_ids")
@@ -154,6 +165,19 @@ def _begins_text(theirs: Any, kwargs: Kwargs) -> bool:
     return isinstance(theirs, Cache) and not ours and not any(_holds(layer) for layer in theirs.layers)
 
 
+def _unreadable(theirs: Any, kwargs: Kwargs) -> tuple[str, int] | None:
+    """Why a forward that may begin a text cannot be served, whatever its cache, and its tokens; None if it goes on."""
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    if isinstance(embeds, torch.Tensor) and ids is None:
+        empty = theirs is None or (isinstance(theirs, Cache) and not any(_holds(layer) for layer in theirs.layers))
+        return ("no input_ids were passed", embeds.shape[0] * embeds.shape[1]) if empty else None
+    if theirs is not None or not isinstance(ids, torch.Tensor):
+        return None
+    if kwargs.get("use_cache") is False:
+        return "use_cache is False", ids.numel()
+    return "the logits of all tokens are wanted (pass logits_to_keep=1, as generate() does)", ids.numel()
+
+
 def _holds(layer: Any) -> bool:
     """Whether a layer that transformers made holds anything."""
     if isinstance(layer, CacheLayerMixin) and int(layer.get_seq_length()) > 0:
@@ -168,6 +192,8 @@ def _refusal(model: PreTrainedModel, theirs: Cache | None, kwargs: Kwargs) -> st
     if theirs is None:
         return None if model.config.get_text_config(decoder=True).use_cache else "use_cache is False"
     kind = type(theirs)
+    if kind in (DynamicCache, StaticCache) and not is_stock(theirs):
+        return f"layers or methods of the {kind.__name__} that it was given were replaced"
     if kind not in (DynamicCache, StaticCache):
         return f"generate() was given a {kind.__name__}, or told to make one, which keeps K/V in a form of its own"
     if theirs.offloading:

@@ -15,11 +15,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.cache.checksum import checksum
-from kvboost_hf.cache.code_names import code_name, is_of_package, library_versions
-from kvboost_hf.cache.foreign import OF_TORCH, Reached, Reader, foreign_functions, only_looks
+from kvboost_hf.cache.code_names import code_name, is_of_package, is_written_where_it_says, library_versions
+from kvboost_hf.cache.foreign import (
+    OF_TORCH,
+    HookWatch,
+    Reached,
+    Reader,
+    foreign_functions,
+    hooks_of_all_modules,
+    only_looks,
+    watch_hooks,
+)
 from kvboost_hf.cache.offloaded import (
     FileMark,
     files_at_rest,
@@ -29,7 +38,7 @@ from kvboost_hf.cache.offloaded import (
     weights_at_rest,
 )
 from kvboost_hf.cache.weights import WeightsWatch, plain_tensors
-from kvboost_hf.compat import KeptOnModel, frequencies_vary
+from kvboost_hf.compat import KeptOnModel, frequencies_vary, note_changes
 
 _SCALARS = frozenset((float, bool, str, int))
 # Attributes that are read elsewhere, or by generate(), or that are our own.
@@ -39,8 +48,13 @@ _ADAPTER_STATE = frozenset(("_active_adapter", "_disable_adapters"))  # read thr
 _RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` from `weight_orig` at each forward
 # What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
 # is found by; hooks that only look are put in place when hidden states are first asked for, as with a first image;
-# and generate() notes the size of the static cache that it has made.
-_NOTES = frozenset(("rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length", "_cache"))
+# generate() notes the size of the static cache that it has made; and what is compiled is the same code.
+_NOTES = frozenset(
+    (
+        *("rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length", "_cache"),
+        *("_compiled_call", "_last_compile_config", "_compiled_call_impl"),
+    )
+)
 # What transformers says of a class, not of how it computes.
 _SAID_OF_CLASSES = frozenset(
     (
@@ -51,6 +65,7 @@ _SAID_OF_CLASSES = frozenset(
     )
 )
 _SAME_IN_TRAINING = frozenset((nn.Identity, nn.Linear, nn.Embedding, nn.ModuleDict, nn.ParameterDict))
+_OURS = "_kvboost_hf_"  # begins the names of what we keep on modules
 _READ_WHOLE_BYTES = 2**20  # of what is kept in containers, and of what hooks can reach
 _READ_ELSEWHERE = OF_TORCH | _NOTES | _SAID_OF_CLASSES | {"_hf_hook", "_old_forward", "forward"}
 
@@ -65,7 +80,13 @@ class ModelFingerprint:
         self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
         self._next_serial = 0
+        self.watched: list[HookWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
+
+    def look(self, model: nn.Module) -> None:
+        """Find out what others have changed in `model`, so that probes of it are told apart by that."""
+        with self._lock:
+            self._look(model)
 
     def current(self, model: nn.Module, *, full: bool = False) -> bytes | None:
         """The fingerprint of `model` as it is now; None while a part of it is in training mode.
@@ -78,10 +99,10 @@ class ModelFingerprint:
                 fingerprint again. It never equals one without `full`.
         """
         with self._lock:
-            found = _walk(model)
+            found, serials = self._look(model)
             if found.in_training:
                 return None
-            switches = (*found.switches, *sorted(found.files), *self._serials(found.parts))
+            switches = (*found.switches, *sorted(found.files), *serials)
             weights: Hashable = checksum(found.tensors, found.used_on) if full else self._weights.epoch(found.tensors)
             state = (switches, weights, self.bumps)
             known = self._digests.get(full)
@@ -103,7 +124,7 @@ class ModelFingerprint:
             full: Read every weight again. It never equals one without `full`, under which a change may be missed.
         """
         with self._lock:
-            found = _walk(model)
+            found, _ = self._look(model)
             if found.in_training:
                 return None
             codes: set[str] = set()
@@ -120,10 +141,24 @@ class ModelFingerprint:
                 self._durable = state, self._digest(model, (switches, full, library_versions()), read)
             return self._durable[1]
 
+    @property
+    def altered(self) -> str | None:
+        """Why nothing is known of what the model computes, or None: a hook changes it, or may do so."""
+        return next((reason for watch in self.watched if (reason := watch.reason) is not None), None)
+
     def bump(self) -> None:
         """Make all that was computed before count as another model's."""
         with self._lock:
             self.bumps += 1
+
+    def _look(self, model: nn.Module) -> "tuple[_Found, list[int]]":
+        """What there is in the model now, and the serials of its parts."""
+        found = _walk(model)
+        self.watched = found.watched
+        serials = self._serials(found.parts)
+        if isinstance(model, PreTrainedModel):
+            note_changes(model, (*found.own_configs, *serials[found.foreign]))
+        return found, serials
 
     def _serials(self, parts: Iterable[Any]) -> list[int]:
         """A number for each part: the same as long as it stays in place, never used again."""
@@ -161,15 +196,22 @@ class _Found:
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     switches: list[Hashable] = field(default_factory=list)  # what can be switched without touching a tensor
+    own_configs: list[Hashable] = field(default_factory=list)  # of parts that do not share the model's
     parts: list[Any] = field(default_factory=list)  # hooks and functions: told apart by identity
+    foreign: slice = field(default_factory=lambda: slice(0))  # of the parts: functions of others
     files: set[FileMark] = field(default_factory=set)
     used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of tensors that are kept elsewhere
     in_training: bool = False
+    watched: list[HookWatch] = field(default_factory=list)  # hooks that may turn out to change what is computed
 
 
 def _digest_shapes(digest: Any, model: nn.Module) -> None:
     config = getattr(model, "config", None)
-    digest.update(str(config.to_json_string(use_diff=False) if config is not None else type(model)).encode())
+    try:
+        shown = str(config.to_json_string(use_diff=False) if config is not None else type(model))
+    except Exception:  # somebody has put something into it that cannot be written
+        shown = repr(_config_scalars(config))
+    digest.update(shown.encode())
     for name, tensor in model.named_parameters():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
 
@@ -177,12 +219,13 @@ def _digest_shapes(digest: Any, model: nn.Module) -> None:
 def _walk(model: nn.Module) -> _Found:
     found = _Found()
     tensors, switches = found.tensors, found.switches
-    switches += [_autocast(), *_config_scalars(getattr(model, "config", None))]
+    switches += [autocast(), *_config_scalars(getattr(model, "config", None))]
     maps: dict[int, Any] = {}
     at_rest: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # of streamed layers
     kinds: dict[type, None] = {}
     held: list[Any] = []  # attributes that may hold values
     seen: set[int] = set()  # ids of modules
+    configs = _ids_of_configs(getattr(model, "config", None))
     todo = [model]  # by hand: the generators of model.modules() take three times as long
     while todo:
         module = todo.pop()
@@ -190,6 +233,14 @@ def _walk(model: nn.Module) -> _Found:
             continue
         attributes = module.__dict__
         if frequencies_vary(module):  # it writes its frequencies anew at each forward; their regime is in the root
+            seen.add(id(module))
+            switches += [value for name, value in attributes.items() if name.endswith("attention_scaling")]
+            kinds[type(module)] = None
+            if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
+                _add_hooks(found, module)
+            if "forward" in attributes:
+                found.parts.append(attributes["forward"])
+                held.append(attributes["forward"])
             continue
         if children := attributes["_modules"]:
             todo += [child for child in children.values() if child is not None]
@@ -199,6 +250,8 @@ def _walk(model: nn.Module) -> _Found:
         switches.append(type(module).__qualname__)
         hook = attributes.get("_hf_hook")
         if hook is not None:
+            if not is_of_package(type(hook)):
+                held.append(hook)
             at_rest |= weights_at_rest(hook)
             found.files |= files_at_rest(hook)
             maps |= {id(weights): weights for weights in weight_maps(hook)}
@@ -220,7 +273,10 @@ def _walk(model: nn.Module) -> _Found:
             attributes = {name: value for name, value in attributes.items() if name not in _ADAPTER_STATE}
         switches += [v for name, v in attributes.items() if type(v) in _SCALARS and name not in _NOTES]
         for name, value in [item for item in attributes.items() if item[0] not in _READ_ELSEWHERE]:
-            if type(value) in _SCALARS or isinstance(value, _PASSED_OVER):
+            if name.startswith(_OURS) or type(value) in _SCALARS or isinstance(value, _PASSED_OVER):
+                if isinstance(value, PreTrainedConfig) and id(value) not in configs:  # of its own
+                    configs.add(id(value))
+                    found.own_configs += _config_scalars(value)
                 continue
             if isinstance(value, torch.Tensor):  # neither parameter nor buffer
                 if not any(name + suffix in attributes["_parameters"] for suffix in _RECOMPUTED):
@@ -230,9 +286,7 @@ def _walk(model: nn.Module) -> _Found:
             else:
                 held.append(value)
         if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
-            hooks = [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values()]
-            found.parts += (others := [h for h in hooks if not only_looks(h)])
-            held += others
+            _add_hooks(found, module)
         replaced = attributes.get("forward")  # on the object; accelerate puts the own one there when a hook goes
         if replaced is not None and not any(getattr(by, "leaves_kv_alone", False) for by in (hook, replaced)):
             if replaced != type(module).forward.__get__(module):
@@ -240,7 +294,13 @@ def _walk(model: nn.Module) -> _Found:
                 held.append(replaced)
     found.parts += [getattr(kind, "forward", None) for kind in kinds]
     foreign = foreign_functions(model, kinds)
+    found.foreign = slice(len(found.parts), len(found.parts) + len(foreign))
     found.parts += foreign
+    switches += found.own_configs
+    everywhere = [hook for hooks in hooks_of_all_modules() for hook in hooks.values() if not only_looks(hook)]
+    found.parts += everywhere
+    held += everywhere
+    held += [forward for kind in kinds if not is_of_package(forward := getattr(kind, "forward", None))]
     if held or foreign:
         _read_values(found, [*held, *foreign], seen)
     for weights in maps.values():
@@ -248,6 +308,14 @@ def _walk(model: nn.Module) -> _Found:
             tensors += plain_tensors(tensor)
         found.files |= offloaded_files(weights)
     return found
+
+
+def _add_hooks(found: _Found, module: nn.Module) -> None:
+    """Add the forward hooks of a module."""
+    hooks, watch = watch_hooks(module)
+    found.parts += hooks
+    if watch is not None:
+        found.watched.append(watch)
 
 
 def _is_the_same_in_training(module: nn.Module) -> bool:
@@ -260,7 +328,7 @@ def _read_values(found: _Found, values: list[Any], modules: set[int]) -> None:
     reached = Reached()
     reader = Reader(reached, modules)
     for value in values:
-        if not is_of_package(value):
+        if not (is_of_package(value) and is_written_where_it_says(value)):
             reader.read(value)
     tensors = [plain for tensor in reached.tensors for plain in plain_tensors(tensor)]
     if tensors and sum(tensor.nbytes for tensor in tensors) <= _READ_WHOLE_BYTES:
@@ -288,13 +356,27 @@ def _config_scalars(config: Any) -> list[Hashable]:
         if kind in _SCALARS:
             found.append(value)
         elif kind is list or kind is tuple or (kind is dict and value):
-            found.append(repr(value))
+            found.append(_shown(value))
         elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
             found += _config_scalars(value)
     return found
 
 
-def _autocast() -> Hashable:
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # of something in it
+        return type(value).__name__
+
+
+def _ids_of_configs(config: Any) -> set[int]:
+    """Those of a configuration and of the ones in it."""
+    inner = [value for value in getattr(config, "__dict__", {}).values() if isinstance(value, PreTrainedConfig)]
+    return {id(config)}.union(*map(_ids_of_configs, inner))
+
+
+def autocast() -> Hashable:
+    """With how many bits this thread computes."""
     precision = torch.get_float32_matmul_precision()
     kinds = [kind for kind in _device_kinds() if torch.is_autocast_enabled(kind)]
     return precision, *[(kind, torch.get_autocast_dtype(kind)) for kind in kinds]

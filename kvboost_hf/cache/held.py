@@ -5,7 +5,7 @@ never returned, chunks that have become complete. What a forward is given is dec
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.arming import in_generate, in_prefill
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
-from kvboost_hf.cache.foreign import foreign_attention, holder_of_cache
+from kvboost_hf.cache.fingerprint import autocast
+from kvboost_hf.cache.foreign import foreign_attention, holder_of_cache, hooks_registered, is_own
 from kvboost_hf.cache.hook import HookedCache, Kwargs
 from kvboost_hf.cache.kinds import make_layers
 from kvboost_hf.cache.layers import ReuseLayer
@@ -50,6 +51,7 @@ class Running:
     began: float | None = None  # when, if it is to tell how fast the model is
     loading: Loading | None = None  # K/V from a lower tier is still on its way into the layers
     audited: Kwargs | None = None  # the caller's arguments, if the prompt is to be computed a second time
+    audit_if_altered: bool = False  # only if a hook of somebody else turns out to change what is computed
 
 
 class HoldingCache(HookedCache):
@@ -78,6 +80,10 @@ class HoldingCache(HookedCache):
         self._unsupported = known_reason(model)
         self._plain = self._unsupported  # why the layers are transformers' own, for good or for this text, or None
         self._changed = False  # somebody else has changed what the layers held
+        self._kinds_of: list[ReuseLayer] | None = None
+        self._made: list[type] = []
+        self._hooks = 0  # that others had put anywhere when the model was last looked at
+        self._precision: Hashable = None  # autocast, then
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._used = False  # layers of a model that cannot reuse K/V hold something
         self._tally = Tally()
@@ -107,6 +113,8 @@ class HoldingCache(HookedCache):
         reason = self._unsupported
         if reason is None and self._static is None:
             reason = holder_of_cache(model)
+        if reason is None and ("update" in self.__dict__ or not is_own(type(self).update)):
+            reason = "`update` of this ChunkReuseCache was replaced"
         if reason is not None and self._plain is not None:
             self._plain = reason
         elif reason is not self._plain or not self._owns_layers:
@@ -132,10 +140,18 @@ class HoldingCache(HookedCache):
 
     @property
     def _owns_layers(self) -> bool:
-        """Whether the layers that transformers sees are those that were made for it."""
+        """Whether the layers that transformers sees are those that were made for it, as they were made."""
         return len(self.layers) == len(self._layers) and all(
-            theirs is ours.native for theirs, ours in zip(self.layers, self._layers, strict=True)
+            theirs is ours.native and type(theirs) is kind and "update" not in theirs.__dict__
+            for theirs, ours, kind in zip(self.layers, self._layers, self._kinds, strict=True)
         )
+
+    @property
+    def _kinds(self) -> list[type]:
+        """Classes of the layers that transformers sees, as they were made."""
+        if self._kinds_of is not self._layers:
+            self._kinds_of, self._made = self._layers, [type(layer.native) for layer in self._layers]
+        return self._made
 
     # What transformers calls
 
@@ -256,10 +272,16 @@ class HoldingCache(HookedCache):
         if not ledger.log.trusted:
             return False
         model = self._model()
-        if root_checked and model is not None and foreign_attention(model) is None:
+        if model is None:
+            return False
+        fingerprint = ModelState.of(model).fingerprint
+        if fingerprint.altered is not None:
+            return False
+        # What others have put into it may have changed in the course of the forward.
+        if root_checked and foreign_attention(model) is None and not fingerprint.watched:
             return True
-        try:  # an attention of somebody else may have changed its own state in the course of the forward
-            return self._root(self._regime) == ledger.root
+        try:
+            return self._root(self._regime) == ledger.root and fingerprint.altered is None
         except StoreClosedError:  # which another thread may do at any time
             return False
 
@@ -277,6 +299,7 @@ class HoldingCache(HookedCache):
 
     def _root(self, regime: bytes) -> bytes | None:
         """What all chains of the model, as it is now, start from."""
+        self._hooks, self._precision = hooks_registered(), autocast()
         return self.store.root(self._salt, regime + self._mark, read_all=self.policy.weights_check == "full")
 
     def _note_miss(self, ledger: Ledger, row: int, tokens: Tokens, plan: RowPlan) -> None:

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.state import ModelState
-from kvboost_hf.compat import cache_argument
+from kvboost_hf.compat import cache_argument, own_hook
 
 Kwargs = dict[str, Any]
 Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
@@ -42,6 +42,7 @@ class ForwardHook:
     """One per model. Holds no reference to it, so that it can be pickled and deep-copied with it."""
 
     leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
+    changes_arguments = True  # so that nobody can tell whether others' hooks on the same module do
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Changed:
         """torch forward pre-hook."""
@@ -105,8 +106,8 @@ def install(model: PreTrainedModel) -> None:
     with ModelState.of(model).lock:
         if not _handles(model):
             hook = ForwardHook()
-            model.register_forward_pre_hook(hook.before, with_kwargs=True)
-            model.register_forward_hook(hook.after, with_kwargs=True)
+            own_hook(model.register_forward_pre_hook(hook.before, with_kwargs=True))
+            own_hook(model.register_forward_hook(hook.after, with_kwargs=True))
 
 
 def _handles(model: PreTrainedModel) -> list[Any]:

@@ -144,6 +144,9 @@ class ReuseLayer:
         """A layer that holds the same and goes its own way."""
         return self.fresh()
 
+    def __copy__(self) -> "ReuseLayer":
+        return self.share()
+
     def reset(self) -> None:
         """Drop everything."""
 
@@ -323,7 +326,10 @@ class GrowingTensor:
         self.note_changes()
         twin.buffer, twin.first, twin.stop = self.buffer, self.first, self.stop
         twin._version, twin.tampered = self._version, self.tampered
-        self.shared = twin.shared = True
+        if self._seen is not None and self.buffer is not None:  # somebody has a view, and what they do is not for both
+            twin._reallocate(self.buffer, self.stop, self.first)
+        else:
+            self.shared = twin.shared = True
         return twin
 
     @property

@@ -27,6 +27,8 @@ from kvboost_hf.cache.blending import BlendingCache
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
 from kvboost_hf.cache.fill import compute_columns, fill_layers, needed_for, run_ahead, stored_chunk, with_loaded
+from kvboost_hf.cache.fingerprint import autocast
+from kvboost_hf.cache.foreign import holder_of_cache, hooks_registered
 from kvboost_hf.cache.held import CHANGED, Running
 from kvboost_hf.cache.hook import Kwargs
 from kvboost_hf.cache.inputs import (
@@ -46,6 +48,7 @@ from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
 from kvboost_hf.cache.positions import counts_from_padding_id
 from kvboost_hf.cache.report import Tally
+from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import StoredStates
 from kvboost_hf.cache.tokens import MaskShape
 from kvboost_hf.compat import (
@@ -160,6 +163,8 @@ class ServingCache(BlendingCache):
         self._tally = Tally()
         if isinstance(inputs, str):
             return self._bypass(kwargs, inputs)
+        if self._static is not None and (reason := holder_of_cache(model)) is not None:
+            return self._bypass(kwargs, reason)
         batch, columns = inputs.input_ids.shape
         pads = read_pads(inputs.attention_mask, batch, columns)
         if pads is None:
@@ -184,6 +189,9 @@ class ServingCache(BlendingCache):
         root = self._root(regime)
         if root is None:
             return self._bypass(kwargs, "a part of the model is in training mode (call model.eval())")
+        fingerprint = ModelState.of(model).fingerprint
+        if fingerprint.altered is not None:
+            return self._bypass(kwargs, fingerprint.altered)
         if self._stateful and not pads.any():
             inputs = replace(inputs, attention_mask=None)  # it says nothing, and some models cannot take a part of it
         held = self._keep_common(prompt, pads, root, columns - inputs.logits)
@@ -214,7 +222,11 @@ class ServingCache(BlendingCache):
         new = inputs.input_ids.shape[1]
         if rope_regime(model, held + new - int(ledger.log.pads.min())) != self._regime:
             return self._lose_track(kwargs, held, _LENGTH)
-        if not (self.in_own_loop or in_generate()):
+        if self.in_own_loop or in_generate():
+            changed = self._hooks != hooks_registered() or self._precision != autocast()
+            if changed and self._root(self._regime) != ledger.root:
+                return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
+        else:
             if self._root(self._regime) != ledger.root:
                 return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
             if has_types_of_media(kwargs, new):
@@ -314,7 +326,9 @@ class ServingCache(BlendingCache):
         self._tally.forwarded += int((columns - np.maximum(plan.filled, ledger.log.pads)).sum())
         start = self._run_to_cuts(model, inputs, ledger, ids, plan.filled, cuts, first)
         rest = ids[:, start:]
-        audited = plan.filled > first == 0 and self.store.audit_is_due(self.policy.audit_rate)
+        reused = plan.filled > first == 0
+        audited = reused and self.store.audit_is_due(self.policy.audit_rate)
+        hooked = reused and bool(ModelState.of(model).fingerprint.watched)
         self._running = Running(
             start,
             columns,
@@ -323,7 +337,8 @@ class ServingCache(BlendingCache):
             root_checked=True,
             loading=loading,
             began=time.perf_counter() if inputs.input_ids.device.type == "cpu" and loading is None else None,
-            audited=kwargs if audited else None,
+            audited=kwargs if audited or hooked else None,
+            audit_if_altered=hooked and not audited,
         )
         return _narrow(model, kwargs, inputs, prompt, start - first)
 
@@ -524,10 +539,14 @@ class ServingCache(BlendingCache):
         changed = None
         if running.commit is not None and ledger is not None:
             running.commit()
-            if running.audited is not None:
+            if running.audited is not None and (not running.audit_if_altered or self._altered()):
                 changed = self._audit(ledger, running, running.audited, output)
             self._note_layers(ledger)
             ledger.unconfirmed = not running.confirmed
+            if self._hooks != hooks_registered():
+                self._ledger = ledger = None  # somebody has put a hook somewhere in the course of the forward
+            elif (altered := self._altered()) is not None:
+                self._tally.bypass = self._tally.bypass or altered
         self._running = None  # only now: an interrupt before this undoes the forward
         fetched, self._fetched = self._fetched, []
         if changed is None and (running.loading is None or not running.loading.computed):  # it has served well
@@ -541,6 +560,10 @@ class ServingCache(BlendingCache):
             if self.stores_prompts_whole and running.root_checked:
                 self.store_tails()
         return changed
+
+    def _altered(self) -> str | None:
+        model = self._model()
+        return ModelState.of(model).fingerprint.altered if model is not None else None
 
     def _store_again(self, ledger: Ledger) -> None:
         """Offer all chunks to the store: what was computed takes the place of what was wrong."""

@@ -53,6 +53,10 @@ class _FixedTensor(GrowingTensor):
             twin.seal()
         return twin
 
+    def hand_out(self, start: int) -> torch.Tensor:
+        """A copy: the buffer must not move, so that a view of it could be written to at any later time."""
+        return self.view(start).clone()
+
     def select(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` was, in the same buffer if the number of rows is the same."""
         before = self.buffer
@@ -70,7 +74,6 @@ class _FixedTensor(GrowingTensor):
         shape, old = (batch, heads, self._columns, dim), self.buffer
         if not torch.compiler.is_compiling():
             self.note_changes()
-            self._seen = None  # who was shown the buffer can still write to it: it must not move
         if (
             old is not None
             and not self.shared

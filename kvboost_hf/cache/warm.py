@@ -82,14 +82,14 @@ def warm_documents(
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
     policy, tokenizer, pin, salt = _exact(settings.policy), settings.tokenizer, settings.pin, settings.salt
+    root = store.root(salt, read_all=policy.weights_check == "full")
+    if root is None:
+        raise ValueError("`documents` need a model in eval mode, but a part of it is in training. Call model.eval().")
     if reason := known_reason(model) or probe_reason(model) or blend_reason(model, Measure.NOTHING):
         raise ValueError(
             f"`documents` need a model whose K/V can be moved, but {reason}. Warm what prompts start with: "
             "store.warm(text_or_ids)."
         )
-    root = store.root(salt, read_all=policy.weights_check == "full")
-    if root is None:
-        raise ValueError("`documents` need a model in eval mode, but a part of it is in training. Call model.eval().")
     if isinstance(documents, str):
         raise ValueError("`documents` must be a sequence of texts or ids, got one text. Pass [text].")
     rows = [_as_ids(document, tokenizer, add_special_tokens=False) for document in documents]

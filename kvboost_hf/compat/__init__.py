@@ -2,7 +2,7 @@
 
 from kvboost_hf.compat.attention import attention_function, attention_kind, mask_form
 from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
-from kvboost_hf.compat.hooks import hook_layers
+from kvboost_hf.compat.hooks import hook_layers, own_hook, own_hooks
 from kvboost_hf.compat.kept import KeptOnModel
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -22,6 +22,7 @@ from kvboost_hf.compat.probes import (
     ProbeCache,
     difference,
     known_reason,
+    note_changes,
     padding_reason,
     probe_ids,
     probe_logits,
@@ -58,6 +59,9 @@ __all__ = [
     "kv_bytes_per_token",
     "kv_sources",
     "mask_form",
+    "note_changes",
+    "own_hook",
+    "own_hooks",
     "padding_reason",
     "probe_ids",
     "probe_logits",

@@ -1,5 +1,6 @@
 """What the decoder layers of a model call before each forward, for as long as somebody wants it."""
 
+import itertools
 import weakref
 from typing import Any, Protocol
 
@@ -30,9 +31,25 @@ def hook_layers(model: PreTrainedModel, called: BeforeLayers) -> list[RemovableH
         What ends it, layer by layer.
     """
     return [
-        module.register_forward_pre_hook(_LayerHook(called, idx).before, with_kwargs=True)
+        own_hook(module.register_forward_pre_hook(_LayerHook(called, idx).before, with_kwargs=True))
         for idx, module in enumerate(decoder_layers(model))
     ]
+
+
+_own = itertools.count()
+_registered = 0
+
+
+def own_hooks() -> int:
+    """How many hooks we have put in place so far."""
+    return _registered
+
+
+def own_hook(handle: RemovableHandle) -> RemovableHandle:
+    """Count a hook as one of ours."""
+    global _registered
+    _registered = next(_own) + 1
+    return handle
 
 
 class _LayerHook:

@@ -6,7 +6,7 @@ the model, and in its logits. Only what neither can show is in a table.
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class ProbeCache(DynamicCache):
     """The cache of a probe: a type of its own, so that no hook takes it for a user's."""
 
 
-_Probed = tuple[torch.dtype, object]  # what was run: the dtype, and the function that computes attention
+# What was run: the dtype, the function that computes attention, and what others have changed in the model.
+_Probed = tuple[torch.dtype, object, Hashable]
 
 
 class _Findings(KeptOnModel):
@@ -51,6 +52,7 @@ class _Findings(KeptOnModel):
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.static: tuple[str | None] | None = None
+        self.changes: Hashable = ()  # by others, in functions and configurations of parts
         self.probed: dict[_Probed, str | None] = {}
         self.padded: dict[_Probed, str | None] = {}
         self.steps: dict[_Probed, str | None] = {}
@@ -99,7 +101,15 @@ def _once(
 
 
 def _now(model: PreTrainedModel) -> _Probed:
-    return model.dtype, attention_function(model)
+    return model.dtype, attention_function(model), _Findings.of(model).changes
+
+
+def note_changes(model: PreTrainedModel, changes: Hashable) -> None:
+    """What others have changed in the functions of a model, or in the configurations of its parts, so far.
+
+    With other changes it is probed again.
+    """
+    _Findings.of(model).changes = changes
 
 
 def _static_reason(model: PreTrainedModel) -> str | None:

@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compat import (
     cache_argument,
@@ -115,6 +116,7 @@ class ModelEngine:
         self._max_len = max_model_len or positions or 2**31
         self._max_live, self._window_s = max_live_tokens, batch_window_ms / 1000
         cache = ChunkReuseCache(model, self.store)
+        ModelState.of(model).fingerprint.look(model)
         self._takes_rows = (
             cache.lending_reason is None
             and rope_regime(model, self._max_len) == b""  # a long row would change the frequencies of the others

@@ -23,6 +23,7 @@ SHOWN = {
     "parity/test_generate.py::test_a_cold_row_costs_no_other_row_its_reuse",
     "Chats": "parity/test_generate.py::test_growing_chat parity/test_generate.py::test_one_cache_for_any_prompts",
     "Pipelines": "parity/test_attach.py",
+    "Whatever others do": "parity/test_never_poisoned.py property/test_foreign_edits.py",
     "Bare `model(...)`": "parity/test_forward.py",
     "Weights changed": "parity/test_changed_weights.py::test_between_calls property/test_store.py::TestStore "
     "parity/test_tier_faults.py::test_tenants_cannot_tell_what_others_have_asked",

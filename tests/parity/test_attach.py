@@ -399,6 +399,23 @@ def test_a_call_that_is_not_served_says_why(attached: PreTrainedModel) -> None:
     handle.remove()
 
 
+@torch.no_grad()
+def test_forwards_that_cannot_be_served_say_why(attached: PreTrainedModel) -> None:
+    embeds = attached.get_input_embeddings()(BASE)  # type: ignore[operator]
+    for call, reason in (
+        (lambda: attached.generate(inputs_embeds=embeds, max_new_tokens=2), "no input_ids were passed"),
+        (lambda: attached.generate(**as_inputs(BASE), max_new_tokens=2, use_cache=False), "use_cache is False"),
+        (lambda: attached(BASE), "the logits of all tokens are wanted"),
+        (lambda: attached(BASE, logits_to_keep=1, use_cache=False), "use_cache is False"),
+    ):
+        for _ in range(2):
+            attached.generate(**as_inputs(BASE), max_new_tokens=2)
+        assert report(attached).reused_tokens == 199
+        call()
+        assert reason in str(report(attached).bypass_reason)
+        assert report(attached).reused_tokens == 0
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_generate_batch_says_why(attached: PreTrainedModel) -> None:
     attached.generate(**as_inputs(BASE), max_new_tokens=3)

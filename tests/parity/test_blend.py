@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.cache.blend_probe import blend_reason
+from kvboost_hf.cache.foreign import only_looks
 from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.repair import REPAIRS, BlendedRow
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
@@ -461,9 +462,12 @@ def test_another_cache_may_end_its_forward_at_any_time() -> None:
         generate(model, inputs, other)
     layer: Any = model.model.layers[1]  # type: ignore[union-attr, operator, index]
     assert len(layer._forward_pre_hooks) == 1
-    layer.register_forward_pre_hook(lambda module, args: other.reset(), prepend=True)
+    handle = layer.register_forward_pre_hook(lambda module, args: other.reset(), prepend=True)
     assert_same(generate(model, inputs), plain)
-    assert len(layer._forward_pre_hooks) == 1
+    assert sum(not only_looks(hook) for hook in layer._forward_pre_hooks.values()) == 1
+    handle.remove()
+    generate(model, inputs, ChunkReuseCache(model, other.store))
+    assert not layer._forward_pre_hooks
 
 
 def test_repair_tells_kvboost_fa2_where_its_queries_are() -> None:

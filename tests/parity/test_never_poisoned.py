@@ -2,18 +2,39 @@
 
 import copy
 import dataclasses
+import functools
+import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    CompileConfig,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, attach, check_model_compatibility, last_cache
+from kvboost_hf.cache.foreign import foreign_functions
+from tests import multimodal
+from tests.architectures.models import make_architecture
+from tests.conftest import _MAKERS as MODELS
 from tests.conftest import STATEFUL, as_inputs, counted, make_model, random_ids
 
 CHANGED = "the cache was changed by somebody else"
@@ -388,20 +409,22 @@ class Steering:
         return output + self.strength * self.vector
 
 
-def test_a_hook_whose_values_change() -> None:
-    """The same hook object, another vector: another model."""
+def test_a_hook_that_changes_what_is_computed() -> None:
+    """Nobody can read off a hook what it will do: with it nothing is reused, nor stored."""
     model, plain = make_model("llama"), make_model("llama")
     store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    stored = len(store)
     hooks = [Steering(torch.ones(64)) for _ in range(2)]
     strength = [1.0]
 
     def scaled(module: Any, args: Any, output: Any) -> Any:
         return output * strength[0]
 
+    handles = []
     for owner, hook in zip((model, plain), hooks, strict=True):
         layers: Any = owner.model.layers  # type: ignore[union-attr]
-        layers[0].register_forward_hook(hook)
-        layers[1].mlp.register_forward_hook(scaled)
+        handles += [layers[0].register_forward_hook(hook), layers[1].mlp.register_forward_hook(scaled)]
 
     def stronger() -> None:
         for hook in hooks:
@@ -414,16 +437,408 @@ def test_a_hook_whose_values_change() -> None:
     def louder() -> None:
         strength[0] = 1.5
 
+    kept = ChunkReuseCache(model, store)
     for change in (lambda: None, stronger, turned, louder):
-        before = generate(plain, BASE)
         change()
         expected = generate(plain, BASE)
-        for served in (0, 96):
-            cache = ChunkReuseCache(model, store)
+        for cache in (ChunkReuseCache(model, store), kept):
             assert torch.equal(generate(model, BASE, cache), expected)
-            assert cache.report.reused_tokens == served
-        assert change is not louder or not torch.equal(before, expected)
+            assert cache.report.reused_tokens == 0
+    assert "changes what the model computes" in str(kept.report.bypass_reason)
+    assert len(store) == stored
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(generate(model, BASE, kept), generate(plain, BASE))
+    assert kept.report.reused_tokens == 96
     require_intact(store)
+
+
+def test_a_hook_that_counts() -> None:
+    """What it can reach is another at each call, and does not matter."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    counts: list[int] = []
+    seen: list[torch.Tensor] = []
+
+    def count(module: Any, args: Any) -> None:
+        counts.append(args[0].shape[-1])
+
+    def keep(module: Any, args: Any, output: Any) -> Any:
+        seen.append(output)
+        return output
+
+    model.model.embed_tokens.register_forward_pre_hook(count)  # type: ignore[union-attr]
+    model.model.layers[1].register_forward_hook(keep)  # type: ignore[union-attr, index]
+    model.register_forward_pre_hook(lambda module, args, kwargs: counts.append(0), with_kwargs=True)
+    for served in (0, 96, 96, 96):
+        cache = ChunkReuseCache(model, store)
+        counts.clear()
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert cache.report.reused_tokens == served
+        assert sum(counts) == 100 - served + 7
+    require_intact(store)
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["passed", "attached"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+def test_hooks_that_count_tokens(name: str, attached: bool) -> None:
+    """On the model, on the one in it, and on the embeddings: with arguments by name and without."""
+    model, plain = make_model(name), make_model(name)
+    store = store_of(model)
+    kept = None if attached else ChunkReuseCache(model, store)
+    if attached:
+        attach(model, store)
+    counts: dict[Any, list[int]] = {}
+
+    def count(module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
+        counts[module].append(kwargs["input_ids"].shape[1])
+
+    def count_embedded(module: Any, args: Any) -> None:
+        counts[module].append(args[0].shape[1])
+
+    embeddings: Any = model.get_input_embeddings()
+    for module in (model, model.base_model):
+        module.register_forward_pre_hook(count, with_kwargs=True)
+        module.register_forward_hook(count, with_kwargs=True)
+    embeddings.register_forward_pre_hook(count_embedded)
+    for forwarded in (100, 4 if attached else 1, 4 if attached else 1):  # three tokens are too few to be stored
+        for module in (model, model.base_model, embeddings):
+            counts[module] = []
+        found = generate(model, BASE, kept, max_new_tokens=1)
+        assert torch.equal(found, generate(plain, BASE, max_new_tokens=1))
+        assert counts[embeddings] == [forwarded]
+        assert counts[model] == counts[model.base_model] == [forwarded, forwarded]
+    require_intact(store)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("by_data", [False, True], ids=["in place", "data"])
+@pytest.mark.parametrize("where", ["layers.0", "layers.1.self_attn.k_proj", "layers.1.self_attn.v_proj"])
+def test_hooks_that_write_to_one_number_of_a_prompt(where: str, by_data: bool, inference: bool) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    strength = [40.0]
+
+    def nudge(module: Any, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.shape[1] > 1:
+            (hidden.data if by_data else hidden)[:, 0, 5] += strength[0]
+
+    handles = [owner.model.get_submodule(where).register_forward_hook(nudge) for owner in (model, plain)]  # type: ignore[union-attr, operator]
+    kept = ChunkReuseCache(model, store)
+    with torch.inference_mode(inference):
+        for strength[0] in (40.0, 40.0, 10.0):
+            for cache in (kept, ChunkReuseCache(model, store)):
+                assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    assert len(store) == 0
+    for handle in handles:
+        handle.remove()
+    for cache in (kept, ChunkReuseCache(model, store)):
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    require_intact(store)
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["passed", "attached"])
+@pytest.mark.parametrize("edit", [multiply, multiply_data, write_one_number, assign], ids=name_of)
+@pytest.mark.parametrize("where", ["", "model"])
+def test_hooks_on_whole_models_that_edit_the_cache(where: str, edit: Edit, attached: bool) -> None:
+    """They are given it, and are not asked what they do with it."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    if attached:
+        attach(model, store)
+    kept = None if attached else ChunkReuseCache(model, store)
+    generate(model, BASE[:, :60], kept)
+
+    def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        edit(kwargs["past_key_values"])
+
+    handle = model.get_submodule(where).register_forward_hook(hook, with_kwargs=True)
+    for _ in range(2):
+        generate(model, BASE, kept)
+    handle.remove()
+    for _ in range(2):
+        assert torch.equal(generate(model, BASE, kept), generate(plain, BASE))
+    require_intact(store)
+
+
+def test_compiled_hooks() -> None:
+    """They run, in one graph with the model, and nothing is reused that they may have changed."""
+    torch.compiler.reset()
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    kept = ChunkReuseCache(model, store, max_cache_len=160)
+    compiled = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compiled._compile_all_devices = True  # type: ignore[assignment]
+
+    def louder(module: Any, args: Any, output: Any) -> Any:
+        return output * 1.5 if output.shape[1] == 1 else None
+
+    handles = [owner.model.layers[0].mlp.register_forward_hook(louder) for owner in (model, plain)]  # type: ignore[union-attr, index]
+    for ids in (BASE, torch.cat([generate(plain, BASE), BASE[:, :9]], dim=1)):
+        assert torch.equal(generate(model, ids, kept, compile_config=compiled), generate(plain, ids))
+    assert "are compiled" in str(kept.report.bypass_reason)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(generate(model, BASE, kept), generate(plain, BASE))
+    require_intact(store)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", [*MODELS, *multimodal.FAMILIES])
+def test_nothing_of_an_untouched_model_is_of_others(name: str) -> None:
+    model = make_model(name) if name in MODELS else multimodal.make_model(name)
+    assert foreign_functions(model, dict.fromkeys(map(type, model.modules()))) == []
+
+
+def test_parts_with_configurations_of_their_own_are_probed_once() -> None:
+    """As transformers makes them for some architectures."""
+    model = make_architecture("granite_swa")
+    store = store_of(model)
+    for forwarded in (100, 4):
+        cache = ChunkReuseCache(model, store)
+        with counted(model) as work:
+            generate(model, BASE, cache, max_new_tokens=1)
+        assert work.tokens == forwarded == cache.report.forwarded_tokens
+
+
+def test_a_hook_that_begins_to_change_what_is_computed() -> None:
+    """In the middle of a prompt that was reused before anybody could know: it is computed again, whole."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    switch = [1.0]
+
+    def scale(module: Any, args: Any, output: Any) -> Any:
+        return output if switch[0] == 1.0 else output * switch[0]
+
+    for owner in (model, plain):
+        owner.model.layers[0].register_forward_hook(scale)  # type: ignore[union-attr, index]
+    for value in (1.0, 1.0, 0.5, 0.5):
+        switch[0] = value
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    switch[0] = 1.0
+    require_intact(store, checked=0)
+
+
+def test_a_hook_for_a_part_of_a_call() -> None:
+    """Put on and taken off by a processor of logits, or by another thread."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    handles: list[Any] = []
+    mlp: Any = model.model.layers[1].mlp  # type: ignore[union-attr, index]
+
+    class Toggles(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            if input_ids.shape[1] == 103:
+                handles.append(mlp.register_forward_hook(lambda module, args, output: output * 3))
+            if input_ids.shape[1] == 110:
+                handles.pop().remove()
+            return scores
+
+    generate(model, BASE, ChunkReuseCache(model, store), max_new_tokens=60, logits_processor=[Toggles()])
+    attach(model, store)
+    generate(model, BASE[:, :90], max_new_tokens=60, logits_processor=[Toggles()])
+    require_intact(store)
+    assert torch.equal(generate(model, BASE), generate(plain, BASE))
+
+
+def test_hooks_of_all_modules() -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+
+    def louder(module: Any, args: Any, output: Any) -> Any:
+        return output * 1.5 if type(module).__name__ == "LlamaMLP" else None
+
+    for hooked in (False, True, False):
+        handle = register_module_forward_hook(louder) if hooked else None
+        for _ in range(2):
+            cache = ChunkReuseCache(model, store)
+            assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert cache.report.reused_tokens == 96  # found with it and without it, each by itself
+        if handle is not None:
+            handle.remove()
+    require_intact(store)
+
+
+class ByData:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        output.data.mul_(self.scale)
+
+
+def by_name(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    kwargs["position_ids"] = kwargs["position_ids"] * 2
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_hooks_that_write_unseen(inference: bool) -> None:
+    """Past PyTorch's counter, where there is no counter, and into the arguments by name."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    hook = ByData(2.0)
+    for owner in (model, plain):
+        owner.model.layers[0].mlp.register_forward_hook(hook)  # type: ignore[union-attr, index]
+        owner.model.rotary_emb.register_forward_pre_hook(by_name, with_kwargs=True)  # type: ignore[union-attr]
+    with torch.inference_mode(inference):
+        for scale in (2.0, 2.0, 0.7):
+            hook.scale = scale
+            cache = ChunkReuseCache(model, store)
+            assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+            assert "changes what the model computes" in str(cache.report.bypass_reason)
+    assert len(store) == 0
+
+
+def test_hooks_stay_who_they_are() -> None:
+    """Whoever looks for a hook among those of a module finds it, and no other comes back once it is gone."""
+    model = make_model("llama")
+    store = store_of(model)
+    layer: Any = model.model.layers[0].mlp  # type: ignore[union-attr, index]
+    hook = ByData(1.0)
+    handle = layer.register_forward_hook(hook)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    assert any(each is hook for each in layer._forward_hooks.values())
+    handle.remove()
+    generate(model, BASE, ChunkReuseCache(model, store))
+    assert not any(each is hook for each in layer._forward_hooks.values())
+    pickle.loads(pickle.dumps(model))
+
+
+def test_hooks_come_and_go_in_another_thread() -> None:
+    """Answers of calls that run meanwhile may be either's; what is stored is neither wrong nor lost for good."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    attach(model, store)
+    stop = threading.Event()
+
+    def toggle() -> None:
+        layer: Any = model.model.layers[1].mlp  # type: ignore[union-attr, index]
+        while not stop.is_set():
+            handle = layer.register_forward_hook(lambda module, args, output: output * 2)
+            time.sleep(0.002)
+            handle.remove()
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=toggle)
+    thread.start()
+    try:
+        for seed in range(30):
+            generate(model, random_ids(70, seed=seed))
+    finally:
+        stop.set()
+        thread.join()
+    require_intact(store, checked=0)
+    for _ in range(2):
+        assert torch.equal(generate(model, BASE), generate(plain, BASE))
+    assert last_cache(model).report.reused_tokens == 96  # type: ignore[union-attr]
+
+
+def test_objects_that_answer_anything() -> None:
+    """A mock says yes to whatever it is asked, and some objects raise at it."""
+    model, plain = make_model("llama"), make_model("llama")
+
+    class Raises:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+        def __repr__(self) -> str:
+            raise RuntimeError("repr")
+
+        def __call__(self, *args: Any) -> None:
+            return None
+
+    mock = MagicMock(side_effect=lambda module, args, output: output * 2)
+    for owner in (model, plain):
+        owner.model.layers[0].mlp.register_forward_hook(mock)  # type: ignore[union-attr, index]
+        owner.model.layers[1].mlp.register_forward_hook(Raises())  # type: ignore[union-attr, index]
+    model.note = {Raises()}  # type: ignore[assignment]
+    model.config.thing = {"a": Raises()}
+    store = ChunkStore(model, chunk_size=32)
+    for _ in range(2):
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert "changes what the model computes" in str(cache.report.bypass_reason)
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("how", ["layer", "class", "cache", "subclass", "copies"])
+def test_updates_of_others(how: str) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    cache: Any = ChunkReuseCache(model, store)
+
+    class Scales(type(cache.layers[0])):  # type: ignore[misc]
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().update(key_states * 2, value_states, *args, **kwargs)
+
+    class ScalingCache(ChunkReuseCache):
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().update(key_states, value_states * 2, *args, **kwargs)
+
+    if how == "subclass":
+        cache = ScalingCache(model, store)
+    generate(model, BASE[:, :40], cache)
+    if how == "layer":
+        own = cache.layers[0].update
+        cache.layers[0].update = lambda keys, values, *args, **kwargs: own(keys * 2, values)
+    elif how == "class":
+        cache.layers[1].__class__ = Scales
+    elif how == "cache":
+        theirs = cache.update
+        cache.update = lambda keys, values, *args, **kwargs: theirs(keys * 2, values, *args, **kwargs)
+    elif how == "copies":
+        stock = DynamicCache()
+        stock.layers = [copy.copy(layer) for layer in cache.layers]
+        stock.crop(-10)
+        with torch.no_grad():
+            model(random_ids(10, seed=4), past_key_values=stock)
+    generate(model, BASE, cache)
+    require_intact(store, checked=0)
+    assert torch.equal(generate(model, BASE, ChunkReuseCache(model, store)), generate(plain, BASE))
+
+
+@pytest.mark.parametrize("how", ["layers", "instance", "class"])
+def test_stock_caches_that_somebody_has_changed_stay_theirs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attached call that brings one is not served, and what they do is done."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    attach(model, store)
+    generate(model, BASE)
+
+    class Doubles(DynamicLayer):
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().update(key_states, value_states * 2, *args, **kwargs)
+
+    def theirs() -> Any:
+        cache = DynamicCache()
+        if how == "layers":
+            cache.layers = [Doubles(), Doubles()]
+        elif how == "instance":
+            own = cache.update
+            cache.update = lambda keys, values, *args, **kwargs: own(keys, values * 2, *args, **kwargs)  # type: ignore[method-assign]
+        return cache
+
+    if how == "class":
+        stock = DynamicLayer.update
+        monkeypatch.setattr(DynamicLayer, "update", lambda self, k, v, *args, **kwargs: stock(self, k, v * 2))
+    assert torch.equal(generate(model, BASE, theirs()), generate(plain, BASE, theirs()))
+    assert "were replaced" in str(last_cache(model).report.bypass_reason)  # type: ignore[union-attr]
+    require_intact(store)
+
+
+@pytest.mark.parametrize("size", [None, 200], ids=["growing", "fixed"])
+def test_a_press_on_a_cache_that_is_passed_by_hand(size: int | None) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    cache = ChunkReuseCache(model, store_of(model), max_cache_len=size)
+    for _ in range(2):
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    with Press(model).on():
+        generate(model, BASE, cache)
+        assert "is given the cache" in str(cache.report.bypass_reason)
+    assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+    require_intact(cache.store)
 
 
 # Patches
@@ -525,6 +940,110 @@ def test_a_patched_function_of_the_modeling_file(monkeypatch: pytest.MonkeyPatch
     cache = ChunkReuseCache(model, store)
     assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
     assert cache.report.reused_tokens == 96
+
+
+def patches() -> dict[str, tuple[Any, str, Callable[[Any], Any]]]:
+    """Where, which name, and what makes another one of what is there."""
+
+    def wrapped(change: Callable[..., Any]) -> Callable[[Any], Any]:
+        def make(own: Any) -> Any:
+            @functools.wraps(own)
+            def patched(*args: Any, **kwargs: Any) -> Any:
+                return change(own(*args, **kwargs))
+
+            return patched
+
+        return make
+
+    def turned(found: Any) -> Any:
+        return found[0], -found[1]
+
+    return {
+        "wraps": (modeling_llama, "apply_rotary_pos_emb", wrapped(turned)),
+        "partial": (modeling_llama, "apply_rotary_pos_emb", lambda own: functools.partial(_backwards, own)),
+        "another model's": (modeling_llama, "apply_rotary_pos_emb", lambda own: modeling_cohere.apply_rotary_pos_emb),
+        "torch's": (torch.nn.functional, "silu", wrapped(lambda found: found * 1.3)),
+        "linear": (torch.nn.functional, "linear", wrapped(lambda found: found * 1.01)),
+        "call": (modeling_llama.LlamaMLP, "__call__", lambda own: lambda self, x: self.forward(x) * 1.3),
+    }
+
+
+def _backwards(own: Any, q: Any, k: Any, cos: Any, sin: Any, **kwargs: Any) -> Any:
+    return own(q, k, cos, -sin, **kwargs)
+
+
+@pytest.mark.parametrize("name", patches())
+def test_patches_by_any_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    before = generate(plain, BASE)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    place, attribute, make = patches()[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(place, attribute, make(getattr(place, attribute)), raising=False)
+        for _ in range(2):
+            cache = ChunkReuseCache(model, store)
+            found = generate(model, BASE, cache)
+            assert torch.equal(found, generate(plain, BASE))
+        assert not torch.equal(found, before) or name == "linear"
+    cache = ChunkReuseCache(model, store)
+    assert torch.equal(generate(model, BASE, cache), before)
+    assert cache.report.reused_tokens == 96
+    require_intact(store)
+
+
+def test_a_mask_function_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    own = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def sees_all(*args: Any, **kwargs: Any) -> Any:
+        mask = own(*args, **{**kwargs, "allow_is_causal_skip": False})
+        return mask | (torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)) < 0.3)
+
+    AttentionMaskInterface.register("sdpa", sees_all)
+    try:
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert cache.report.reused_tokens == 0
+    finally:
+        AttentionMaskInterface.register("sdpa", own)
+    require_intact(store)
+
+
+def test_a_configuration_of_its_own() -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    generate(model, BASE, ChunkReuseCache(model, store))
+    for owner in (model, plain):
+        attention: Any = owner.model.layers[0].self_attn  # type: ignore[union-attr, index]
+        attention.config = copy.deepcopy(attention.config)
+        attention.config._attn_implementation = "eager"  # with the mask of the others: none, so it is not causal
+    for _ in range(2):
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert cache.report.reused_tokens == 0
+    assert "not causal" in str(cache.report.bypass_reason)
+
+
+@pytest.mark.parametrize("size", [None, 160], ids=["growing", "fixed"])
+def test_a_view_that_somebody_has_kept(size: int | None) -> None:
+    """Through a fork, and over more calls."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    cache = ChunkReuseCache(model, store, max_cache_len=size)
+    first = generate(model, BASE, cache)
+    views = [layer.keys for layer in cache.layers]
+    twin = cache.fork()
+    second = generate(model, first, cache)
+    for view in views:
+        view.numpy()[:] = 0
+    for each in (twin, cache, ChunkReuseCache(model, store)):
+        assert torch.equal(generate(model, first, each), generate(plain, first))
+        assert torch.equal(generate(model, second, each), generate(plain, second))
+        each.reset()
+    require_intact(store)
 
 
 class Scaled(torch.nn.Module):

@@ -29,6 +29,7 @@ from kvboost_hf import (
     with_streaming,
 )
 from kvboost_hf.attention import kernel_calls
+from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
 from kvboost_hf.offload.awq.layout import dequantize
 from kvboost_hf.offload.awq.write import quantize, quantize_awq
@@ -164,8 +165,9 @@ def test_from_pretrained(checkpoint: Path, tmp_path: Path) -> None:
     assert torch.equal(again.generate(**told), wanted)
 
 
-def test_reuse_across_plans(checkpoint: Path, tmp_path: Path) -> None:
+def test_reuse_across_plans(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K/V on disk is found whatever stays on the device."""
+    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)  # loading is always worth it
     for config, reused in ((StreamingConfig(keep_first_k=1), 0), (FULL_STREAM, 32)):
         with use_backend(PoisoningBackend):
             model = load_streamed(str(checkpoint), config, dtype=torch.float32, attn_implementation="kvboost_fa2")
