@@ -94,7 +94,7 @@ dist-check: dist
 
 # Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network. What
 # fails does not keep the rest from running. Each part can be asked for alone: `make gpu-tests`, `make gpu-attention`.
-GPU_BENCHES := reuse kinds repair tiers attention attention_models awq streaming speculation server_shared
+GPU_BENCHES := large reuse kinds repair tiers attention attention_models awq streaming speculation server_shared
 gpu:
 	$(MAKE) --keep-going gpu-tests $(GPU_BENCHES:%=gpu-%) gpu-bench
 

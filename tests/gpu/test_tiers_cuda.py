@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, check_model_compatibility
+from kvboost_hf.cache.pace import ComputePace
 from tests.conftest import counted, left_pad, make_model, random_ids
 
 pytestmark = [
@@ -43,7 +44,9 @@ def test_what_is_stored_is_in_pinned_memory_and_arrives_whole() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_restart(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_restart(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A GPU computes so small a model sooner than a disk is read, and then nothing is loaded.
+    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
     plain = tokens(reader(dtype), BASE)
     for place in ("disk", "disk again"):
         model = reader(dtype)
