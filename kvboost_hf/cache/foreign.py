@@ -48,7 +48,7 @@ def hooks_registered() -> int:
 
 
 def only_looks(hook: Any) -> bool:
-    """Whether a forward hook is known to leave what is computed as it is."""
+    """Whether a forward hook, or what takes a function's place, is known to leave what is computed as it is."""
     try:
         if getattr(hook, "__module__", None) == _CAPTURING_MODULE:
             return True
@@ -184,7 +184,8 @@ def _replaced_in(place: Any) -> list[Any]:
                 seen[name] = value if _is_original(value) else None
     now = dict(vars(place))
     new = [value for name, value in now.items() if name not in seen and _is_called(name, value)]
-    return new + [now[name] for name, value in seen.items() if name in now and now[name] is not value]
+    found = new + [now[name] for name, value in seen.items() if name in now and now[name] is not value]
+    return [value for value in found if not only_looks(value)]
 
 
 def _is_called(name: str, value: Any) -> bool:

@@ -80,6 +80,7 @@ class Watch:
                 self._count(ids.numel(), 0)
             return look_up(ids, table, *args, **kwargs)
 
+        embedding.leaves_kv_alone = True  # type: ignore[attr-defined]  # read by the library, as above
         torch.nn.functional.embedding = embedding
         try:
             yield

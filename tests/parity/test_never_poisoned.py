@@ -992,6 +992,26 @@ def test_patches_by_any_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     require_intact(store)
 
 
+def test_a_patch_that_only_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it can reach is another at each call, and it says that this does not matter."""
+    model, plain = make_model("llama"), make_model("llama")
+    store = store_of(model)
+    own, counts = torch.nn.functional.embedding, [0]
+
+    def counting(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        counts[0] += ids.numel()
+        return own(ids, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "embedding", counting)
+    for served, says_so in ((0, False), (0, False), (0, True), (96, True)):
+        if says_so:
+            counting.leaves_kv_alone = True  # type: ignore[attr-defined]
+        cache = ChunkReuseCache(model, store)
+        assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+        assert cache.report.reused_tokens == served
+    require_intact(store)
+
+
 def test_a_mask_function_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = make_model("llama"), make_model("llama")
     store = store_of(model)
