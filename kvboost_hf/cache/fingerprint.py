@@ -301,6 +301,7 @@ def _walk(model: nn.Module) -> _Found:
     found.parts += everywhere
     held += everywhere
     held += [forward for kind in kinds if not is_of_package(forward := getattr(kind, "forward", None))]
+    held += _values_of_classes(kinds)
     if held or foreign:
         _read_values(found, [*held, *foreign], seen)
     for weights in maps.values():
@@ -308,6 +309,12 @@ def _walk(model: nn.Module) -> _Found:
             tensors += plain_tensors(tensor)
         found.files |= offloaded_files(weights)
     return found
+
+
+def _values_of_classes(kinds: Iterable[type]) -> list[dict[str, Any]]:
+    """Of all classes of modules and what they inherit from, the attributes of those that are not of a package."""
+    others = {base: None for kind in kinds for base in kind.__mro__[:-1] if not is_of_package(base)}
+    return [{name: value for name, value in vars(base).items() if not name.startswith("__")} for base in others]
 
 
 def _add_hooks(found: _Found, module: nn.Module) -> None:

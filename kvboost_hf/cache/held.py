@@ -81,7 +81,7 @@ class HoldingCache(HookedCache):
         self._plain = self._unsupported  # why the layers are transformers' own, for good or for this text, or None
         self._changed = False  # somebody else has changed what the layers held
         self._kinds_of: list[ReuseLayer] | None = None
-        self._made: list[type] = []
+        self._made: list[type | None] = []
         self._hooks = 0  # that others had put anywhere when the model was last looked at
         self._precision: Hashable = None  # autocast, then
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
@@ -147,10 +147,11 @@ class HoldingCache(HookedCache):
         )
 
     @property
-    def _kinds(self) -> list[type]:
-        """Classes of the layers that transformers sees, as they were made."""
+    def _kinds(self) -> list[type | None]:
+        """Classes of the layers that transformers sees, as they were made; None for one of somebody else."""
         if self._kinds_of is not self._layers:
-            self._kinds_of, self._made = self._layers, [type(layer.native) for layer in self._layers]
+            kinds = [type(layer.native) for layer in self._layers]
+            self._kinds_of, self._made = self._layers, [kind if is_own(kind) else None for kind in kinds]
         return self._made
 
     # What transformers calls

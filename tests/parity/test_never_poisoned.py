@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
 import pytest
@@ -763,7 +763,7 @@ def test_objects_that_answer_anything() -> None:
     assert len(store) == 0
 
 
-@pytest.mark.parametrize("how", ["layer", "class", "cache", "subclass", "copies"])
+@pytest.mark.parametrize("how", ["layer", "class", "class at first", "cache", "subclass", "copies"])
 def test_updates_of_others(how: str) -> None:
     model, plain = make_model("llama"), make_model("llama")
     store = store_of(model)
@@ -779,11 +779,12 @@ def test_updates_of_others(how: str) -> None:
 
     if how == "subclass":
         cache = ScalingCache(model, store)
-    generate(model, BASE[:, :40], cache)
+    if how != "class at first":
+        generate(model, BASE[:, :40], cache)
     if how == "layer":
         own = cache.layers[0].update
         cache.layers[0].update = lambda keys, values, *args, **kwargs: own(keys * 2, values)
-    elif how == "class":
+    elif how.startswith("class"):
         cache.layers[1].__class__ = Scales
     elif how == "cache":
         theirs = cache.update
@@ -1079,6 +1080,36 @@ class Scaled(torch.nn.Module):
             scale = scale.scale if dataclasses.is_dataclass(scale) else next(iter(_values(scale)))
         found: torch.Tensor = self.inner(x) * scale
         return found
+
+
+class ScaledByItsClass(torch.nn.Module):
+    scale = 1.0
+    kept: ClassVar[dict[str, float]] = {"scale": 1.0}
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) * self.scale * self.kept["scale"]
+        return found
+
+
+def test_values_of_classes_of_modules() -> None:
+    model, plain = make_model("llama"), make_model("llama")
+    for owner in (model, plain):
+        attention: Any = owner.model.layers[0].self_attn  # type: ignore[union-attr, index]
+        attention.v_proj = ScaledByItsClass(attention.v_proj).eval()
+    store = store_of(model)
+    try:
+        for own, kept, reused in ((1.0, 1.0, 0), (2.0, 1.0, 0), (2.0, 3.0, 0), (1.0, 1.0, 96)):
+            ScaledByItsClass.scale, ScaledByItsClass.kept["scale"] = own, kept
+            cache = ChunkReuseCache(model, store)
+            assert torch.equal(generate(model, BASE, cache), generate(plain, BASE))
+            assert cache.report.reused_tokens == reused
+    finally:
+        ScaledByItsClass.scale, ScaledByItsClass.kept["scale"] = 1.0, 1.0
+    require_intact(store)
 
 
 def _values(container: Any) -> Any:
