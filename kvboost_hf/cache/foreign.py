@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as nn_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
@@ -33,7 +35,9 @@ from kvboost_hf.compat import attention_function, attention_kind, own_hook, own_
 
 _CACHE_ARGUMENTS = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past"))
 _ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-_CAPTURING_MODULE = "transformers.utils.output_capturing"
+_LOOKING = frozenset(
+    ("transformers.utils.output_capturing", "torch.utils.module_tracker")
+)  # for outputs, and for FLOPs
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))
 _MAX_DEPTH = 4
@@ -47,10 +51,18 @@ def hooks_registered() -> int:
     return int(RemovableHandle.next_id) - own_hooks()
 
 
+def modes_of_others() -> list[Any]:
+    """The modes of PyTorch that this thread is under, but for those of packages, such as that of a default device."""
+    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+        return []
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
+    return [mode for mode in modes if not is_own(type(mode)) and not only_looks(mode)]
+
+
 def only_looks(hook: Any) -> bool:
     """Whether a forward hook, or what takes a function's place, is known to leave what is computed as it is."""
     try:
-        if getattr(hook, "__module__", None) == _CAPTURING_MODULE:
+        if getattr(hook, "__module__", None) in _LOOKING:
             return True
         return any(getattr(each, "leaves_kv_alone", False) is True for each in (hook, getattr(hook, "__self__", None)))
     except Exception:  # whatever an object does when it is asked for an attribute
