@@ -185,15 +185,15 @@ def verdicts(result: Result) -> list[str]:
 
 def markdown(result: Result) -> str:
     lines = [
-        f"The shape of Llama 3.1 8B, bfloat16; {result['provenance']}.",
+        f"The shape of Llama 3.1 8B, bfloat16; {result['provenance']}",
         "",
-        f"Prompts whose last {UNSEEN} tokens are new, and each of the {STEPS} tokens after the first; in ms.",
+        f"Prompts whose last {UNSEEN} tokens are new, and each of the {STEPS} tokens after the first.",
         "",
         "| first token | plain | cold | floor | live | stored |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in result["first"]:
-        times = " | ".join(f"{row[arm]:.1f}" for arm in ("plain", "cold", "floor", "live", "stored"))
+        times = " | ".join(f"{row[arm]:.1f} ms" for arm in ("plain", "cold", "floor", "live", "stored"))
         lines.append(f"| {row['attention']}, {row['tokens']} tokens | {times} |")
     lines += [
         "",
@@ -202,7 +202,7 @@ def markdown(result: Result) -> str:
     ]
     for row in result["next"]:
         ways = ("DynamicCache", "live", "stored", "max_cache_len")
-        times = " | ".join(f"{row[arm]:.1f}" if arm in row else "" for arm in ways)
+        times = " | ".join(f"{row[arm]:.1f} ms" if arm in row else "" for arm in ways)
         lines.append(f"| {row['attention']}, {row['tokens']} tokens | {times} |")
     lines += ["", "| launches, copies and waits for each token | DynamicCache | stored |", "| --- | ---: | ---: |"]
     for row in result["launches"]:
@@ -229,7 +229,7 @@ def main() -> None:
     model = make_model(options.device, options.layers, dtype)
     options.out.mkdir(parents=True, exist_ok=True)
     result: Result = {"first": [], "next": [], "launches": [], "failed": []}
-    result["provenance"] = str(provenance(f"benchmarks/large.py {' '.join(sys.argv[1:])}", options.device))
+    result["provenance"] = str(provenance(f"`python benchmarks/large.py {' '.join(sys.argv[1:])}`", options.device))
     for tokens in options.tokens:
         for attention in ("sdpa", "kvboost_fa2"):
             model.set_attn_implementation(attention)
