@@ -26,7 +26,6 @@ from kvboost_hf.cache.foreign import (
     Reader,
     foreign_functions,
     hooks_of_all_modules,
-    modes_of_others,
     only_looks,
     watch_hooks,
 )
@@ -299,7 +298,7 @@ def _walk(model: nn.Module) -> _Found:
     found.parts += foreign
     switches += found.own_configs
     everywhere = [hook for hooks in hooks_of_all_modules() for hook in hooks.values() if not only_looks(hook)]
-    found.parts += [*everywhere, *modes_of_others()]
+    found.parts += everywhere
     held += everywhere
     held += [forward for kind in kinds if not is_of_package(forward := getattr(kind, "forward", None))]
     held += _values_of_classes(kinds)
@@ -388,11 +387,6 @@ def autocast() -> Hashable:
     precision = torch.get_float32_matmul_precision()
     kinds = [kind for kind in _device_kinds() if torch.is_autocast_enabled(kind)]
     return precision, *[(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
-
-
-def surroundings() -> Hashable:
-    """What this thread computes under: the same as long as nobody enters or leaves something."""
-    return autocast(), *map(id, modes_of_others())
 
 
 @cache

@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as nn_module
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
@@ -35,9 +33,8 @@ from kvboost_hf.compat import attention_function, attention_kind, own_hook, own_
 
 _CACHE_ARGUMENTS = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past"))
 _ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-_LOOKING = frozenset(
-    ("transformers.utils.output_capturing", "torch.utils.module_tracker")
-)  # for outputs, and for FLOPs
+# Whose hooks capture outputs, and tell modules for FLOPs to be counted.
+_LOOKING = frozenset(("transformers.utils.output_capturing", "torch.utils.module_tracker"))
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))
 _MAX_DEPTH = 4
@@ -49,14 +46,6 @@ _IMPORTED = frozenset(("causal_conv1d", "einops", "kernels", "numpy"))  # packag
 def hooks_registered() -> int:
     """How many hooks others have put anywhere so far."""
     return int(RemovableHandle.next_id) - own_hooks()
-
-
-def modes_of_others() -> list[Any]:
-    """The modes of PyTorch that this thread is under, but for those of packages, such as that of a default device."""
-    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
-        return []
-    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
-    return [mode for mode in modes if not is_own(type(mode)) and not only_looks(mode)]
 
 
 def only_looks(hook: Any) -> bool:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.arming import in_generate, in_prefill
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
-from kvboost_hf.cache.fingerprint import surroundings
+from kvboost_hf.cache.fingerprint import autocast
 from kvboost_hf.cache.foreign import foreign_attention, holder_of_cache, hooks_registered, is_own
 from kvboost_hf.cache.hook import HookedCache, Kwargs
 from kvboost_hf.cache.kinds import make_layers
@@ -83,7 +83,7 @@ class HoldingCache(HookedCache):
         self._kinds_of: list[ReuseLayer] | None = None
         self._made: list[type | None] = []
         self._hooks = 0  # that others had put anywhere when the model was last looked at
-        self._under: Hashable = None  # autocast and modes, then
+        self._precision: Hashable = None  # autocast, then
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
         self._used = False  # layers of a model that cannot reuse K/V hold something
         self._tally = Tally()
@@ -300,7 +300,7 @@ class HoldingCache(HookedCache):
 
     def _root(self, regime: bytes) -> bytes | None:
         """What all chains of the model, as it is now, start from."""
-        self._hooks, self._under = hooks_registered(), surroundings()
+        self._hooks, self._precision = hooks_registered(), autocast()
         return self.store.root(self._salt, regime + self._mark, read_all=self.policy.weights_check == "full")
 
     def _note_miss(self, ledger: Ledger, row: int, tokens: Tokens, plan: RowPlan) -> None:

@@ -27,7 +27,7 @@ from kvboost_hf.cache.blending import BlendingCache
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
 from kvboost_hf.cache.fill import compute_columns, fill_layers, needed_for, run_ahead, stored_chunk, with_loaded
-from kvboost_hf.cache.fingerprint import surroundings
+from kvboost_hf.cache.fingerprint import autocast
 from kvboost_hf.cache.foreign import holder_of_cache, hooks_registered
 from kvboost_hf.cache.held import CHANGED, Running
 from kvboost_hf.cache.hook import Kwargs
@@ -223,7 +223,7 @@ class ServingCache(BlendingCache):
         if rope_regime(model, held + new - int(ledger.log.pads.min())) != self._regime:
             return self._lose_track(kwargs, held, _LENGTH)
         if self.in_own_loop or in_generate():
-            changed = self._hooks != hooks_registered() or self._under != surroundings()
+            changed = self._hooks != hooks_registered() or self._precision != autocast()
             if changed and self._root(self._regime) != ledger.root:
                 return self._lose_track(kwargs, held, "the model was changed after the beginning of the prompt")
         else:
