@@ -16,7 +16,8 @@ def require_ends(schema: Mapping[str, Any]) -> None:
         schema: Nested 100 deep at most.
 
     Raises:
-        ValueError: it is one of these.
+        ValueError: it is one of these, a reference is none to a place in the schema itself, or a part of the schema
+            has an `$id` of its own, from which its references would start.
 
     Example:
         >>> require_ends({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})
@@ -24,6 +25,7 @@ def require_ends(schema: Mapping[str, Any]) -> None:
         ValueError: The schema's `$ref` '#/$defs/a' leads back to itself. Have it end at a type.
     """
     found: dict[str, Any] = {}
+    _refuse_inner_ids(schema)
     new, levels = _references(schema), _depth(schema)
     while new:
         found |= {pointer: _target(schema, pointer) for pointer in new}
@@ -41,6 +43,19 @@ def require_ends(schema: Mapping[str, Any]) -> None:
         raise ValueError(f"The schema's `$ref` {min(endless)!r} leads back to itself. Have it end at a type.")
 
 
+def _refuse_inner_ids(schema: Mapping[str, Any]) -> None:
+    left: list[Any] = list(schema.values())
+    for part in left:
+        if isinstance(part, dict):
+            if isinstance(part.get("$id"), str):
+                raise ValueError(
+                    f"Only a whole schema may have an `$id`, got {part['$id'][:100]!r} inside of one. Leave it out."
+                )
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+
+
 def _ends(schema: Any, endless: set[str]) -> bool:
     """Whether something is said of a value itself, where nothing is known yet of the references `endless`."""
     if not isinstance(schema, dict):
@@ -54,12 +69,17 @@ def _ends(schema: Any, endless: set[str]) -> bool:
 
 
 def _references(schema: Any) -> set[str]:
-    """All `$ref`s in it, but for those that lead elsewhere, which are refused later."""
+    """All `$ref`s in it."""
     found, left = set[str](), [schema]
     for part in left:
         if isinstance(part, dict):
             pointer = part.get("$ref")
-            if isinstance(pointer, str) and pointer.startswith("#"):
+            if isinstance(pointer, str):
+                if pointer != "#" and not pointer.startswith("#/"):
+                    raise ValueError(
+                        f"A schema's `$ref` must be '#' or begin with '#/', got {pointer[:100]!r}. Put what it refers "
+                        "to under `$defs`."
+                    )
                 found.add(pointer)
             left += part.values()
         elif isinstance(part, list):
@@ -69,8 +89,8 @@ def _references(schema: Any) -> set[str]:
 
 def _target(schema: Any, pointer: str) -> Any:
     """What a reference refers to; None for nothing, which is refused later."""
-    for step in pointer.split("/")[1:]:
-        name = unquote(step).replace("~1", "/").replace("~0", "~")
+    for step in unquote(pointer).split("/")[1:]:  # in this order: an escaped "/" is one, too
+        name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, dict):
             schema = schema.get(name)
         elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):

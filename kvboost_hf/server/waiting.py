@@ -17,12 +17,14 @@ class WaitingLine(Generic[Waiting]):
 
     Args:
         ids: Of a job, the tokens of its prompt.
+        salt: Of a job. One with another salt than the one before it shares nothing with it: else the order of answers
+            would tell its owner how others' prompts begin.
     """
 
-    def __init__(self, ids: Callable[[Waiting], Sequence[int]]) -> None:
-        self._ids = ids
+    def __init__(self, ids: Callable[[Waiting], Sequence[int]], salt: Callable[[Waiting], bytes]) -> None:
+        self._ids, self._salt = ids, salt
         self._line: deque[Waiting] = deque()
-        self._last: Sequence[int] = ()  # the prompt that was taken last
+        self._last: tuple[bytes, Sequence[int]] = b"", ()  # salt and prompt of the job that was taken last
         self._passed = 0  # times that the first one was passed over
 
     def __len__(self) -> int:
@@ -52,12 +54,17 @@ class WaitingLine(Generic[Waiting]):
         places = [i for i in range(min(look, len(self._line))) if fits(self._line[i])]
         if not places:
             return None
-        place = max(places, key=lambda i: (common_prefix(self._ids(self._line[i]), self._last), -i))
+        place = max(places, key=lambda i: (self._shared(self._line[i]), -i))
         taken = self._line[place]
         self._passed = self._passed + 1 if place else 0
         self._remove(place)
-        self._last = self._ids(taken)
+        self._last = self._salt(taken), self._ids(taken)
         return taken
+
+    def _shared(self, waiting: Waiting) -> int:
+        """How many tokens a job begins with as the one before it does."""
+        salt, ids = self._last
+        return common_prefix(self._ids(waiting), ids) if self._salt(waiting) == salt else 0
 
     def _remove(self, place: int) -> None:
         if place == 0:

@@ -130,7 +130,7 @@ class ModelEngine:
             )
         self._drafts = Drafts.of(model, cache, draft, draft_trees) if draft is not None else None
         self._changed = threading.Condition()
-        self._waiting: WaitingLine[Row] = WaitingLine(lambda row: row.job.ids)
+        self._waiting: WaitingLine[Row] = WaitingLine(lambda row: row.job.ids, lambda row: row.job.salt)
         self._prompts: list[Row] = []  # under way, in the order in which they were taken
         self._running: list[Row] = []  # in the order of the rows of the batch
         self._embeddings: deque[EmbeddingJob] = deque()

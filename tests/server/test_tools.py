@@ -168,6 +168,7 @@ def test_what_cannot_be_enforced_is_refused(at: Listening, change: Any, param: s
 
 
 _CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+_DEEP: Any = {f"l{n}": {"allOf": [{"$ref": f"#/$defs%2Fl{n + 1}"}]} for n in range(1800)}  # once ended the process
 _LONG = {"$defs": {f"a{n}": {"properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}}} for n in range(4000)}}
 
 
@@ -179,6 +180,15 @@ _LONG = {"$defs": {f"a{n}": {"properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}}}
         ({"$ref": "#/$defs/a", **_CIRCLE}, "leads back to itself"),
         ({"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"], **_CIRCLE}, "'#/$defs/a'"),
         ({"$ref": "#/$defs/a0", **_LONG}, "1000 levels"),
+        ({"$ref": "#/$defs/l0", "$defs": {**_DEEP, "l1800": {"type": "null"}}}, "1000 levels"),
+        ({"$ref": "#/$defs%2Fa", **_CIRCLE, "$defs/a": {"type": "null"}}, "'#/$defs%2Fa' leads back to itself"),
+        (
+            {"$id": "https://a.example/s", "$ref": "https://a.example/s#/$defs/a", **_CIRCLE},
+            "must be '#' or begin with",
+        ),
+        ({"$ref": "s#/$defs/a", **_CIRCLE}, "must be '#' or begin with"),
+        ({"$ref": "#a", "$defs": {"a": {"$anchor": "a", "type": "null"}}}, "must be '#' or begin with"),
+        ({"properties": {"x": {"$id": "https://a.example/s", "$ref": "#"}}}, "Only a whole schema may have an `$id`"),
     ],
 )
 def test_references_without_an_end(at: Listening, schema: dict[str, Any], says: str, of_tool: bool) -> None:

@@ -620,7 +620,7 @@ def test_many_at_once(engines: Any) -> None:
 
 
 def test_the_line() -> None:
-    line: WaitingLine[tuple[int, ...]] = WaitingLine(lambda ids: ids)
+    line: WaitingLine[tuple[int, ...]] = WaitingLine(lambda ids: ids, lambda ids: b"")
     for ids in ((1, 2, 3), (9, 9), (1, 2, 4), (1, 5)):
         line.append(ids)
     taken = [line.take() for _ in range(4)]
@@ -634,6 +634,17 @@ def test_the_line() -> None:
     line.append((1, 2, 3))
     assert (5, 5) in [line.take() for _ in range(29)]
     assert line.take(lambda ids: False) is None
+
+
+def test_the_order_of_the_line_tells_nothing_of_other_salts() -> None:
+    for first in ((b"a", (1, 2, 3)), (b"a", (7, 8, 9)), (b"b", (7, 8, 9))):
+        line: WaitingLine[tuple[bytes, tuple[int, ...]]] = WaitingLine(lambda job: job[1], lambda job: job[0])
+        jobs = [first, (b"b", (5, 5)), (b"b", (1, 2, 3)), (b"b", (7, 8, 9))]
+        for each in jobs:
+            line.append(each)
+        assert line.take() == first
+        own = first[0] == b"b"  # its own prompt may be followed by what begins as it does
+        assert [line.take() for _ in range(3)] == ([jobs[3], jobs[1], jobs[2]] if own else jobs[1:])
 
 
 def test_common_prefix() -> None:

@@ -232,6 +232,13 @@ def test_ends(tokenizer: PreTrainedTokenizerFast) -> None:
         {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]}, "b": NAME}},
         {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
         {"$defs": {"a/b c": NAME}, "type": "array", "items": {"$ref": "#/$defs/a~1b%20c"}, "maxItems": 2},
+        {
+            "$id": "https://a.example/s",
+            "$defs": {"a": NAME},
+            "type": "array",
+            "items": {"$ref": "#/$defs/a"},
+            "maxItems": 2,
+        },
         {"type": "array", "prefixItems": [NUMBER, {"$ref": "#/prefixItems/0"}], "items": False, "minItems": 2},
     ],
     ids=str,
