@@ -271,6 +271,7 @@ def test_a_model_that_cannot_check_drafts_says_so_once(make: Make, caplog: pytes
     model = make_model("qwen3_next")
     with caplog.at_level(logging.WARNING, "kvboost_hf.server"):
         engine = make(model, draft=make_model())
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["No drafts"]
+    ours = [record for record in caplog.records if record.name.startswith("kvboost_hf")]  # transformers has its own
+    assert [record.getMessage().partition(":")[0] for record in ours] == ["No drafts"]
     assert answer(engine, job(20)) == answer(make(model), job(20))
     assert engine.stats()["speculation"] == {}
