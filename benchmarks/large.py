@@ -13,13 +13,12 @@ import argparse
 import copy
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from reuse import Ids, in_turn, medians, prefilled, rounded, ttft
+from reuse import Ids, floor, in_turn, medians, prefilled, rounded, ttft
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -70,16 +69,6 @@ def first_tokens(model: PreTrainedModel, length: int, rounds: int) -> Result:
     store.warm(shared)
     kept = ChunkReuseCache(model, new_store(model))
 
-    def floor(n: int) -> float:
-        ids = torch.tensor([endings[n]], device=model.device)
-        start = time.perf_counter()
-        with torch.no_grad():
-            out = model(input_ids=ids, past_key_values=held, use_cache=True, logits_to_keep=1)
-        out.logits[0, -1].argmax().item()
-        ms = 1000 * (time.perf_counter() - start)
-        held.crop(-len(endings[n]))
-        return ms
-
     def stored(n: int) -> float:
         cache = ChunkReuseCache(model, store)
         ms = ttft(model, shared + endings[n], past_key_values=cache)
@@ -90,7 +79,7 @@ def first_tokens(model: PreTrainedModel, length: int, rounds: int) -> Result:
     arms: dict[str, Callable[[int], float]] = {
         "plain": lambda n: ttft(model, shared + endings[n]),
         "cold": lambda n: ttft(model, shared + endings[n], past_key_values=ChunkReuseCache(model, new_store(model))),
-        "floor": floor,
+        "floor": lambda n: floor(model, held, endings[n]),
         "live": lambda n: ttft(model, shared + endings[n], past_key_values=kept),
         "stored": stored,
     }

@@ -92,6 +92,18 @@ def prefilled(model: PreTrainedModel, ids: list[int]) -> DynamicCache:
     return cache
 
 
+def floor(model: PreTrainedModel, held: DynamicCache, ending: list[int]) -> float:
+    """ms of one bare forward of `ending` over what a cache holds, to the token on the host; the cache is cut back."""
+    ids = torch.tensor([ending], device=model.device)
+    start = time.perf_counter()
+    with torch.no_grad():
+        out = model(input_ids=ids, past_key_values=held, use_cache=True, logits_to_keep=1)
+    out.logits[0, -1].argmax().item()
+    ms = 1000 * (time.perf_counter() - start)
+    held.crop(-len(ending))
+    return ms
+
+
 def ttft(model: PreTrainedModel, ids: list[int], **kwargs: Any) -> float:
     return timed_generate(model, ids, 1, **kwargs).ttft_ms
 
@@ -107,16 +119,6 @@ def warm_prompts(model: PreTrainedModel, rounds: int) -> list[Result]:
         store.warm(shared)
         kept = ChunkReuseCache(model, ChunkStore(model))
 
-        def floor(n: int) -> float:
-            ids = torch.tensor([endings[n]], device=model.device)
-            start = time.perf_counter()
-            with torch.no_grad():
-                out = model(input_ids=ids, past_key_values=held, use_cache=True, logits_to_keep=1)
-            out.logits[0, -1].argmax().item()
-            ms = 1000 * (time.perf_counter() - start)
-            held.crop(-len(endings[n]))
-            return ms
-
         def by_hand(n: int) -> float:
             start = time.perf_counter()
             mine = copy.deepcopy(held)
@@ -125,7 +127,7 @@ def warm_prompts(model: PreTrainedModel, rounds: int) -> list[Result]:
 
         arms = {
             "plain": lambda n: ttft(model, shared + endings[n]),
-            "floor": floor,
+            "floor": lambda n: floor(model, held, endings[n]),
             "deepcopy": by_hand,
             "live": lambda n: ttft(model, shared + endings[n], past_key_values=kept),
             "store": lambda n: ttft(model, shared + endings[n], past_key_values=ChunkReuseCache(model, store)),

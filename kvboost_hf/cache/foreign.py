@@ -414,7 +414,7 @@ class Reader:
     def function(self, function: types.FunctionType, depth: int) -> None:
         """Add a function: itself, its defaults, its closure, and the globals that it names."""
         self._reached.functions.append(function)
-        if is_of_package(function) and is_written_where_it_says(function):
+        if is_package_code(function):
             return
         code = function.__code__
         inner: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

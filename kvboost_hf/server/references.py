@@ -1,6 +1,6 @@
 """References within a JSON schema, which are followed before a grammar is made of it: pure Python."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -44,16 +44,11 @@ def require_ends(schema: Mapping[str, Any]) -> None:
 
 
 def _refuse_inner_ids(schema: Mapping[str, Any]) -> None:
-    left: list[Any] = list(schema.values())
-    for part in left:
-        if isinstance(part, dict):
-            if isinstance(part.get("$id"), str):
-                raise ValueError(
-                    f"Only a whole schema may have an `$id`, got {part['$id'][:100]!r} inside of one. Leave it out."
-                )
-            left += part.values()
-        elif isinstance(part, list):
-            left += part
+    for part in _objects(list(schema.values())):
+        if isinstance(part.get("$id"), str):
+            raise ValueError(
+                f"Only a whole schema may have an `$id`, got {part['$id'][:100]!r} inside of one. Leave it out."
+            )
 
 
 def _ends(schema: Any, endless: set[str]) -> bool:
@@ -70,21 +65,25 @@ def _ends(schema: Any, endless: set[str]) -> bool:
 
 def _references(schema: Any) -> set[str]:
     """All `$ref`s in it."""
-    found, left = set[str](), [schema]
+    found = {pointer for part in _objects(schema) if isinstance(pointer := part.get("$ref"), str)}
+    for pointer in found:
+        if pointer != "#" and not pointer.startswith("#/"):
+            raise ValueError(
+                f"A schema's `$ref` must be '#' or begin with '#/', got {pointer[:100]!r}. Put what it refers "
+                "to under `$defs`."
+            )
+    return found
+
+
+def _objects(whole: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a value, itself included."""
+    left = [whole]
     for part in left:
         if isinstance(part, dict):
-            pointer = part.get("$ref")
-            if isinstance(pointer, str):
-                if pointer != "#" and not pointer.startswith("#/"):
-                    raise ValueError(
-                        f"A schema's `$ref` must be '#' or begin with '#/', got {pointer[:100]!r}. Put what it refers "
-                        "to under `$defs`."
-                    )
-                found.add(pointer)
+            yield part
             left += part.values()
         elif isinstance(part, list):
             left += part
-    return found
 
 
 def _target(schema: Any, pointer: str) -> Any:
