@@ -17,6 +17,7 @@ from kvboost_hf.server.chat import chat_routes
 from kvboost_hf.server.completions import completion_routes
 from kvboost_hf.server.embeddings import embedding_routes
 from kvboost_hf.server.errors import add_handlers
+from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.guard import Guard
 from kvboost_hf.server.jobs import Engine
 from kvboost_hf.server.metrics import Meter
@@ -50,12 +51,15 @@ def make_app(
     """
     if ends is None:
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    ends = frozenset(ends)
+    grammars = Grammars(tokenizer, engine.vocab_size, ends=ends)
     served = Served(
         engine=engine,
         tokenizer=tokenizer,
         settings=settings,
-        ends=frozenset(ends),
+        ends=ends,
         meter=Meter(engine),
+        grammars=grammars,
         created=int(time.time()),
     )
 
@@ -63,6 +67,7 @@ def make_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await anyio.to_thread.run_sync(engine.drain, settings.drain_s)
+        grammars.close()
 
     app = FastAPI(title="kvboost_hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     add_handlers(app)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import anyio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, pieces, whole
-from kvboost_hf.server.constraints import constraint_of
+from kvboost_hf.server.constraints import constraints_of
 from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.run import Run, unless_gone
@@ -50,10 +49,9 @@ async def start_chat(served: Served, body: ChatRequest, request: Request) -> tup
     most = body.max_completion_tokens or body.max_tokens or served.room(ids)
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     salt = served.salt(request, body.prompt_cache_key)
-    compile_ = partial(constraint_of, body, served.tokenizer, served.engine.vocab_size, served.ends)
+    compile_ = partial(constraints_of, body, served.tokenizer, served.grammars, salt, choices)
     jobs = []
-    for choice in range(choices):
-        constraint = await anyio.to_thread.run_sync(compile_)
+    for choice, constraint in enumerate(await served.compile(request, compile_)):
         options = served.options(body, max_tokens=most, logprobs=logprobs, choice=choice, constraint=constraint)
         jobs.append(served.job(ids, options, stop=body.stops, salt=salt, skip_special_tokens=not body.offered))
     return served.start(jobs, request), readers

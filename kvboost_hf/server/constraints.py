@@ -1,24 +1,34 @@
 """Which constraint a chat request asks for."""
 
-from collections.abc import Collection
 from typing import Any
 
 from kvboost_hf.server.errors import refused
+from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.jobs import Constraint
 from kvboost_hf.server.schema import ChatRequest, SchemaFormat, ToolChoice
-from kvboost_hf.server.structured import constraint_for, json_schema, tool_calls
+from kvboost_hf.server.structured import json_schema, tool_calls
 
 
-def constraint_of(body: ChatRequest, tokenizer: Any, vocab_size: int, ends: Collection[int]) -> Constraint | None:
-    """A new constraint for one answer; None where anything may be said.
+def constraints_of(
+    body: ChatRequest, tokenizer: Any, grammars: Grammars, salt: bytes, choices: int
+) -> list[Constraint | None]:
+    """A new constraint for each answer; None where anything may be said.
+
+    Args:
+        body: The request.
+        tokenizer: Of the model.
+        grammars: Compiles for it.
+        salt: Of whoever asks.
+        choices: How many answers.
 
     Raises:
         ApiError: it asks for what cannot be enforced.
     """
     if not (body.must_call or body.json_wanted):
-        return None
+        return [None] * choices
     try:
-        return constraint_for(tokenizer, vocab_size, _grammar(body, tokenizer), ends=ends)
+        grammar = _grammar(body, tokenizer)
+        return [grammars.constraint(grammar, salt) for _ in range(choices)]
     except ValueError as error:
         raise refused("tools" if body.must_call else "response_format", str(error)) from error
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,11 +12,13 @@ from jinja2 import TemplateError
 from starlette.requests import Request
 
 from kvboost_hf.server.errors import ApiError, refused
+from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.jobs import Constraint, Engine, Job, SamplingOptions, TooLongError
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.run import Run
 from kvboost_hf.server.schema import Message, Sampled, Tool
 from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Served:
         settings: Of the server.
         ends: Tokens that end an answer.
         meter: Counts.
+        grammars: Compiles what answers must follow.
         created: When the server started, in seconds since 1970.
     """
 
@@ -37,7 +40,9 @@ class Served:
     settings: ServerSettings
     ends: frozenset[int]
     meter: Meter
+    grammars: Grammars
     created: int
+    _compiling: Turns = field(default_factory=partial(Turns, 2))
     # A tokenizer is used by one thread at a time, and never by the one that serves connections.
     _one: anyio.CapacityLimiter = field(default_factory=partial(anyio.CapacityLimiter, 1))
 
@@ -70,6 +75,11 @@ class Served:
         """Tokens of a chat, up to where the answer starts, or without that start."""
         told = [_as_template_has_it(message) for message in messages]
         return await self._on_thread(partial(self._encode_chat, told, [tool.body for tool in tools], answer))
+
+    async def compile(self, request: Request, work: Callable[[], list[Constraint | None]]) -> list[Constraint | None]:
+        """Constraints, which a thread makes when it is the client's turn."""
+        async with self._compiling.turn(client(request)):
+            return await anyio.to_thread.run_sync(work)
 
     def token_text(self, token: int) -> str:
         """What a token stands for by itself."""
@@ -167,6 +177,11 @@ class Served:
                 raise
             shorter = [replace(job, ids=job.ids[-error.max_prompt_tokens :]) for job in jobs]
             return Run(self.engine, shorter, self.meter, figures)
+
+
+def client(request: Request) -> bytes:
+    """Who asks: what is shared out among those that have API keys is shared out among these."""
+    return str(request.scope.get("api_key", "")).encode()
 
 
 def salt(api_key: str | None, cache_key: str | None) -> bytes:

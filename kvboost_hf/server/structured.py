@@ -2,15 +2,14 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from kvboost_hf.errors import KVBoostError
 from kvboost_hf.server.references import require_ends
@@ -18,6 +17,8 @@ from kvboost_hf.server.tools import Tool, format_of
 
 # Between the parts of JSON. Without a bound, a model may write nothing else.
 _SPACE = r"[ \n]{1,40}"
+_MAX_DIGITS, _MAX_SPACES = 40, 200  # in a row: of a number, and in a string
+_QUOTE, _ESCAPE = b'"\\'
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
@@ -76,41 +77,19 @@ def tool_calls(
     return "\n".join([start, f"call: {' | '.join(names)}", *rules])
 
 
-def constraint_for(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, kind: str, *, ends: Collection[int] = ()
-) -> "GrammarConstraint":
-    """A constraint for one job. Equal grammars are compiled once, and kept for a while.
-
-    Args:
-        tokenizer: Of the model; one of the fast ones.
-        vocab_size: How many logits the model has; may be more than the tokenizer has tokens.
-        kind: A grammar, from one of the functions above.
-        ends: Tokens that end an answer; the tokenizer's own if empty.
-
-    Raises:
-        ValueError: the grammar is not one, or asks for what cannot be enforced.
-
-    Example:
-        >>> from kvboost_hf.assets import load_embedded
-        >>> model, tokenizer = load_embedded()
-        >>> constraint = constraint_for(tokenizer, model.config.vocab_size, regex("yes|no"))
-        >>> [tokenizer.decode(token) for token in constraint.allowed().nonzero()]
-        ['n', 'y']
-    """
-    return GrammarConstraint(_compiled(tokenizer, vocab_size, _ends(tokenizer, ends), kind).deep_copy(), vocab_size)
-
-
 class GrammarConstraint:
     """Allows the tokens that a grammar does. It is a `Constraint` of :mod:`kvboost_hf.server.jobs`.
 
     Args:
         matcher: At the start of the grammar.
+        tokens: Of the tokenizer that it is for.
         vocab_size: How many logits the model has.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, tokens: LLTokenizer, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._runs = Runs(tokens, vocab_size)
 
     def allowed(self) -> Tensor:
         """[vocab_size], bool, on the host: the tokens that may come next.
@@ -120,7 +99,11 @@ class GrammarConstraint:
         """
         mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         self._check()
-        return mask[: self._vocab_size].bool()
+        allowed = mask[: self._vocab_size].bool()
+        if (barred := self._runs.barred) is None:
+            return allowed
+        fewer = allowed & ~barred
+        return fewer if fewer.any() else allowed
 
     def advance(self, token: int) -> None:
         """`token` has come.
@@ -130,6 +113,7 @@ class GrammarConstraint:
         """
         self._matcher.consume_token(token)
         self._check()
+        self._runs.advance(token)
 
     @property
     def finished(self) -> bool:
@@ -141,25 +125,52 @@ class GrammarConstraint:
             raise KVBoostError(f"The grammar cannot be followed: {self._matcher.get_error()}. Use a simpler one.")
 
 
-@lru_cache(maxsize=128)
-def _compiled(tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: tuple[int, ...], grammar: str) -> LLMatcher:
-    matcher = LLMatcher(_tokens(tokenizer, vocab_size, ends), grammar, log_level=0)
-    if matcher.is_error():
-        raise ValueError(f"The grammar or schema cannot be enforced: {matcher.get_error()}. Leave that out.")
-    return matcher
+class Runs:
+    """Follows a text, token by token, and bars what a model may repeat without an end: digits, and space in strings.
+
+    No grammar limits how many digits a number of JSON has, and a greedy model that begins to repeat one goes on until
+    it has no tokens left.
+
+    Args:
+        tokens: Of the model's tokenizer.
+        vocab_size: How many logits the model has.
+    """
+
+    def __init__(self, tokens: LLTokenizer, vocab_size: int) -> None:
+        self._tokens, self._vocab_size = tokens, vocab_size
+        self._in_string = self._escaped = False
+        self._digits = self._spaces = 0  # in a row, up to here
+
+    def advance(self, token: int) -> None:
+        """`token` has come."""
+        for byte in self._tokens.decode_bytes([token]):
+            self._follow(byte)
+
+    def _follow(self, byte: int) -> None:
+        space = byte in b"nrt" if self._escaped else byte in b" "
+        if self._in_string and not (byte == _ESCAPE and not self._escaped):
+            self._spaces = self._spaces + 1 if space else 0
+        self._digits = self._digits + 1 if byte in b"0123456789" and not self._in_string else 0
+        if byte == _QUOTE and not self._escaped:
+            self._in_string, self._spaces = not self._in_string, 0
+        self._escaped = byte == _ESCAPE and self._in_string and not self._escaped
+
+    @property
+    def barred(self) -> Tensor | None:
+        """[vocab_size], bool, on the host: tokens that would make a run too long; None if there is none."""
+        if self._digits >= _MAX_DIGITS:
+            return _beginning(self._tokens, self._vocab_size, b"0123456789")
+        if self._spaces >= _MAX_SPACES:
+            return _beginning(self._tokens, self._vocab_size, b" \\")
+        return None
 
 
 @lru_cache(maxsize=8)
-def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: tuple[int, ...]) -> LLTokenizer:
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"A grammar needs a fast tokenizer, got {type(tokenizer).__name__}.")
-    return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=list(ends))
-
-
-def _ends(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> tuple[int, ...]:
-    if not ends and tokenizer.eos_token_id is None:
-        raise ValueError("`ends` must name a token for a tokenizer that has no `eos_token`, got none.")
-    return tuple(sorted(ends)) or (tokenizer.eos_token_id,)
+def _beginning(tokens: LLTokenizer, vocab_size: int, chars: bytes) -> Tensor:
+    """[vocab_size], bool: the tokens that begin with one of these."""
+    starts = (tokens.decode_bytes([token])[:1] for token in range(min(vocab_size, tokens.vocab_size)))
+    found = torch.tensor([start != b"" and start in chars for start in starts])
+    return torch.nn.functional.pad(found, (0, vocab_size - len(found)))
 
 
 def _lark(text: str, added: Mapping[str, int]) -> str:

@@ -2,19 +2,23 @@
 
 import json
 import re
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.errors import KVBoostError
-from kvboost_hf.server import structured
+from kvboost_hf.server import grammar_process
+from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.jobs import SamplingOptions
 from kvboost_hf.server.sampling import Sampler
-from kvboost_hf.server.structured import constraint_for, json_schema, regex, tool_calls
+from kvboost_hf.server.structured import GrammarConstraint, json_schema, regex, tool_calls
 from kvboost_hf.server.tools import parse_tool_calls
 from tests.unit.test_server_tools import TEMPLATES, TOOLS
 
@@ -52,6 +56,38 @@ GENERAL = [
     {"type": "string", "minLength": 3, "maxLength": 5},
     {"type": ["boolean", "null"]},
 ]
+
+
+_GRAMMARS: dict[Any, Grammars] = {}
+
+
+def constraint_for(tokenizer: Any, size: int, grammar: str, ends: frozenset[int] = frozenset()) -> GrammarConstraint:
+    """A constraint of the grammars for a tokenizer, whose processes end with the module."""
+    key = (tokenizer.eos_token_id, size, ends)  # of the embedded model, all of them
+    if key not in _GRAMMARS:
+        _GRAMMARS[key] = Grammars(tokenizer, size, ends=ends, processes=1)
+    return _GRAMMARS[key].constraint(grammar)
+
+
+# Each takes long, much memory, or a deep stack to compile.
+TOO_MUCH: list[dict[str, Any]] = [
+    {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]},
+    {"allOf": [{"type": "string", "pattern": f"^(a|b)*a(a|b){{{n}}}$"} for n in range(35)]},
+    {"type": "string", "pattern": "^(((a{99}){99}){99}){9}$"},
+    {
+        "$ref": "#/$defs/l0",
+        "$defs": {f"l{n}": {"allOf": [{"$ref": f"#/$defs/l{n + 1}"}]} for n in range(300)}
+        | {"l300": {"type": "null"}},
+    },
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    for grammars in _GRAMMARS.values():
+        grammars.close()
+    _GRAMMARS.clear()
 
 
 @pytest.fixture(scope="module")
@@ -167,11 +203,24 @@ def test_calls_in_parallel(name: str) -> None:
     assert min(len(parse_tool_calls(text, tokenizer, TOOLS).calls) for text in texts) > 0
 
 
-def test_equal_schemas_are_compiled_once(tokenizer: PreTrainedTokenizerFast) -> None:
-    before = structured._compiled.cache_info()
-    constraints = [constraint_for(tokenizer, VOCAB, json_schema(strict(once=NAME))) for _ in range(3)]
-    after = structured._compiled.cache_info()
-    assert (after.misses - before.misses, after.hits - before.hits) == (1, 2)
+def test_equal_schemas_are_compiled_once_for_each_salt(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    true = grammar_process.compiled
+    monkeypatch.setattr(grammar_process, "compiled", lambda tokens, text: compiled.append(text) or true(tokens, text))
+    grammars = Grammars(tokenizer, VOCAB)
+    constraints = [grammars.constraint(json_schema(strict(once=NAME))) for _ in range(3)]
+    assert len(compiled) == 1
+    grammars.constraint(json_schema(strict(once=NAME)), b"another")
+    assert len(compiled) == 2
+    for n in range(8):
+        grammars.constraint(regex(str(n)), b"another")
+    grammars.constraint(json_schema(strict(once=NAME)))  # one salt does not push out what another has
+    assert len(compiled) == 10
+    grammars.constraint(json_schema(strict(once=NAME)), b"another")  # but what it has itself
+    assert len(compiled) == 11
+    grammars.close()
     # They share no state.
     constraints[0].advance(tokenizer.encode("{")[0])
     assert not torch.equal(constraints[0].allowed(), constraints[1].allowed())
@@ -215,7 +264,7 @@ def test_tokens_that_are_not_allowed_are_refused(tokenizer: PreTrainedTokenizerF
 
 
 def test_ends(tokenizer: PreTrainedTokenizerFast) -> None:
-    constraint = constraint_for(tokenizer, VOCAB, regex("[0-9]*"), ends={0, 2})
+    constraint = constraint_for(tokenizer, VOCAB, regex("[0-9]*"), ends=frozenset({0, 2}))
     assert constraint.allowed()[[0, 1, 2]].tolist() == [True, False, True]
     constraint.advance(0)
     assert constraint.finished
@@ -253,3 +302,66 @@ def test_references_that_do_not(kind: str) -> None:
     schema = {"$ref": "#/$defs/a", "$defs": {"a": {kind: [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}
     with pytest.raises(ValueError, match="leads back to itself"):
         json_schema(schema)
+
+
+def test_too_much_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    grammars = Grammars(tokenizer, VOCAB)
+    for schema in TOO_MUCH:
+        with pytest.raises(ValueError, match="takes more than 2 s of computing"):
+            grammars.constraint(json_schema(schema))
+    assert grammars.constraint(regex("yes")).allowed().any()  # others go on
+    start = time.monotonic()
+    for schema in TOO_MUCH:
+        with pytest.raises(ValueError, match="takes more than 2 s"):
+            grammars.constraint(json_schema(schema))
+    assert time.monotonic() - start < 1  # known
+    grammars.close()
+
+
+def test_a_process_that_was_killed_is_replaced(tokenizer: PreTrainedTokenizerFast) -> None:
+    before = {*psutil.Process().children()}
+    grammars = Grammars(tokenizer, VOCAB, processes=1)
+    grammars.constraint(regex("a"))
+    (process,) = {*psutil.Process().children()} - before
+    process.kill()
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    grammars.constraint(regex("b"))
+    grammars.close()
+    assert not {*psutil.Process().children()} - before
+    grammars.constraint(regex("c"))  # in a process that ends with it
+    assert not {*psutil.Process().children()} - before
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": "number"}, {}])
+def test_numbers_have_an_end(tokenizer: PreTrainedTokenizerFast, schema: dict[str, Any]) -> None:
+    constraint, (one,) = constraint_for(tokenizer, VOCAB, json_schema(schema)), tokenizer.encode("1")
+    digits = 0
+    while constraint.allowed()[one]:
+        constraint.advance(one)
+        digits += 1
+        assert digits <= 40
+    assert digits == 40
+    assert constraint.allowed()[tokenizer.eos_token_id]
+
+
+def test_space_in_strings_has_an_end_and_digits_in_them_have_none(tokenizer: PreTrainedTokenizerFast) -> None:
+    constraint = constraint_for(tokenizer, VOCAB, json_schema({"type": "string"}))
+    said = tokenizer.encode('"' + "1" * 100 + " " * 150 + "\\n" * 50)
+    for token in said:
+        assert constraint.allowed()[token]
+        constraint.advance(token)
+    space, escape, quote = (tokenizer.encode(text)[0] for text in (" ", "\\", '"'))
+    assert constraint.allowed()[[space, escape, quote]].tolist() == [False, False, True]
+    constraint.advance(tokenizer.encode("a")[0])
+    assert constraint.allowed()[[space, escape, quote]].tolist() == [True, True, True]
+
+
+def test_what_must_come_may_be_long(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A run that the grammar leaves no choice about is not barred."""
+    text = "1" * 60
+    constraint = constraint_for(tokenizer, VOCAB, regex(text))
+    for token in tokenizer.encode(text):
+        assert constraint.allowed()[token]
+        constraint.advance(token)
+    assert constraint.finished

@@ -1,0 +1,83 @@
+"""Compiles grammars that a client has sent, within limits. Run as a program, in a process that may be killed.
+
+It imports nothing of this package and no torch: it starts fast, and is small. Each line of standard input is JSON, each
+is answered by a line of JSON on standard output. The first has the tokenizer, the others a grammar each.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+CPU_S = 2.0  # for a grammar
+MEMORY_BYTES = 256 * 2**20  # besides what the tokenizer takes
+# Less than any thread of the server has: what recurses too deep ends this process, not that one.
+_STACK_BYTES = 3 * 2**19
+_STATUS = Path("/proc/self/statm")
+
+# A token then takes some 10 ms at most, and the states of a lexer some 40 MB.
+LIMITS: dict[str, Any] = {"step_lexer_fuel": 100_000, "max_lexer_states": 20_000, "verbose_errors": False}
+
+
+def compiled(tokens: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher at the start of a grammar; in the state of an error if it is not one that can be followed."""
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    first = matcher.deep_copy()
+    first.compute_bitmask()  # some grammars fail no earlier
+    return first if first.is_error() else matcher
+
+
+def _main() -> None:
+    lines = iter(sys.stdin.buffer.readline, b"")
+    tokens = LLTokenizer(**json.loads(next(lines)))
+    with suppress(AttributeError):  # not on Windows
+        os.nice(10)  # the model goes first
+    _limit_memory()
+    _answer({})
+    threading.stack_size(_STACK_BYTES)
+    for line in lines:
+        found: list[LLMatcher] = []
+        thread = threading.Thread(target=lambda line=line: found.append(compiled(tokens, json.loads(line))))
+        with _limited_time():
+            thread.start()
+            thread.join()
+        _answer({"error": found[0].get_error() if found else "it fails"})
+
+
+def _answer(answer: dict[str, str]) -> None:
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _limit_memory() -> None:
+    if not _STATUS.exists():
+        return
+    import resource
+
+    used = int(_STATUS.read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """Ends the process when it has computed for too long, even if nobody waits for it any more."""
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+if __name__ == "__main__":
+    _main()
