@@ -24,6 +24,7 @@ from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.responses import response_routes
 from kvboost_hf.server.served import Served
 from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.turns import Turns
 from kvboost_hf.server.warm import warm_routes
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -70,6 +71,7 @@ def make_app(
         grammars.close()
 
     app = FastAPI(title="kvboost_hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.reading = Turns(2)  # bodies, see `PostedRoute`
     add_handlers(app)
     for router in (
         chat_routes(served),

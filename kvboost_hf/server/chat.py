@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, pieces, whole
+from kvboost_hf.server.bodies import PostedRoute
 from kvboost_hf.server.constraints import constraints_of
 from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import TokenLogprob
@@ -23,7 +24,7 @@ from kvboost_hf.server.tools import ToolCall, ToolCallStream
 
 def chat_routes(served: Served) -> APIRouter:
     """The routes of this file."""
-    router = APIRouter()
+    router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import CallReaders, Usage, pieces, whole
+from kvboost_hf.server.bodies import PostedRoute
 from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import CompletionRequest
@@ -21,7 +22,7 @@ _DEFAULT_TOKENS = 16  # as OpenAI's API has it
 
 def completion_routes(served: Served) -> APIRouter:
     """The routes of this file."""
-    router = APIRouter()
+    router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:

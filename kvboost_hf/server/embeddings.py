@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 
+from kvboost_hf.server.bodies import PostedRoute
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.jobs import DrainingError
 from kvboost_hf.server.run import unless_gone
@@ -18,7 +19,7 @@ from kvboost_hf.server.served import Served
 
 def embedding_routes(served: Served) -> APIRouter:
     """The route of this file."""
-    router = APIRouter()
+    router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Compiles grammars that a client has sent, within limits. Run as a program, in a process that may be killed.
 
-It imports nothing of this package and no torch: it starts fast, and is small. Each line of standard input is JSON, each
-is answered by a line of JSON on standard output. The first has the tokenizer, the others a grammar each.
+It imports nothing of this package and no torch: it starts fast, and is small. Each line of standard input is JSON, and
+is answered by a line of JSON on standard output. The first one has the tokenizer, the others a grammar each.
 """
 
 import json
@@ -43,12 +43,17 @@ def _main() -> None:
     _answer({})
     threading.stack_size(_STACK_BYTES)
     for line in lines:
-        found: list[LLMatcher] = []
-        thread = threading.Thread(target=lambda line=line: found.append(compiled(tokens, json.loads(line))))
         with _limited_time():
-            thread.start()
-            thread.join()
-        _answer({"error": found[0].get_error() if found else "it fails"})
+            _answer({"error": _error(tokens, json.loads(line))})
+
+
+def _error(tokens: LLTokenizer, grammar: str) -> str:
+    """What is wrong with a grammar; found by a thread, whose stack has the size that was set."""
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(compiled(tokens, grammar).get_error()))
+    thread.start()
+    thread.join()
+    return found[0] if found else "it fails"
 
 
 def _answer(answer: dict[str, str]) -> None:

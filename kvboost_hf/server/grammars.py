@@ -1,4 +1,4 @@
-"""Grammars that clients send, compiled: tried first in processes that may be killed, and kept for those who sent them."""
+"""Grammars that clients send: compiled in processes that may be killed first, and kept for those who sent them."""
 
 import json
 import subprocess

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import CallReaders, Usage, pieces
+from kvboost_hf.server.bodies import PostedRoute
 from kvboost_hf.server.chat import start_chat
 from kvboost_hf.server.responses_schema import ResponseRequest
 from kvboost_hf.server.run import Run, unless_gone
@@ -20,7 +21,7 @@ from kvboost_hf.server.tools import ToolCall
 
 def response_routes(served: Served) -> APIRouter:
     """The routes of this file."""
-    router = APIRouter()
+    router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/responses")
     async def respond(body: ResponseRequest, request: Request) -> Response:

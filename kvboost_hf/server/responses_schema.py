@@ -12,6 +12,7 @@ from kvboost_hf.server.schema import (
     Content,
     Function,
     MadeCall,
+    Many,
     Message,
     PlainFormat,
     Request,
@@ -108,11 +109,11 @@ def _not_stored(given: Any) -> None:
 class ResponseRequest(Request):
     """Of `/v1/responses`."""
 
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
-    tools: list[FlatFunction] | None = None
+    tools: Many[FlatFunction] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Annotated[Any, AfterValidator(_not_stored)] = None

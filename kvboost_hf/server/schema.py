@@ -1,15 +1,21 @@
 """What requests may hold. Fields that are not here are refused, never ignored."""
 
 import json
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_DEPTH = 100  # of lists and objects in each other
 
+Item = TypeVar("Item")
+# A collection with one error at most, where it would have one for each of millions of items.
+Many = Annotated[list[Item], Field(fail_fast=True)]
+Named = Annotated[dict[str, Item], Field(fail_fast=True)]
+
+_Token, _Added = Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]
+_Bias = Annotated[dict[_Token, _Added], Field(fail_fast=True)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -17,6 +23,16 @@ class Body(BaseModel):
     """A JSON object of known fields, without NaN and infinities."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, given: Any) -> Any:
+        """All but one of the unknown fields are left out: each would be an error of its own."""
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in given if name not in known), None)
+        return {name: value for name, value in given.items() if name in known or name == unknown}
 
 
 def _only_text(part: Any) -> Any:
@@ -44,7 +60,7 @@ class TextPart(Body):
     logprobs: list[Any] | None = None
 
 
-Content = str | list[Annotated[TextPart, BeforeValidator(_only_text)]]
+Content = str | Many[Annotated[TextPart, BeforeValidator(_only_text)]]
 
 
 class CalledFunction(Body):
@@ -78,7 +94,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[MadeCall] | None = None
+    tool_calls: Many[MadeCall] | None = None
     tool_call_id: str | None = None
     # Of answers that are sent back as they came.
     refusal: str | None = None
@@ -167,34 +183,7 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-def _parts(whole: Any) -> Iterable[Any]:
-    if isinstance(whole, dict):
-        return whole.values()
-    return whole if isinstance(whole, list) else ()
-
-
-class Posted(Body):
-    """A whole body."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _can_be_told(cls, given: Any) -> Any:
-        """Templates and grammars cannot go deep; and halves of characters, which JSON can name, are no text."""
-        if isinstance(given, bytes):  # it did not come as JSON, which is told next
-            return given
-        inner = [given]
-        for _ in range(MAX_DEPTH):
-            inner = [part for whole in inner for part in _parts(whole)]
-        if inner:
-            raise ValueError(f"lists and objects must be nested {MAX_DEPTH} deep at most, got more")
-        try:
-            json.dumps(given, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"texts must be valid Unicode, got {error.object[error.start]!a}") from error
-        return given
-
-
-class Request(Posted):
+class Request(Body):
     """What all requests for text have in common."""
 
     model: str
@@ -203,7 +192,7 @@ class Request(Posted):
     stream: bool | None = None
     user: str | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Named[str] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
 
@@ -212,11 +201,14 @@ class Sampled(Request):
 
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: str | Annotated[Many[str], Field(max_length=MAX_STOPS)] | None = None
     seed: _Int64 | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)]
+        | None
+    ) = None
     stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -244,12 +236,12 @@ class Sampled(Request):
 class ChatRequest(Sampled):
     """Of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
@@ -282,7 +274,26 @@ class ChatRequest(Sampled):
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
 
-Texts = str | list[str] | list[int] | list[list[int]]
+def _kind_of_texts(given: Any) -> str:
+    """Which kind of `Texts` this is; the first item of a list decides, so that others are errors of that kind."""
+    if not isinstance(given, list):
+        return "text"
+    match given[:1]:
+        case [list()]:
+            return "token_lists"
+        case [int()]:
+            return "tokens"
+        case _:
+            return "texts"
+
+
+Texts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Many[str], Tag("texts")]
+    | Annotated[Many[int], Tag("tokens")]
+    | Annotated[Many[Many[int]], Tag("token_lists")],
+    Discriminator(_kind_of_texts),
+]
 
 
 def _as_list(texts: Texts) -> list[str | list[int]]:
@@ -328,12 +339,12 @@ class EmbeddingRequest(Body):
         return _as_list(self.input)
 
 
-class WarmRequest(Posted):
+class WarmRequest(Body):
     """Of `/v1/warm`: texts, or a chat, that prompts will start with."""
 
-    texts: Annotated[list[str], Field(min_length=1)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    texts: Annotated[Many[str], Field(min_length=1)] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    tools: Many[Tool] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from typing import Any
 import anyio
 from fastapi import APIRouter, Request
 
+from kvboost_hf.server.bodies import PostedRoute
 from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import WarmRequest
@@ -14,7 +15,7 @@ from kvboost_hf.server.served import Served
 
 def warm_routes(served: Served) -> APIRouter:
     """The route of this file."""
-    router = APIRouter()
+    router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/warm")
     async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:

@@ -1,0 +1,116 @@
+"""Attacks on the server by those who may send requests: none stops it, or keeps others waiting."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.conftest import Listening
+from tests.server.fake_engine import FakeEngine
+
+_MIB = 2**20
+_FROZEN_S = 2  # longer than this nobody may wait, on a machine with other work
+
+
+class Watch:
+    """Asks for `/health` over and over, and for how much memory the process has.
+
+    Attributes:
+        worst: Seconds that an answer took, at most.
+        grown: Bytes of memory that came to those at the start, at most.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.worst, self.grown = 0.0, 0
+        self._url, self._ended = url, threading.Event()
+        self._start = psutil.Process().memory_info().rss
+
+    def run(self) -> None:
+        """Until `end`."""
+        with httpx.Client(base_url=self._url, timeout=60) as http:
+            while not self._ended.wait(0.02):
+                start = time.perf_counter()
+                assert http.get("/health").status_code == 200
+                self.worst = max(self.worst, time.perf_counter() - start)
+                self.grown = max(self.grown, psutil.Process().memory_info().rss - self._start)
+
+    def end(self) -> None:
+        """No more."""
+        self._ended.set()
+
+
+@contextmanager
+def watched(at: Listening) -> Iterator[Watch]:
+    """Fails if the server was frozen, or took very much memory."""
+    watch = Watch(at.url)
+    thread = threading.Thread(target=watch.run)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        watch.end()
+        thread.join()
+    assert watch.worst < _FROZEN_S
+    assert watch.grown < 1500 * _MIB
+
+
+def _post(at: Listening, body: bytes, path: str = "/v1/completions") -> httpx.Response:
+    return httpx.post(at.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+
+
+def _of(part: bytes, size: int = 15 * _MIB) -> bytes:
+    return b",".join([part] * (size // (len(part) + 1)))
+
+
+_FIELDS = b",".join(b'"k%d":0' % n for n in range(1_000_000))
+_FEW = b",".join(b'"k%d":0' % n for n in range(150_000))
+_BODIES = {
+    "objects": b'{"model":"reader","prompt":[' + _of(b"{}") + b"]}",
+    "lists": b'{"model":"reader","prompt":[' + _of(b"[]") + b"]}",
+    "texts and numbers": b'{"model":"reader","prompt":[' + _of(b'"a"', _MIB) + b",1" + b"]}",
+    "numbers and a text": b'{"model":"reader","prompt":[' + _of(b"1") + b',"a"]}',
+    "large numbers": b'{"model":"reader","prompt":[' + b"9" * 15 * _MIB + b"]}",
+    "fields": b'{"model":"reader","prompt":"a",' + _FIELDS + b"}",
+    "few fields": b'{"model":"reader","prompt":"a",' + _FEW + b"}",
+    "metadata": b'{"model":"reader","prompt":"a","metadata":{'
+    + b",".join(b'"k%d":0' % n for n in range(150_000))
+    + b"}}",
+    "bias": b'{"model":"reader","prompt":"a","logit_bias":{'
+    + b",".join(b'"k%d":0' % n for n in range(150_000))
+    + b"}}",
+    "stops": b'{"model":"reader","prompt":"a","stop":[' + _of(b"1") + b"]}",
+    "deep": b'{"model":"reader","prompt":' + b"[" * 150_000 + b"]" * 150_000 + b"}",
+    "quotes": b'{"model":"reader","prompt":[' + _of(b'""', _MIB) + b",[]" + b"]}",
+    "escapes": b'{"model":"reader","prompt":["' + rb"\"[" * (5 * _MIB),
+}
+
+
+@pytest.mark.parametrize("name", _BODIES)
+def test_no_body_keeps_others_waiting(at: Listening, name: str) -> None:
+    with watched(at):
+        response = _post(at, _BODIES[name])
+    assert response.status_code in (400, 413)
+    assert len(response.json()["error"]["message"]) < 1000
+
+
+@pytest.mark.parametrize(
+    "content", [b'"content":[' + _of(b"{}", _MIB) + b"]", b'"tool_calls":[' + _of(b"{}", _MIB // 8) + b"]"]
+)
+def test_no_message_does(at: Listening, content: bytes) -> None:
+    messages = b'{"model":"reader","messages":[' + b",".join([b'{"role":"user",' + content + b"}"] * 2) + b"]}"
+    with watched(at):
+        assert _post(at, messages, "/v1/chat/completions").status_code in (400, 413)
+
+
+def test_as_many_parts_as_may_be(at: Listening, engine: FakeEngine) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "[{:" * 20}] * 20} for _ in range(2000)]
+    body = json.dumps({"model": "reader", "messages": messages, "max_tokens": 1}).encode()
+    with watched(at):
+        response = _post(at, body, "/v1/chat/completions")
+    assert response.status_code in (200, 413)
+    assert response.json().get("error", {}).get("code") in (None, "context_length_exceeded")
