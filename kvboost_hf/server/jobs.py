@@ -68,6 +68,7 @@ class Job:
         stop: Texts that end it, and are left out of it.
         ends: Tokens that end it.
         salt: Separates those who must not see each other's prompts.
+        client: Who asks. Clients take turns, whatever their salts are.
         timeout_s: Seconds from `submit` after which it is ended; None for no limit.
         skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
     """
@@ -77,8 +78,14 @@ class Job:
     stop: tuple[str, ...] = ()
     ends: frozenset[int] = frozenset()
     salt: bytes = b""
+    client: bytes = b""
     timeout_s: float | None = None
     skip_special_tokens: bool = True
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        return len(self.ids) + self.options.max_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,18 +36,9 @@ class Row:
         self.cancelled = True
 
     @property
-    def longest(self) -> int:
-        """Tokens of prompt and answer, at most."""
-        return len(self.job.ids) + self.job.options.max_tokens
-
-    @property
     def left(self) -> int:
         """Tokens of the prompt that are still to be computed."""
         return len(self.job.ids) - self.done
-
-    def fits(self, room: int | None) -> bool:
-        """Whether there is room for it, in tokens; None for any."""
-        return room is None or self.longest <= room
 
     def must_end(self, now: float) -> FinishReason | None:
         """Why it goes no further, or None."""

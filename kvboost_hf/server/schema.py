@@ -14,7 +14,8 @@ Item = TypeVar("Item")
 Many = Annotated[list[Item], Field(fail_fast=True)]
 Named = Annotated[dict[str, Item], Field(fail_fast=True)]
 
-_Token, _Added = Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]
+_Token = Annotated[int, Field(ge=0)]
+_Added = Annotated[float, Field(ge=-100, le=100)]
 _Bias = Annotated[dict[_Token, _Added], Field(fail_fast=True)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 

@@ -25,6 +25,8 @@ from kvboost_hf.server.worker import ModelEngine
 
 _log = logging.getLogger("kvboost_hf.server")
 
+_CLIENT_SHARE = 0.75  # where there are others: so much of the queue and of the memory may be one key's
+
 
 def serve(
     model: PreTrainedModel,
@@ -108,6 +110,7 @@ def start_engine(
         batch_window_ms=settings.batch_window_ms,
         max_model_len=settings.max_model_len,
         max_live_tokens=_live_tokens(model, draft, store, settings),
+        max_client_share=_CLIENT_SHARE if len(settings.api_keys) > 1 else 1.0,
         draft=draft,
         draft_trees=draft_trees,
     )

@@ -170,6 +170,7 @@ class Served:
     def start(self, jobs: Sequence[Job], request: Request) -> Run:
         """Submit the jobs of a request together; see `Run`."""
         figures = request.scope.setdefault("run", Counter())
+        jobs = [replace(job, client=client(request)) for job in jobs]
         try:
             return Run(self.engine, jobs, self.meter, figures)
         except TooLongError as error:

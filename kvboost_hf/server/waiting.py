@@ -2,9 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvboost_hf.ngrams import common_prefix
+from kvboost_hf.server.jobs import Job
 
 _LOOK = 16  # jobs from the front that may be taken out of turn
 _PASSED = 8  # times that the first one may be passed over
@@ -13,60 +15,95 @@ Waiting = TypeVar("Waiting")
 
 
 class WaitingLine(Generic[Waiting]):
-    """First come, first served, but for those that begin like the one before them: they reuse what it computed.
+    """Clients take turns; each has a line of its own: first come, first served, but for those that begin alike.
+
+    The next job is of the client that has had the fewest tokens, of prompts and answers at their longest. Of that
+    client's jobs, one that begins like its last one is taken first: it reuses what that computed. The order depends on
+    how much clients ask, and on nothing that the prompts of other salts say.
 
     Args:
-        ids: Of a job, the tokens of its prompt.
-        salt: Of a job. One with another salt than the one before it shares nothing with it: else the order of answers
-            would tell its owner how others' prompts begin.
+        job: Of what waits.
     """
 
-    def __init__(self, ids: Callable[[Waiting], Sequence[int]], salt: Callable[[Waiting], bytes]) -> None:
-        self._ids, self._salt = ids, salt
-        self._line: deque[Waiting] = deque()
-        self._last: tuple[bytes, Sequence[int]] = b"", ()  # salt and prompt of the job that was taken last
-        self._passed = 0  # times that the first one was passed over
+    def __init__(self, job: Callable[[Waiting], Job]) -> None:
+        self._job = job
+        self._lines: dict[bytes, _Line[Waiting]] = {}  # by client
 
     def __len__(self) -> int:
-        return len(self._line)
+        return sum(len(line.waiting) for line in self._lines.values())
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return (waiting for line in self._lines.values() for waiting in line.waiting)
+
+    @property
+    def clients(self) -> set[bytes]:
+        """Those that wait."""
+        return {client for client, line in self._lines.items() if line.waiting}
+
+    def of(self, client: bytes) -> int:
+        """How many jobs of one client wait."""
+        return len(self._lines[client].waiting) if client in self._lines else 0
 
     def append(self, waiting: Waiting) -> None:
         """Add a job."""
-        self._line.append(waiting)
+        client = self._job(waiting).client
+        line = self._lines.setdefault(client, _Line(self._job))
+        if not line.waiting:  # what it did not ask for while it was away is not owed to it
+            others = [other.had for other in self._lines.values() if other.waiting]
+            line.had = max(line.had, min(others, default=line.had))
+        line.waiting.append(waiting)
 
     def remove(self, waiting: Waiting) -> bool:
         """Take a job out of the line; returns whether it was in it."""
-        for place, found in enumerate(self._line):
+        line = self._lines.get(self._job(waiting).client)
+        return line is not None and line.remove(waiting)
+
+    def take(self, fits: Callable[[Waiting], bool] = lambda waiting: True) -> Waiting | None:
+        """The job to run next, of those that fit; None if there is none."""
+        for line in sorted(self._lines.values(), key=lambda line: line.had):
+            if (taken := line.take(fits)) is not None:
+                line.had += self._job(taken).longest
+                return taken
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class _Line(Generic[Waiting]):
+    """Of one client."""
+
+    job: Callable[[Waiting], Job]
+    waiting: deque[Waiting] = field(default_factory=deque)
+    had: int = 0  # tokens
+    last: tuple[bytes, Sequence[int]] = b"", ()  # salt and prompt of the job that was taken last
+    passed: int = 0  # times that the first one was passed over
+
+    def take(self, fits: Callable[[Waiting], bool]) -> Waiting | None:
+        """The one that shares most with the one before it, of those that fit; the first of them if several do."""
+        look = _LOOK if self.passed < _PASSED else 1
+        places = [i for i in range(min(look, len(self.waiting))) if fits(self.waiting[i])]
+        if not places:
+            return None
+        place = max(places, key=lambda i: (self._shared(self.waiting[i]), -i))
+        taken = self.waiting[place]
+        self.passed = self.passed + 1 if place else 0
+        self._remove(place)
+        self.last = self.job(taken).salt, self.job(taken).ids
+        return taken
+
+    def remove(self, waiting: Waiting) -> bool:
+        """Take a job out; returns whether it was there."""
+        for place, found in enumerate(self.waiting):
             if found is waiting:
                 self._remove(place)
                 return True
         return False
 
-    def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._line)
-
-    def take(self, fits: Callable[[Waiting], bool] = lambda waiting: True) -> Waiting | None:
-        """The job to run next, of those that fit; None if there is none.
-
-        It is the one that shares most with the one before it, the first of them if several do.
-        """
-        look = _LOOK if self._passed < _PASSED else 1
-        places = [i for i in range(min(look, len(self._line))) if fits(self._line[i])]
-        if not places:
-            return None
-        place = max(places, key=lambda i: (self._shared(self._line[i]), -i))
-        taken = self._line[place]
-        self._passed = self._passed + 1 if place else 0
-        self._remove(place)
-        self._last = self._salt(taken), self._ids(taken)
-        return taken
-
     def _shared(self, waiting: Waiting) -> int:
-        """How many tokens a job begins with as the one before it does."""
-        salt, ids = self._last
-        return common_prefix(self._ids(waiting), ids) if self._salt(waiting) == salt else 0
+        """How many tokens a job begins with as the one before it does; none if its salt is another."""
+        job, (salt, ids) = self.job(waiting), self.last
+        return common_prefix(job.ids, ids) if job.salt == salt else 0
 
     def _remove(self, place: int) -> None:
         if place == 0:
-            self._passed = 0
-        del self._line[place]
+            self.passed = 0
+        del self.waiting[place]

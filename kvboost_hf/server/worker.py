@@ -9,6 +9,7 @@ computed, prompt and answer, is in the store when a text has ended.
 
 import inspect
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -74,6 +75,7 @@ class ModelEngine:
         batch_window_ms: How long the first job after a pause waits for others, in milliseconds.
         max_model_len: Tokens of prompt and answer together, at most; None for what the model has positions for.
         max_live_tokens: Tokens of all texts under way, answers at their longest; None for no limit.
+        max_client_share: Of the places to wait and of `max_live_tokens`, what one client may have.
         draft: A smaller model with the same vocabulary, which drafts for a text that runs alone; None for no drafts.
         draft_trees: How large its trees are; None for the default.
 
@@ -94,6 +96,7 @@ class ModelEngine:
         batch_window_ms: float = 0,
         max_model_len: int | None = None,
         max_live_tokens: int | None = None,
+        max_client_share: float = 1.0,
         draft: PreTrainedModel | None = None,
         draft_trees: DraftTreeConfig | None = None,
     ) -> None:
@@ -108,6 +111,8 @@ class ModelEngine:
         for name, value in limits.items():
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be positive, got {value}.")
+        if not 0 < max_client_share <= 1:
+            raise ValueError(f"`max_client_share` must be more than 0 and at most 1, got {max_client_share}.")
         self.model, self.tokenizer = model, tokenizer
         self.store = store if store is not None else ChunkStore(model)
         self._policy = policy if policy is not None else ReusePolicy()
@@ -115,6 +120,7 @@ class ModelEngine:
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_len = max_model_len or positions or 2**31
         self._max_live, self._window_s = max_live_tokens, batch_window_ms / 1000
+        self._share = max_client_share
         cache = ChunkReuseCache(model, self.store)
         ModelState.of(model).fingerprint.look(model)
         self._takes_rows = (
@@ -130,9 +136,10 @@ class ModelEngine:
             )
         self._drafts = Drafts.of(model, cache, draft, draft_trees) if draft is not None else None
         self._changed = threading.Condition()
-        self._waiting: WaitingLine[Row] = WaitingLine(lambda row: row.job.ids, lambda row: row.job.salt)
+        self._waiting: WaitingLine[Row] = WaitingLine(lambda row: row.job)
         self._prompts: list[Row] = []  # under way, in the order in which they were taken
         self._running: list[Row] = []  # in the order of the rows of the batch
+        self._last_pieces: dict[bytes, int] = {}  # by client: when it last had a piece of a prompt computed, in pieces
         self._embeddings: deque[EmbeddingJob] = deque()
         self._in_place = self._takes_rows and sharing_reason(model) is None
         self._batch = BatchKV(model, in_place=self._in_place)
@@ -170,7 +177,7 @@ class ModelEngine:
     def submit(self, job: Job, listener: Listener) -> Row:
         """See `Engine`."""
         row = Row(job, listener, time.perf_counter())
-        prompt, longest = len(job.ids), row.longest
+        prompt, longest = len(job.ids), job.longest
         if not prompt:
             raise ValueError("The prompt must have at least one token, got none.")
         for limit, what in ((self._max_len, "the context window"), (self._max_live, "the memory of this server")):
@@ -183,6 +190,11 @@ class ModelEngine:
                 )
         with self._changed:
             self._require_place(len(self._waiting))
+            if (own := self._waiting.of(job.client)) >= math.ceil(self._share * self._max_queue):
+                raise QueueFullError(
+                    f"{own} of your requests are waiting, as many as may be of one client. Try again later.",
+                    max(1.0, self._pace * own / self._max_batch),
+                )
             self._waiting.append(row)
             self._changed.notify_all()
         return row
@@ -285,14 +297,27 @@ class ModelEngine:
                 self._changed.notify_all()
 
     def _admit(self) -> None:
-        """Take jobs from the line as long as there is room."""
-        while len(self._waiting) and len(self._prompts) + len(self._running) < self._max_batch:
-            busy = sum(row.longest for row in (*self._prompts, *self._running))
-            room = self._max_live - busy if self._max_live is not None else None
-            row = self._waiting.take(partial(Row.fits, room=room))
+        """Take jobs from the line as long as there is room; it is kept for a client that has nothing under way."""
+        while len(self._waiting):
+            busy = {row.job.client for row in (*self._prompts, *self._running)}
+            row = self._waiting.take(lambda row: row.job.client not in busy and self._has_room(row))  # noqa: B023
+            if row is None and self._waiting.clients <= busy:
+                row = self._waiting.take(self._has_room)
             if row is None:
                 break
             self._prompts.append(row)
+
+    def _has_room(self, row: Row) -> bool:
+        """Whether a job may begin: in memory, and in the batch, which a client that has nothing in it may exceed."""
+        under_way, longest = [*self._prompts, *self._running], row.job.longest
+        own = [other.job.longest for other in under_way if other.job.client == row.job.client]
+        if len(under_way) >= (self._max_batch if own else 2 * self._max_batch):
+            return False
+        if self._max_live is None:
+            return True
+        if own and sum(own) + longest > self._share * self._max_live:
+            return False
+        return sum(other.job.longest for other in under_way) + longest <= self._max_live
 
     def _end_those_that_must(self) -> None:
         """End what was cancelled or has taken too long, waiting or not."""
@@ -308,11 +333,13 @@ class ModelEngine:
                 self._end(row, reason)
 
     def _next_prompt(self) -> Row:
-        """The one with the least left, unless the first one has waited for long enough."""
-        first = self._prompts[0]
-        row = first if first.passed >= _PATIENCE else min(self._prompts, key=lambda row: row.left)
-        for other in self._prompts:
+        """Of the client whose turn it is, the one with the least left, unless its first has waited for long enough."""
+        turn = min(self._prompts, key=lambda row: self._last_pieces.get(row.job.client, 0)).job.client
+        own = [row for row in self._prompts if row.job.client == turn]
+        row = own[0] if own[0].passed >= _PATIENCE else min(own, key=lambda row: row.left)
+        for other in own:
             other.passed = 0 if other is row else other.passed + 1
+        self._last_pieces[turn] = self._counts["pieces"] + 1
         return row
 
     def _run_prompts(self) -> None:

@@ -619,32 +619,63 @@ def test_many_at_once(engines: Any) -> None:
     assert engine.stats()["batch_bytes"] == 0
 
 
+def waits(*ids: int, salt: bytes = b"", client: bytes = b"") -> Job:
+    return Job(ids=ids, options=SamplingOptions(max_tokens=1), salt=salt, client=client)
+
+
+def line_of(*jobs: Job) -> WaitingLine[Job]:
+    line: WaitingLine[Job] = WaitingLine(lambda job: job)
+    for each in jobs:
+        line.append(each)
+    return line
+
+
+def taken(line: WaitingLine[Job], n: int) -> list[tuple[int, ...]]:
+    return [tuple(each.ids) for each in (line.take() for _ in range(n)) if each is not None]
+
+
 def test_the_line() -> None:
-    line: WaitingLine[tuple[int, ...]] = WaitingLine(lambda ids: ids, lambda ids: b"")
-    for ids in ((1, 2, 3), (9, 9), (1, 2, 4), (1, 5)):
-        line.append(ids)
-    taken = [line.take() for _ in range(4)]
-    assert taken == [(1, 2, 3), (1, 2, 4), (1, 5), (9, 9)]
+    line = line_of(waits(1, 2, 3), waits(9, 9), waits(1, 2, 4), waits(1, 5))
+    assert taken(line, 4) == [(1, 2, 3), (1, 2, 4), (1, 5), (9, 9)]
     assert line.take() is None
-    line.append((9, 9))
+    line.append(waits(9, 9))
     for i in range(20):  # nobody waits for ever
-        line.append((1, 2, i))
-    assert line.take() == (9, 9)  # what was taken last
-    line.append((5, 5))
-    line.append((1, 2, 3))
-    assert (5, 5) in [line.take() for _ in range(29)]
+        line.append(waits(1, 2, i))
+    assert taken(line, 1) == [(9, 9)]  # what was taken last
+    line.append(waits(5, 5))
+    line.append(waits(1, 2, 3))
+    assert (5, 5) in taken(line, 29)
     assert line.take(lambda ids: False) is None
 
 
-def test_the_order_of_the_line_tells_nothing_of_other_salts() -> None:
-    for first in ((b"a", (1, 2, 3)), (b"a", (7, 8, 9)), (b"b", (7, 8, 9))):
-        line: WaitingLine[tuple[bytes, tuple[int, ...]]] = WaitingLine(lambda job: job[1], lambda job: job[0])
-        jobs = [first, (b"b", (5, 5)), (b"b", (1, 2, 3)), (b"b", (7, 8, 9))]
-        for each in jobs:
-            line.append(each)
-        assert line.take() == first
-        own = first[0] == b"b"  # its own prompt may be followed by what begins as it does
-        assert [line.take() for _ in range(3)] == ([jobs[3], jobs[1], jobs[2]] if own else jobs[1:])
+@pytest.mark.parametrize("client", [b"", b"other"])
+def test_the_order_of_the_line_tells_nothing_of_other_salts(client: bytes) -> None:
+    for salt, ids in ((b"a", (1, 2, 3)), (b"a", (7, 8, 9)), (b"b", (7, 8, 9))):
+        others = [(5, 5), (1, 2, 3), (7, 8, 9)]
+        first = waits(*ids, salt=salt, client=client if salt == b"a" else b"")
+        line = line_of(first, *(waits(*ids, salt=b"b") for ids in others))
+        assert line.take() is first
+        own = salt == b"b"  # its own prompt may be followed by what begins as it does
+        assert taken(line, 3) == ([others[2], *others[:2]] if own else others)
+
+
+def test_clients_take_turns() -> None:
+    many = [waits(1, n, client=b"a") for n in range(20)]
+    line = line_of(*many)
+    assert taken(line, 3) == [(1, 0), (1, 1), (1, 2)]
+    for n in range(3):
+        line.append(waits(2, n, client=b"b"))
+    line.append(waits(*range(9), client=b"c"))
+    assert line.clients == {b"a", b"b", b"c"}
+    assert (line.of(b"a"), line.of(b"b"), line.of(b"nobody")) == (17, 3, 0)
+    order = taken(line, 9)
+    assert [ids[0] for ids in order] == [1, 2, 0, 1, 2, 1, 2, 1, 1]  # the long one counts for more than one
+    line.append(waits(2, 3, client=b"b"))  # what it has not asked for meanwhile is not owed to it
+    line.append(waits(2, 4, client=b"b"))
+    assert [ids[0] for ids in taken(line, 4)].count(2) == 2
+    assert line.remove(many[-1])
+    assert not line.remove(many[-1])
+    assert not line.remove(waits(1, client=b"nobody"))
 
 
 def test_common_prefix() -> None:
