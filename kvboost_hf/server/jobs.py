@@ -5,18 +5,32 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+from kvboost_hf.errors import KVBoostError
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "constraint", "error"]
+
+
+class ConstraintError(KVBoostError):
+    """A constraint cannot be followed any further: of what was asked, no fault of the model."""
 
 
 class Constraint(Protocol):
     """Decides which tokens may come next, such as a grammar. Belongs to one job."""
 
     def allowed(self) -> Any:
-        """[vocab_size], bool, a tensor on the host: the tokens that may come next."""
+        """[vocab_size], bool, a tensor on the host: the tokens that may come next.
+
+        Raises:
+            ConstraintError: it cannot be followed.
+        """
         ...
 
     def advance(self, token: int) -> None:
-        """`token` has come."""
+        """`token` has come.
+
+        Raises:
+            ConstraintError: it was not allowed, or the constraint cannot be followed.
+        """
         ...
 
     @property
@@ -124,6 +138,7 @@ class Finished:
 
     Args:
         reason: `"stop"`: an end of the text, a stop text or the end of a constraint. `"length"`: `max_tokens`.
+            `"constraint"`: the constraint could not be followed.
         prompt_tokens: Of the prompt.
         completion_tokens: That were generated, the end of the text included.
         cached_tokens: Of the prompt, not computed for this job.
@@ -131,7 +146,7 @@ class Finished:
         queue_s: Seconds from `submit` to the first forward.
         ttft_s: Seconds from `submit` to the first token on the host; None without one.
         total_s: Seconds from `submit` to the end.
-        error: What went wrong, for `"error"`.
+        error: What went wrong, for `"constraint"` and `"error"`.
     """
 
     reason: FinishReason

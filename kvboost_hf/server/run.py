@@ -92,6 +92,8 @@ def _require_answer(event: Finished) -> None:
             raise ApiError(504, f"The request was given up after {event.total_s:.1f} s.", code="timeout")
         case "cancelled":
             raise ApiError(503, "The request was cancelled, since the server is about to end.", code="cancelled")
+        case "constraint":
+            raise ApiError(400, event.error or "The grammar cannot be followed.", code="invalid_grammar")
         case "error":
             raise ApiError(500, event.error or "The model failed.", code="model_error")
 

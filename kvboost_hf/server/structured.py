@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvboost_hf.errors import KVBoostError
+from kvboost_hf.server.jobs import ConstraintError
 from kvboost_hf.server.references import require_ends
 from kvboost_hf.server.tools import Tool, format_of
 
@@ -95,7 +95,7 @@ class GrammarConstraint:
         """[vocab_size], bool, on the host: the tokens that may come next.
 
         Raises:
-            KVBoostError: the grammar has become too large to follow.
+            ConstraintError: the grammar has become too large to follow.
         """
         mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         self._check()
@@ -109,7 +109,7 @@ class GrammarConstraint:
         """`token` has come.
 
         Raises:
-            KVBoostError: it was not allowed, or the grammar has become too large to follow.
+            ConstraintError: it was not allowed, or the grammar has become too large to follow.
         """
         self._matcher.consume_token(token)
         self._check()
@@ -122,7 +122,7 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise KVBoostError(f"The grammar cannot be followed: {self._matcher.get_error()}. Use a simpler one.")
+            raise ConstraintError(f"The grammar cannot be followed: {self._matcher.get_error()}. Use a simpler one.")
 
 
 class Runs:

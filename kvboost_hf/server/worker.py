@@ -41,6 +41,7 @@ from kvboost_hf.server.batch import BatchKV
 from kvboost_hf.server.drafted import DraftedText, Drafts
 from kvboost_hf.server.embedding import EmbeddingJob
 from kvboost_hf.server.jobs import (
+    ConstraintError,
     DrainingError,
     Event,
     FinishReason,
@@ -557,10 +558,15 @@ class ModelEngine:
 
     def _fail(self, rows: Sequence[Row], error: Exception) -> None:
         """End rows whose forward has failed, without what it may have left behind."""
-        _log.error("A forward has failed.", exc_info=error)
+        expected = isinstance(error, ConstraintError)
+        if not expected:
+            _log.error("A forward has failed.", exc_info=error)
         for row in rows:
             self._forget(row)
-            self._tell_end(row, "error", f"{type(error).__name__}: {error}")
+            if expected:
+                self._tell_end(row, "constraint", str(error))
+            else:
+                self._tell_end(row, "error", f"{type(error).__name__}: {error}")
 
     def _fail_all(self, error: Exception) -> None:
         """End all rows under way."""

@@ -107,6 +107,19 @@ def test_no_message_does(at: Listening, content: bytes) -> None:
         assert _post(at, messages, "/v1/chat/completions").status_code in (400, 413)
 
 
+def test_a_grammar_that_fails_late_is_refused(reading: Listening) -> None:
+    """The text of a special token, which no model writes as text; in a stream, its place is in the stream."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "<|im_end|>"}}}
+    body = {"model": "reader", "messages": [{"role": "user", "content": "a"}], "response_format": form}
+    key = {"authorization": "Bearer key"}
+    response = reading.http.post("/v1/chat/completions", json=body, headers=key)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_grammar"
+    assert "cannot be followed" in response.json()["error"]["message"]
+    told = reading.http.post("/v1/chat/completions", json=body | {"stream": True}, headers=key)
+    assert '"code": "invalid_grammar"' in told.text
+
+
 def test_as_many_parts_as_may_be(at: Listening, engine: FakeEngine) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "[{:" * 20}] * 20} for _ in range(2000)]
     body = json.dumps({"model": "reader", "messages": messages, "max_tokens": 1}).encode()
