@@ -26,7 +26,7 @@ OPTIONS = "--device cpu --chunk-size 16 --max-cache-bytes 24MB --max-queue-size 
 SILENT_S = 2.0
 OWNER_S = 15.0  # for the plain question, beside the attackers' requests
 LIMIT_S = 60  # for an attacker's request
-MORE_BYTES = 300e6  # than after the first fifth
+MORE_BYTES = 250e6  # than after the first half
 MOST_BYTES = 3e9  # at any time
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/warm", "/v1/embeddings")
@@ -151,7 +151,7 @@ class Attack:
         threads += [threading.Thread(target=self._watch), threading.Thread(target=self._own)]
         for thread in threads:
             thread.start()
-        time.sleep(max(0.0, self._end - time.monotonic()) / 5)
+        time.sleep(max(0.0, self._end - time.monotonic()) / 2)
         first = self._server.figures
         for thread in threads:
             thread.join()
