@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, pieces, whole
 from kvboost_hf.server.bodies import PostedRoute
-from kvboost_hf.server.constraints import constraints_of
+from kvboost_hf.server.constraints import constraints_of, is_constrained
 from kvboost_hf.server.errors import refused
-from kvboost_hf.server.jobs import TokenLogprob
+from kvboost_hf.server.jobs import Constraint, TokenLogprob
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import ChatRequest
 from kvboost_hf.server.served import Served
@@ -50,9 +50,12 @@ async def start_chat(served: Served, body: ChatRequest, request: Request) -> tup
     most = body.max_completion_tokens or body.max_tokens or served.room(ids)
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     salt = served.salt(request, body.prompt_cache_key)
-    compile_ = partial(constraints_of, body, served.tokenizer, served.grammars, salt, choices)
+    constraints: Sequence[Constraint | None] = [None] * choices
+    if is_constrained(body):
+        work = partial(constraints_of, body, served.tokenizer, served.grammars, salt, choices)
+        constraints = await served.compile(request, work)
     jobs = []
-    for choice, constraint in enumerate(await served.compile(request, compile_)):
+    for choice, constraint in enumerate(constraints):
         options = served.options(body, max_tokens=most, logprobs=logprobs, choice=choice, constraint=constraint)
         jobs.append(served.job(ids, options, stop=body.stops, salt=salt, skip_special_tokens=not body.offered))
     return served.start(jobs, request), readers

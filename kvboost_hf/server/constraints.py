@@ -1,5 +1,6 @@
 """Which constraint a chat request asks for."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvboost_hf.server.errors import refused
@@ -9,10 +10,15 @@ from kvboost_hf.server.schema import ChatRequest, SchemaFormat, ToolChoice
 from kvboost_hf.server.structured import json_schema, tool_calls
 
 
+def is_constrained(body: ChatRequest) -> bool:
+    """Whether not anything may be said."""
+    return body.must_call or body.json_wanted
+
+
 def constraints_of(
     body: ChatRequest, tokenizer: Any, grammars: Grammars, salt: bytes, choices: int
-) -> list[Constraint | None]:
-    """A new constraint for each answer; None where anything may be said.
+) -> Sequence[Constraint]:
+    """A new constraint for each answer to a request that is constrained.
 
     Args:
         body: The request.
@@ -24,8 +30,6 @@ def constraints_of(
     Raises:
         ApiError: it asks for what cannot be enforced.
     """
-    if not (body.must_call or body.json_wanted):
-        return [None] * choices
     try:
         grammar = _grammar(body, tokenizer)
         return [grammars.constraint(grammar, salt) for _ in range(choices)]

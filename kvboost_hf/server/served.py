@@ -76,7 +76,7 @@ class Served:
         told = [_as_template_has_it(message) for message in messages]
         return await self._on_thread(partial(self._encode_chat, told, [tool.body for tool in tools], answer))
 
-    async def compile(self, request: Request, work: Callable[[], list[Constraint | None]]) -> list[Constraint | None]:
+    async def compile(self, request: Request, work: Callable[[], Sequence[Constraint]]) -> Sequence[Constraint]:
         """Constraints, which a thread makes when it is the client's turn."""
         async with self._compiling.turn(client(request)):
             return await anyio.to_thread.run_sync(work)

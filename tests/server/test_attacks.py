@@ -1,15 +1,18 @@
 """Attacks on the server by those who may send requests: none stops it, or keeps others waiting."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from benchmarks.server_process import OURS, serving
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 
@@ -105,6 +108,62 @@ def test_no_message_does(at: Listening, content: bytes) -> None:
     messages = b'{"model":"reader","messages":[' + b",".join([b'{"role":"user",' + content + b"}"] * 2) + b"]}"
     with watched(at):
         assert _post(at, messages, "/v1/chat/completions").status_code in (400, 413)
+
+
+def _bomb(n: int) -> dict[str, Any]:
+    """A chat whose schema takes longer to compile than it may, other than those of other numbers."""
+    schema = {"allOf": [{"type": "integer", "multipleOf": 9973 + 2 * (n + k)} for k in range(4)]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    return {"model": "reader", "messages": [{"role": "user", "content": "a"}], "response_format": form}
+
+
+def test_schemas_that_take_long_do_not_keep_others_waiting(reading: Listening) -> None:
+    key = {"authorization": "Bearer key"}
+    told: list[httpx.Response] = []
+
+    def attack(n: int) -> None:
+        told.append(httpx.post(f"{reading.url}/v1/chat/completions", json=_bomb(n), headers=key, timeout=120))
+
+    threads = [threading.Thread(target=attack, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    with watched(reading):
+        for _ in range(5):
+            start = time.perf_counter()
+            plain = {"model": "reader", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+            response = reading.http.post("/v1/chat/completions", json=plain, headers=key)
+            assert response.status_code == 200
+            assert time.perf_counter() - start < 5
+        for thread in threads:
+            thread.join()
+    for response in told:
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "response_format"
+        assert re.search("takes more than 2 s of computing|fuel exhausted", response.json()["error"]["message"])
+
+
+def test_a_server_that_compiles_can_be_ended() -> None:
+    with serving([*OURS, "--device", "cpu", "--model-name", "reader", "--drain-s", "1"]) as server:
+        process, url = psutil.Process(server.pid), f"http://127.0.0.1:{server.port}/v1/chat/completions"
+
+        def attack(n: int) -> None:
+            with suppress(httpx.HTTPError):
+                httpx.post(url, json=_bomb(n), timeout=60)
+
+        threads = [threading.Thread(target=attack, args=(n,)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 30
+        while len(children := process.children()) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.terminate()
+        process.wait(15)
+        gone, alive = psutil.wait_procs(children, 5)
+        assert not alive
+        assert len(gone) == 2
+        for thread in threads:
+            thread.join()
 
 
 def test_a_grammar_that_fails_late_is_refused(reading: Listening) -> None:
