@@ -1,7 +1,6 @@
 """Attacks on the server by those who may send requests: none stops it, or keeps others waiting."""
 
 import json
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -139,7 +138,7 @@ def test_schemas_that_take_long_do_not_keep_others_waiting(reading: Listening) -
     for response in told:
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "response_format"
-        assert re.search("takes more than 2 s of computing|fuel exhausted", response.json()["error"]["message"])
+    assert any("takes more than 2 s of computing" in response.json()["error"]["message"] for response in told)
 
 
 def test_a_server_that_compiles_can_be_ended() -> None:
