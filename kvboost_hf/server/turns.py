@@ -1,0 +1,74 @@
+"""Who may have a text tokenized next: a few at once, and nobody waits for all that another one has sent."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from kvboost_hf.server.jobs import QueueFullError
+
+_RETRY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    owner: str | None
+    long: bool
+    started: asyncio.Future[None]
+
+
+class Turns:
+    """Gives out places. Of those who wait, the one whose owner holds the fewest comes first, then who came first.
+
+    An owner has one long text under way at most, and long texts leave a place to short ones.
+
+    Args:
+        places: How many there are; 2 at least.
+        max_waiting: How many turns of one owner may wait.
+    """
+
+    def __init__(self, places: int, max_waiting: int) -> None:
+        self._places, self._max_waiting = places, max_waiting
+        self._waiting: list[_Turn] = []  # in the order in which they came
+        self._running: list[_Turn] = []
+
+    @asynccontextmanager
+    async def turn(self, owner: str | None, *, long: bool) -> AsyncIterator[None]:
+        """Wait for a place, and hold it.
+
+        Args:
+            owner: Who asks, such as an API key; None for somebody without one.
+            long: Whether the work takes long.
+
+        Raises:
+            QueueFullError: too many of this owner wait already.
+        """
+        waiting = sum(turn.owner == owner for turn in self._waiting)
+        if waiting >= self._max_waiting:
+            raise QueueFullError(
+                f"{waiting} texts of yours are waiting to be tokenized, as many as may. Try again later.", _RETRY_S
+            )
+        turn = _Turn(owner, long, asyncio.get_running_loop().create_future())
+        self._waiting.append(turn)
+        try:
+            self._start_next()
+            await turn.started
+            yield
+        finally:  # also where the request was given up while it waited
+            (self._running if turn in self._running else self._waiting).remove(turn)
+            self._start_next()
+
+    def _start_next(self) -> None:
+        while len(self._running) < self._places and (able := [turn for turn in self._waiting if self._may(turn)]):
+            turn = min(able, key=self._held)
+            self._waiting.remove(turn)
+            self._running.append(turn)
+            if not turn.started.done():  # cancelled: it gives its place back at once
+                turn.started.set_result(None)
+
+    def _may(self, turn: _Turn) -> bool:
+        long = [each.owner for each in self._running if each.long]
+        return not turn.long or (len(long) < self._places - 1 and turn.owner not in long)
+
+    def _held(self, turn: _Turn) -> int:
+        return sum(each.owner == turn.owner for each in self._running)
