@@ -71,7 +71,7 @@ def make_app(
         grammars.close()
 
     app = FastAPI(title="kvboost_hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.reading = Turns(2)  # bodies, see `PostedRoute`
+    app.state.reading = Turns(2, settings.max_queue_size)  # bodies, see `PostedRoute`
     add_handlers(app)
     for router in (
         chat_routes(served),

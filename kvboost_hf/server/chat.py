@@ -45,9 +45,10 @@ async def start_chat(served: Served, body: ChatRequest, request: Request) -> tup
     """
     served.require_model(body.model)
     choices = served.require_choices(body.n or 1)
-    ids = await served.encode_chat(body.messages, body.offered)
+    asked = body.max_completion_tokens or body.max_tokens
+    ids = await served.encode_chat(body.messages, body.offered, request, new=asked or 1)
     readers = CallReaders(_streams(served, body, ids, choices), one_call=body.parallel_tool_calls is False)
-    most = body.max_completion_tokens or body.max_tokens or served.room(ids)
+    most = asked or served.room(ids)
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     salt = served.salt(request, body.prompt_cache_key)
     constraints: Sequence[Constraint | None] = [None] * choices

@@ -29,7 +29,10 @@ def completion_routes(served: Served) -> APIRouter:
         served.require_model(body.model)
         n = body.n or 1
         served.require_choices(n * len(body.prompts))
-        prompts = [await served.tokens(prompt, "prompt") for prompt in body.prompts]
+        prompts = [
+            await served.tokens(prompt, request, "prompt", new=body.max_tokens or _DEFAULT_TOKENS)
+            for prompt in body.prompts
+        ]
         salt = served.salt(request, body.prompt_cache_key)
         options = [
             served.options(

@@ -24,9 +24,9 @@ def embedding_routes(served: Served) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
         if not served.settings.embeddings:
-            raise ApiError(501, "This server makes no embeddings. Start it with `--embeddings`.", code="not_supported")
+            raise ApiError(404, "This server makes no embeddings. Start it with `--embeddings`.", code="not_supported")
         served.require_model(body.model)
-        texts = [await served.tokens(text, "input") for text in body.texts]
+        texts = [await served.tokens(text, request, "input", whole=True) for text in body.texts]
         if not all(texts):
             raise refused("input", "A text must have a token at least, got an empty one.")
         future = served.engine.embed(texts)

@@ -208,6 +208,11 @@ class Engine(Protocol):
         """Columns of the model's logits."""
         ...
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer together, at most: a job with more can never run."""
+        ...
+
     def submit(self, job: Job, listener: Listener) -> Ticket:
         """Queue a job. Any thread may call it.
 

@@ -4,13 +4,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import anyio
-from jinja2 import TemplateError
 from starlette.requests import Request
 
+from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.jobs import Constraint, Engine, Job, SamplingOptions, TooLongError
@@ -42,9 +41,19 @@ class Served:
     meter: Meter
     grammars: Grammars
     created: int
-    _compiling: Turns = field(default_factory=partial(Turns, 2))
-    # A tokenizer is used by one thread at a time, and never by the one that serves connections.
-    _one: anyio.CapacityLimiter = field(default_factory=partial(anyio.CapacityLimiter, 1))
+    _compiling: Turns = field(init=False)
+    _encoder: Encoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        most = self.settings.max_model_len
+        encoder = Encoder(
+            self.tokenizer,
+            context=self.engine.max_model_len if most is None else min(most, self.engine.max_model_len),
+            truncates=self.settings.auto_truncate,
+            max_waiting=self.settings.max_queue_size,
+        )
+        object.__setattr__(self, "_encoder", encoder)
+        object.__setattr__(self, "_compiling", Turns(2, self.settings.max_queue_size))
 
     def require_model(self, name: str) -> None:
         """Raises an `ApiError` if another model is asked for."""
@@ -56,25 +65,39 @@ class Served:
                 code="model_not_found",
             )
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokens of a text, with what the tokenizer puts before each text if `special`."""
-        return await self._on_thread(partial(self._encode, text, special))
+    async def encode(
+        self, text: str, request: Request, *, new: int = 1, special: bool = True, whole: bool = False
+    ) -> list[int]:
+        """Tokens of a text that a request has; see `Encoder.text`."""
+        return await self._encoder.text(text, client(request), new=new, special=special, whole=whole)
 
-    async def tokens(self, text: str | list[int], param: str) -> list[int]:
-        """Tokens of a text, or those that a request has in its place, in the field `param`."""
+    async def tokens(
+        self, text: str | list[int], request: Request, param: str, *, new: int = 1, whole: bool = False
+    ) -> list[int]:
+        """Tokens of a text, or those that a request has in its place, in the field `param`; see `Encoder.text`."""
         if isinstance(text, str):
-            return await self.encode(text)
-        for token in text:
-            if not 0 <= token < self.engine.vocab_size:
-                raise refused(param, f"Tokens must be from 0 to {self.engine.vocab_size - 1}, got {token}.")
-        return text
+            return await self.encode(text, request, new=new, whole=whole)
+        ids = await self._encoder.tokens(text, new=new, whole=whole)
+        wrong = next(
+            (token for token in (min(ids, default=0), max(ids, default=0)) if not self._is_token(token)), None
+        )
+        if wrong is not None:
+            raise refused(param, f"Tokens must be from 0 to {self.engine.vocab_size - 1}, got {wrong}.")
+        return ids
 
     async def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, answer: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        request: Request,
+        *,
+        new: int = 1,
+        answer: bool = True,
     ) -> list[int]:
-        """Tokens of a chat, up to where the answer starts, or without that start."""
+        """Tokens of a chat, up to where the answer starts, or without that start; see `Encoder.chat`."""
         told = [_as_template_has_it(message) for message in messages]
-        return await self._on_thread(partial(self._encode_chat, told, [tool.body for tool in tools], answer))
+        shown = [tool.body for tool in tools]
+        return await self._encoder.chat(told, shown, client(request), new=new, answer=answer)
 
     async def compile(self, request: Request, work: Callable[[], Sequence[Constraint]]) -> Sequence[Constraint]:
         """Constraints, which a thread makes when it is the client's turn."""
@@ -85,22 +108,8 @@ class Served:
         """What a token stands for by itself."""
         return str(self.tokenizer.decode([token]))
 
-    async def _on_thread(self, work: partial[list[int]]) -> list[int]:
-        return await anyio.to_thread.run_sync(work, limiter=self._one)
-
-    def _encode(self, text: str, special: bool) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=special))
-
-    def _encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], answer: bool) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            raise refused("messages", "The model has no chat template. Send a text to /v1/completions.")
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=answer
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise refused("messages", f"The model's chat template refuses them: {error}") from error
-        return self._encode(str(text), special=False)
+    def _is_token(self, token: int) -> bool:
+        return 0 <= token < self.engine.vocab_size
 
     def options(
         self, request: Sampled, *, max_tokens: int, logprobs: int | None, choice: int, constraint: Constraint | None

@@ -1,56 +1,74 @@
-"""Clients take turns: pure Python, for one event loop."""
+"""Whose work is done next: a few pieces at once, and nobody waits for all that another one has sent."""
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from kvboost_hf.server.jobs import QueueFullError
+
+_RETRY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    owner: Hashable
+    long: bool
+    started: asyncio.Future[None]
 
 
 class Turns:
-    """Places for work, such as threads. A free one goes to the client that has the fewest; of several, to the first.
+    """Gives out places. Of those who wait, the one whose owner holds the fewest comes first, then who came first.
 
-    Whoever asks for much waits for itself; others wait for one piece of work at most.
+    An owner has one long piece of work under way at most, and long ones leave a place to short ones.
 
     Args:
-        places: How much is done at the same time, at most.
+        places: How many there are; 2 at least.
+        max_waiting: How many turns of one owner may wait.
     """
 
-    def __init__(self, places: int) -> None:
-        self._free = places
-        self._busy: Counter[bytes] = Counter()
-        self._waiting: deque[tuple[bytes, asyncio.Future[None]]] = deque()
+    def __init__(self, places: int, max_waiting: int) -> None:
+        self._places, self._max_waiting = places, max_waiting
+        self._waiting: list[_Turn] = []  # in the order in which they came
+        self._running: list[_Turn] = []
 
     @asynccontextmanager
-    async def turn(self, client: bytes) -> AsyncIterator[None]:
-        """Wait for a place, and hold it."""
-        if self._free:
-            self._take(client)
-        else:
-            place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((client, place))
-            try:
-                await place
-            except asyncio.CancelledError:
-                if place.done() and not place.cancelled():  # given, and wanted no more
-                    self._give_back(client)
-                raise
+    async def turn(self, owner: Hashable, *, long: bool = False) -> AsyncIterator[None]:
+        """Wait for a place, and hold it.
+
+        Args:
+            owner: Who asks, such as an API key; None for somebody without one.
+            long: Whether the work takes long.
+
+        Raises:
+            QueueFullError: too many of this owner wait already.
+        """
+        waiting = sum(turn.owner == owner for turn in self._waiting)
+        if waiting >= self._max_waiting:
+            raise QueueFullError(
+                f"{waiting} of your requests are waiting to be read, as many as may. Try again later.", _RETRY_S
+            )
+        turn = _Turn(owner, long, asyncio.get_running_loop().create_future())
+        self._waiting.append(turn)
         try:
+            self._start_next()
+            await turn.started
             yield
-        finally:
-            self._give_back(client)
+        finally:  # also where the request was given up while it waited
+            (self._running if turn in self._running else self._waiting).remove(turn)
+            self._start_next()
 
-    def _take(self, client: bytes) -> None:
-        self._free -= 1
-        self._busy[client] += 1
+    def _start_next(self) -> None:
+        while len(self._running) < self._places and (able := [turn for turn in self._waiting if self._may(turn)]):
+            turn = min(able, key=self._held)
+            self._waiting.remove(turn)
+            self._running.append(turn)
+            if not turn.started.done():  # cancelled: it gives its place back at once
+                turn.started.set_result(None)
 
-    def _give_back(self, client: bytes) -> None:
-        self._free += 1
-        self._busy[client] -= 1
-        if not self._busy[client]:
-            del self._busy[client]
-        while self._waiting and self._free:
-            chosen = min(self._waiting, key=lambda one: self._busy[one[0]])  # the first of them
-            self._waiting.remove(chosen)
-            if not chosen[1].done():
-                self._take(chosen[0])
-                chosen[1].set_result(None)
+    def _may(self, turn: _Turn) -> bool:
+        long = [each.owner for each in self._running if each.long]
+        return not turn.long or (len(long) < self._places - 1 and turn.owner not in long)
+
+    def _held(self, turn: _Turn) -> int:
+        return sum(each.owner == turn.owner for each in self._running)

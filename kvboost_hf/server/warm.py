@@ -20,9 +20,9 @@ def warm_routes(served: Served) -> APIRouter:
     @router.post("/v1/warm")
     async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
         if body.messages is not None:
-            prompts = [await served.encode_chat(body.messages, body.tools or (), answer=False)]
+            prompts = [await served.encode_chat(body.messages, body.tools or (), request, new=0, answer=False)]
         else:
-            prompts = [await served.encode(text) for text in body.texts or ()]
+            prompts = [await served.encode(text, request, new=0) for text in body.texts or ()]
         salt = served.salt(request, body.prompt_cache_key)
         jobs = [served.job(ids, SamplingOptions(max_tokens=0), salt=salt) for ids in prompts]
 

@@ -173,6 +173,11 @@ class ModelEngine:
         model: Any = self.model
         return int(model.get_output_embeddings().weight.shape[0])
 
+    @property
+    def max_model_len(self) -> int:
+        """See `Engine`."""
+        return self._max_len
+
     # Called by any thread
 
     def submit(self, job: Job, listener: Listener) -> Row:

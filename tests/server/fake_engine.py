@@ -34,6 +34,7 @@ class FakeEngine:
     """
 
     vocab_size = 1472  # of the embedded model
+    max_model_len = 2**31
 
     def __init__(self, *says: str) -> None:
         self.says: Sequence[str] = says

@@ -100,7 +100,8 @@ def test_refusals(changes: dict[str, Any], status: int, says: str, at: Listening
 
 def test_without_the_setting(engine: ModelEngine, serve: Serve) -> None:
     answer = serve(engine).http.post("/v1/embeddings", json={"model": "reader", "input": "a"})
-    assert answer.status_code == 501
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "not_supported"
     assert "--embeddings" in answer.json()["error"]["message"]
 
 

@@ -174,7 +174,7 @@ def test_failures_of_the_server_tell_nothing_of_its_inside(at: Listening, engine
 
 
 def test_embeddings_are_not_made(at: Listening) -> None:
-    assert _error(at.http.post("/v1/embeddings", json={"input": "a", "model": "reader"}), 501)["message"]
+    assert _error(at.http.post("/v1/embeddings", json={"input": "a", "model": "reader"}), 404)["message"]
 
 
 def test_a_body_that_is_too_large(serve: Serve, engine: FakeEngine) -> None:

@@ -22,7 +22,7 @@ class _Lasting(FakeEngine):
 
 
 _APP = make_app(_Lasting("Anna ", "plays."), load_embedded()[1], SETTINGS)
-# The route that is left out says 501, whatever is sent.
+# The route that is left out says 404, whatever is sent.
 _DESCRIBED = schemathesis.openapi.from_asgi("/openapi.json", _APP).exclude(path="/v1/embeddings")
 
 

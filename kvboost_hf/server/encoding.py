@@ -1,0 +1,161 @@
+"""Texts and chats as token ids: in threads that take turns, with tokenizers of their own."""
+
+import copy
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+from jinja2 import TemplateError
+
+from kvboost_hf.server.errors import refused
+from kvboost_hf.server.jobs import TooLongError
+from kvboost_hf.server.lengths import reach_of
+from kvboost_hf.server.markers import CutText, ForgedMarkerError, Markers, texts_in
+from kvboost_hf.server.turns import Turns
+
+Told = list[dict[str, Any]]  # messages, or tools, as chat templates take them
+
+_PLACES = 3  # of which long texts leave one
+_LONG = 2**15  # characters, which take some 30 ms
+
+
+class Encoder:
+    """Encodes for all requests of a server.
+
+    A tokenizer changes its settings while it works, so that each place has a copy of its own, and the one that was
+    given is left to those who decode. The work is done in threads, without Python's lock for most of it.
+
+    Args:
+        tokenizer: Of the model, with a chat template if chats are to be encoded.
+        context: Tokens of a prompt and its answer together, at most. What must have more tokens is not tokenized.
+        truncates: Leave out the beginning of what is too long, in place of refusing it.
+        max_waiting: Texts of one owner that may wait.
+    """
+
+    def __init__(self, tokenizer: Any, *, context: int, truncates: bool, max_waiting: int) -> None:
+        self._tokenizer = tokenizer
+        self._idle = [copy.deepcopy(tokenizer) for _ in range(_PLACES)]
+        self._context, self._truncates = context, truncates
+        self._reach, self._markers = reach_of(tokenizer), Markers(tokenizer)
+        self._turns = Turns(_PLACES, max_waiting)
+        self._threads = anyio.CapacityLimiter(_PLACES)
+
+    async def text(self, text: str, owner: bytes, *, new: int, special: bool = True, whole: bool = False) -> list[int]:
+        """Tokens of a text.
+
+        Args:
+            text: The text.
+            owner: Who asks; see `Turns`.
+            new: Tokens that are to come behind it.
+            special: With what the tokenizer puts before each text. Special tokens in the text are such.
+            whole: Refuse a text that is too long even where the beginning of prompts is left out.
+
+        Raises:
+            TooLongError: it must have more tokens than the context.
+            QueueFullError: too many texts of this owner wait.
+        """
+        kept = self._kept(text, new, whole)
+        async with self._place(owner, len(kept)) as tokenizer:
+            return await self._in_thread(lambda: _encode(tokenizer, kept, special=special))
+
+    async def tokens(self, ids: list[int], *, new: int, whole: bool = False) -> list[int]:
+        """Tokens that came in place of a text: no more than the context has, or `TooLongError`. See `text`."""
+        await anyio.lowlevel.checkpoint()  # there may be many in a row
+        if len(ids) <= self._context:
+            return ids
+        if self._truncates and not whole:
+            return ids[-self._context :]
+        raise self._too_long(f"{len(ids)} tokens", new, whole)
+
+    async def chat(self, messages: Told, tools: Told, owner: bytes, *, new: int, answer: bool) -> list[int]:
+        """Tokens of a chat, in which only what the chat template writes itself becomes special tokens.
+
+        Args:
+            messages: As the chat template takes them.
+            tools: Likewise.
+            owner: Who asks; see `Turns`.
+            new: Tokens that are to come behind it.
+            answer: Whether the start of an answer is at its end.
+
+        Raises:
+            ApiError: there is no chat template, or it refuses the messages.
+            TooLongError: see `text`, as for the other.
+            QueueFullError:
+        """
+        size = sum(map(len, texts_in([messages, tools])))
+        async with self._place(owner, size) as tokenizer:
+            return await self._in_thread(lambda: self._chat(tokenizer, messages, tools, new, answer))
+
+    @asynccontextmanager
+    async def _place(self, owner: bytes, chars: int) -> AsyncIterator[Any]:
+        async with self._turns.turn(owner, long=chars > _LONG):
+            tokenizer = self._idle.pop()
+            try:
+                yield tokenizer
+            finally:
+                self._idle.append(tokenizer)
+
+    async def _in_thread(self, work: Callable[[], list[int]]) -> list[int]:
+        return await anyio.to_thread.run_sync(work, limiter=self._threads)
+
+    def _chat(self, tokenizer: Any, messages: Told, tools: Told, new: int, answer: bool) -> list[int]:
+        rendered = _rendered(self._tokenizer, messages, tools, answer)
+        text = self._kept(rendered, new)
+        cut = self._markers.cut([messages, tools])
+        if cut is None:
+            return _encode(tokenizer, text, special=False)
+        messages, tools = cut.given
+        apart = _rendered(self._tokenizer, messages, tools, answer)
+        return self._apart(tokenizer, cut, apart if text == rendered else cut.last(apart, len(text)))
+
+    def _apart(self, tokenizer: Any, cut: CutText, rendered: str) -> list[int]:
+        """Tokens of a chat in which clients have written what could be taken for special tokens."""
+        text, markers = cut.markers(rendered)
+        if markers == self._markers.find(text) and not cut.hidden:
+            return _encode(tokenizer, text, special=False)
+        try:
+            return self._markers.encode(text, markers)
+        except ForgedMarkerError as error:
+            raise refused(
+                "messages",
+                f"They have the text of a special token, which the model cannot read as text: {error}. Leave it out.",
+            ) from error
+
+    def _kept(self, text: str, new: int, whole: bool = False) -> str:
+        """As much of a text as may be tokenized."""
+        most = self._reach.most(text, self._context)
+        if len(text) <= most:
+            return text
+        if self._truncates and not whole:
+            return text[-most:]
+        raise self._too_long(f"{len(text)} characters, which are more than {self._context} tokens", new, whole)
+
+    def _too_long(self, length: str, new: int, whole: bool) -> TooLongError:
+        if whole:
+            return TooLongError(
+                f"A text of {length} is longer than the model's context of {self._context}. Cut it into several.",
+                self._context,
+            )
+        most = max(self._context - new, 0)
+        return TooLongError(
+            f"A prompt of {length} with {new} new ones exceeds the context window of {self._context}. Shorten it to "
+            f"{most} tokens, or ask for fewer new ones.",
+            most,
+        )
+
+
+def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=special))
+
+
+def _rendered(tokenizer: Any, messages: Told, tools: Told, answer: bool) -> str:
+    if tokenizer.chat_template is None:
+        raise refused("messages", "The model has no chat template. Send a text to /v1/completions.")
+    try:
+        return str(
+            tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=answer)
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise refused("messages", f"The model's chat template refuses them: {error}") from error
