@@ -170,7 +170,7 @@ def test_time_beside_a_running_answer_tells_nothing(tenants: Tenants) -> None:
     one, two, engine = tenants()
 
     def trial(secret: str, guess: str) -> float:
-        with under_way([lambda: one.post(secret, 30)]):
+        with under_way([partial(one.post, secret, 80, logit_bias={"2": -100})]):
             until(lambda: engine.stats()["running"] == 1)
             start = time.perf_counter()
             assert two.post(guess, 8).status_code == 200
