@@ -52,12 +52,16 @@ async def pieces(run: Run, readers: CallReaders) -> AsyncIterator[Piece]:
     """
     called: set[int] = set()
     async for choice, event in run.events():
-        ended = isinstance(event, Finished)
-        reason = str(event.reason) if isinstance(event, Finished) else None
-        read, logprobs = (Parsed(), ()) if isinstance(event, Finished) else (Parsed(event.text), event.logprobs)
-        if readers.streams:
-            stream = readers.streams[choice]
-            read = stream.finish() if ended else stream.push(read.content)
+        stream = readers.streams[choice] if readers.streams else None
+        reason: str | None = None
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if isinstance(event, Finished):
+            reason = str(event.reason)
+            cut = event.reason == "length" or event.stopped
+            read = stream.finish(cut=cut) if stream is not None else Parsed()
+        else:
+            logprobs = event.logprobs
+            read = stream.push(event.text) if stream is not None else Parsed(event.text)
         calls = read.calls
         if readers.one_call:
             calls = () if choice in called else calls[:1]

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, pieces, whole
 from kvboost_hf.server.bodies import PostedRoute
-from kvboost_hf.server.constraints import constraints_of, is_constrained
+from kvboost_hf.server.constraints import calls_many, constraints_of, is_constrained
 from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import Constraint, TokenLogprob
 from kvboost_hf.server.run import Run, unless_gone
@@ -47,7 +47,7 @@ async def start_chat(served: Served, body: ChatRequest, request: Request) -> tup
     choices = served.require_choices(body.n or 1)
     asked = body.max_completion_tokens or body.max_tokens
     ids = await served.encode_chat(body.messages, body.offered, request, new=asked or 1)
-    readers = CallReaders(_streams(served, body, ids, choices), one_call=body.parallel_tool_calls is False)
+    readers = CallReaders(_streams(served, body, ids, choices), one_call=not calls_many(body))
     most = asked or served.room(ids)
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     salt = served.salt(request, body.prompt_cache_key)

@@ -37,6 +37,11 @@ def constraints_of(
         raise refused("tools" if body.must_call else "response_format", str(error)) from error
 
 
+def calls_many(body: ChatRequest) -> bool:
+    """Whether an answer may have several calls: not where one is named, as in OpenAI's API."""
+    return body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ToolChoice)
+
+
 def _grammar(body: ChatRequest, tokenizer: Any) -> str:
     form = body.response_format
     schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else None
@@ -45,5 +50,4 @@ def _grammar(body: ChatRequest, tokenizer: Any) -> str:
         return json_schema(schema)
     named = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
     tools = [tool.body for tool in body.offered if named in (None, tool.function.name)]
-    parallel = body.parallel_tool_calls is not False
-    return tool_calls(tokenizer, tools, parallel=parallel, answer=None if body.must_call else schema)
+    return tool_calls(tokenizer, tools, parallel=calls_many(body), answer=None if body.must_call else schema)

@@ -1,5 +1,6 @@
 """Embeddings: the mean of a model's last hidden states, of length 1."""
 
+import inspect
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -7,26 +8,55 @@ from typing import Any
 
 import torch
 from torch.nn.functional import normalize
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf.compat import input_device
+from kvboost_hf.compat import cache_argument, input_device
 
 _log = logging.getLogger("kvboost_hf.server")
 
 
-@torch.no_grad()
-def embed(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:
+def embed(model: PreTrainedModel, ids: Sequence[int], *, piece: int | None = None) -> list[float]:
     """The embedding of one text, of as many numbers as the model's hidden states have.
 
     Args:
         model: A causal language model. Not trained for this, it makes poor embeddings.
         ids: Of the text; one at least.
+        piece: Tokens to compute at once, at most; None for all.
     """
-    body: Any = model.base_model
-    given = torch.tensor([ids], device=input_device(model))
-    hidden: torch.Tensor = body(input_ids=given, use_cache=False, return_dict=True).last_hidden_state[0]
-    found: list[float] = normalize(hidden.float().mean(0), dim=0).tolist()
+    text = _Text(ids)
+    while (found := text.advance(model, piece)) is None:
+        pass
     return found
+
+
+class _Text:
+    """A text on its way through the model, piece by piece, with the K/V of those before."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids, self._done = ids, 0
+        self._cache: Any = None
+        self._sum: torch.Tensor | float = 0.0  # of the hidden states, in float32
+
+    @torch.no_grad()
+    def advance(self, model: PreTrainedModel, piece: int | None) -> list[float] | None:
+        """Compute the next piece; returns the embedding behind the last one."""
+        body: Any = model.base_model
+        whole, start = len(self._ids), self._done
+        self._done = whole if piece is None else min(start + piece, whole)
+        given: dict[str, Any] = {"use_cache": False}
+        if self._cache is None and self._done < whole:
+            self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        if self._cache is not None:
+            given = {"use_cache": True, cache_argument(model): self._cache}
+            if "position_ids" in inspect.signature(body.forward).parameters:
+                given["position_ids"] = torch.arange(start, self._done, device=input_device(model))[None]
+        ids = torch.tensor([self._ids[start : self._done]], device=input_device(model))
+        hidden: torch.Tensor = body(input_ids=ids, return_dict=True, **given).last_hidden_state[0]
+        self._sum = self._sum + hidden.float().sum(0)
+        if self._done < whole:
+            return None
+        found: list[float] = normalize(self._sum / whole, dim=0).tolist()
+        return found
 
 
 class EmbeddingJob:
@@ -43,17 +73,31 @@ class EmbeddingJob:
         self.future: Future[list[list[float]]] = Future()
         self._texts = texts
         self._found: list[list[float]] = []
+        self._text: _Text | None = None
 
-    def advance(self, model: PreTrainedModel) -> bool:
-        """Embed the next text; returns whether nothing is left to do."""
+    @property
+    def between(self) -> bool:
+        """Whether no text is under way."""
+        return self._text is None
+
+    def advance(self, model: PreTrainedModel, piece: int | None) -> bool:
+        """Compute the next piece of the next text, of so many tokens at most, or all of it.
+
+        Returns:
+            Whether nothing is left to do.
+        """
         if self.future.cancelled():
             return True
         try:
-            self._found.append(embed(model, self._texts[len(self._found)]))
+            self._text = self._text or _Text(self._texts[len(self._found)])
+            found = self._text.advance(model, piece)
         except Exception as error:
             _log.error("A text could not be embedded.", exc_info=error)
             self.fail(error)
             return True
+        if found is not None:
+            self._found.append(found)
+            self._text = None
         if len(self._found) < len(self._texts):
             return False
         if self.future.set_running_or_notify_cancel():

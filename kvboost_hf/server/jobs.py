@@ -147,6 +147,7 @@ class Finished:
         ttft_s: Seconds from `submit` to the first token on the host; None without one.
         total_s: Seconds from `submit` to the end.
         error: What went wrong, for `"constraint"` and `"error"`.
+        stopped: Whether a stop text has ended it.
     """
 
     reason: FinishReason
@@ -158,6 +159,7 @@ class Finished:
     ttft_s: float | None = None
     total_s: float = 0.0
     error: str | None = None
+    stopped: bool = False
 
 
 Event = Progress | Finished

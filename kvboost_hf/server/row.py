@@ -90,4 +90,5 @@ class Row:
             ttft_s=self.first - self.submitted if self.first is not None else None,
             total_s=now - self.submitted,
             error=error,
+            stopped=self.text is not None and self.text.stopped,
         )

@@ -18,6 +18,8 @@ Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "descripti
 
 _CONTENT = {"content_args": {"strip": False}}
 _REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
+_OTHER_NAME = re.compile(r'"name"\s*(?:[^:\s]|:\s*[^"\s])')
+_NAME = re.compile(r'"name"\s*:\s*"([^"]*"?)')
 _ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -32,6 +34,7 @@ class ToolFormat:
         call: Text before the name, before the arguments and behind them.
         between: Text between calls; None if there is one call at most.
         after: Text behind the last call.
+        marker: A text that nothing but calls begins with.
         marked: Whether no other text looks like a call.
     """
 
@@ -41,6 +44,7 @@ class ToolFormat:
     call: tuple[str, str, str]
     between: str | None
     after: str = ""
+    marker: str
     marked: bool = True
 
 
@@ -62,6 +66,7 @@ HERMES = ToolFormat(  # Qwen 2.5 and 3, too
     },
     call=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
     between="\n",
+    marker="<tool_call>",
 )
 _MISTRAL_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "content": _CONTENT,
@@ -84,6 +89,7 @@ MISTRAL_NAMED = ToolFormat(  # since its eleventh tokenizer
     fields=_MISTRAL_FIELDS,
     call=("[TOOL_CALLS]", "[ARGS]", ""),
     between="",
+    marker="[TOOL_CALLS]",
 )
 MISTRAL = ToolFormat(
     sign=r"\[TOOL_CALLS\]",
@@ -92,6 +98,7 @@ MISTRAL = ToolFormat(
     call=('{"name": "', '", "arguments": ', "}"),
     between=", ",
     after="]",
+    marker="[TOOL_CALLS]",
 )
 LLAMA = ToolFormat(
     sign=r"<\|python_tag\|>|\\?\"parameters\\?\"",
@@ -105,6 +112,7 @@ LLAMA = ToolFormat(
     },
     call=('{"name": "', '", "parameters": ', "}"),
     between=None,
+    marker="<|python_tag|>{",
     marked=False,
 )
 _FORMATS = (HERMES, MISTRAL_NAMED, MISTRAL, LLAMA)
@@ -221,10 +229,11 @@ class ToolCallStream:
         self._tools: list[Any] = [dict(tool) for tool in tools]
         self._template: dict[str, Any] | None = None  # that of the tokenizer
         self._names: set[str] | None = None  # None for any
+        self._marker: str | None = None  # None for none that is known
         if getattr(tokenizer, "response_template", None) is None:
             known = format_of(tokenizer, tools)
             self._template = {"start_anchor": "\n", "fields": known.fields}
-            prefix = ""
+            prefix, self._marker = "", known.marker
             if not known.marked:
                 self._names = {tool["function"]["name"] for tool in tools}
         else:
@@ -233,17 +242,26 @@ class ToolCallStream:
         self._untold = ""  # what came since, as it is
         self._spaces = ""  # held back
         self._called = False  # nothing but space since the last call
+        self._calling = False  # in a call that has not ended
 
     def push(self, text: str) -> Parsed:
         """What is sure with more text, and was not before."""
         return joined([self._push(char) for char in text])
 
-    def finish(self) -> Parsed:
-        """The rest: no more text comes."""
+    def finish(self, *, cut: bool = False) -> Parsed:
+        """The rest: no more text comes.
+
+        Args:
+            cut: Whether the answer was ended where it would have gone on. A call that has begun is then left out, if
+                it is not complete but for its end.
+        """
+        left_out = cut and self._in_call()
         try:
             parsed = self._read(self._parser.finalize()[1])
         except (ValueError, KeyError):
-            return Parsed(self._untold)
+            return Parsed() if left_out else Parsed(self._untold)
+        if left_out:
+            return parsed._replace(content="")
         return parsed._replace(content=parsed.content + ("" if self._called else self._spaces))
 
     def _push(self, char: str) -> Parsed:
@@ -254,8 +272,21 @@ class ToolCallStream:
         except (ValueError, KeyError):
             malformed = Parsed(self._untold)
             self._parser = self._new_parser("")
-            self._untold, self._spaces, self._called = "", "", False
+            self._untold, self._spaces, self._called, self._calling = "", "", False, False
             return malformed
+
+    def _in_call(self) -> bool:
+        """Whether what has not been told is the beginning of a call, and of nothing else."""
+        text = self._untold.lstrip()
+        if self._marker is not None and text.startswith(self._marker):
+            return True
+        if not self._calling or self._names is None:
+            return self._calling
+        # Other JSON may begin with a name, too.
+        found = _NAME.search(text)
+        if found is None:
+            return _OTHER_NAME.search(text) is None
+        return any(f'{name}"'.startswith(found[1]) for name in self._names)
 
     def _new_parser(self, prefix: str) -> Any:
         return self._tokenizer.get_response_parser(self._template, prefix=prefix, tools=self._tools)
@@ -264,6 +295,8 @@ class ToolCallStream:
         content, reasoning, calls = "", "", list[ToolCall]()
         for event in events:
             kind, field = event["type"], event["field"]
+            if field.endswith("tool_calls"):
+                self._calling = kind != "region_close"
             if kind == "region_chunk" and field == "content":
                 content += self._content(event["text"])
             elif kind == "region_chunk" and field in _REASONING_FIELDS:
@@ -272,8 +305,8 @@ class ToolCallStream:
                 values = event["value"] if isinstance(event["value"], list) else [event["value"]]
                 calls += [self._call(value) for value in values]
                 self._spaces, self._called = "", True
-            if kind == "region_close" and field != "content":
-                self._untold = ""
+            if kind == "region_close" and field != "content":  # which the next call may bring about
+                self._untold = self._marker if self._marker and self._untold.endswith(self._marker) else ""
         return Parsed(content, tuple(calls), reasoning)
 
     def _content(self, text: str) -> str:

@@ -206,7 +206,7 @@ class ModelEngine:
         return row
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[list[float]]]:
-        """See `Engine`. One text is embedded between two steps."""
+        """See `Engine`. One text, or a piece of it, is embedded between two steps."""
         longest = max(map(len, texts))
         if longest > self._max_len:
             raise TooLongError(
@@ -295,12 +295,15 @@ class ModelEngine:
             job.fail(DrainingError("The server has ended."))
 
     def _embed_next(self) -> None:
-        """The next text of the first request for embeddings."""
+        """The next piece of a text of the first request for embeddings. After each text another request is first."""
         job = self._embeddings[0]
-        if job.advance(self.model):
-            with self._changed:
+        ended = job.advance(self.model, self._piece if self._takes_rows else None)
+        with self._changed:
+            if ended:
                 self._embeddings.popleft()
                 self._changed.notify_all()
+            elif job.between:  # K/V is there of one text at a time
+                self._embeddings.rotate(-1)
 
     def _admit(self) -> None:
         """Take jobs from the line as long as there is room; it is kept for a client that has nothing under way."""

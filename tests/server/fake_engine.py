@@ -27,6 +27,7 @@ class FakeEngine:
     Attributes:
         says: The pieces.
         reason: Of the end.
+        stopped: Whether a stop text has brought it.
         error: To be raised by `submit`.
         failure: The error of `Finished`, with the reason `"error"`.
         before: Called with the ticket and the number of each piece before it is said.
@@ -34,7 +35,6 @@ class FakeEngine:
     """
 
     vocab_size = 1472  # of the embedded model
-    max_model_len = 2**31
 
     def __init__(self, *says: str) -> None:
         self.says: Sequence[str] = says
@@ -43,7 +43,9 @@ class FakeEngine:
         self.failure: str | None = None
         self.before: Callable[[FakeTicket, int], None] = lambda ticket, piece: None
         self.tickets: list[FakeTicket] = []
+        self.stopped = False
         self.drained: float | None = None
+        self.max_model_len = 2**31
 
     @property
     def job(self) -> Job:
@@ -80,6 +82,7 @@ class FakeEngine:
                 ttft_s=0.25,
                 total_s=0.5,
                 error=self.failure,
+                stopped=self.stopped,
             )
         )
         ticket.ended.set()

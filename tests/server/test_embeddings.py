@@ -55,6 +55,15 @@ def test_equal_to_hidden_states(name: str) -> None:
         assert cosine_similarity(found, other, dim=0) < 1 - 1e-5
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mistral"])
+def test_in_pieces(name: str) -> None:
+    model = make_model(name)
+    ids = random_ids(40, 3)[0].tolist()
+    for piece in (7, 16, 39):
+        found = torch.tensor(embed(model, ids, piece=piece), dtype=torch.double)
+        torch.testing.assert_close(found, expected(model, ids), rtol=0, atol=1e-5)
+
+
 def test_the_client_gets_them_in_both_forms(at: Listening) -> None:
     """The SDK asks for base64, and decodes it."""
     model, tokenizer = load_embedded()
@@ -125,6 +134,35 @@ def test_between_the_tokens_of_an_answer() -> None:
     assert told.text == plain.text
     assert futures[0].result() == [embed(model, text) for text in texts]
     assert done_at == [3 + len(texts) - 1]
+    engine.close()
+
+
+def test_a_long_text_and_many_texts_hold_up_nobody() -> None:
+    """A piece of a text between two steps of an answer, and a text of each request in turn."""
+    model = make_model()
+    engine = ModelEngine(model, numbers(), store=ChunkStore(model, chunk_size=16), prefill_chunk_size=16)
+    text = random_ids(100, 1)[0].tolist()
+    plain = embed(model, text), embed(model, [9])
+    sizes, order, go = list[int](), list[str](), threading.Event()
+
+    def look(module: Any, args: Any, given: Any) -> None:
+        assert go.wait(60)
+        sizes.append(given["input_ids"].shape[1])
+
+    handle = model.base_model.register_forward_pre_hook(look, with_kwargs=True)
+    told = Told()
+    engine.submit(Job(ids=[5], options=SamplingOptions(max_tokens=30)), told)
+    many, one = engine.embed([[7]] * 50), engine.embed([text, [9]])
+    for name, future in (("many", many), ("one", one)):
+        future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    go.set()
+    assert told.end
+    for found, wanted in zip(one.result(60), plain, strict=True):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=0, atol=1e-5)
+    assert len(many.result(60)) == 50
+    assert order == ["one", "many"]
+    handle.remove()
+    assert max(sizes) == 16
     engine.close()
 
 

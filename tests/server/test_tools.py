@@ -118,6 +118,40 @@ def test_calls_that_must_come(
         assert _follow(engine.job.options.constraint, tokenizer, text) == (text in allowed)
 
 
+@pytest.mark.parametrize("parallel", [None, True])
+def test_a_tool_that_is_named_is_called_once(at: Listening, engine: FakeEngine, tokenizer: Any, parallel: Any) -> None:
+    engine.says = (TOUCH + "\n" + TOUCH,)
+    choice = {"type": "function", "function": {"name": "touch"}}
+    more = {} if parallel is None else {"parallel_tool_calls": parallel}
+    for text, allowed in ((TOUCH, True), (TOUCH + "\n" + TOUCH, False)):
+        answer = _ask(at, tools=TOOLS, tool_choice=choice, **more)
+        assert len(answer.choices[0].message.tool_calls) == 1
+        assert _follow(engine.job.options.constraint, tokenizer, text) == allowed
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_call_that_is_cut_does_not_show(at: Listening, engine: FakeEngine, reason: Any) -> None:
+    """By `max_tokens`, or by a stop text."""
+    engine.says, engine.reason, engine.stopped = ("I look. ", *LOOK[:40]), reason, reason == "stop"
+    answer = _ask(at, tools=TOOLS).choices[0]
+    assert (answer.finish_reason, answer.message.content, answer.message.tool_calls) == (reason, "I look.", None)
+    chunks = [chunk.choices[0] for chunk in _ask(at, tools=TOOLS, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
+    assert not any(chunk.delta.tool_calls for chunk in chunks)
+    assert chunks[-1].finish_reason == reason
+    flat: Any = [{"type": "function", **TOOLS[0]["function"]}]
+    for says, text in ((engine.says, "I look."), ((LOOK[:40],), "")):
+        engine.says = says
+        told = at.openai.responses.create(model="reader", input="Is it on?", tools=flat)
+        assert told.output_text == text
+        assert told.status == ("incomplete" if reason == "length" else "completed")
+
+
+def test_a_call_without_an_end_stays_text_if_nothing_has_cut_it(at: Listening, engine: FakeEngine) -> None:
+    engine.says = ("I look. ", LOOK[:40])
+    assert _ask(at, tools=TOOLS).choices[0].message.content == "I look. " + LOOK[:40]
+
+
 def test_an_answer_with_a_schema(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
     schema = {
         "type": "object",

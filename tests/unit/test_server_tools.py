@@ -1,6 +1,7 @@
 """Calls of tools are found in every format, however the text is cut, and nothing else is taken for one."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,6 +126,63 @@ def test_what_is_no_call_stays_text(name: str) -> None:
         for pieces in cuts(text):
             stream = ToolCallStream(tokenizer, TOOLS)
             assert joined([*map(stream.push, pieces), stream.finish()]) == Parsed(text)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_call_that_is_cut_is_left_out(name: str) -> None:
+    """At every place, and however the text comes."""
+    tokenizer = tokenizer_for(TEMPLATES[name])
+    for text, (said, calls) in CALLS[name].items():
+        opener = min(text.index(sign) for sign in ("<tool_call>", "[TOOL_CALLS]", '{"name"') if sign in text)
+        marker = re.match(r"<tool_call>|\[TOOL_CALLS\]", text[opener:])
+        sure = opener + (marker.end() if marker else len('{"name"'))
+        for end in range(len(text) + 1):
+            found = set()
+            for pieces in ([text[:end]], [*text[:end]], [text[: end // 2], text[end // 2 : end]]):
+                stream = ToolCallStream(tokenizer, TOOLS)
+                parsed = joined([*map(stream.push, pieces), stream.finish(cut=True)])
+                found.add((parsed.content, len(parsed.calls)))
+            [(content, count)] = found
+            if end < sure and "<|python_tag|>{" not in text[:end]:
+                assert (content, count) == (text[:end], 0)
+            else:
+                behind = content.removeprefix(said)  # what only looks like the start of another call
+                assert said.startswith(content) or "Done. ".startswith(behind) or "<tool_call>".startswith(behind)
+                assert not any(sign in content for sign in ("<tool_call>", "[TOOL_CALLS]", '"name"', "tag|>{"))
+            assert count <= len(calls)
+        assert count == len(calls)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_what_is_no_call_stays_text_if_it_is_cut(name: str) -> None:
+    tokenizer = tokenizer_for(TEMPLATES[name])
+    begun = {
+        'a <tool_call>{"name": "add", "arguments": {"a": 1': "a",
+        "[TOOL_CALLS]add[ARGS]{": "",
+        "\n [TOOL_CALLS]": "",
+    }
+    begun |= {'{"name": "add", "parameters": {"a": 1}': "", '{"name": "add", "age": 3}': ""}
+    begun |= {'[TOOL_CALLS] [{"name": "add"}]': "", "[TOOL_CALLS][1]": ""}
+    more = {"llama": ['{"name": "Anna", "age', '{"name": 3', '{"name": "An', '{"nam']}
+    for text in [*PLAIN[name], *more.get(name, ())]:
+        for pieces in cuts(text):
+            stream = ToolCallStream(tokenizer, TOOLS)
+            assert joined([*map(stream.push, pieces), stream.finish(cut=True)]) == Parsed(begun.get(text, text))
+
+
+def test_a_marker_that_ends_a_call_is_not_lost() -> None:
+    stream = ToolCallStream(tokenizer_for(TEMPLATES["mistral_named"]), TOOLS)
+    parts = [*map(stream.push, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1'), stream.finish()]
+    assert told(joined(parts)) == ('[TOOL_CALLS]add[ARGS]{"a": 1', [("add", {"a": 1})])
+
+
+def test_a_call_of_a_response_template_that_is_cut() -> None:
+    tokenizer = tokenizer_for(TEMPLATES["hermes"])
+    call = {"open": "<call>", "close": "</call>", "content": "json", "repeats": True}
+    tokenizer.response_template = {"fields": {"content": {}, "tool_calls": call}, "start_anchor": "assistant:"}
+    for cut, said in ((True, "So:"), (False, 'So: <call>{"a')):
+        stream = ToolCallStream(tokenizer, TOOLS)
+        assert joined([*map(stream.push, 'So: <call>{"a'), stream.finish(cut=cut)]) == Parsed(said)
 
 
 def test_malformed_between_calls() -> None:
