@@ -67,6 +67,10 @@ def sums_of_another_kind(blob: Forged) -> None:
     blob.sums = dict.fromkeys(blob.sums, 5)
 
 
+def sums_by_name(blob: Forged) -> None:
+    blob.sums = {name: {str(at): each for at, each in enumerate(sums)} for name, sums in blob.sums.items()}
+
+
 def another_name(blob: Forged) -> None:
     name = next(iter(blob.header))
     blob.header[f"{name}x"], blob.sums[f"{name}x"] = blob.header.pop(name), blob.sums.pop(name)
@@ -183,7 +187,16 @@ def one_tensor_more(blob: Forged) -> None:
 
 
 ANY = [
-    *(no_sums, fewer_sums, sums_of_others, sums_of_another_kind, another_name, another_type, an_unknown_type),
+    *(
+        no_sums,
+        fewer_sums,
+        sums_of_others,
+        sums_of_another_kind,
+        sums_by_name,
+        another_name,
+        another_type,
+        an_unknown_type,
+    ),
     *(another_shape, no_shape, shapes_of_millions, negative_sizes, negative_places, places_far_away),
     *(bytes_of_nothing, no_layout, a_layout_of_lists, a_deep_layout, no_entry, no_key, another_key, another_parent),
     *(another_kind, another_root, another_start, a_start_beyond_numbers, other_tokens, one_token_more),

@@ -203,6 +203,8 @@ def _end_of(header: dict[str, Any], sums: dict[str, list[int]]) -> int:
         (start, stop), shape, size = spec["data_offsets"], spec["shape"], _DTYPES[spec["dtype"]].itemsize
         if not (0 < len(shape) <= _MAX_DIMENSIONS and all(map(_is_count, (start, stop, *shape)))):
             raise DamagedBlobError(f"Tensor {name!r} of a blob has no shape.")
+        if type(sums[name]) is not list:
+            raise DamagedBlobError(f"Tensor {name!r} of a blob has no checksums.")
         if start != end or start % size or stop - start != prod(shape) * size or len(sums[name]) != shape[0]:
             raise DamagedBlobError(f"Tensor {name!r} of a blob is not where its shape says.")
         end = stop
