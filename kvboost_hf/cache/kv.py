@@ -186,29 +186,6 @@ class LayerKV:
         ]
         return tensors, {"blocks": blocks, "places": self.places}
 
-    @classmethod
-    def from_blob(cls, blob: Blob, form: ColumnFormat) -> "LayerKV":
-        """What was kept in this format, as views of a blob that are checked when they are read."""
-        places = tuple(
-            tuple((int(block), int(at)) for block, at in own) if own is not None else None
-            for own in blob.layout["places"]
-        )
-        owners: list[dict[int, tuple[int, int]]] = [{} for _ in blob.layout["blocks"]]
-        for layer_idx, own in enumerate(places):
-            for tensor, (number, at) in enumerate(own or ()):
-                owners[number][at] = (layer_idx, tensor)
-        blocks: list[Block] = []
-        for number, told in enumerate(blob.layout["blocks"]):
-            dtype = getattr(torch, told["dtype"])
-            formats = [form.of(*owners[number][at], dtype) for at in range(len(owners[number]))]
-            heads, tokens, dim = told["shape"]
-            planes = {name: blob.tensor(f"{number}.{name}") for name in told["planes"]}
-            rotations = tuple(each.rotation for each in formats)
-            codec, role, _ = formats[0]
-            device = torch.device(told["device"])
-            blocks.append(Block(planes, (heads, tokens, dim), dtype, role, codec, rotations, device, blob, number))
-        return cls(tuple(blocks), places)
-
     def check(self) -> None:
         """Raise DamagedBlobError if something of it was read from somewhere, and is not what was written there."""
         for block in self.blocks:
@@ -459,19 +436,6 @@ class LayerStates:
             else:
                 told.append(None)
         return tensors, {"layers": told}
-
-    @classmethod
-    def from_blob(cls, blob: Blob) -> "LayerStates":
-        """What was kept, as views of a checked blob."""
-        layers: list[LayerState | None] = []
-        for idx, told in enumerate(blob.layout["layers"]):
-            if told is None:
-                layers.append(None)
-                continue
-            names = [f"{idx}.{at}" if there else None for at, there in enumerate(told["present"])]
-            tensors = [blob.tensor(name)[0] if name is not None else None for name in names]
-            layers.append(LayerState.retold(tensors, told["extra"]))
-        return cls(tuple(layers))
 
     def owned(self) -> "LayerStates":
         """The same in memory of its own."""

@@ -63,14 +63,6 @@ class LayerState:
         except TypeError:
             return None
 
-    @classmethod
-    def retold(cls, tensors: Sequence[torch.Tensor | None], told: Any) -> "LayerState":
-        """One with an `extra` that was made JSON by `told`."""
-        return cls(tensors, _from_json(told))
-
-
-_NAMED = {"device": torch.device, "dtype": lambda name: getattr(torch, name)}
-
 
 def _as_json(value: Any) -> Any:
     """Lists, tuples, dicts, devices and dtypes as lists that begin with what they are."""
@@ -83,17 +75,6 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, torch.device | torch.dtype):
         return [type(value).__name__, str(value).removeprefix("torch.")]
     raise TypeError(f"{type(value).__name__} has no form outside of this process.")
-
-
-def _from_json(told: Any) -> Any:
-    if not isinstance(told, list):
-        return told
-    kind, *values = told
-    if kind in _NAMED:
-        return _NAMED[kind](*values)
-    if kind == "dict":
-        return {_from_json(key): _from_json(each) for key, each in values}
-    return (tuple if kind == "tuple" else list)(_from_json(each) for each in values)
 
 
 class ReuseLayer:

@@ -41,7 +41,7 @@ class Loading:
         plan: All of its chunks are loaded, checked or not, and none of its rows is to be computed ahead.
         compute: Computes these columns: for each layer, for each row, its piece without padding. Only called if
             something is damaged.
-        lose: Told of a chunk that is damaged.
+        lose: Told of a chunk that is damaged, and how.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Loading:
         layers: Sequence[ReuseLayer],
         plan: ReusePlan,
         compute: Callable[[], list[list[Piece]]],
-        lose: Callable[[StoredChunk], None],
+        lose: Callable[[StoredChunk, DamagedBlobError], None],
     ) -> None:
         self.computed = False  # something was damaged
         self._layers = layers
@@ -153,8 +153,8 @@ class Loading:
             if chunk.found is not None:
                 try:
                     chunk.kv.check()
-                except DamagedBlobError:
-                    self._lose(chunk)
+                except DamagedBlobError as error:
+                    self._lose(chunk, error)
         with torch.inference_mode(False), torch.no_grad():
             for opened, rows in zip(self._opened, self._compute(), strict=True):
                 for row, piece in enumerate(rows):

@@ -2,7 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens, common_length
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.fingerprint import model_name
+from kvboost_hf.cache.forms import ModelForm
 from kvboost_hf.cache.kv import ColumnFormat
 from kvboost_hf.cache.on_device import DeviceShelf
 from kvboost_hf.cache.pace import ComputePace
@@ -93,10 +95,14 @@ class ChunkStore(TieredShelf):
         self._audit_debt = 0.0
         self._format: ColumnFormat | None = None
         self._said: set[str] = set()
+        self._fingerprints: OrderedDict[bytes, bytes] = OrderedDict()  # by root
+        self._forms: OrderedDict[bytes, ModelForm | None] = OrderedDict()  # by fingerprint
+        self._first_form: ModelForm | None = None
         name = model_name(model) if opened.lower else b""  # nobody else asks for it
         super().__init__(max_bytes, LowerTiers(opened.lower, opened.opened), DeviceShelf(opened.device), name)
         if self._lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
+            self._first_form = ModelForm.of(model) if known_reason(model) is None else None
         self._close_tiers = weakref.finalize(self, self._lower.close)
 
     # What a cache asks for
@@ -125,8 +131,21 @@ class ChunkStore(TieredShelf):
         with self._lock:
             remember(self._salts, root, salt)
             if durable:
+                remember(self._fingerprints, root, fingerprint)
                 self._durable_roots.add(root)
         return root
+
+    def forms(self, root: bytes) -> Iterator[ModelForm]:
+        """See `TieredShelf.forms`."""
+        fingerprint = self._fingerprints.get(root)
+        if fingerprint is None:
+            return  # nothing of it is in a lower tier
+        if fingerprint not in self._forms:
+            if self._first_form is not None:
+                yield self._first_form
+            remember(self._forms, fingerprint, ModelForm.of(self._require_model()))
+        if (form := self._forms[fingerprint]) is not None:
+            yield form
 
     @property
     def column_format(self) -> ColumnFormat:

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -11,13 +11,14 @@ import numpy as np
 
 from kvboost_hf.cache.chunks import Chunker, Tokens, prefix_key
 from kvboost_hf.cache.content_index import ContentIndex
+from kvboost_hf.cache.forms import ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv import ColumnFormat, LayerKV, LayerStates
 from kvboost_hf.cache.on_device import DeviceShelf
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, Chunk, ChunkIndex, SavedState
 from kvboost_hf.cache.shelf import Put, Shelf, StoredChunk, StoredStates, head_key, remember
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.below import Found, LowerTiers
-from kvboost_hf.cache.tiers.record import DamagedBlobError, dump
+from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
 
 _LISTED_ANEW_AFTER = 10.0  # seconds after which other processes are asked for new content again
 
@@ -48,6 +49,10 @@ class TieredShelf(Shelf):
     def column_format(self) -> ColumnFormat:
         """How columns are kept."""
         return ColumnFormat()
+
+    def forms(self, root: bytes) -> Iterator[ModelForm]:
+        """What K/V under a root may look like: as the model was, then, where it may have changed since, as it is."""
+        raise NotImplementedError
 
     def _forget_all(self) -> None:
         super()._forget_all()
@@ -94,11 +99,15 @@ class TieredShelf(Shelf):
                 fetched[each.key] = each
                 continue
             assert each.found is not None
-            loaded = self._load(each, each.found, check=check)
+            try:
+                loaded = self._load(each, each.found, check=check)
+            except DamagedBlobError as error:
+                self.lose(each, error)
+                continue
             if loaded is not None:
                 fetched[each.key] = loaded
             else:
-                self.lose(each)
+                self._forget(each)
         return fetched
 
     def everything(self) -> list[StoredChunk | StoredStates]:
@@ -113,8 +122,14 @@ class TieredShelf(Shelf):
                 found.setdefault(each.entry.key, _unloaded_states(each) if states else unloaded_chunk(each))
         return list(found.values())
 
-    def lose(self, gone: StoredChunk | StoredStates) -> None:
-        """Something found in a lower tier is damaged, or not there any more."""
+    def lose(self, damaged: StoredChunk | StoredStates, error: DamagedBlobError) -> None:
+        """Something found in a lower tier is not what was written there."""
+        assert damaged.found is not None
+        damaged.found.tier.note_damage(error)
+        self._forget(damaged)
+
+    def _forget(self, gone: StoredChunk | StoredStates) -> None:
+        """Something found in a lower tier cannot be had from there."""
         assert gone.found is not None
         gone.found.tier.tier.delete([gone.key])
         with self._lock:
@@ -264,31 +279,43 @@ class TieredShelf(Shelf):
         return Entry(stored.key, kind, *rest, nbytes=0)
 
     def _load(self, stored: Stored, found: Found, *, check: bool) -> Stored | None:
+        """What is in a lower tier, or None if it is not there any more.
+
+        Raises:
+            DamagedBlobError: if it is not what this store would have written there.
+        """
         begin = time.perf_counter()
         blob = found.tier.read(found.entry)
-        if blob is None:
+        held = self._read(stored, blob) if blob is not None else None
+        if blob is None or held is None:
             return None
-        held: LayerKV | LayerStates
-        try:
-            if check or isinstance(stored, StoredStates):
-                blob.check_all()
-                found.tier.took(blob.entry.nbytes, time.perf_counter() - begin)
-            if isinstance(stored, StoredStates):
-                held = LayerStates.from_blob(blob)
-            else:
-                held = LayerKV.from_blob(blob, self.column_format)
-        except DamagedBlobError:
-            return None
+        if check or isinstance(stored, StoredStates):
+            blob.check_all()
+            found.tier.took(blob.entry.nbytes, time.perf_counter() - begin)
         with self._lock:
             self._counts["loaded"] += 1
         return replace(stored, loaded=held, nbytes=held.nbytes + stored.tokens.nbytes)  # type: ignore[arg-type]
+
+    def _read(self, stored: StoredChunk | StoredStates, blob: Blob) -> LayerKV | LayerStates | None:
+        """What a blob holds, in the form that the model has, or None where that is not known."""
+        damage: DamagedBlobError | None = None
+        for form in self.forms(stored.root):
+            try:
+                if isinstance(stored, StoredStates):
+                    return read_states(blob, form)
+                return read_kv(blob, self.column_format, form)
+            except DamagedBlobError as error:
+                damage = error
+        if damage is not None:
+            raise damage
+        return None
 
     def _take_back(self, stored: StoredChunk | StoredStates, generation: int) -> None:
         """Take something into host memory that was loaded from a lower tier."""
         try:
             held = stored.loaded.owned() if stored.loaded is not None else None
-        except DamagedBlobError:
-            return self.lose(stored)
+        except DamagedBlobError as error:
+            return self.lose(stored, error)
         with self._lock:
             there = stored.key in self._order
             if held is None or there or self._closed or generation != self._generation:

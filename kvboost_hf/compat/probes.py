@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvboost_hf.compat.attention import attention_function
 from kvboost_hf.compat.kept import KeptOnModel
@@ -234,9 +234,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max()) / (float(expected.std()) or 1.0)
 
 
-def probe_logits(
-    model: PreTrainedModel, ids: torch.Tensor, cache: ProbeCache | None = None, **given: Any
-) -> torch.Tensor:
+def probe_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Cache | None = None, **given: Any) -> torch.Tensor:
     """Run the model on text as its own generate() would, with more arguments if any are given."""
     name = cache_argument(model)
     cache = ProbeCache(config=model.config) if cache is None else cache
@@ -246,7 +244,7 @@ def probe_logits(
     return logits.float()
 
 
-def _multimodal_arguments(model: PreTrainedModel, ids: torch.Tensor, cache: ProbeCache) -> dict[str, Any]:
+def _multimodal_arguments(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> dict[str, Any]:
     """What a processor adds for text: a model might take types of 0 for something else than text.
 
     Positions, too: some models count from where their last prompt left off if they are given none.

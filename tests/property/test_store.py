@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvboost_hf.cache.chunks import Tokens, common_length, content_only_key, prefix_key
 from kvboost_hf.cache.eviction import EvictionOrder
+from kvboost_hf.cache.forms import ColumnForm, ModelForm
 from kvboost_hf.cache.kv import Block, LayerKV
 from kvboost_hf.cache.match import MIN_MOVED_TOKENS, find_moved
 from kvboost_hf.cache.plan import HEAD_TOKENS, Border, plan_row
@@ -20,6 +21,9 @@ MODEL = make_model("llama")
 BYTES_PER_TOKEN = 8
 CHUNK = 16
 CPU = torch.device("cpu")
+
+
+KV_FORM = ModelForm((2 * (ColumnForm(1, 1, torch.float32, CPU),),), (None,))  # of what follows
 
 
 def kv_of(tokens: Tokens, start: int) -> LayerKV:

@@ -26,7 +26,7 @@ from kvboost_hf.cache.tiered import Row
 from kvboost_hf.cache.tiers.base import Entry, Tier
 from kvboost_hf.cache.tiers.disk import DiskTier
 from tests.conftest import as_inputs, make_model, random_ids
-from tests.property.test_store import BYTES_PER_TOKEN, kv_of
+from tests.property.test_store import BYTES_PER_TOKEN, KV_FORM, kv_of
 
 MODEL = make_model("llama")
 CHUNK = 32
@@ -89,7 +89,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def open_store(folder: Path, **settings: Any) -> ChunkStore:
-    return ChunkStore(MODEL, **{"chunk_size": CHUNK, "tiers": [f"disk:{folder}:1GB"], **settings})
+    store = ChunkStore(MODEL, **{"chunk_size": CHUNK, "tiers": [f"disk:{folder}:1GB"], **settings})
+    store._first_form = KV_FORM  # `kv_of` is in place of a model
+    return store
 
 
 def put_all(store: ChunkStore, tokens: Tokens, *, pinned: bool = False, salt: bytes = b"") -> list[Put]:

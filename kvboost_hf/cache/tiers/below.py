@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvboost_hf.cache.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
+from kvboost_hf.cache.tiers.failures import Failures
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump
 
 _log = logging.getLogger("kvboost_hf")
@@ -24,6 +26,8 @@ _PROBE_BYTES = 2 * 2**20
 _PROBE_KEY = b"kvboost_hf/the/probe"  # the same for all: one that was left behind is taken away by the next
 _PROBED = 16  # blobs that are looked at for one that is large enough to be timed
 _LEAST_BYTES = 2**16  # less says more of latency
+_MAX_COUNT = 2**48  # of tokens or bytes
+_TOLD = ("key", "kind", "model", "root", "parent", "head", "start")
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
 
@@ -42,21 +46,31 @@ class MeasuredTier:
         self.tier = tier
         self.latency = 0.0  # seconds for a look-up
         self.seconds_per_byte = 0.0
+        self._failures = Failures(_log, f"Tier {tier.name} at {tier.location}", (DamagedBlobError,))
         self._measure()
 
     def read(self, entry: Entry) -> Blob | None:
-        """The blob of an entry, its header checked; None, and gone from the tier, if it is not what it should be."""
+        """The blob of an entry, its header checked; None if it is not there (any more).
+
+        Raises:
+            DamagedBlobError: if it is no blob, or that of another entry. Whoever asked is to delete it.
+        """
         data = self.tier.read(entry.key)
         if data is None:
             return None
-        try:
-            blob = Blob(data)
-        except DamagedBlobError:
-            blob = None
-        if blob is None or blob.entry.key != entry.key or not np.array_equal(blob.entry.tokens, entry.tokens):
-            self.tier.delete([entry.key])
-            return None
+        blob = Blob(data)
+        if not _same(blob.entry, entry):
+            raise DamagedBlobError("A blob is not of the entry that it was found by.")
         return blob
+
+    def note_damage(self, error: DamagedBlobError) -> None:
+        """Count a blob that could not be read among the errors of the tier; whoever found out deletes it."""
+        self._failures.note("read a blob, which is deleted", error)
+
+    def stats(self) -> dict[str, Any]:
+        """Those of the tier; `errors` counts what could not be read, too."""
+        stats = self.tier.stats()
+        return {**stats, "errors": int(stats["errors"]) + self._failures.count}
 
     def took(self, nbytes: int, seconds: float) -> None:
         """Note how long a blob took, from asking for it to its last byte."""
@@ -89,10 +103,15 @@ class MeasuredTier:
 
     def _time(self, entry: Entry) -> None:
         start = time.perf_counter()
-        blob = self.read(entry)
-        if blob is not None:
-            with suppress(DamagedBlobError):
-                blob.check_all()
+        try:
+            blob = self.read(entry)
+            if blob is None:
+                return
+            blob.check_all()
+        except DamagedBlobError as error:
+            self.note_damage(error)
+            self.tier.delete([entry.key])
+        else:
             self.seconds_per_byte = (time.perf_counter() - start) / blob.entry.nbytes
 
 
@@ -129,7 +148,8 @@ class LowerTiers:
         found: dict[bytes, Found] = {}
         for tier in self.tiers:
             if rest := [key for key in keys if key not in found]:
-                found |= {key: Found(entry, tier) for key, entry in tier.tier.find(rest).items()}
+                entries = tier.tier.find(rest)
+                found |= {key: Found(entry, tier) for key, entry in entries.items() if _is_usable(entry, key)}
         return found
 
     def find_alike(self, heads: Sequence[bytes]) -> list[Found]:
@@ -137,7 +157,8 @@ class LowerTiers:
         found: dict[bytes, Found] = {}
         for tier in self.tiers:
             for entry in tier.tier.find_alike(heads):
-                found.setdefault(entry.key, Found(entry, tier))
+                if entry.head in heads and _is_usable(entry, entry.key):
+                    found.setdefault(entry.key, Found(entry, tier))
         return list(found.values())
 
     def entries(self, root: bytes | None = None) -> Iterator[Found]:
@@ -145,7 +166,7 @@ class LowerTiers:
         seen: set[bytes] = set()
         for tier in self.tiers:
             for entry in tier.tier.entries(root):
-                if entry.key not in seen:
+                if entry.key not in seen and _is_usable(entry, entry.key) and root in (None, entry.root):
                     seen.add(entry.key)
                     yield Found(entry, tier)
 
@@ -255,13 +276,25 @@ class LowerTiers:
         """Of each tier by its name, with how fast it was found to be."""
         return {
             tier.tier.name: {
-                **tier.tier.stats(),
+                **tier.stats(),
                 "latency_s": tier.latency,
                 "bytes_per_s": 1 / tier.seconds_per_byte if tier.seconds_per_byte else 0.0,
                 "waiting_bytes": self._waiting,
             }
             for tier in self.tiers
         }
+
+
+def _is_usable(entry: Entry, key: bytes) -> bool:
+    """Whether an index tells something that can be planned with: whoever writes to a tier may write anything there."""
+    counts = 0 <= entry.start < _MAX_COUNT and 0 < entry.nbytes < _MAX_COUNT
+    return counts and entry.key == key and len(entry.key) == KEY_BYTES and len(entry.tokens) > 0
+
+
+def _same(one: Entry, other: Entry) -> bool:
+    """Whether two entries tell the same, their bytes aside."""
+    alike = all(getattr(one, name) == getattr(other, name) for name in _TOLD)
+    return alike and np.array_equal(one.tokens, other.tokens)
 
 
 def _logged(job: Callable[[], Any]) -> None:

@@ -7,9 +7,10 @@ without the others. Checksums are 64-bit XXH3: they find damage, not malice.
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,9 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 64
 _UNCHECKED = "0" * 32  # stands where the checksum of the header goes
+_MAX_HEADER_BYTES = 16 * 2**20  # more than a million tokens
+_MAX_DIMENSIONS = 8
+_MAX_COUNT = 2**48  # of tokens, bytes, entries
 
 
 class DamagedBlobError(ValueError):
@@ -75,40 +79,52 @@ def dump(entry: Entry, tensors: Mapping[str, torch.Tensor], layout: Any) -> tupl
     return replace(entry, nbytes=8 + len(text) + at), [len(text).to_bytes(8, "little") + text, *parts]
 
 
+class _Header(NamedTuple):
+    """What the header of a blob tells, in the form that `dump` gives it."""
+
+    tensors: dict[str, Any]
+    sums: dict[str, list[int]]
+    layout: Any
+    entry: Entry
+    start: int  # of the tensors
+
+
 class Blob:
     """A blob, read where it is.
+
+    Its tensors lie in it as their shapes say, one behind the other, and each has as many checksums as leading entries.
+    Whether they are those that somebody expects is for whoever reads them to tell.
 
     Args:
         data: All of it. The tensors are views of it, and hold on to it.
 
     Raises:
-        DamagedBlobError: if its header is damaged, or it is too short.
+        DamagedBlobError: if its header is not what `dump` writes, or its size is another than the header tells.
     """
 
     def __init__(self, data: memoryview) -> None:
+        self._header, self._sums, self.layout, self.entry, self._start = _read_header(data)
+        if self.entry.nbytes != len(data):
+            raise DamagedBlobError(f"A blob of {self.entry.nbytes} bytes has {len(data)}.")
         self._data = (
             data if not data.readonly else memoryview(bytearray(data))
         )  # tensors are views that may be written
-        try:
-            size = int.from_bytes(data[:8], "little")
-            text = bytes(self._data[8 : 8 + size])
-            header = json.loads(text)
-            told = header.pop("__metadata__")
-            unchecked = text.replace(told["check"].encode(), _UNCHECKED.encode(), 1)
-            if told["format"] != _FORMAT or told["check"] != xxhash.xxh3_128_hexdigest(unchecked):
-                raise DamagedBlobError("The header of a blob does not have its checksum.")
-            self._header: dict[str, Any] = header
-            self._sums: dict[str, list[int]] = json.loads(told["sums"])
-            self._start = 8 + size
-            self.layout: Any = json.loads(told["layout"])
-            end = max((spec["data_offsets"][1] for spec in header.values()), default=0)
-            self.entry = _entry_from_json(json.loads(told["entry"]), self._start + end)
-        except DamagedBlobError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedBlobError(f"Not a blob, or a damaged one: {error!r}.") from error
-        if self.entry.nbytes != len(data):
-            raise DamagedBlobError(f"A blob of {self.entry.nbytes} bytes has {len(data)}.")
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._header)
+
+    def require(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor that is known to have this dtype and shape; its contents are unchecked.
+
+        Raises:
+            DamagedBlobError: if there is none, or it is another.
+        """
+        spec = self._header.get(name)
+        if spec is None or _DTYPES[spec["dtype"]] != dtype or spec["shape"] != list(shape):
+            raise DamagedBlobError(f"A blob should have a tensor {name!r} of {dtype} {list(shape)}, got {spec}.")
+        return self.tensor(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, unchecked."""
@@ -144,12 +160,59 @@ class Blob:
 
 
 def read_entry(blob: memoryview) -> Entry:
-    """What a blob is found by.
+    """What a blob is found by. More may follow on the blob, such as the seal of a `SealedTier`.
 
     Raises:
-        DamagedBlobError: a ValueError, if that part of the blob is damaged, or it is none.
+        DamagedBlobError: a ValueError, if that part of the blob is damaged, it is cut short, or it is none.
     """
-    return Blob(blob).entry
+    entry = _read_header(blob).entry
+    if entry.nbytes > len(blob):
+        raise DamagedBlobError(f"A blob of {entry.nbytes} bytes has {len(blob)}.")
+    return entry
+
+
+def _read_header(data: memoryview) -> _Header:
+    try:
+        size = int.from_bytes(data[:8], "little")
+        start = 8 + size
+        if size > _MAX_HEADER_BYTES or start > len(data) or start % _ALIGNMENT:
+            raise DamagedBlobError(f"No blob of {len(data)} bytes has a header of {size}.")
+        text = bytes(data[8:start])
+        header = json.loads(text)
+        told = header.pop("__metadata__")
+        unchecked = text.replace(told["check"].encode(), _UNCHECKED.encode(), 1)
+        if told["format"] != _FORMAT or told["check"] != xxhash.xxh3_128_hexdigest(unchecked):
+            raise DamagedBlobError("The header of a blob does not have its checksum.")
+        sums = json.loads(told["sums"])
+        end = _end_of(header, sums)
+        entry = _entry_from_json(json.loads(told["entry"]), start + end)
+        return _Header(header, sums, json.loads(told["layout"]), entry, start)
+    except DamagedBlobError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # Not the error's own text, which may quote what was read.
+        raise DamagedBlobError(f"Not a blob, or a damaged one ({type(error).__name__}).") from error
+
+
+def _end_of(header: dict[str, Any], sums: dict[str, list[int]]) -> int:
+    """The bytes of all tensors, which must be where `dump` would have put them."""
+    if header.keys() != sums.keys():
+        raise DamagedBlobError("The checksums of a blob are not those of its tensors.")
+    end = 0
+    for name, spec in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        (start, stop), shape, size = spec["data_offsets"], spec["shape"], _DTYPES[spec["dtype"]].itemsize
+        if not (0 < len(shape) <= _MAX_DIMENSIONS and all(map(_is_count, (start, stop, *shape)))):
+            raise DamagedBlobError(f"Tensor {name!r} of a blob has no shape.")
+        if type(sums[name]) is not list:
+            raise DamagedBlobError(f"Tensor {name!r} of a blob has no checksums.")
+        if start != end or start % size or stop - start != prod(shape) * size or len(sums[name]) != shape[0]:
+            raise DamagedBlobError(f"Tensor {name!r} of a blob is not where its shape says.")
+        end = stop
+    return end
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -164,5 +227,7 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
 
 def _entry_from_json(told: dict[str, Any], nbytes: int) -> Entry:
     digests = {name: bytes.fromhex(told[name]) for name in ("key", "model", "root", "parent", "head")}
-    tokens = np.frombuffer(b64decode(told["tokens"]), dtype="<i8").astype(np.int64)
-    return Entry(kind=Kind(told["kind"]), start=int(told["start"]), tokens=tokens, nbytes=nbytes, **digests)
+    tokens = np.frombuffer(b64decode(told["tokens"], validate=True), dtype="<i8").astype(np.int64)
+    if not _is_count(told["start"]):
+        raise DamagedBlobError("What a blob is found by has no place in its text.")
+    return Entry(kind=Kind(told["kind"]), start=told["start"], tokens=tokens, nbytes=nbytes, **digests)
