@@ -23,8 +23,10 @@ if sys.platform != "win32":
 
 _log = logging.getLogger("kvboost_hf.server")
 
+TURNS = 4  # of the event loop, from when a connection is accepted until what has come on it is read
 _MOST = 4096  # connections, where more descriptors may be open
 _FILES = 128  # descriptors that are left for files and the like, at least
+_SHORT = "not accepted for lack of descriptors"
 _RELIEF = 16  # connections that are dropped when there are no descriptors left
 
 
@@ -47,6 +49,14 @@ class ConnectionLimits:
     def most_per_address(self) -> int:
         """From one address: three quarters, so that no single one can keep out all others."""
         return max(1, self.most * 3 // 4)
+
+    @property
+    def accepted_at_once(self) -> int:
+        """Connections that are accepted in one turn of the event loop.
+
+        Those who have sent their request must be heard before as many others as there may be have come after them.
+        """
+        return max(1, min(32, self.most // (4 * TURNS)))
 
     @property
     def sweep_s(self) -> float:
@@ -81,6 +91,7 @@ class Connections:
         self._addresses: Counter[str] = Counter()
         self._waiting: dict[LimitedProtocol, float] = {}  # for their clients, since when; the longest first
         self._told: Counter[str] = Counter()  # what the log has yet to hear
+        self._ends = False
         self._sweeper: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -93,14 +104,18 @@ class Connections:
         self._sweep(loop)
 
     def stop(self) -> None:
-        """Drop those whose request is not complete, and look no more."""
+        """Drop those whose request is not complete, take no more, and look no more."""
+        self._ends = True
         if self._sweeper is not None:
             self._sweeper.cancel()
+        self._tell()
         for connection in [one for one in self._waiting if not one.answering]:
             self._drop(connection)
 
     def admit(self, connection: "LimitedProtocol", address: str) -> bool:
         """Make room for a new connection; returns whether there is some."""
+        if self._ends:
+            return False
         if self._addresses[address] >= self.limits.most_per_address and not self._make_room(address):
             self._told["refused"] += 1
             return False
@@ -150,11 +165,15 @@ class Connections:
             if (reason := connection.overdue(now, since)) is not None:
                 self._told[reason] += 1
                 self._drop(connection)
+        self._tell()
+        self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
+
+    def _tell(self) -> None:
+        """A line in the log for all that was dropped or refused since the last one."""
         if self._told:
             told = ", ".join(f"{count} {what}" for what, count in self._told.items())
             _log.warning("Of %d connections at most: %s.", self.limits.most, told)
             self._told.clear()
-        self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Called for failures that nothing else has caught.
@@ -164,11 +183,11 @@ class Connections:
         if "accept()" not in str(context.get("message")):
             loop.default_exception_handler(context)
             return
-        if not self._told["not accepted for lack of descriptors"]:
+        if _SHORT not in self._told:
             for connection in list(self._waiting)[:_RELIEF]:
                 self._told["dropped for others"] += 1
                 self._drop(connection)
-        self._told["not accepted for lack of descriptors"] += 1
+        self._told[_SHORT] += 1
 
 
 class LimitedProtocol(H11Protocol):
@@ -231,6 +250,9 @@ class LimitedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """See `H11Protocol`; behind the beginning of another answer there is no place for this one."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # what the app has to say would come behind it
+            self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:

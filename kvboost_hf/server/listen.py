@@ -9,17 +9,14 @@ from typing import Any
 
 import uvicorn
 
-from kvboost_hf.server.connections import ConnectionLimits, Connections, connections_that_fit, protocol_of
+from kvboost_hf.server.connections import TURNS, ConnectionLimits, Connections, connections_that_fit, protocol_of
 from kvboost_hf.server.jobs import Engine
 from kvboost_hf.server.settings import ServerSettings
 
 _log = logging.getLogger("kvboost_hf.server")
 
 _LAST_WORDS_S = 5  # for answers on their way when all requests have ended
-_ACCEPTED_AT_ONCE = (
-    32  # fewer than the descriptors that are left: they are counted when asyncio has made something of them
-)
-_BACKLOG = 2048
+_BACKLOG = 2048  # connections that are not accepted yet
 
 
 class FrontServer(uvicorn.Server):
@@ -51,7 +48,7 @@ class FrontServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                backlog=_ACCEPTED_AT_ONCE,
+                backlog=limits.accepted_at_once,
                 timeout_graceful_shutdown=_LAST_WORDS_S,
             )
         )
@@ -74,6 +71,10 @@ class FrontServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`."""
         await self._drain()
+        for server in self.servers:
+            server.close()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
         self.connections_of.stop()
         # The answers that are left are short, and told to end again it still sends them.
         self.force_exit = False
