@@ -5,8 +5,6 @@ import json
 import logging
 import signal
 import socket
-import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -256,11 +254,8 @@ def test_who_asks_first_is_told_at_once(engine: FakeEngine, tokenizer: Any) -> N
 
 def test_more_than_is_heard_out_ends_the_connection(engine: FakeEngine, tokenizer: Any) -> None:
     with running(engine, tokenizer, max_body_bytes=1000) as at, at.open(post(b"", f"Content-Length: {2**40}")) as one:
-        sent = 0
         with pytest.raises(OSError, match=r"reset|Broken pipe"):
-            while sent < 2**30:
-                sent += one.send(b" " * 2**16)
-        assert sent < 100 * 2**20
+            one.sendall(bytes(100 * 2**20))
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/health", CHAT])
@@ -370,19 +365,3 @@ def test_a_process_that_ends(tmp_path: Path, twice: bool) -> None:
     assert "exception" not in told
     assert sorted(one.status_code for one in found) == [200, 503]
     assert all('"code":"cancelled"' in one.text.replace(" ", "") for one in found)
-
-
-# TLS
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed one for localhost, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
-    try:
-        more = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-        subprocess.run([*command.split(), *more], cwd=folder, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("there is no openssl command")
-    return folder / "cert.pem", folder / "key.pem"
