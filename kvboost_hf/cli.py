@@ -32,7 +32,14 @@ from kvboost_hf.errors import KVBoostError
 from kvboost_hf.offload.awq.swap import AwqSettings
 from kvboost_hf.offload.sizes import what_fits
 from kvboost_hf.outputs import STANDARD_OUTPUT, output_path, write
-from kvboost_hf.server.options import add_options, draft_trees, engine_settings, server_settings, streaming_config
+from kvboost_hf.server.options import (
+    add_options,
+    add_secrets,
+    draft_trees,
+    engine_settings,
+    server_settings,
+    streaming_config,
+)
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import validate_turboquant, verify_correctness
 from kvboost_hf.verify.turboquant import CODECS
@@ -446,10 +453,11 @@ def _serve(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"`kvboost-hf serve` needs {error.name}: pip install 'kvboost_hf[server]'") from error
 
-    if key := os.environ.get("KVBOOST_HF_API_KEY"):
-        options.api_key = [*options.api_key, key]
+    add_secrets(options, os.environ)
     kept, streaming, trees = engine_settings(options), streaming_config(options), draft_trees(options)
-    server_settings(options, "model", None)  # refuses now, not when the model is there
+    # Both refuse now, not when the model is there.
+    if (tls := server_settings(options, "model", None).tls) is not None:
+        tls.context()
     if streaming is None:
         model, tokenizer, _ = _load(options)
     elif options.model is None:
@@ -457,7 +465,7 @@ def _serve(options: argparse.Namespace) -> int:
     else:
         model, tokenizer = load(options.model, streaming, options.device, {"dtype": options.dtype})
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    settings = server_settings(options, options.model or EMBEDDED_MODEL_DIR.name, positions)
+    settings = server_settings(options, _model_name(options.model), positions)
     draft = None
     if trees is not None:
         from transformers import AutoModelForCausalLM
@@ -476,6 +484,12 @@ def _serve(options: argparse.Namespace) -> int:
         log_level=options.log_level,
     )
     return 0
+
+
+def _model_name(model: str | None) -> str:
+    """What clients call a model: a name of the hub, or the last part of a folder, whose path is nobody's business."""
+    folder = Path(model or EMBEDDED_MODEL_DIR).expanduser()
+    return folder.resolve().name if model is None or folder.is_dir() else model
 
 
 def _inspect(options: argparse.Namespace) -> int:

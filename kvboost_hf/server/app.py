@@ -3,11 +3,12 @@
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
-from fastapi import APIRouter, FastAPI, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,7 +19,7 @@ from kvboost_hf.server.completions import completion_routes
 from kvboost_hf.server.embeddings import embedding_routes
 from kvboost_hf.server.errors import add_handlers
 from kvboost_hf.server.grammars import Grammars
-from kvboost_hf.server.guard import Guard
+from kvboost_hf.server.guard import Guard, require_operator
 from kvboost_hf.server.jobs import Engine
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.responses import response_routes
@@ -27,8 +28,8 @@ from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.turns import Turns
 from kvboost_hf.server.warm import warm_routes
 
-_PAGE = Path(__file__).with_name("page.html")
-# It loads nothing from elsewhere, and nobody may put it into a frame.
+_PAGES = {"/": "page.html", "/docs": "docs.html"}
+# They load nothing from elsewhere, and nobody may put them into a frame.
 _PAGE_POLICY = "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 
 
@@ -48,7 +49,8 @@ def make_app(
         ends: Tokens that end an answer; None for the tokenizer's one.
 
     Returns:
-        The app. When it is shut down it lets the engine finish what it has taken, for `settings.drain_s` at most.
+        The app. When it is shut down it lets the engine finish what it has taken, for `settings.drain_s` at most. What
+        is left then is cancelled, and its clients are told so.
     """
     if ends is None:
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -83,7 +85,7 @@ def make_app(
         warm_routes(served),
     ):
         app.include_router(router)
-    app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Guard, settings=settings)
     if settings.cors_origins:
         # Around the guard: browsers ask what they may do without a key.
         app.add_middleware(
@@ -120,9 +122,8 @@ def _model_routes(served: Served) -> APIRouter:
 def _operator_routes(served: Served) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
+    for path, name in _PAGES.items():
+        router.add_api_route(path, partial(_page, Path(__file__).with_name(name)), include_in_schema=False)
 
     @router.get("/health")
     async def health() -> dict[str, str]:
@@ -130,15 +131,23 @@ def _operator_routes(served: Served) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        full = served.engine.stats().get("waiting", 0) >= served.settings.max_queue_size
-        return JSONResponse({"status": "busy" if full else "ready"}, 503 if full else 200)
+        stats = served.engine.stats()
+        full = stats.get("waiting", 0) >= served.settings.max_queue_size
+        status = "draining" if stats.get("draining") else "busy" if full else "ready"
+        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @router.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        require_operator(request.scope)
         return Response(served.meter.page(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/stats")
-    async def stats() -> dict[str, Any]:
+    async def stats(request: Request) -> dict[str, Any]:
+        require_operator(request.scope)
         return served.engine.stats()
 
     return router
+
+
+async def _page(file: Path) -> Response:
+    return FileResponse(file, headers={"Content-Security-Policy": _PAGE_POLICY})

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, pieces, whole
-from kvboost_hf.server.bodies import PostedRoute
 from kvboost_hf.server.constraints import calls_many, constraints_of, is_constrained
 from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import Constraint, TokenLogprob
+from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import ChatRequest
 from kvboost_hf.server.served import Served

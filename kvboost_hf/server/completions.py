@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import CallReaders, Usage, pieces, whole
-from kvboost_hf.server.bodies import PostedRoute
 from kvboost_hf.server.jobs import TokenLogprob
+from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import CompletionRequest
 from kvboost_hf.server.served import Served

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 
-from kvboost_hf.server.bodies import PostedRoute
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.jobs import DrainingError
+from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.run import unless_gone
 from kvboost_hf.server.schema import EmbeddingRequest
 from kvboost_hf.server.served import Served

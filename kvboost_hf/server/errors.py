@@ -89,8 +89,8 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, handle)
 
 
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large", 429: "busy"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def _type(status: int) -> str:

@@ -246,5 +246,11 @@ class Engine(Protocol):
         ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Take no more jobs, and wait for those that were taken; returns whether all of them ended in time."""
+        """Take no more jobs, and wait for those that were taken. After `timeout_s` those that are left are cancelled.
+
+        Any thread may call it, any number of times.
+
+        Returns:
+            Whether all of them ended in time.
+        """
         ...

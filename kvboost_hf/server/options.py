@@ -1,11 +1,15 @@
 """The command line of the server, and the settings that follow from it."""
 
 import argparse
+from collections.abc import Mapping
+from pathlib import Path
 
 from kvboost_hf.config import DraftTreeConfig, StreamingConfig, parse_size
 from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
 from kvboost_hf.migration import TABLE, refuse
+from kvboost_hf.server.keys import read_keys
 from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.tls import TlsFiles
 
 _FLAGS = "server flags"
 _POLICIES = ("auto", "chain", "tree", "none")
@@ -27,8 +31,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="let in who sends it; repeatable, and that of the environment's KVBOOST_HF_API_KEY besides",
     )
+    http.set_defaults(operator_key=[], ssl_keyfile_password=None)  # of no flag: see `add_secrets`
+    http.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="with such keys, one a line; unlike --api-key it does not show them in the list of processes",
+    )
+    http.add_argument(
+        "--operator-key-file",
+        type=Path,
+        metavar="FILE",
+        help="with keys that open /v1/stats and /metrics, which are closed to all others then; and that of the "
+        "environment's KVBOOST_HF_OPERATOR_KEY",
+    )
+    http.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="by which clients may call the server, besides localhost and its address; repeatable, * for any "
+        "(default: any with API keys, no other without)",
+    )
+    http.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate for HTTPS (default: plain HTTP)")
+    http.add_argument(
+        "--ssl-keyfile",
+        type=Path,
+        metavar="FILE",
+        help="its key, if that is in a file of its own; the password, if it has one, is that of the environment's "
+        "KVBOOST_HF_SSL_KEYFILE_PASSWORD",
+    )
+    http.add_argument(
+        "--ssl-ca-certs",
+        type=Path,
+        metavar="FILE",
+        help="let in those alone whose certificate one of these vouches for",
+    )
     http.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="of pages; repeatable")
-    http.add_argument("--model-name", help="what clients call the model (default: its name)")
+    http.add_argument("--model-name", help="what clients call the model (default: its name, or that of its folder)")
     levels = ("debug", "info", "warning", "error")
     http.add_argument("--log-level", default="info", choices=levels, help="the least that is logged (default: info)")
 
@@ -44,6 +84,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.max_batch_size,
         type=int,
         help="requests that run at once (default: %(default)s)",
+    )
+    load.add_argument(
+        "--max-connections",
+        type=int,
+        help="open at once, three quarters of them from one address (default: as many as the process may open files, "
+        "less a fifth, and at most 4096)",
     )
     load.add_argument(
         "--max-queue-size",
@@ -181,6 +227,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, action=_Refused, nargs="*", help=argparse.SUPPRESS)
 
 
+def add_secrets(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Add what does not stand in the command line: keys from files and from the environment.
+
+    Raises:
+        ValueError: for a file that cannot be read, holds no key, or is open to others.
+    """
+    for name in ("api_key", "operator_key"):
+        file, value = getattr(options, f"{name}_file"), environment.get(f"KVBOOST_HF_{name.upper()}")
+        given = [*getattr(options, name), *(read_keys(file) if file is not None else ())]
+        setattr(options, name, [*given, value] if value else given)
+    options.ssl_keyfile_password = environment.get("KVBOOST_HF_SSL_KEYFILE_PASSWORD")
+
+
 def server_settings(options: argparse.Namespace, name: str, positions: int | None) -> ServerSettings:
     """Of the parsed options.
 
@@ -194,6 +253,10 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
         host=options.host,
         port=options.port,
         api_keys=tuple(options.api_key),
+        operator_keys=tuple(options.operator_key),
+        allowed_hosts=tuple(options.allowed_host),
+        tls=_tls_files(options),
+        max_connections=options.max_connections,
         cors_origins=tuple(options.cors_origin),
         max_batch_size=options.max_batch_size,
         max_queue_size=options.max_queue_size,
@@ -271,6 +334,21 @@ def draft_trees(options: argparse.Namespace) -> DraftTreeConfig | None:
             )
         policy, given = "chain", {"depth": gamma}
     return DraftTreeConfig(policy=policy or "auto", **given)
+
+
+def _tls_files(options: argparse.Namespace) -> TlsFiles | None:
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None or options.ssl_ca_certs is not None:
+            raise ValueError(
+                "`--ssl-keyfile` and `--ssl-ca-certs` need `--ssl-certfile`. Pass the server's certificate."
+            )
+        return None
+    return TlsFiles(
+        certfile=options.ssl_certfile,
+        keyfile=options.ssl_keyfile,
+        password=options.ssl_keyfile_password,
+        ca_certs=options.ssl_ca_certs,
+    )
 
 
 def _policy(text: str) -> str:

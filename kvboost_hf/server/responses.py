@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import CallReaders, Usage, pieces
-from kvboost_hf.server.bodies import PostedRoute
 from kvboost_hf.server.chat import start_chat
+from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.responses_schema import ResponseRequest
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.served import Served

@@ -91,7 +91,12 @@ def _require_answer(event: Finished) -> None:
         case "timeout":
             raise ApiError(504, f"The request was given up after {event.total_s:.1f} s.", code="timeout")
         case "cancelled":
-            raise ApiError(503, "The request was cancelled, since the server is about to end.", code="cancelled")
+            raise ApiError(
+                503,
+                "The request was cancelled, since the server is about to end. Send it again.",
+                code="cancelled",
+                headers={"Retry-After": "5"},
+            )
         case "constraint":
             raise ApiError(400, event.error or "The grammar cannot be followed.", code="invalid_grammar")
         case "error":

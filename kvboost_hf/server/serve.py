@@ -1,13 +1,11 @@
 """A server in this process, until it is told to end."""
 
 import logging
-import math
 import queue
 import signal
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from transformers import PreTrainedModel
 
@@ -17,6 +15,7 @@ from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.guard import JsonLines
 from kvboost_hf.server.jobs import Engine, Event, Finished, Job, SamplingOptions
+from kvboost_hf.server.listen import FrontServer
 from kvboost_hf.server.room import tokens_that_fit
 from kvboost_hf.server.served import salt
 from kvboost_hf.server.settings import ServerSettings
@@ -69,18 +68,9 @@ def serve(
             signal.signal(number, _end)
         for text in warm:
             _warm(engine, tokenizer.encode(text), settings.api_keys or (None,))
-        app = front(engine, settings)
-        where = f"http://{settings.host}:{settings.port}/v1"
-        _log.info("serving %s at %s%s", settings.model_name, where, "" if settings.api_keys else ", without API keys")
-        uvicorn.run(
-            app,
-            host=settings.host,
-            port=settings.port,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=math.ceil(settings.drain_s),
-        )
+        open_to = "" if settings.api_keys else ", without API keys"
+        _log.info("serving %s at %s:%d%s", settings.model_name, settings.host, settings.port, open_to)
+        FrontServer(front(engine, settings), engine, settings).run()
     finally:
         engine.close()
         engine.store.close()

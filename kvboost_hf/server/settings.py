@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvboost_hf.server.tls import TlsFiles
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -12,6 +14,11 @@ class ServerSettings:
         host: Address to listen at.
         port: And its port; 0 for any free one.
         api_keys: Any of these opens all routes; without one they are open to everybody who reaches the address.
+        operator_keys: Any of these opens all routes, too, and they alone `/v1/stats` and `/metrics`. Without one these
+            figures are for whoever has the only API key, and closed where there are several.
+        allowed_hosts: Names in the header `Host` that are taken besides localhost and the address itself; `"*"` takes
+            all. Empty takes all where there are API keys, and no other where there are none.
+        tls: Certificate and key for HTTPS; None for plain HTTP.
         cors_origins: Web pages from these origins may call the server; `"*"` for all.
         max_batch_size: Requests that run at the same time.
         max_queue_size: Requests that wait; those beyond are refused with status 429.
@@ -27,6 +34,12 @@ class ServerSettings:
         drain_s: Seconds that requests have left when the server is told to end.
         ping_s: A stream that is silent for so many seconds sends a comment, so that no proxy closes it.
         max_body_bytes: Requests with a larger body are refused with status 413.
+        body_timeout_s: Seconds for the body of a request to come, then status 408.
+        header_timeout_s: Seconds for a request's header to come, from the beginning of a connection or from the end of
+            the last answer; then it is dropped.
+        write_timeout_s: A connection is dropped whose client reads nothing of an answer for so many seconds.
+        max_connections: Open at once; three quarters of them from one address. None for what the process has
+            descriptors for, up to 4096.
         max_choices: The largest `n` of a request, times its number of prompts.
 
     Raises:
@@ -37,6 +50,9 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    operator_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    tls: TlsFiles | None = None
     cors_origins: tuple[str, ...] = ()
     max_batch_size: int = 8
     max_queue_size: int = 64
@@ -52,13 +68,18 @@ class ServerSettings:
     drain_s: float = 30.0
     ping_s: float = 15.0
     max_body_bytes: int = 16 * 2**20
+    body_timeout_s: float = 60.0
+    header_timeout_s: float = 10.0
+    write_timeout_s: float = 60.0
+    max_connections: int | None = None
     max_choices: int = 16
 
     def __post_init__(self) -> None:
         if not self.model_name:
             raise ValueError("`model_name` must not be empty. Pass the name that clients ask for.")
-        if any(not key or not key.isascii() for key in self.api_keys):
-            raise ValueError("`api_keys` must be texts of ASCII characters, and not empty.")
+        for name in ("api_keys", "operator_keys"):
+            if any(not key or not key.isascii() for key in getattr(self, name)):
+                raise ValueError(f"`{name}` must be texts of ASCII characters, and not empty.")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"`port` must be from 0 to 65535, got {self.port}.")
         for name in (
@@ -69,6 +90,9 @@ class ServerSettings:
             "timeout_s",
             "ping_s",
             "max_body_bytes",
+            "body_timeout_s",
+            "header_timeout_s",
+            "write_timeout_s",
             "max_choices",
         ):
             if getattr(self, name) <= 0:
@@ -76,6 +100,10 @@ class ServerSettings:
         for name in ("batch_window_ms", "drain_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must be 0 or more, got {getattr(self, name)}.")
+        if self.max_connections is not None and self.max_connections < 2:
+            raise ValueError(
+                f"`max_connections` must be 2 or more, got {self.max_connections}. Pass None for the most."
+            )
         if self.max_live_tokens is not None and self.max_live_tokens < 2:
             raise ValueError(f"`max_live_tokens` must be 2 or more, got {self.max_live_tokens}. Pass None to plan it.")
         if self.safety_margin is not None and not 0 <= self.safety_margin < 1:

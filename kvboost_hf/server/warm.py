@@ -6,8 +6,8 @@ from typing import Any
 import anyio
 from fastapi import APIRouter, Request
 
-from kvboost_hf.server.bodies import PostedRoute
 from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions
+from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import WarmRequest
 from kvboost_hf.server.served import Served

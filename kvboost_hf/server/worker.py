@@ -144,7 +144,7 @@ class ModelEngine:
         self._embeddings: deque[EmbeddingJob] = deque()
         self._in_place = self._takes_rows and sharing_reason(model) is None
         self._batch = BatchKV(model, in_place=self._in_place)
-        self._draining = self._closed = False
+        self._draining = self._given_up = self._closed = False
         self._counts: Counter[str] = Counter()
         self._tiers: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
@@ -238,6 +238,7 @@ class ModelEngine:
                 "prompts": len(self._prompts),
                 "running": len(self._running),
                 "embeddings": len(self._embeddings),
+                "draining": self._draining,
                 "batch_bytes": self._batch.nbytes,
                 **{name: self._counts[name] for name in ("prompt_tokens", "cached_tokens", "computed_tokens")},
                 **{name: self._counts[name] for name in ("generated_tokens", "steps", "pieces")},
@@ -251,7 +252,9 @@ class ModelEngine:
         """See `Engine`."""
         with self._changed:
             self._draining = True
-            return self._changed.wait_for(lambda: not self._count(), timeout_s)
+            ended = self._changed.wait_for(lambda: not self._count(), timeout_s)
+            self._given_up = self._given_up or not ended
+            return ended
 
     def close(self) -> None:
         """End all jobs, and the thread."""
@@ -331,6 +334,8 @@ class ModelEngine:
     def _end_those_that_must(self) -> None:
         """End what was cancelled or has taken too long, waiting or not."""
         now = time.perf_counter()
+        if self._given_up:
+            self._give_up()
         with self._changed:
             waiting = [row for row in self._waiting if row.must_end(now) is not None]
             for row in waiting:
@@ -340,6 +345,15 @@ class ModelEngine:
         for row in [*self._prompts, *self._running]:
             if (reason := row.must_end(now)) is not None:
                 self._end(row, reason)
+
+    def _give_up(self) -> None:
+        """Cancel all that is left: its time to drain is over."""
+        with self._changed:
+            for row in (*self._waiting, *self._prompts, *self._running):
+                row.cancel()
+            while self._embeddings:
+                self._embeddings.popleft().fail(DrainingError("The server is about to end, and gave the request up."))
+            self._changed.notify_all()
 
     def _next_prompt(self) -> Row:
         """Of the client whose turn it is, the one with the least left, unless its first has waited for long enough."""

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.server_process import OURS, serving
-from tests.server.conftest import Listening
+from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
 _MIB = 2**20
@@ -184,3 +184,35 @@ def test_as_many_parts_as_may_be(at: Listening, engine: FakeEngine) -> None:
         response = _post(at, body, "/v1/chat/completions")
     assert response.status_code in (200, 413)
     assert response.json().get("error", {}).get("code") in (None, "context_length_exceeded")
+
+
+def test_bodies_have_so_much_memory_together(serve: Serve, engine: FakeEngine) -> None:
+    """Of sixteen bodies of the largest size, one client gets twelve; others have room for theirs."""
+    at = serve(engine, api_keys=("one", "two"), max_body_bytes=100_000)
+    go = threading.Event()
+    engine.before = lambda ticket, piece: go.wait(20) and None
+
+    def ask(key: str) -> int:
+        body = {"model": "reader", "prompt": "a", "user": "a" * 99_000}
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{at.url}/v1/completions", json=body, headers=headers, timeout=60).status_code
+
+    told: list[int] = []
+    threads = [threading.Thread(target=lambda: told.append(ask("one"))) for _ in range(15)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 20
+    while len(engine.tickets) < 12 or len(told) < 3:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert told == [429] * 3
+    other = threading.Thread(target=lambda: told.append(ask("two")))
+    other.start()
+    while len(engine.tickets) < 13:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    go.set()
+    for thread in (*threads, other):
+        thread.join()
+    assert told == [429] * 3 + [200] * 13
+    assert ask("one") == 200  # all of it was given back

@@ -1,0 +1,99 @@
+"""The process's side of the wire: it listens, is told to end, answers until then, and ends."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from kvboost_hf.server.connections import TURNS, ConnectionLimits, Connections, connections_that_fit, protocol_of
+from kvboost_hf.server.jobs import Engine
+from kvboost_hf.server.settings import ServerSettings
+
+_log = logging.getLogger("kvboost_hf.server")
+
+_LAST_WORDS_S = 5  # for answers on their way when all requests have ended
+_BACKLOG = 2048  # connections that are not accepted yet
+
+
+class FrontServer(uvicorn.Server):
+    """Uvicorn with limits of connections, which answers while its engine comes to an end.
+
+    Told to end, it goes on to listen, and the engine takes nothing new: those who ask get 503, and those under way
+    have `settings.drain_s` seconds. What is left then is cancelled, and told so. Told again, it waits no longer.
+
+    Args:
+        app: Of `make_app`.
+        engine: That answers for it.
+        settings: Of the server.
+    """
+
+    def __init__(self, app: Any, engine: Engine, settings: ServerSettings) -> None:
+        tls = settings.tls.context() if settings.tls is not None else None
+        most = connections_that_fit() if settings.max_connections is None else settings.max_connections
+        limits = ConnectionLimits(most=most, header_s=settings.header_timeout_s, write_s=settings.write_timeout_s)
+        self.connections_of = Connections(limits, tls)
+        self._engine, self._settings = engine, settings
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                loop="asyncio",
+                http=protocol_of(self.connections_of),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=limits.accepted_at_once,
+                timeout_graceful_shutdown=_LAST_WORDS_S,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`."""
+        self.connections_of.start()
+        await super().startup(sockets)
+        for server in self.servers:
+            for listener in server.sockets:
+                with listener.dup() as same:
+                    same.listen(_BACKLOG)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See `uvicorn.Server`; any second signal ends all waiting."""
+        if self.should_exit:
+            self.force_exit = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`."""
+        await self._drain()
+        for server in self.servers:
+            server.close()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        self.connections_of.stop()
+        # The answers that are left are short, and told to end again it still sends them.
+        self.force_exit = False
+        await super().shutdown(sockets)
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        _log.info("The server takes no more requests, and those under way have %g s.", self._settings.drain_s)
+        drained = loop.run_in_executor(None, self._engine.drain, self._settings.drain_s)
+        while not drained.done():
+            if self.force_exit:
+                loop.run_in_executor(None, self._engine.drain, 0)
+                break
+            await asyncio.wait({drained}, timeout=0.05)
+
+    def _log_started_message(self, listeners: Sequence[socket.SocketType]) -> None:
+        """In the place of Uvicorn's, which does not know of TLS."""
+        scheme = "http" if self.connections_of.tls is None else "https"
+        for listener in listeners:
+            host, port = listener.getsockname()[:2]
+            where = f"[{host}]" if ":" in host else host
+            _log.info("listening at %s://%s:%d", scheme, where, port)
