@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo server test libraries libraries-quick style quality docs architectures bench bench-all soak dist dist-check gpu gpu-tests clean
+.PHONY: demo server test libraries libraries-quick style quality docs architectures bench bench-all soak attack dist dist-check gpu gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -80,6 +80,11 @@ bench-all: $(VENV)/installed
 # Processes that write to one folder and are killed, 1,000 times.
 soak: $(VENV)/installed
 	$(BIN)/python benchmarks/soak.py --out benchmarks/results
+
+# A server of our own, under attack by chance: CI attacks it for a minute.
+ATTACK_S ?= 3600
+attack: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/server_attack.py --seconds $(ATTACK_S)
 
 # What is released, and a look at whether it installs and runs where nothing else is.
 dist: $(VENV)/installed
