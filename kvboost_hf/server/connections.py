@@ -180,7 +180,10 @@ class Connections:
 
         Where there are no descriptors left asyncio calls it again and again: a count in the log is enough.
         """
-        if "accept()" not in str(context.get("message")):
+        message = str(context.get("message"))
+        if self._ends and "_start_serving" in message:
+            return  # asyncio would listen again, where it had no descriptors before
+        if "accept()" not in message:
             loop.default_exception_handler(context)
             return
         if _SHORT not in self._told:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -71,10 +72,7 @@ class FrontServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`."""
         await self._drain()
-        for server in self.servers:
-            server.close()
-        for _ in range(TURNS):
-            await asyncio.sleep(0)
+        await self._accept_no_more()
         self.connections_of.stop()
         # The answers that are left are short, and told to end again it still sends them.
         self.force_exit = False
@@ -89,6 +87,16 @@ class FrontServer(uvicorn.Server):
                 loop.run_in_executor(None, self._engine.drain, 0)
                 break
             await asyncio.wait({drained}, timeout=0.05)
+
+    async def _accept_no_more(self) -> None:
+        """Let asyncio make connections of all that it has accepted: else they would stay open when it closes."""
+        loop = asyncio.get_running_loop()
+        with suppress(NotImplementedError):  # on Windows
+            for server in self.servers:
+                for listener in server.sockets:
+                    loop.remove_reader(listener.fileno())
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
 
     def _log_started_message(self, listeners: Sequence[socket.SocketType]) -> None:
         """In the place of Uvicorn's, which does not know of TLS."""
