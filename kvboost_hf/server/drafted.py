@@ -49,6 +49,8 @@ class Drafts:
             )
         self.model, self.draft, self.config = model, draft, config
         self.rounds, self.device = Rounds(config), input_device(model)
+        config_of: Any = draft.config.get_text_config(decoder=True)
+        self._positions: int | None = getattr(config_of, "max_position_embeddings", None)
         self._failed = False
 
     @classmethod
@@ -62,8 +64,13 @@ class Drafts:
         return cls(model, draft, config if config is not None else DraftTreeConfig())
 
     def take(self, job: Job) -> bool:
-        """Whether drafts are made for a job: not where a constraint would have to be asked about each of them."""
-        return not self._failed and job.options.constraint is None
+        """Whether drafts are made for a job.
+
+        Not where a constraint would have to be asked about each of them, and not for a text that the draft model has
+        too few positions for: it might fail, and then there would be no drafts for others, either.
+        """
+        fits = self._positions is None or len(job.ids) + job.options.max_tokens <= self._positions
+        return fits and not self._failed and job.options.constraint is None
 
     def give_up(self, error: BaseException | None) -> None:
         """Make no more of them, since the draft model has failed."""

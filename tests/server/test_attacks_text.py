@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from queue import Queue
 from typing import Any
 
 import anyio
@@ -15,13 +16,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import ApiError
-from kvboost_hf.server.jobs import QueueFullError, TooLongError
+from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions, TooLongError
 from kvboost_hf.server.lengths import UNSURE_CHARS, Reach, reach_of
 from kvboost_hf.server.markers import Markers
 from kvboost_hf.server.turns import Turns
+from kvboost_hf.server.worker import ModelEngine
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
@@ -521,6 +524,22 @@ def test_no_text_has_too_many_markers() -> None:
     text, found = cut.markers(cut.given[0])
     assert (len(text), found) == (500_000, [])
     assert time.perf_counter() - began < 20
+
+
+def test_the_end_by_a_stop_text_is_told_from_others() -> None:
+    """So that a call that it cuts is left out."""
+    model, tokenizer = load_embedded()
+    engine = ModelEngine(model, tokenizer, store=ChunkStore(model, chunk_size=16))
+    ids = tokenizer.encode("Anna lives in Oslo. She plays the piano.")
+    try:
+        for stop, stopped in ((("a", "e", "i", "o"), True), ((), False)):
+            told: Queue[Any] = Queue()
+            engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=40), stop=stop), told.put)
+            while not isinstance(event := told.get(timeout=60), Finished):
+                pass
+            assert event.stopped == stopped
+    finally:
+        engine.close()
 
 
 def test_errors_name_what_there_is_room_for() -> None:

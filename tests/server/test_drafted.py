@@ -275,3 +275,15 @@ def test_a_model_that_cannot_check_drafts_says_so_once(make: Make, caplog: pytes
     assert [record.getMessage().partition(":")[0] for record in ours] == ["No drafts"]
     assert answer(engine, job(20)) == answer(make(model), job(20))
     assert engine.stats()["speculation"] == {}
+
+
+def test_a_text_that_the_draft_has_no_positions_for_does_not_end_drafting_for_others(make: Make) -> None:
+    model, draft = make_model("gpt2"), make_model("gpt2")
+    draft.config.max_position_embeddings = 64
+    kept: Any = draft.base_model
+    kept.wpe = torch.nn.Embedding.from_pretrained(kept.wpe.weight[:64].detach())
+    plain, drafted = make(model), make(model, draft=draft, draft_trees=CHAINS)
+    for length in (60, 20):
+        rounds = drafted.stats()["speculation"]["rounds"]
+        assert answer(drafted, job(length)) == answer(plain, job(length))
+        assert (drafted.stats()["speculation"]["rounds"] > rounds) == (length == 20)
