@@ -481,7 +481,7 @@ def test_who_goes_away_gives_the_place_back() -> None:
 
         tasks = [asyncio.create_task(work()) for _ in range(3)]
         await _settled()
-        with pytest.raises(QueueFullError, match="2 texts of yours are waiting"):
+        with pytest.raises(QueueFullError, match="2 of your requests are waiting"):
             async with turns.turn("hers", long=True):
                 raise AssertionError
         async with turns.turn("his", long=False):
