@@ -35,10 +35,12 @@ from kvboost_hf.outputs import STANDARD_OUTPUT, output_path, write
 from kvboost_hf.server.options import (
     add_options,
     add_secrets,
+    add_tier_key,
     draft_trees,
     engine_settings,
     server_settings,
     streaming_config,
+    tier_key,
 )
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import validate_turboquant, verify_correctness
@@ -155,6 +157,7 @@ def command_line() -> argparse.ArgumentParser:
     warm.add_argument("--documents", action="store_true", help="they may stand anywhere in prompts (mode 'blend')")
     warm.add_argument("--prefix", type=Path, metavar="FILE", help="with --documents: a text that stands before each")
     _add_tiers(warm, "where to keep it, such as disk:~/.cache/kvboost_hf:50GB or redis://localhost:6379")
+    add_tier_key(warm)
     warm.add_argument("--codec", default="raw", help="raw, int8, int4, turboquant, turboquant:3.5, … (default: raw)")
     warm.add_argument("--chunk-size", type=_positive, help="tokens (default: 128); with --documents cut by content")
     warm.add_argument("--salt", default="", help="whose prompts they are (default: nobody's)")
@@ -412,13 +415,16 @@ def _warm(options: argparse.Namespace) -> int:
     if options.prefix is not None and not options.documents:
         raise ValueError("`--prefix` needs `--documents`: what prompts start with has nothing before it.")
     _require_lasting(options.tiers)
+    key = tier_key(options)
     texts = [_read_text(path) for path in options.files]
     prefix = _read_text(options.prefix) if options.prefix is not None else None
     console = Console()
     model, tokenizer, name = _load(options)
     size = options.chunk_size or 128
     chunker = ContentChunker.for_tokenizer(tokenizer, chunk_size=size) if options.documents else FixedChunker(size)
-    store = ChunkStore(model, chunker=chunker, tiers=options.tiers, codec=options.codec, salt=options.salt)
+    store = ChunkStore(
+        model, chunker=chunker, tiers=options.tiers, tier_key=key, codec=options.codec, salt=options.salt
+    )
     reports: list[tuple[str, ReuseReport]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("computing", total=None)

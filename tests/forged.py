@@ -32,6 +32,11 @@ class Forged:
         self.entry, self.layout, self.sums = (json.loads(self.told.pop(name)) for name in ("entry", "layout", "sums"))
         self.body = bytearray(data[start:])
 
+    @property
+    def size(self) -> int:
+        """Bytes of the blob, as its header tells."""
+        return len(self.joined()) - len(self.body) + max(spec["data_offsets"][1] for spec in self.header.values())
+
     def sum_up(self) -> None:
         """Make the checksums of the tensors anew."""
         for name, spec in self.header.items():

@@ -56,14 +56,16 @@ class ChunkStore(TieredShelf):
         tiers: Where chunks live, as addresses or `Tier` objects, the nearest first: `"ram:4GB"`,
             `"disk:~/.cache/kvboost_hf:50GB"`, `"redis://host:6379"`, and any fsspec URL. Host memory is always one of
             them. What is stored is written to all of them, and outlives the process on all others.
+        tier_key: 32 bytes or more: blobs below host memory carry a seal that only whoever has this key can make, and
+            what does not have it is never used. All who share a tier need the same key. None for no seals.
         codec: How K/V is kept, in all tiers: `"raw"`, `"int8"`, `"int4"`, `"turboquant"`, `"turboquant:3.5"`, or a
             `KVQuantConfig`. All but `"raw"` are lossy: what is reused is no longer exactly what was computed.
         salt: Separates those who must not see each other's prompts, not even by timing.
 
     Raises:
         ValueError: for a bad `chunk_size`, or another one than its chunker's, a budget smaller than one chunk, an
-            unknown tier or codec, or a model that cannot be served (encoder-decoder, on the meta device, no
-            `PreTrainedModel`).
+            unknown tier or codec, a `tier_key` that is too short, or a model that cannot be served (encoder-decoder,
+            on the meta device, no `PreTrainedModel`).
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -82,6 +84,7 @@ class ChunkStore(TieredShelf):
         max_bytes: int | None = None,
         salt: str | bytes = b"",
         tiers: Sequence[str | Tier] = (),
+        tier_key: bytes | None = None,
         codec: str | KVQuantConfig | None = None,
     ) -> None:
         model = unwrapped(model)
@@ -89,7 +92,7 @@ class ChunkStore(TieredShelf):
         self.chunker = _checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
         self.codec = make_codec(codec)
-        opened = open_tiers(tiers, _checked_bytes(max_bytes))
+        opened = open_tiers(tiers, _checked_bytes(max_bytes), tier_key)
         max_bytes = _checked_budget(model, opened.ram, self.chunker.chunk_size, self.codec)
         self._model = weakref.ref(model)
         self._audit_debt = 0.0

@@ -1,7 +1,7 @@
 """What may be chosen for a `KVBoost`, and the policy and store that follow from it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +55,7 @@ class EngineSettings:
         kv_cache_bits: 16 keeps K/V as it is, 8 and 4 as codes of so many bits, which is lossy.
         disk_cache_dir: A folder that keeps up to 10 GB of K/V for later processes.
         tiers: Other places for K/V, as `ChunkStore` takes them.
+        tier_key: 32 bytes or more that seal what is written to `disk_cache_dir` and `tiers`, as `ChunkStore` takes it.
         recompute_overlap: Tokens at each seam that `"selective"` and `"query"` compute again.
         recompute_ratio: Share of the moved tokens that `"cacheblend"`, `"query"` and `"first_k"` compute again.
         sink_tokens: The first tokens of a prompt, which are never moved.
@@ -76,6 +77,7 @@ class EngineSettings:
     kv_cache_bits: int | None = 16
     disk_cache_dir: str | Path | None = None
     tiers: Sequence[str | Tier] = ()
+    tier_key: bytes | None = field(default=None, repr=False)
     recompute_overlap: int = 16
     recompute_ratio: float = 0.15
     sink_tokens: int = 16
@@ -141,6 +143,7 @@ class EngineSettings:
             max_bytes=max_bytes,
             salt=self.salt,
             tiers=lower,
+            tier_key=self.tier_key,
             codec=_CODECS[self.kv_cache_bits or 16],
         )
 

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvboost_hf.cache.tiers.sealed import read_tier_key
 from kvboost_hf.config import DraftTreeConfig, StreamingConfig, parse_size
 from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
 from kvboost_hf.migration import TABLE, refuse
@@ -190,6 +191,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     reuse.add_argument(
         "--tiers", nargs="+", default=[], metavar="ADDRESS", help="other places for K/V, such as redis://…"
     )
+    add_tier_key(reuse)
     reuse.add_argument(
         "--warm", action="append", default=[], metavar="TEXT", help="that prompts start with; repeatable"
     )
@@ -240,6 +242,25 @@ def add_secrets(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     options.ssl_keyfile_password = environment.get("KVBOOST_HF_SSL_KEYFILE_PASSWORD")
 
 
+def add_tier_key(parser: argparse._ActionsContainer) -> None:
+    """Add the file that holds the key of tiers."""
+    parser.add_argument(
+        "--tier-key-file",
+        metavar="FILE",
+        help="its bytes, 32 or more, seal K/V on disk and in tiers, and what has no such seal is not used",
+    )
+
+
+def tier_key(options: argparse.Namespace) -> bytes | None:
+    """The key of tiers, or None for none.
+
+    Raises:
+        ValueError: if its file is open to others, or holds no key.
+        OSError: if it cannot be read.
+    """
+    return read_tier_key(options.tier_key_file) if options.tier_key_file is not None else None
+
+
 def server_settings(options: argparse.Namespace, name: str, positions: int | None) -> ServerSettings:
     """Of the parsed options.
 
@@ -278,6 +299,7 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
 
     Raises:
         ValueError: for values that are none.
+        OSError: if the file with the key of tiers cannot be read.
     """
     return EngineSettings(
         recompute_strategy=None if options.recompute_strategy == "exact" else options.recompute_strategy,
@@ -288,6 +310,7 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
         max_cache_bytes=options.max_cache_bytes,
         disk_cache_dir=options.disk_cache_dir,
         tiers=options.tiers,
+        tier_key=tier_key(options),
     )
 
 

@@ -19,6 +19,9 @@ MAX_BYTES = 16_000  # about six blobs
 NOBODY = 2**31 - 1  # no process has this number
 
 
+DEAD = "dead" * 8  # the token of a killed writer
+
+
 class DiskTierMachine(RuleBasedStateMachine):
     """Texts are chains of four blobs, each of which continues the one before."""
 
@@ -104,15 +107,15 @@ class DiskTierMachine(RuleBasedStateMachine):
                 self.file(n).unlink()
                 self.forget(n)
         elif n in self.kept:
-            self.sql("UPDATE blobs SET token = 'dead', host = ?, pid = ?, since = 0 WHERE key = ?", n)
+            self.sql(f"UPDATE blobs SET token = '{DEAD}', host = ?, pid = ?, since = 0 WHERE key = ?", n)
             if at != "renamed":
-                os.replace(self.file(n), self.file(n, "dead"))
+                os.replace(self.file(n), self.file(n, DEAD))
                 self.forget(n)
             if at == "reserved":
-                self.file(n, "dead").write_bytes(b"")
+                self.file(n, DEAD).write_bytes(b"")
         else:
             self.file(n).parent.mkdir(parents=True, exist_ok=True)
-            self.file(n, "dead").write_bytes(b"begun")
+            self.file(n, DEAD).write_bytes(b"begun")
         self.reopen()
         assert not list(self.folder.rglob("*.tmp"))
 

@@ -340,7 +340,7 @@ def test_leftovers_are_adopted_or_removed_at_open(opened: Open, folder: Path) ->
     for n, contents in ((5, whole), (6, b"no blob")):  # of another key, and of none
         the_file(folder, n).parent.mkdir(exist_ok=True)
         the_file(folder, n).write_bytes(contents)
-    the_file(folder, 2).with_name(f"{key_of(2).hex()}.abc.tmp").write_bytes(b"unfinished")
+    the_file(folder, 2).with_name(f"{key_of(2).hex()}.{'abcd' * 8}.tmp").write_bytes(b"unfinished")
     notes = the_file(folder, 2).with_name("notes.txt")
     notes.write_text("somebody's own")
     the_file(folder, 1).unlink()
@@ -356,7 +356,7 @@ def die(folder: Path, at: str) -> None:
     """Write a blob in a process that is killed on the way."""
 
     def work() -> None:
-        def killed(*args: object) -> None:
+        def killed(*args: object, **kwargs: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(disk_files.os, at, killed)
@@ -395,12 +395,12 @@ def test_what_a_killed_writer_had_in_place_is_kept(opened: Open, folder: Path) -
     put(tier, 1)
     tier.close()
     with sqlite3.connect(folder / "index.sqlite3") as db:
-        db.execute("UPDATE blobs SET token = 'abc', host = ?, pid = 2147483647, since = ?", writer(0))
+        db.execute(f"UPDATE blobs SET token = '{'abcd' * 8}', host = ?, pid = 2147483647, since = ?", writer(0))
     db.close()
     tier = opened()
     assert kept(tier, 1) == [1]
     with sqlite3.connect(folder / "index.sqlite3") as db:
-        db.execute("UPDATE blobs SET token = 'abc', host = ?, pid = 2147483647, since = ?", writer(0))
+        db.execute(f"UPDATE blobs SET token = '{'abcd' * 8}', host = ?, pid = 2147483647, since = ?", writer(0))
     db.close()
     assert kept(tier, 1) == []
     assert put(tier, 1)
@@ -434,9 +434,9 @@ def test_a_writer_that_was_given_up_does_not_come_back(
     tier, other = opened(room_for(4)), opened(room_for(4))
     replace = os.replace
 
-    def slow(*paths: str) -> None:
+    def slow(*paths: str, **folders: int) -> None:
         other.delete([key_of(1)])
-        replace(*paths)
+        replace(*paths, **folders)
 
     monkeypatch.setattr(os, "replace", slow)
     assert not put(tier, 1)
@@ -448,9 +448,9 @@ def test_two_write_the_same(opened: Open, monkeypatch: pytest.MonkeyPatch) -> No
     tier, other = opened(), opened()
     replace, told = os.replace, []
 
-    def meanwhile(*paths: str) -> None:
+    def meanwhile(*paths: str, **folders: int) -> None:
         told.append(put(other, 1))
-        replace(*paths)
+        replace(*paths, **folders)
 
     monkeypatch.setattr(os, "replace", meanwhile)
     assert put(tier, 1)

@@ -132,6 +132,15 @@ def test_every_truncation_and_anything_added_is_noticed(mixed: dict[str, torch.T
             Blob(memoryview(other))
 
 
+def test_what_a_blob_is_found_by_is_read_before_what_may_follow_it(mixed: dict[str, torch.Tensor]) -> None:
+    """A seal follows; nothing of the blob may be missing."""
+    written, data = joined(ENTRY, mixed)
+    assert read_entry(memoryview(data + bytes(32))).nbytes == written.nbytes
+    for stop in range(len(data)):
+        with pytest.raises(DamagedBlobError):
+            read_entry(memoryview(data[:stop]))
+
+
 @given(data=st.binary(max_size=200), size=st.none() | st.integers(0, 2**64 - 1))
 def test_anything_else_is_no_blob(data: bytes, size: int | None) -> None:
     head = size.to_bytes(8, "little") if size is not None else b""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.guard import without_secrets
+from kvboost_hf.cache.tiers.sealed import SealedTier
 from kvboost_hf.config import parse_size
 
 TierKind = Literal["ram", "device", "disk", "valkey", "filesystem"]
@@ -90,16 +91,17 @@ class Tiers:
     opened: tuple[Tier, ...]
 
 
-def open_tiers(tiers: Sequence[str | Tier], max_bytes: int | None) -> Tiers:
+def open_tiers(tiers: Sequence[str | Tier], max_bytes: int | None, key: bytes | None = None) -> Tiers:
     """Open the tiers of a store.
 
     Args:
         tiers: Addresses, or tiers themselves.
         max_bytes: Bytes of host memory, if no address tells; None for `DEFAULT_RAM_BYTES`.
+        key: Of the seals that blobs below host memory have to have; None for no seals.
 
     Raises:
         ImportError: if one needs a package that is not installed.
-        ValueError: for what is no address, or two sizes for one memory.
+        ValueError: for what is no address, two sizes for one memory, or a key that is none.
     """
     if isinstance(tiers, str):
         raise ValueError(f"`tiers` must be a sequence, got the text {without_secrets(tiers)!r}. Pass [text].")
@@ -121,6 +123,8 @@ def open_tiers(tiers: Sequence[str | Tier], max_bytes: int | None) -> Tiers:
             elif spec.kind not in memory:
                 opened.append(open_tier(spec))
                 lower.append(opened[-1])
+        if key is not None:
+            lower = [SealedTier(tier, key) for tier in lower]
         names = [tier.name for tier in lower]
         if len(set(names)) < len(names):  # they would be one in reports and stats
             raise ValueError(f"`tiers` must have one tier of each kind at most, got {names}.")

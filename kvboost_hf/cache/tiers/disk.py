@@ -6,7 +6,9 @@ its checksums. A process that is killed loses the blob that it was writing, and 
 
 import logging
 import os
+import shlex
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,8 +41,9 @@ class DiskTier:
         read_entry: Reads what a blob is found by, for blobs that are in the folder but not in the index.
 
     Raises:
-        ValueError: for a path that can be no folder, or one that cannot be written to and has nothing to be read, or
-            a budget that is no positive int.
+        ValueError: for a path that can be no folder, or one that cannot be written to and has nothing to be read, a
+            folder that everybody may write to or that belongs to another user (but root's, and for root any), or a
+            budget that is no positive int.
     """
 
     name = "disk"
@@ -300,7 +303,7 @@ def _is_writable(folder: Path) -> bool:
     """Make the folder if it is missing; tells whether it can be written to.
 
     Raises:
-        ValueError: if it cannot be made, or can neither be written to nor be read.
+        ValueError: if it cannot be made, can neither be written to nor be read, or is open to others.
     """
     try:
         if not folder.is_dir():
@@ -311,6 +314,7 @@ def _is_writable(folder: Path) -> bool:
             f"`path` must be a folder, or one that can be made, got {str(folder)!r} ({error.strerror}). "
             "Pass another one, or change who may write there."
         ) from error
+    _require_own(folder)
     if os.access(folder, os.W_OK | os.X_OK):
         return True
     if not (folder / "index.sqlite3").is_file():
@@ -319,6 +323,32 @@ def _is_writable(folder: Path) -> bool:
             "Pass another one, or change who may write there."
         )
     return False
+
+
+def _require_own(folder: Path) -> None:
+    """Refuse a folder that others than this user, and root, may put blobs into; a group is only warned of.
+
+    Raises:
+        ValueError: if they may.
+    """
+    status, user = folder.stat(), os.geteuid()
+    if user != 0 and status.st_uid not in (user, 0):
+        raise ValueError(
+            f"`path` must be a folder of the user who runs this ({user}), got {str(folder)!r}, which belongs to user "
+            f"{status.st_uid}: whoever writes there decides what a model reads. Pass another one, or change its owner."
+        )
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & stat.S_IWOTH:
+        raise ValueError(
+            f"`path` must be a folder that not everybody may write to, got {str(folder)!r} with mode {mode:04o}: "
+            f"whoever writes there decides what a model reads. Run `chmod 700 {shlex.quote(str(folder))}`."
+        )
+    if mode & stat.S_IWGRP:
+        _log.warning(
+            "Disk tier %s may be written to by its group (mode %04o), which can decide what a model reads.",
+            folder,
+            mode,
+        )
 
 
 def _batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -1,13 +1,23 @@
-"""The files of the disk tier: one per blob, and one per blob that is being written."""
+"""The files of the disk tier: one per blob, and one per blob that is being written.
 
+Links are not followed, in whatever place: what is no folder or file of ours counts as not being there.
+"""
+
+import errno
 import os
+import re
+import stat
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from io import FileIO
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from weakref import WeakSet
 
 _SUFFIX, _UNFINISHED = ".safetensors", ".tmp"
+_NAME = re.compile(rf"([0-9a-f]{{40}})(?:\{_SUFFIX}|\.([0-9a-f]{{32}})\{_UNFINISHED})")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})  # the last two, where there is a link
 _MAX_MAPPED = 128  # each mapping holds a file descriptor; beyond, blobs are copied
 
 
@@ -26,86 +36,116 @@ class BlobFiles:
 
     def create(self, key: bytes, token: str) -> None:
         """An empty file for a blob that is to be written."""
-        path = self._path(key, token)
-        for folder in (self._folder, os.path.dirname(path)):
+        name = _name(key, token)
+        for folder in (self._folder, os.path.join(self._folder, name[:2])):
+            if os.path.islink(folder):
+                os.unlink(folder)
             with suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
                 os.chmod(folder, 0o700)  # whatever the umask
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.fchmod(file, 0o600)
-        os.close(file)
+        with self._opened(key) as folder_fd:
+            file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder_fd)
+            os.fchmod(file, 0o600)
+            os.close(file)
 
     def write(self, key: bytes, token: str, parts: Iterable[bytes | memoryview]) -> bool:
         """Write a blob, and give it its name; False if what was created has been removed."""
-        path = self._path(key, token)
-        try:
-            with open(os.open(path, os.O_WRONLY), "wb") as file:
+        name = _name(key, token)
+        with _IfThere(), self._opened(key) as folder:
+            with open(os.open(name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=folder), "wb") as file:
                 file.writelines(parts)
-            os.replace(path, self._path(key))
-        except FileNotFoundError:
-            return False
-        return True
+            os.replace(name, _name(key), src_dir_fd=folder, dst_dir_fd=folder)
+            return True
+        return False
 
     def remove(self, key: bytes) -> None:
         """Remove a blob."""
-        with suppress(FileNotFoundError):
-            os.unlink(self._path(key))
+        with _IfThere(), self._opened(key) as folder:
+            os.unlink(_name(key), dir_fd=folder)
 
     def remove_unfinished(self, key: bytes, token: str) -> None:
         """Remove what is being written: whoever writes it fails."""
-        with suppress(FileNotFoundError):
-            os.unlink(self._path(key, token))
+        with _IfThere(), self._opened(key) as folder:
+            os.unlink(_name(key, token), dir_fd=folder)
 
     def status(self, key: bytes) -> os.stat_result | None:
         """What the file system says of a blob, or None if there is none."""
-        try:
-            return os.stat(self._path(key))
-        except FileNotFoundError:
-            return None
+        with _IfThere(), self._opened(key) as folder:
+            found = os.stat(_name(key), dir_fd=folder, follow_symlinks=False)
+            return found if stat.S_ISREG(found.st_mode) else None
+        return None
 
     def read(self, key: bytes, nbytes: int) -> memoryview | None:
         """A blob, mapped copy-on-write, or None if there is none of that size."""
-        try:
-            file = open(self._path(key), "rb", buffering=0)
-        except FileNotFoundError:
+        with _IfThere(), self._opened(key) as folder:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would block for ever
+            with open(os.open(_name(key), flags, dir_fd=folder), "rb", buffering=0) as file:
+                return self._content(file, nbytes)
+        return None
+
+    def _content(self, file: FileIO, nbytes: int) -> memoryview | None:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
             return None
-        with file:
-            if os.fstat(file.fileno()).st_size != nbytes:
+        if nbytes and len(self._mapped) < _MAX_MAPPED:
+            mapped = mmap(file.fileno(), nbytes, access=ACCESS_COPY)
+            self._mapped.add(mapped)
+            return memoryview(mapped)
+        copied = bytearray(nbytes)
+        at = 0
+        while at < nbytes:
+            count = file.readinto(memoryview(copied)[at:])
+            if not count:
                 return None
-            if nbytes and len(self._mapped) < _MAX_MAPPED:
-                mapped = mmap(file.fileno(), nbytes, access=ACCESS_COPY)
-                self._mapped.add(mapped)
-                return memoryview(mapped)
-            copied = bytearray(nbytes)
-            at = 0
-            while at < nbytes:
-                count = file.readinto(memoryview(copied)[at:])
-                if not count:
-                    return None
-                at += count
-            return memoryview(copied)
+            at += count
+        return memoryview(copied)
 
     def names(self) -> Iterator[tuple[bytes, str | None]]:
-        """The keys of all files, each with its token if it is being written."""
+        """The keys of all files, each with its token if it is being written; other files are passed over."""
         for folder in _scan(self._folder):
             for name in _scan(os.path.join(self._folder, folder)):
-                stem, dot, token = name.partition(".")
-                try:
-                    key = bytes.fromhex(stem)
-                except ValueError:
-                    continue
-                if dot + token == _SUFFIX:
-                    yield key, None
-                elif token.endswith(_UNFINISHED):
-                    yield key, token.removesuffix(_UNFINISHED)
+                found = _NAME.fullmatch(name)
+                if found is not None and name[:2] == folder:
+                    yield bytes.fromhex(found[1]), found[2]
 
-    def _path(self, key: bytes, token: str | None = None) -> str:
-        name = key.hex()
-        return f"{self._folder}/{name[:2]}/{name}{_SUFFIX if token is None else f'.{token}{_UNFINISHED}'}"
+    @contextmanager
+    def _opened(self, key: bytes) -> Iterator[int]:
+        """The folder that the files of a key are in."""
+        outer = os.open(self._folder, _FOLDER)
+        try:
+            inner = os.open(_name(key)[:2], _FOLDER, dir_fd=outer)
+        finally:
+            os.close(outer)
+        try:
+            yield inner
+        finally:
+            os.close(inner)
+
+
+def is_file_name(key: object, token: object) -> bool:
+    """Whether these are parts of the name of a file as it is written here."""
+    return type(key) is bytes and isinstance(token, str | None) and _NAME.fullmatch(_name(key, token)) is not None
+
+
+def _name(key: bytes, token: str | None = None) -> str:
+    return f"{key.hex()}{_SUFFIX if token is None else f'.{token}{_UNFINISHED}'}"
 
 
 def _scan(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    with _IfThere():
+        opened = os.open(folder, _FOLDER)
+        try:
+            return os.listdir(opened)
+        finally:
+            os.close(opened)
+    return []
+
+
+class _IfThere:
+    """Leave the block where a file or folder is not there."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        return isinstance(error, OSError) and error.errno in _ABSENT

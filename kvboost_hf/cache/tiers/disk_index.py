@@ -91,6 +91,7 @@ class DiskIndex:
         fcntl.flock(self._folder_lock, fcntl.LOCK_SH)
 
     def _connect(self) -> sqlite3.Connection:
+        self._remove_links()
         if self.read_only:
             return self._open_read_only()
         if _identity(self._path) is None:
@@ -104,15 +105,27 @@ class DiskIndex:
             self._replace(error)
             return self._open()
 
+    def _remove_links(self) -> None:
+        """Nothing of the index is a link, and SQLite would write to whatever one leads to."""
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            path = Path(f"{self._path}{suffix}")
+            if path.is_symlink():
+                if self.read_only:
+                    raise sqlite3.OperationalError(f"{path} is a link.")
+                _log.warning("%s is a link, which is removed.", path)
+                path.unlink(missing_ok=True)
+
     def _open(self) -> sqlite3.Connection:
         self._db = db = sqlite3.connect(
             f"{self._path.as_uri()}?mode=rw", uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )
         self._file = _identity(self._path)
+        db.text_factory = _as_text
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")  # a power failure may undo the last transactions, and harms nothing
         if _version(db) != VERSION:
             self._fill(db)
+        _require_schema(db)
         return db
 
     def _fill(self, db: sqlite3.Connection) -> None:
@@ -135,6 +148,7 @@ class DiskIndex:
         for option in ("mode=ro", "immutable=1"):
             uri = f"{self._path.as_uri()}?{option}"
             db = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            db.text_factory = _as_text
             try:
                 version = _version(db)
             except sqlite3.OperationalError:
@@ -143,6 +157,7 @@ class DiskIndex:
             if version != VERSION:
                 db.close()
                 raise sqlite3.DatabaseError(f"The index has version {version}, not {VERSION}, and cannot be remade.")
+            _require_schema(db)
             self._db, self._file = db, _identity(self._path)
             return db
         raise sqlite3.OperationalError("The index cannot be opened.")
@@ -191,9 +206,25 @@ def _version(db: sqlite3.Connection) -> int:
     return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
+def _as_text(raw: bytes) -> str:
+    """Text that is none is not what anybody here has written, and will be found to be that."""
+    return raw.decode(errors="replace")
+
+
+def _require_schema(db: sqlite3.Connection) -> None:
+    """Refuse tables, views and triggers of others: they would run in our queries.
+
+    Raises:
+        sqlite3.DatabaseError: if there are any.
+    """
+    query = "SELECT sql FROM sqlite_master WHERE name NOT LIKE 'sqlite~_%' ESCAPE '~'"
+    if {sql for (sql,) in db.execute(query)} != {sql for sql in SCHEMA if sql.startswith("CREATE")}:
+        raise damage("Its tables are not ours.")
+
+
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        status = os.stat(path)
+        status = os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_dev, status.st_ino

@@ -2,15 +2,22 @@
 
 A row is there before its file is: while `token` is set, somebody is writing the file, and the row holds the room for
 it. All functions work in the transaction of whoever calls them.
+
+SQLite takes values of any type in any column, and whoever can write to the folder can have written them. So each value
+is looked at, and keys and tokens above all: names of files are made of them. What we would not have written counts as
+damage to the index, which is then made anew from the blobs.
 """
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from kvboost_hf.cache.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import Entry, Kind
+from kvboost_hf.cache.tiers.disk_files import is_file_name
 from kvboost_hf.cache.tiers.disk_writers import signature
 
 VERSION = 0x4B560001  # unlike that of any other database
@@ -59,7 +66,11 @@ def charge(entry: Entry, nbytes: int) -> int:
 
 def charged(db: sqlite3.Connection) -> int:
     """What all blobs take of the budget, those included that are being written."""
-    return int(db.execute("SELECT total FROM charged").fetchone()[0])
+    totals = list(_rows(db, "SELECT total FROM charged", (), _is_count))
+    if len(totals) != 1:
+        raise damage("It does not tell what is charged.")
+    total: int = totals[0][0]  # one row, of one number
+    return total
 
 
 def add(db: sqlite3.Connection, entry: Entry, nbytes: int, used: int, token: str | None = None) -> None:
@@ -68,9 +79,9 @@ def add(db: sqlite3.Connection, entry: Entry, nbytes: int, used: int, token: str
     What is written soon after the chunk that it continues was used counts as used with it, and not later: so the end
     of a long prompt is given up before its beginning.
     """
-    found = db.execute("SELECT last_used FROM blobs WHERE key = ?", (entry.parent,)).fetchone()
-    if found is not None and used - _SAME_USE_NS <= found[0] <= used:
-        used = found[0]
+    for (parent_used,) in _rows(db, "SELECT last_used FROM blobs WHERE key = ?", (entry.parent,), _is_count):
+        if used - _SAME_USE_NS <= parent_used <= used:
+            used = parent_used
     tokens = np.ascontiguousarray(entry.tokens, np.int64).tobytes()
     told = (
         entry.key,
@@ -104,14 +115,15 @@ def remove(db: sqlite3.Connection, key: bytes) -> None:
 
 def now(db: sqlite3.Connection) -> int:
     """A time later than that of any use; nanoseconds."""
-    latest = db.execute("SELECT last_used FROM blobs WHERE token IS NULL ORDER BY last_used DESC LIMIT 1").fetchone()
-    return max(time.time_ns(), latest[0] + 1 if latest is not None else 0)
+    query = "SELECT last_used FROM blobs WHERE token IS NULL ORDER BY last_used DESC LIMIT 1"
+    latest: list[int] = [used for (used,) in _rows(db, query, (), _is_count)]
+    return max(time.time_ns(), *(used + 1 for used in latest), 0)
 
 
 def to_give_up(db: sqlite3.Connection) -> Iterator[tuple[bytes, int]]:
     """Keys and charges, the first to go first: not used for longest, then the later part of a text."""
     query = "SELECT key, charge FROM blobs WHERE token IS NULL ORDER BY last_used, start DESC, number DESC"
-    yield from db.execute(query)
+    yield from _rows(db, query, (), _is_key, _is_count)
 
 
 def being_written(
@@ -119,8 +131,9 @@ def being_written(
 ) -> list[tuple[bytes, int, tuple[str, str, int, int]]]:
     """Key, bytes, and whose it is, of all that is being written, or of one key."""
     query = "SELECT key, nbytes, token, host, pid, since FROM blobs WHERE token IS NOT NULL"
-    found = db.execute(query) if key is None else db.execute(f"{query} AND key = ?", (key,))
-    return [(key, nbytes, writer) for key, nbytes, *writer in found]
+    where, values = (query, ()) if key is None else (f"{query} AND key = ?", (key,))
+    found = _rows(db, where, values, _is_key, _is_count, _is_token, _is_text, _is_process, _is_count)
+    return [(key, nbytes, (token, host, pid, since)) for key, nbytes, token, host, pid, since in found]
 
 
 def mark_ready(db: sqlite3.Connection, key: bytes, token: str) -> bool:
@@ -131,8 +144,9 @@ def mark_ready(db: sqlite3.Connection, key: bytes, token: str) -> bool:
 
 def size(db: sqlite3.Connection, key: bytes) -> int | None:
     """Bytes of a blob that is there."""
-    found = db.execute("SELECT nbytes FROM blobs WHERE key = ? AND token IS NULL", (key,)).fetchone()
-    return found[0] if found is not None else None
+    for (nbytes,) in _rows(db, "SELECT nbytes FROM blobs WHERE key = ? AND token IS NULL", (key,), _is_count):
+        return int(nbytes)
+    return None
 
 
 def count(db: sqlite3.Connection) -> int:
@@ -142,18 +156,20 @@ def count(db: sqlite3.Connection) -> int:
 
 def uses(db: sqlite3.Connection) -> dict[bytes, int]:
     """How often each blob was used, if it was."""
-    return dict(db.execute("SELECT key, uses FROM blobs WHERE token IS NULL AND uses > 0"))
+    return dict(_rows(db, "SELECT key, uses FROM blobs WHERE token IS NULL AND uses > 0", (), _is_key, _is_count))
 
 
 def tokens(db: sqlite3.Connection, where: str, values: Sequence[object]) -> list[tuple[bytes, str | None]]:
     """Keys, and the token of what is being written, of all rows."""
-    return db.execute(f"SELECT key, token FROM blobs WHERE {where}", values).fetchall()
+    return list(_rows(db, f"SELECT key, token FROM blobs WHERE {where}", values, _is_key, _is_token))
 
 
 def entries(db: sqlite3.Connection, where: str, values: Sequence[object]) -> list[tuple[int, Entry]]:
     """Numbers and entries of the blobs that are there; `where` may end in an order and a limit."""
     query = f"SELECT number, {_COLUMNS} FROM blobs WHERE token IS NULL AND {where}"
-    return [(number, _entry(row)) for number, *row in db.execute(query, values)]
+    digests, counts = (_is_bytes,) * 4, (_is_count, _is_bytes, _is_count)
+    found = _rows(db, query, values, _is_count, _is_key, _is_text, *digests, *counts)
+    return [(number, _entry(row)) for number, *row in found]
 
 
 def _entry(row: Iterable[object]) -> Entry:
@@ -167,7 +183,45 @@ def _entry(row: Iterable[object]) -> Entry:
         numbers = np.frombuffer(tokens, np.int64)  # type: ignore[call-overload]
         return Entry(key, Kind(kind), model, root, parent, head, start, numbers, nbytes)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise damage(f"A row of the index cannot be read: {error}") from error
+        raise damage("A row of the index cannot be read.") from error
+
+
+def _rows(
+    db: sqlite3.Connection, query: str, values: Sequence[object], *columns: Callable[[Any], bool]
+) -> Iterator[tuple[Any, ...]]:
+    """The rows that a query finds, each value of which must be one that its column may have.
+
+    Raises:
+        sqlite3.DatabaseError: if one is not.
+    """
+    for row in db.execute(query, values):
+        if not all(may_be(value) for may_be, value in zip(columns, row, strict=True)):
+            raise damage("A row of the index has a value that nobody here has written.")
+        yield row
+
+
+def _is_key(value: object) -> bool:
+    return is_file_name(value, None)
+
+
+def _is_token(value: object) -> bool:
+    return is_file_name(bytes(KEY_BYTES), value)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**62  # SQLite takes twice as much, and uses are counted on from it
+
+
+def _is_process(value: object) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _is_bytes(value: object) -> bool:
+    return type(value) is bytes
+
+
+def _is_text(value: object) -> bool:
+    return type(value) is str
 
 
 def damage(message: str) -> sqlite3.DatabaseError:
