@@ -63,6 +63,11 @@ def test_names_of_this_machine(host: str | None, taken: bool) -> None:
     assert Hosts(("*",)).takes(host, None)
 
 
+def test_a_name_that_the_server_of_the_app_has_for_itself() -> None:
+    assert Hosts(()).takes("testserver", "testserver")
+    assert not Hosts(()).takes("evil.example", "testserver")
+
+
 def test_names_that_the_operator_allows() -> None:
     hosts = Hosts(("Model.example.org", "*.inner"))
     for host in ("model.example.org:8000", "model.example.org.", "a.inner", "a.b.inner:1", "localhost"):
