@@ -25,7 +25,7 @@ class Hosts:
 
         Args:
             host: The header; None without one, which no browser leaves out.
-            address: At which the connection has arrived, if that is known.
+            address: At which the connection has arrived, if that is known; a name where there is no connection.
         """
         if "*" in self._names or host is None:
             return True
@@ -34,6 +34,8 @@ class Hosts:
             return False
         name = found["name"].lower().rstrip(".")
         if name == "localhost" or name.endswith(".localhost") or name in self._names:
+            return True
+        if address is not None and name == address.lower():
             return True
         if any(each.startswith("*.") and name.endswith(each[1:]) for each in self._names):
             return True

@@ -17,6 +17,7 @@ from kvboost_hf.server.settings import ServerSettings
 _log = logging.getLogger("kvboost_hf.server")
 
 _LAST_WORDS_S = 5  # for answers on their way when all requests have ended
+_SILENT_S = 2  # that the system keeps a connection to itself on which nothing comes
 _BACKLOG = 2048  # connections that are not accepted yet
 
 
@@ -62,6 +63,9 @@ class FrontServer(uvicorn.Server):
             for listener in server.sockets:
                 with listener.dup() as same:
                     same.listen(_BACKLOG)
+                    if hasattr(socket, "TCP_DEFER_ACCEPT"):
+                        # Who has sent nothing takes no place yet: many who come at once do not displace each other.
+                        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See `uvicorn.Server`; any second signal ends all waiting."""

@@ -63,6 +63,11 @@ def test_names_of_this_machine(host: str | None, taken: bool) -> None:
     assert Hosts(("*",)).takes(host, None)
 
 
+def test_a_name_that_the_server_of_the_app_has_for_itself() -> None:
+    assert Hosts(()).takes("testserver", "testserver")
+    assert not Hosts(()).takes("evil.example", "testserver")
+
+
 def test_names_that_the_operator_allows() -> None:
     hosts = Hosts(("Model.example.org", "*.inner"))
     for host in ("model.example.org:8000", "model.example.org.", "a.inner", "a.b.inner:1", "localhost"):
@@ -213,7 +218,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
 def test_https(engine: FakeEngine, tokenizer: Any, certificate: TlsFiles) -> None:
     with running(engine, tokenizer, tls=certificate, header_timeout_s=1.0, max_connections=40) as at:
         trusting = ssl.create_default_context(cafile=certificate.certfile)
-        silent = [at.open() for _ in range(100)]  # more than there may be: none begins with the handshake
+        silent = [at.open(b"\x16") for _ in range(100)]  # more than there may be: they go no further than this
         with httpx.Client(base_url=f"https://127.0.0.1:{at.port}", verify=trusting, timeout=WAIT_S) as client:
             assert client.get("/health").json() == {"status": "ok"}
             body = {"model": "reader", "messages": ASK}
