@@ -2,7 +2,8 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.grammars import Grammars
-from kvboost_hf.server.jobs import Constraint, Engine, Job, SamplingOptions, TooLongError
+from kvboost_hf.server.jobs import Constraint, Engine, Job, QueueFullError, SamplingOptions, TooLongError
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.run import Run
 from kvboost_hf.server.schema import Message, Sampled, Tool
@@ -69,7 +70,8 @@ class Served:
         self, text: str, request: Request, *, new: int = 1, special: bool = True, whole: bool = False
     ) -> list[int]:
         """Tokens of a text that a request has; see `Encoder.text`."""
-        return await self._encoder.text(text, client(request), new=new, special=special, whole=whole)
+        with self._refusals():
+            return await self._encoder.text(text, client(request), new=new, special=special, whole=whole)
 
     async def tokens(
         self, text: str | list[int], request: Request, param: str, *, new: int = 1, whole: bool = False
@@ -77,7 +79,8 @@ class Served:
         """Tokens of a text, or those that a request has in its place, in the field `param`; see `Encoder.text`."""
         if isinstance(text, str):
             return await self.encode(text, request, new=new, whole=whole)
-        ids = await self._encoder.tokens(text, new=new, whole=whole)
+        with self._refusals():
+            ids = await self._encoder.tokens(text, new=new, whole=whole)
         wrong = next(
             (token for token in (min(ids, default=0), max(ids, default=0)) if not self._is_token(token)), None
         )
@@ -97,16 +100,27 @@ class Served:
         """Tokens of a chat, up to where the answer starts, or without that start; see `Encoder.chat`."""
         told = [_as_template_has_it(message) for message in messages]
         shown = [tool.body for tool in tools]
-        return await self._encoder.chat(told, shown, client(request), new=new, answer=answer)
+        with self._refusals():
+            return await self._encoder.chat(told, shown, client(request), new=new, answer=answer)
 
     async def compile(self, request: Request, work: Callable[[], Sequence[Constraint]]) -> Sequence[Constraint]:
         """Constraints, which a thread makes when it is the client's turn."""
-        async with self._compiling.turn(client(request)):
-            return await anyio.to_thread.run_sync(work)
+        with self._refusals():
+            async with self._compiling.turn(client(request)):
+                return await anyio.to_thread.run_sync(work)
 
     def token_text(self, token: int) -> str:
         """What a token stands for by itself."""
         return str(self.tokenizer.decode([token]))
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Counts them."""
+        try:
+            yield
+        except (TooLongError, QueueFullError) as error:
+            self.meter.refused(error)
+            raise
 
     def _is_token(self, token: int) -> bool:
         return 0 <= token < self.engine.vocab_size
