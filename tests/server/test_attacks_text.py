@@ -160,6 +160,14 @@ def test_other_chats_have_the_tokens_that_transformers_gives_them(chatml: Any, m
         assert _chat(_encoder(chatml), messages) == told
 
 
+@given(text=_TEXTS | st.text(max_size=30))
+@_QUICK
+def test_keeping_text_apart_changes_nothing_else(chatml: Any, text: str) -> None:
+    """If all markers are meant as such, there are the tokens that transformers gives."""
+    markers = Markers(chatml)
+    assert markers.encode(text, markers.find(text)) == chatml.encode(text, add_special_tokens=False)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
