@@ -31,33 +31,35 @@ class Encoder:
         tokenizer: Of the model, with a chat template if chats are to be encoded.
         context: Tokens of a prompt and its answer together, at most. What must have more tokens is not tokenized.
         truncates: Leave out the beginning of what is too long, in place of refusing it.
-        max_waiting: Texts of one owner that may wait.
+        max_waiting: Texts of one client that may wait.
     """
 
     def __init__(self, tokenizer: Any, *, context: int, truncates: bool, max_waiting: int) -> None:
         self._tokenizer = tokenizer
-        self._idle = [copy.deepcopy(tokenizer) for _ in range(_PLACES)]
+        self._idle: list[Any] = []  # copies, made when they are needed: that takes long
         self._context, self._truncates = context, truncates
         self._reach, self._markers = reach_of(tokenizer), Markers(tokenizer)
         self._turns = Turns(_PLACES, max_waiting)
         self._threads = anyio.CapacityLimiter(_PLACES)
 
-    async def text(self, text: str, owner: bytes, *, new: int, special: bool = True, whole: bool = False) -> list[int]:
+    async def text(
+        self, text: str, client: bytes, *, new: int, special: bool = True, whole: bool = False
+    ) -> list[int]:
         """Tokens of a text.
 
         Args:
             text: The text.
-            owner: Who asks; see `Turns`.
+            client: Who asks; see `Turns`.
             new: Tokens that are to come behind it.
             special: With what the tokenizer puts before each text. Special tokens in the text are such.
             whole: Refuse a text that is too long even where the beginning of prompts is left out.
 
         Raises:
             TooLongError: it must have more tokens than the context.
-            QueueFullError: too many texts of this owner wait.
+            QueueFullError: too many texts of this client wait.
         """
         kept = self._kept(text, new, whole)
-        async with self._place(owner, len(kept)) as tokenizer:
+        async with self._place(client, len(kept)) as tokenizer:
             return await self._in_thread(lambda: _encode(tokenizer, kept, special=special))
 
     async def tokens(self, ids: list[int], *, new: int, whole: bool = False) -> list[int]:
@@ -69,13 +71,13 @@ class Encoder:
             return ids[-self._context :]
         raise self._too_long(f"{len(ids)} tokens", new, whole)
 
-    async def chat(self, messages: Told, tools: Told, owner: bytes, *, new: int, answer: bool) -> list[int]:
+    async def chat(self, messages: Told, tools: Told, client: bytes, *, new: int, answer: bool) -> list[int]:
         """Tokens of a chat, in which only what the chat template writes itself becomes special tokens.
 
         Args:
             messages: As the chat template takes them.
             tools: Likewise.
-            owner: Who asks; see `Turns`.
+            client: Who asks; see `Turns`.
             new: Tokens that are to come behind it.
             answer: Whether the start of an answer is at its end.
 
@@ -85,17 +87,20 @@ class Encoder:
             QueueFullError:
         """
         size = sum(map(len, texts_in([messages, tools])))
-        async with self._place(owner, size) as tokenizer:
+        async with self._place(client, size) as tokenizer:
             return await self._in_thread(lambda: self._chat(tokenizer, messages, tools, new, answer))
 
     @asynccontextmanager
-    async def _place(self, owner: bytes, chars: int) -> AsyncIterator[Any]:
-        async with self._turns.turn(owner, long=chars > _LONG):
-            tokenizer = self._idle.pop()
+    async def _place(self, client: bytes, chars: int) -> AsyncIterator[Any]:
+        async with self._turns.turn(client, long=chars > _LONG):
+            tokenizer = self._idle.pop() if self._idle else await self._copy()
             try:
                 yield tokenizer
             finally:
                 self._idle.append(tokenizer)
+
+    async def _copy(self) -> Any:
+        return await anyio.to_thread.run_sync(copy.deepcopy, self._tokenizer, limiter=self._threads)
 
     async def _in_thread(self, work: Callable[[], list[int]]) -> list[int]:
         return await anyio.to_thread.run_sync(work, limiter=self._threads)

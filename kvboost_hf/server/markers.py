@@ -10,6 +10,7 @@ import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -55,7 +56,6 @@ class Markers:
         if not any(token.normalized for _, token in texts.values()):
             self._normalizer = None
         self._unknown = getattr(tokenizer, "unk_token_id", None)
-        self._apart = _Apart(self._backend, self._tokens) if self._backend is not None else None
 
     def find(self, text: str) -> list[Span]:
         """Where special tokens are in a text, as tokenizers find them. The text is read without Python's lock."""
@@ -86,13 +86,19 @@ class Markers:
         """Whether a text begins with what ends a special token."""
         return any(text[:n] in self._tails for n in range(1, min(len(text), self._longest) + 1))
 
+    @cached_property
+    def _apart(self) -> "_Apart":
+        # Made when it is needed first: that takes long, and most servers never see such text.
+        assert self._backend is not None
+        return _Apart(self._backend, self._tokens)
+
     def encode(self, text: str, markers: Sequence[Span]) -> list[int]:
         """Tokens of a text in which nothing else than `markers` is a special token.
 
         Raises:
             ForgedMarkerError: the tokenizer cannot do that.
         """
-        if self._apart is None:
+        if self._backend is None:
             raise ForgedMarkerError("its tokenizer is none of the fast ones")
         ids = self._apart.encode(text, markers)
         special = {number for number, _ in self._tokens.values()} - {self._unknown}

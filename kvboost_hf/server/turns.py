@@ -1,7 +1,7 @@
 """Whose work is done next: a few pieces at once, and nobody waits for all that another one has sent."""
 
 import asyncio
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ _RETRY_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    owner: Hashable
+    client: bytes
     long: bool
     started: asyncio.Future[None]
 
 
 class Turns:
-    """Gives out places. Of those who wait, the one whose owner holds the fewest comes first, then who came first.
+    """Gives out places, such as threads: a free one to the client that holds the fewest, to the first of several.
 
-    An owner has one long piece of work under way at most, and long ones leave a place to short ones.
+    A client has one long piece of work under way at most, and long ones leave a place to short ones.
 
     Args:
         places: How many there are; 2 at least.
-        max_waiting: How many turns of one owner may wait.
+        max_waiting: How many turns of one client may wait.
     """
 
     def __init__(self, places: int, max_waiting: int) -> None:
@@ -33,22 +33,22 @@ class Turns:
         self._running: list[_Turn] = []
 
     @asynccontextmanager
-    async def turn(self, owner: Hashable, *, long: bool = False) -> AsyncIterator[None]:
+    async def turn(self, client: bytes, *, long: bool = False) -> AsyncIterator[None]:
         """Wait for a place, and hold it.
 
         Args:
-            owner: Who asks, such as an API key; None for somebody without one.
+            client: Who asks.
             long: Whether the work takes long.
 
         Raises:
-            QueueFullError: too many of this owner wait already.
+            QueueFullError: too many of this client wait already.
         """
-        waiting = sum(turn.owner == owner for turn in self._waiting)
+        waiting = sum(turn.client == client for turn in self._waiting)
         if waiting >= self._max_waiting:
             raise QueueFullError(
                 f"{waiting} of your requests are waiting to be read, as many as may. Try again later.", _RETRY_S
             )
-        turn = _Turn(owner, long, asyncio.get_running_loop().create_future())
+        turn = _Turn(client, long, asyncio.get_running_loop().create_future())
         self._waiting.append(turn)
         try:
             self._start_next()
@@ -67,8 +67,8 @@ class Turns:
                 turn.started.set_result(None)
 
     def _may(self, turn: _Turn) -> bool:
-        long = [each.owner for each in self._running if each.long]
-        return not turn.long or (len(long) < self._places - 1 and turn.owner not in long)
+        long = [each.client for each in self._running if each.long]
+        return not turn.long or (len(long) < self._places - 1 and turn.client not in long)
 
     def _held(self, turn: _Turn) -> int:
-        return sum(each.owner == turn.owner for each in self._running)
+        return sum(each.client == turn.client for each in self._running)

@@ -450,7 +450,7 @@ def test_turns_go_to_those_who_hold_the_fewest_places() -> None:
         turns, order = Turns(places=2, max_waiting=10), list[str]()
 
         async def work(name: str, owner: str, go: asyncio.Event, *, long: bool = False) -> None:
-            async with turns.turn(owner, long=long):
+            async with turns.turn(owner.encode(), long=long):
                 order.append(name)
                 await go.wait()
 
@@ -479,7 +479,7 @@ def test_long_texts_leave_a_place_and_an_owner_has_one_of_them() -> None:
         turns, order, go = Turns(places=3, max_waiting=10), list[str](), asyncio.Event()
 
         async def work(name: str, owner: str | None, *, long: bool) -> None:
-            async with turns.turn(owner, long=long):
+            async with turns.turn(owner.encode(), long=long):
                 order.append(name)
                 await go.wait()
 
@@ -506,20 +506,20 @@ def test_who_goes_away_gives_the_place_back() -> None:
         turns = Turns(places=2, max_waiting=2)
 
         async def work() -> None:
-            async with turns.turn("hers", long=True):
+            async with turns.turn(b"hers", long=True):
                 await anyio.sleep_forever()
 
         tasks = [asyncio.create_task(work()) for _ in range(3)]
         await _settled()
         with pytest.raises(QueueFullError, match="2 of your requests are waiting"):
-            async with turns.turn("hers", long=True):
+            async with turns.turn(b"hers", long=True):
                 raise AssertionError
-        async with turns.turn("his", long=False):
+        async with turns.turn(b"his", long=False):
             pass
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        async with turns.turn("hers", long=True), turns.turn("hers", long=False):
+        async with turns.turn(b"hers", long=True), turns.turn(b"hers", long=False):
             pass
 
     asyncio.run(asyncio.wait_for(main(), 10))
