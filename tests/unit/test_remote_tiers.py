@@ -299,6 +299,19 @@ def test_an_entry_that_is_none_is_a_miss(shared_server, connect):
     assert tier.find([first.key, second.key]) == {}
     assert tier.read(first.key) is None
     assert tier.stats()["errors"] == 0
+    write(tier, first, second)  # whose places are free again
+    assert tier.read(second.key) == b"".join(make_blob(second))
+
+
+@needs_server
+def test_a_field_that_is_no_piece_is_passed_over(shared_server, connect):
+    """One bad chunk is no reason to leave the server alone."""
+    tier, entry = connect(shared_server.url, prefix=uuid4().hex), make_entry(1)
+    write(tier, entry)
+    with valkey.Valkey.from_url(shared_server.url) as client:
+        client.hset(f"{tier._prefix}:chunk:{entry.key.hex()}", "no number", b"anything")
+    assert tier.read(entry.key) == b"".join(make_blob(entry))
+    assert (tier.stats()["errors"], tier.stats()["state"]) == (0, "open")
 
 
 @needs_server
@@ -499,6 +512,9 @@ def test_half_an_entry_is_a_miss(files, tmp_path):
     path.write_bytes(path.read_bytes()[:50])
     assert set(files.find([make_entry(1).key, make_entry(2).key])) == {make_entry(2).key}
     assert files.stats()["errors"] == 0
+    write(files, make_entry(1))  # whose place is free again
+    assert files.read(make_entry(1).key) == b"".join(make_blob(make_entry(1)))
+    assert set(files.find([make_entry(1).key])) == {make_entry(1).key}
 
 
 def test_files_of_others_are_left_alone(files, tmp_path):

@@ -77,10 +77,14 @@ class FilesystemTier(RemoteTier):
                 continue
             if isinstance(packed, Exception):
                 raise packed
-            with suppress(ValueError):  # half written, or of another version
+            try:
                 entry = unpack_entry(packed)
-                if entry.key == paths[path]:
-                    found[entry.key] = entry
+            except ValueError:
+                entry = None
+            if entry is not None and entry.key == paths[path]:
+                found[entry.key] = entry
+            else:  # not ours, or of another version: nothing else could ever be written there
+                self._remove([path])
         return {key: found[key] for key in keys if key in found}
 
     def _find_alike(self, heads: Sequence[bytes]) -> list[Entry]:

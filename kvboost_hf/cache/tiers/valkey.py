@@ -85,8 +85,14 @@ class ValkeyTier(RemoteTier):
 
     def _find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         packed = self._ask(("HGET", self._name("chunk", key), "entry") for key in keys)
-        found = zip(keys, map(_unpacked, packed), strict=True)
-        return {key: entry for key, entry in found if entry is not None and entry.key == key}
+        found: dict[bytes, Entry] = {}
+        for key, told in zip(keys, packed, strict=True):
+            entry = _unpacked(told)
+            if entry is not None and entry.key == key:
+                found[key] = entry
+            elif told is not None:  # not ours, or of another version: nothing else could ever be written there
+                self._change([("UNLINK", self._name("chunk", key))])
+        return found
 
     def _find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
         names = [self._name("head", head) for head in heads]
@@ -117,7 +123,8 @@ class ValkeyTier(RemoteTier):
         entry = _unpacked(fields.pop(b"entry", None))
         if entry is None:
             return None
-        blob = b"".join(fields[piece] for piece in sorted(fields, key=int))
+        pieces = [fields.get(b"%d" % number, b"") for number in range(len(fields))]
+        blob = b"".join(pieces)
         return memoryview(blob) if len(blob) == entry.nbytes else None
 
     def _write(self, entry: Entry, blob: Sequence[memoryview]) -> bool:
