@@ -4,9 +4,11 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,9 +22,10 @@ from kvboost_hf.cache.forms import ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv import ColumnFormat
 from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.tiers import below
-from kvboost_hf.cache.tiers.base import Kind
+from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.below import MeasuredTier
 from kvboost_hf.cache.tiers.disk import DiskTier
+from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.worker import ModelEngine
@@ -508,6 +511,66 @@ def test_no_header_does_any_harm(name: str, folders: dict[str, tuple[Path, Model
         return
     with suppress(DamagedBlobError):  # or it is as good as it was
         read(Blob(memoryview(made)), form)
+
+
+# What blobs are found by
+
+
+def entries_with(**told: Any) -> Callable[[Entry], Entry]:
+    return lambda entry: replace(entry, **told)
+
+
+NO_TOKENS, MANY_TOKENS = np.zeros(0, np.int64), np.zeros(10**6, np.int64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *map(lambda start: entries_with(start=start), (-1, 2**62)),
+        *map(lambda nbytes: entries_with(nbytes=nbytes), (-1, 0, 2**62)),
+        *map(lambda tokens: entries_with(tokens=tokens), (NO_TOKENS, MANY_TOKENS)),
+        *map(lambda head: entries_with(head=head), (b"", b"x" * 20, b"x" * 500)),
+        *map(lambda parent: entries_with(parent=parent), (b"", b"x" * 20)),
+        *map(lambda kind: entries_with(kind=kind), Kind),
+        entries_with(root=b"x" * 20),
+        entries_with(model=b""),
+    ],
+    ids=range(17),
+)
+def test_forged_entries_are_a_miss(tmp_path: Path, change: Callable[[Entry], Entry]) -> None:
+    """On a server or in a bucket, what a blob is found by is beside it; lists of what begins alike are, too."""
+    address = (tmp_path / "tier").as_uri()
+    model, store, cache = restart("llama", address)
+    serve(model, cache, BASE)
+    cache.reset()
+    store.warm(documents=DOCUMENTS[:2])
+    store.close()
+    changed = 0
+    for path in (tmp_path / "tier" / "chunks").glob("*.entry"):
+        before = unpack_entry(path.read_bytes())
+        path.write_bytes(pack_entry(change(before)))
+        changed += pack_entry(change(before)) != pack_entry(before)
+    assert changed > 0
+    model, store, cache = restart("llama", address)
+    serve(model, cache, BASE)
+    serve(model, ChunkReuseCache(model, store), BASE[:, :70])  # less than a chunk is looked up by how it begins
+    serve_blended(model, store, prompt_of(0, 1))
+    store.flush()
+    store.close()
+
+
+def test_a_forged_list_of_what_begins_alike(tmp_path: Path) -> None:
+    address = (tmp_path / "tier").as_uri()
+    fill("llama", address, BASE)
+    heads = sorted((tmp_path / "tier" / "heads").iterdir())
+    names = [path.name for path in heads]
+    for path in heads:
+        path.rename(path.with_suffix(".moved"))
+    for name, path in zip([*names[1:], names[0]], heads, strict=True):
+        path.with_suffix(".moved").rename(path.with_name(name))
+    model, store, cache = restart("llama", address)
+    serve(model, cache, BASE[:, :70])
+    store.close()
 
 
 # A server
