@@ -1,9 +1,12 @@
 """What the answers of all routes have in common: pieces of text and calls, why they end, and their tokens."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import anyio
+from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.jobs import Finished, TokenLogprob
 from kvboost_hf.server.run import Run
@@ -81,6 +84,11 @@ class Answer:
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str | None = None
+
+
+async def in_thread(build: Callable[[], dict[str, Any]]) -> JSONResponse:
+    """A response whose body may be large: it is built and written by a thread, so that nobody waits for it."""
+    return await anyio.to_thread.run_sync(lambda: JSONResponse(build()))
 
 
 async def whole(found: AsyncIterator[Piece], choices: int) -> list[Answer]:

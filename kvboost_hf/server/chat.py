@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
-from kvboost_hf.server.answers import Answer, CallReaders, Usage, pieces, whole
+from kvboost_hf.server.answers import Answer, CallReaders, Usage, in_thread, pieces, whole
 from kvboost_hf.server.constraints import calls_many, constraints_of, is_constrained
 from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import Constraint, TokenLogprob
@@ -32,7 +31,7 @@ def chat_routes(served: Served) -> APIRouter:
         form = _Form(served, body, run, readers)
         if body.stream:
             return EventStream(form.chunks(), run, served.settings.ping_s)
-        return JSONResponse(await unless_gone(request, run, form.completion()))
+        return await unless_gone(request, run, form.completion())
 
     return router
 
@@ -50,6 +49,7 @@ async def start_chat(served: Served, body: ChatRequest, request: Request) -> tup
     readers = CallReaders(_streams(served, body, ids, choices), one_call=not calls_many(body))
     most = asked or served.room(ids)
     logprobs = body.top_logprobs or 0 if body.logprobs else None
+    served.require_few_logprobs(choices * most, logprobs)
     salt = served.salt(request, body.prompt_cache_key)
     constraints: Sequence[Constraint | None] = [None] * choices
     if is_constrained(body):
@@ -83,10 +83,12 @@ class _Form:
     run: Run
     readers: CallReaders
 
-    async def completion(self) -> dict[str, Any]:
+    async def completion(self) -> Response:
         """All of it."""
-        choices = self.asked.n or 1
-        answers = await whole(pieces(self.run, self.readers), choices)
+        answers = await whole(pieces(self.run, self.readers), self.asked.n or 1)
+        return await in_thread(lambda: self._completion(answers))
+
+    def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
         return self._head("chat.completion") | {
             "choices": [
                 {
@@ -97,7 +99,7 @@ class _Form:
                 }
                 for index, answer in enumerate(answers)
             ],
-            "usage": Usage.of(self.run.finished, choices).body,
+            "usage": Usage.of(self.run.finished, len(answers)).body,
         }
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
-from kvboost_hf.server.answers import CallReaders, Usage, pieces, whole
+from kvboost_hf.server.answers import Answer, CallReaders, Usage, in_thread, pieces, whole
 from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.run import Run, unless_gone
@@ -29,6 +28,7 @@ def completion_routes(served: Served) -> APIRouter:
         served.require_model(body.model)
         n = body.n or 1
         served.require_choices(n * len(body.prompts))
+        served.require_few_logprobs(n * len(body.prompts) * (body.max_tokens or _DEFAULT_TOKENS), body.logprobs)
         prompts = [
             await served.tokens(prompt, request, "prompt", new=body.max_tokens or _DEFAULT_TOKENS)
             for prompt in body.prompts
@@ -51,7 +51,7 @@ def completion_routes(served: Served) -> APIRouter:
         form = _Form(served, body, run)
         if body.stream:
             return EventStream(form.chunks(), run, served.settings.ping_s)
-        return JSONResponse(await unless_gone(request, run, form.completion()))
+        return await unless_gone(request, run, form.completion())
 
     return router
 
@@ -64,9 +64,12 @@ class _Form:
     asked: CompletionRequest
     run: Run
 
-    async def completion(self) -> dict[str, Any]:
+    async def completion(self) -> Response:
         """All of it."""
         answers = await whole(pieces(self.run, CallReaders()), self._choices)
+        return await in_thread(lambda: self._completion(answers))
+
+    def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
         for choice, answer in enumerate(answers):
             text, logprobs = self._echo(choice) + answer.text, self._logprobs(answer.logprobs, 0)

@@ -7,13 +7,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
+from kvboost_hf.server.answers import in_thread
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.jobs import DrainingError
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.run import unless_gone
-from kvboost_hf.server.schema import EmbeddingRequest
+from kvboost_hf.server.schema import MAX_TEXTS, EmbeddingRequest
 from kvboost_hf.server.served import Served
 
 
@@ -22,10 +23,12 @@ def embedding_routes(served: Served) -> APIRouter:
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         if not served.settings.embeddings:
             raise ApiError(404, "This server makes no embeddings. Start it with `--embeddings`.", code="not_supported")
         served.require_model(body.model)
+        if len(body.texts) > MAX_TEXTS:
+            raise refused("input", f"One request may have {MAX_TEXTS} texts, got {len(body.texts)}. Send several.")
         texts = [await served.tokens(text, request, "input", whole=True) for text in body.texts]
         if not all(texts):
             raise refused("input", "A text must have a token at least, got an empty one.")
@@ -33,14 +36,13 @@ def embedding_routes(served: Served) -> APIRouter:
         found = await unless_gone(request, future, _within(future, served.settings.timeout_s))
         tell = _as_base64 if body.encoding_format == "base64" else list
         tokens = sum(map(len, texts))
-        return {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": n, "embedding": tell(numbers)} for n, numbers in enumerate(found)
-            ],
-            "model": body.model,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
+
+        def embedded() -> dict[str, Any]:
+            data = [{"object": "embedding", "index": n, "embedding": tell(numbers)} for n, numbers in enumerate(found)]
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            return {"object": "list", "data": data, "model": body.model, "usage": usage}
+
+        return await in_thread(embedded)
 
     return router
 

@@ -19,6 +19,8 @@ Told = list[dict[str, Any]]  # messages, or tools, as chat templates take them
 
 _PLACES = 3  # of which long texts leave one
 _LONG = 2**15  # characters, which take some 30 ms
+_TRIED = 8  # characters for each token of the context: most texts have more tokens than that
+_SEAM = 64  # tokens that may become fewer when a text goes on
 
 
 class Encoder:
@@ -60,7 +62,9 @@ class Encoder:
         """
         kept = self._kept(text, new, whole)
         async with self._place(client, len(kept)) as tokenizer:
-            return await self._in_thread(lambda: _encode(tokenizer, kept, special=special))
+            return await self._in_thread(
+                lambda: _encode(tokenizer, self._tried(tokenizer, kept, new, whole), special=special)
+            )
 
     async def tokens(self, ids: list[int], *, new: int, whole: bool = False) -> list[int]:
         """Tokens that came in place of a text: no more than the context has, or `TooLongError`. See `text`."""
@@ -107,7 +111,7 @@ class Encoder:
 
     def _chat(self, tokenizer: Any, messages: Told, tools: Told, new: int, answer: bool) -> list[int]:
         rendered = _rendered(self._tokenizer, messages, tools, answer)
-        text = self._kept(rendered, new)
+        text = self._tried(tokenizer, self._kept(rendered, new), new)
         cut = self._markers.cut([messages, tools])
         if cut is None:
             return _encode(tokenizer, text, special=False)
@@ -136,6 +140,19 @@ class Encoder:
         if self._truncates and not whole:
             return text[-most:]
         raise self._too_long(f"{len(text)} characters, which are more than {self._context} tokens", new, whole)
+
+    def _tried(self, tokenizer: Any, text: str, new: int, whole: bool = False) -> str:
+        """As much of a text as may be tokenized, found out by a part of it: all of it would take time and memory."""
+        size, truncates = _TRIED * self._context, self._truncates and not whole
+        if len(text) <= 2 * size:
+            return text
+        part = text[-size:] if truncates else text[:size]
+        tokens = len(_encode(tokenizer, part, special=False))
+        if tokens <= self._context + _SEAM:
+            return text
+        if truncates:
+            return part
+        raise self._too_long(f"more than {tokens - _SEAM} tokens", new, whole)
 
     def _too_long(self, length: str, new: int, whole: bool) -> TooLongError:
         if whole:

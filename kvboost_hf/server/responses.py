@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -25,7 +26,8 @@ def response_routes(served: Served) -> APIRouter:
 
     @router.post("/v1/responses")
     async def respond(body: ResponseRequest, request: Request) -> Response:
-        run, readers = await start_chat(served, body.chat, request)
+        chat = await anyio.to_thread.run_sync(lambda: body.chat)
+        run, readers = await start_chat(served, chat, request)
         reply = _Reply(body, run, readers)
         if body.stream:
             return EventStream(reply.events(), run, served.settings.ping_s, done=False)
@@ -128,7 +130,8 @@ class _Reply:
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked, ended = self.asked.model_dump(by_alias=True), status != "in_progress"
+        asked = self.asked.model_dump(include={"text", "tool_choice", "tools"}, by_alias=True)
+        ended = status != "in_progress"
         return {
             "id": self.id,
             "object": "response",

@@ -6,6 +6,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from kvboost_hf.server.schema import (
+    MAX_TOOLS,
     Body,
     CalledFunction,
     ChatRequest,
@@ -113,7 +114,7 @@ class ResponseRequest(Request):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
-    tools: Many[FlatFunction] | None = None
+    tools: Annotated[Many[FlatFunction], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Annotated[Any, AfterValidator(_not_stored)] = None

@@ -7,6 +7,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
+MAX_TOOLS = 1000
+MAX_TEXTS = 2048  # to embed, as in OpenAI's API
+MAX_BIASES = 10_000
 MAX_DEPTH = 100  # of lists and objects in each other
 
 Item = TypeVar("Item")
@@ -16,7 +19,7 @@ Named = Annotated[dict[str, Item], Field(fail_fast=True)]
 
 _Token = Annotated[int, Field(ge=0)]
 _Added = Annotated[float, Field(ge=-100, le=100)]
-_Bias = Annotated[dict[_Token, _Added], Field(fail_fast=True)]
+_Bias = Annotated[dict[_Token, _Added], Field(max_length=MAX_BIASES, fail_fast=True)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -242,7 +245,7 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Many[Tool] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
@@ -345,7 +348,7 @@ class WarmRequest(Body):
 
     texts: Annotated[Many[str], Field(min_length=1)] | None = None
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
-    tools: Many[Tool] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
 
     @model_validator(mode="after")

@@ -20,6 +20,8 @@ from kvboost_hf.server.schema import Message, Sampled, Tool
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.turns import Turns
 
+MAX_LOGPROBS = 500_000  # of all tokens of a request
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -44,6 +46,7 @@ class Served:
     created: int
     _compiling: Turns = field(init=False)
     _encoder: Encoder = field(init=False)
+    _token_texts: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         most = self.settings.max_model_len
@@ -111,7 +114,10 @@ class Served:
 
     def token_text(self, token: int) -> str:
         """What a token stands for by itself."""
-        return str(self.tokenizer.decode([token]))
+        found = self._token_texts.get(token)
+        if found is None:
+            found = self._token_texts[token] = str(self.tokenizer.decode([token]))
+        return found
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -189,6 +195,16 @@ class Served:
         if choices > most:
             raise refused("n", f"One request may have {most} answers, got {choices}. Send several requests.")
         return choices
+
+    def require_few_logprobs(self, tokens: int, logprobs: int | None) -> None:
+        """Raises an `ApiError` if the answers of a request may have more log probabilities than one response can."""
+        found = 0 if logprobs is None else tokens * (1 + logprobs)
+        if found > MAX_LOGPROBS:
+            raise refused(
+                "logprobs",
+                f"One request may ask for {MAX_LOGPROBS} log probabilities, got up to {found}: those of {tokens} "
+                f"tokens with {logprobs} others each. Ask for fewer tokens, answers or others.",
+            )
 
     def start(self, jobs: Sequence[Job], request: Request) -> Run:
         """Submit the jobs of a request together; see `Run`."""

@@ -216,3 +216,46 @@ def test_bodies_have_so_much_memory_together(serve: Serve, engine: FakeEngine) -
         thread.join()
     assert told == [429] * 3 + [200] * 13
     assert ask("one") == 200  # all of it was given back
+
+
+_MANY = {
+    "log probabilities": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "n": 4,
+            "max_tokens": 5900,
+            "logprobs": True,
+            "top_logprobs": 20,
+        },
+    ),
+    "items": ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 60_000}),
+    "tools": (
+        "/v1/responses",
+        {"input": "a", "tools": [{"type": "function", "name": f"f{n}", "parameters": {}} for n in range(1000)]},
+    ),
+    "biases": ("/v1/completions", {"prompt": "a", "n": 16, "logit_bias": {str(n): 1 for n in range(1400)}}),
+}
+
+
+@pytest.mark.parametrize("name", _MANY)
+def test_much_that_is_served_keeps_nobody_waiting(at: Listening, engine: FakeEngine, name: str) -> None:
+    path, body = _MANY[name]
+    engine.says = ["a "] * 5900 if name == "log probabilities" else ["a"]
+    with watched(at):
+        response = _post(at, json.dumps({"model": "reader"} | body).encode(), path)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 16, "max_tokens": 8000, "logprobs": 20}, "logprobs"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "f"}] * 1001}, "tools"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(10_001)}}, "logit_bias"),
+    ],
+)
+def test_more_than_is_served(at: Listening, path: str, body: dict[str, Any], param: str) -> None:
+    response = _post(at, json.dumps({"model": "reader"} | body).encode(), path)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param

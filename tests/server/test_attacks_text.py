@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.server import encoding
 from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import ApiError
 from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions, TooLongError
@@ -579,3 +580,28 @@ def test_errors_name_what_there_is_room_for() -> None:
     assert told.value.max_prompt_tokens == 7
     with pytest.raises(TooLongError, match="Cut it into several"):
         asyncio.run(encoder.text("a" * 1000, None, new=1, whole=True))
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_a_part_tells_that_a_text_is_too_long(
+    tokenizer: Any, truncates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text of ever so many tokens that may have few enough, a part is tokenized."""
+    encoder = Encoder(tokenizer, context=100, truncates=truncates, max_waiting=4)
+    monkeypatch.setattr(encoder, "_reach", Reach(4000, 4000))
+    sizes: list[int] = []
+    true = encoding._encode
+    monkeypatch.setattr(
+        encoding, "_encode", lambda model, text, **more: sizes.append(len(text)) or true(model, text, **more)
+    )
+    text = "Anna plays the piano. " * 5000
+    if truncates:
+        found = asyncio.run(encoder.text(text, b"", new=1))
+        assert found[-100:] == tokenizer.encode(text[-2000:])[-100:]
+    else:
+        with pytest.raises(TooLongError, match=r"of more than \d+ tokens"):
+            asyncio.run(encoder.text(text, b"", new=1))
+    assert max(sizes) == 800
+    monkeypatch.setattr(encoding, "_TRIED", 2)  # a part that may well have few enough
+    assert asyncio.run(encoder.text(text[:440], b"", new=1)) == tokenizer.encode(text[:440])
+    assert sizes[-2:] == [200, 440]
