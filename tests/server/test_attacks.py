@@ -259,3 +259,26 @@ def test_more_than_is_served(at: Listening, path: str, body: dict[str, Any], par
     response = _post(at, json.dumps({"model": "reader"} | body).encode(), path)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+_CHAIN = {f"l{n}": {"allOf": [{"$ref": f"#/$defs%2Fl{n + 1}"}]} for n in range(1800)} | {"l1800": {"type": "null"}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs%2Fl0", "$defs": _CHAIN},
+        {"$id": "https://a.example/", "$ref": "https://a.example/#/$defs/l0", "$defs": _CHAIN},
+        {"$ref": "l0", "$defs": _CHAIN},
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}},
+        },
+    ],
+)
+def test_references_do_not_end_the_process(at: Listening, schema: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    body = {"model": "reader", "messages": [{"role": "user", "content": "a"}], "response_format": form}
+    response = _post(at, json.dumps(body).encode(), "/v1/chat/completions")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "response_format"
