@@ -86,7 +86,7 @@ class Answer:
     reason: str | None = None
 
 
-async def in_thread(build: Callable[[], dict[str, Any]]) -> JSONResponse:
+async def large(build: Callable[[], dict[str, Any]]) -> JSONResponse:
     """A response whose body may be large: it is built and written by a thread, so that nobody waits for it."""
     return await anyio.to_thread.run_sync(lambda: JSONResponse(build()))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from kvboost_hf.server.answers import Answer, CallReaders, Usage, in_thread, pieces, whole
+from kvboost_hf.server.answers import Answer, CallReaders, Usage, large, pieces, whole
 from kvboost_hf.server.constraints import calls_many, constraints_of, is_constrained
 from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import Constraint, TokenLogprob
@@ -86,7 +86,7 @@ class _Form:
     async def completion(self) -> Response:
         """All of it."""
         answers = await whole(pieces(self.run, self.readers), self.asked.n or 1)
-        return await in_thread(lambda: self._completion(answers))
+        return await large(lambda: self._completion(answers))
 
     def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
         return self._head("chat.completion") | {

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from kvboost_hf.server.answers import Answer, CallReaders, Usage, in_thread, pieces, whole
+from kvboost_hf.server.answers import Answer, CallReaders, Usage, large, pieces, whole
 from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.run import Run, unless_gone
@@ -67,7 +67,7 @@ class _Form:
     async def completion(self) -> Response:
         """All of it."""
         answers = await whole(pieces(self.run, CallReaders()), self._choices)
-        return await in_thread(lambda: self._completion(answers))
+        return await large(lambda: self._completion(answers))
 
     def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from kvboost_hf.server.answers import in_thread
+from kvboost_hf.server.answers import large
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.jobs import DrainingError
 from kvboost_hf.server.posted import PostedRoute
@@ -42,7 +42,7 @@ def embedding_routes(served: Served) -> APIRouter:
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
             return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
-        return await in_thread(embedded)
+        return await large(embedded)
 
     return router
 

@@ -1,11 +1,10 @@
 """Texts and chats as token ids: in threads that take turns, with tokenizers of their own."""
 
 import copy
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio
 import anyio.lowlevel
 from jinja2 import TemplateError
 
@@ -13,7 +12,7 @@ from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import TooLongError
 from kvboost_hf.server.lengths import reach_of
 from kvboost_hf.server.markers import CutText, ForgedMarkerError, Markers, texts_in
-from kvboost_hf.server.turns import Turns
+from kvboost_hf.server.turns import Turns, in_thread
 
 Told = list[dict[str, Any]]  # messages, or tools, as chat templates take them
 
@@ -42,7 +41,6 @@ class Encoder:
         self._context, self._truncates = context, truncates
         self._reach, self._markers = reach_of(tokenizer), Markers(tokenizer)
         self._turns = Turns(_PLACES, max_waiting)
-        self._threads = anyio.CapacityLimiter(_PLACES)
 
     async def text(
         self, text: str, client: bytes, *, new: int, special: bool = True, whole: bool = False
@@ -62,7 +60,7 @@ class Encoder:
         """
         kept = self._kept(text, new, whole)
         async with self._place(client, len(kept)) as tokenizer:
-            return await self._in_thread(
+            return await in_thread(
                 lambda: _encode(tokenizer, self._tried(tokenizer, kept, new, whole), special=special)
             )
 
@@ -92,22 +90,16 @@ class Encoder:
         """
         size = sum(map(len, texts_in([messages, tools])))
         async with self._place(client, size) as tokenizer:
-            return await self._in_thread(lambda: self._chat(tokenizer, messages, tools, new, answer))
+            return await in_thread(lambda: self._chat(tokenizer, messages, tools, new, answer))
 
     @asynccontextmanager
     async def _place(self, client: bytes, chars: int) -> AsyncIterator[Any]:
         async with self._turns.turn(client, long=chars > _LONG):
-            tokenizer = self._idle.pop() if self._idle else await self._copy()
+            tokenizer = self._idle.pop() if self._idle else await in_thread(lambda: copy.deepcopy(self._tokenizer))
             try:
                 yield tokenizer
             finally:
                 self._idle.append(tokenizer)
-
-    async def _copy(self) -> Any:
-        return await anyio.to_thread.run_sync(copy.deepcopy, self._tokenizer, limiter=self._threads)
-
-    async def _in_thread(self, work: Callable[[], list[int]]) -> list[int]:
-        return await anyio.to_thread.run_sync(work, limiter=self._threads)
 
     def _chat(self, tokenizer: Any, messages: Told, tools: Told, new: int, answer: bool) -> list[int]:
         rendered = _rendered(self._tokenizer, messages, tools, answer)

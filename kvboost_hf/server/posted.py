@@ -5,14 +5,13 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-import anyio
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from kvboost_hf.server.schema import MAX_DEPTH
-from kvboost_hf.server.turns import Turns
+from kvboost_hf.server.turns import Turns, in_thread
 
 MAX_PARTS = 200_000  # objects, lists, and fields of objects
 _SMALL = 2**16  # bytes that are read faster than a thread could be asked to
@@ -38,7 +37,7 @@ class _Posted(Request):
             return read_json(raw)
         turns: Turns = self.app.state.reading
         async with turns.turn(str(self.scope.get("api_key", "")).encode()):
-            return await anyio.to_thread.run_sync(partial(read_json, raw))
+            return await in_thread(partial(read_json, raw))
 
 
 def read_json(raw: bytes) -> Any:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import anyio
 from starlette.requests import Request
 
 from kvboost_hf.server.encoding import Encoder
@@ -15,10 +14,10 @@ from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.jobs import Constraint, Engine, Job, QueueFullError, SamplingOptions, TooLongError
 from kvboost_hf.server.metrics import Meter
-from kvboost_hf.server.run import Run
+from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import Message, Sampled, Tool
 from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.turns import Turns
+from kvboost_hf.server.turns import Turns, in_thread
 
 MAX_LOGPROBS = 500_000  # of all tokens of a request
 
@@ -74,7 +73,8 @@ class Served:
     ) -> list[int]:
         """Tokens of a text that a request has; see `Encoder.text`."""
         with self._refusals():
-            return await self._encoder.text(text, client(request), new=new, special=special, whole=whole)
+            work = self._encoder.text(text, client(request), new=new, special=special, whole=whole)
+            return await unless_gone(request, None, work)
 
     async def tokens(
         self, text: str | list[int], request: Request, param: str, *, new: int = 1, whole: bool = False
@@ -104,13 +104,18 @@ class Served:
         told = [_as_template_has_it(message) for message in messages]
         shown = [tool.body for tool in tools]
         with self._refusals():
-            return await self._encoder.chat(told, shown, client(request), new=new, answer=answer)
+            work = self._encoder.chat(told, shown, client(request), new=new, answer=answer)
+            return await unless_gone(request, None, work)
 
     async def compile(self, request: Request, work: Callable[[], Sequence[Constraint]]) -> Sequence[Constraint]:
         """Constraints, which a thread makes when it is the client's turn."""
-        with self._refusals():
+
+        async def made() -> Sequence[Constraint]:
             async with self._compiling.turn(client(request)):
-                return await anyio.to_thread.run_sync(work)
+                return await in_thread(work)
+
+        with self._refusals():
+            return await unless_gone(request, None, made())
 
     def token_text(self, token: int) -> str:
         """What a token stands for by itself."""

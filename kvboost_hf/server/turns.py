@@ -1,13 +1,29 @@
 """Whose work is done next: a few pieces at once, and nobody waits for all that another one has sent."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
+
+import anyio
 
 from kvboost_hf.server.jobs import QueueFullError
 
 _RETRY_S = 1.0
+
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """What a thread makes of it. Who is cancelled waits for the thread, so that its place is not free before."""
+    running = asyncio.ensure_future(anyio.to_thread.run_sync(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        running.exception()  # nobody is told of it
+        raise
 
 
 @dataclass(slots=True, eq=False)

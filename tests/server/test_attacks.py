@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from benchmarks.server_process import OURS, serving
+from kvboost_hf.server import encoding
+from kvboost_hf.server.grammars import Grammars
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 
@@ -138,6 +140,45 @@ def test_schemas_that_take_long_do_not_keep_others_waiting(reading: Listening) -
             thread.join()
     assert [response.status_code for response in told] == [400] * 8
     assert all("takes more than 2 s of computing" in response.json()["error"]["message"] for response in told)
+
+
+@pytest.mark.parametrize("kind", ["schema", "text"])
+def test_what_nobody_waits_for_is_not_done(
+    serve: Serve, engine: FakeEngine, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of twelve requests whose clients leave, those that had begun are finished, and no other is begun."""
+    at, go, begun = serve(engine), threading.Event(), list[str]()
+
+    def wait(*given: Any, **more: Any) -> Any:
+        begun.append(kind)
+        go.wait(20)
+        return "not to be enforced" if kind == "schema" else [5]
+
+    body = {"model": "reader", "prompt": "a" * 40_000}
+    path = "/v1/completions"
+    if kind == "schema":
+        body, path = _bomb(0), "/v1/chat/completions"
+        monkeypatch.setattr(Grammars, "_compile", wait)
+    else:
+        monkeypatch.setattr(encoding, "_encode", wait)
+
+    def leave() -> None:
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(at.url + path, json=body, timeout=0.7)
+
+    threads = [threading.Thread(target=leave) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Without keys there is one client, of whose long texts one is tokenized at a time.
+    assert len(begun) == (2 if kind == "schema" else 1)
+    time.sleep(0.3)  # until the server has noticed
+    go.set()
+    body = _bomb(1) if kind == "schema" else body  # what was found of the first is kept
+    response = httpx.post(at.url + path, json=body, timeout=20)
+    assert response.status_code == (400 if kind == "schema" else 200)
+    assert len(begun) == (3 if kind == "schema" else 2)
 
 
 def test_a_server_that_compiles_can_be_ended() -> None:
