@@ -56,6 +56,7 @@ def make_app(
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     ends = frozenset(ends)
     grammars = Grammars(tokenizer, engine.vocab_size, ends=ends)
+    reading = Turns(2, settings.max_queue_size)
     served = Served(
         engine=engine,
         tokenizer=tokenizer,
@@ -63,6 +64,7 @@ def make_app(
         ends=ends,
         meter=Meter(engine),
         grammars=grammars,
+        reading=reading,
         created=int(time.time()),
     )
 
@@ -73,7 +75,7 @@ def make_app(
         grammars.close()
 
     app = FastAPI(title="kvboost_hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.reading = Turns(2, settings.max_queue_size)  # bodies, see `PostedRoute`
+    app.state.reading = reading  # see `PostedRoute`
     add_handlers(app)
     for router in (
         chat_routes(served),

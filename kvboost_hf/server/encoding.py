@@ -88,6 +88,8 @@ class Encoder:
             TooLongError: see `text`, as for the other.
             QueueFullError:
         """
+        if len(messages) > self._context and not self._truncates:  # each has a token at least
+            raise self._too_long(f"{len(messages)} messages", new, whole=False)
         size = sum(map(len, texts_in([messages, tools])))
         async with self._place(client, size) as tokenizer:
             return await in_thread(lambda: self._chat(tokenizer, messages, tools, new, answer))
@@ -171,5 +173,5 @@ def _rendered(tokenizer: Any, messages: Told, tools: Told, answer: bool) -> str:
         return str(
             tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=answer)
         )
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TemplateError, TypeError, ValueError, RecursionError) as error:
         raise refused("messages", f"The model's chat template refuses them: {error}") from error

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -26,7 +25,7 @@ def response_routes(served: Served) -> APIRouter:
 
     @router.post("/v1/responses")
     async def respond(body: ResponseRequest, request: Request) -> Response:
-        chat = await anyio.to_thread.run_sync(lambda: body.chat)
+        chat = await served.read(request, lambda: body.chat)
         run, readers = await start_chat(served, chat, request)
         reply = _Reply(body, run, readers)
         if body.stream:

@@ -155,6 +155,7 @@ class ResponseRequest(Request):
         found = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             return [*found, Message(role="user", content=self.input)]
+        calls: list[MadeCall] = []  # of the last message, while there are more of them
         for item in self.input:
             match item:
                 case SaidItem():
@@ -163,9 +164,10 @@ class ResponseRequest(Request):
                     found.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
                 case CallItem():
                     call = MadeCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-                    if found and found[-1].role == "assistant":
-                        calls = [*(found[-1].tool_calls or ()), call]
+                    if not found or found[-1].role != "assistant":
+                        found.append(Message(role="assistant"))
+                    if found[-1].tool_calls is not calls:
+                        calls = []
                         found[-1] = found[-1].model_copy(update={"tool_calls": calls})
-                    else:
-                        found.append(Message(role="assistant", tool_calls=[call]))
+                    calls.append(call)
         return found

@@ -5,18 +5,20 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from kvboost_hf.server.json_text import read_json
+
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 1000
 MAX_TEXTS = 2048  # to embed, as in OpenAI's API
 MAX_BIASES = 10_000
-MAX_DEPTH = 100  # of lists and objects in each other
 
 Item = TypeVar("Item")
 # A collection with one error at most, where it would have one for each of millions of items.
 Many = Annotated[list[Item], Field(fail_fast=True)]
 Named = Annotated[dict[str, Item], Field(fail_fast=True)]
 
+_Id = Annotated[int, Field(strict=True)]
 _Token = Annotated[int, Field(ge=0)]
 _Added = Annotated[float, Field(ge=-100, le=100)]
 _Bias = Annotated[dict[_Token, _Added], Field(max_length=MAX_BIASES, fail_fast=True)]
@@ -75,10 +77,14 @@ class CalledFunction(Body):
 
     @property
     def parsed(self) -> dict[str, Any] | str:
-        """The arguments as an object; as text if they are none, as a model may have written them."""
+        """The arguments as an object; as text if they are none, as a model may have written them.
+
+        Raises:
+            LargeJsonError: they have too many parts, or too deep ones.
+        """
         try:
-            found = json.loads(self.arguments)
-        except ValueError:
+            found = read_json(self.arguments.encode())
+        except json.JSONDecodeError:
             return self.arguments
         return found if isinstance(found, dict) else self.arguments
 
@@ -216,7 +222,7 @@ class Sampled(Request):
     stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> "Sampled":
@@ -294,8 +300,8 @@ def _kind_of_texts(given: Any) -> str:
 Texts = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Many[str], Tag("texts")]
-    | Annotated[Many[int], Tag("tokens")]
-    | Annotated[Many[Many[int]], Tag("token_lists")],
+    | Annotated[Many[_Id], Tag("tokens")]
+    | Annotated[Many[Many[_Id]], Tag("token_lists")],
     Discriminator(_kind_of_texts),
 ]
 

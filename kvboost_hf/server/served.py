@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -13,11 +13,14 @@ from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.jobs import Constraint, Engine, Job, QueueFullError, SamplingOptions, TooLongError
+from kvboost_hf.server.json_text import LargeJsonError, require_few_parts
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import Message, Sampled, Tool
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.turns import Turns, in_thread
+
+T = TypeVar("T")
 
 MAX_LOGPROBS = 500_000  # of all tokens of a request
 
@@ -33,6 +36,7 @@ class Served:
         ends: Tokens that end an answer.
         meter: Counts.
         grammars: Compiles what answers must follow.
+        reading: Whose request is read next.
         created: When the server started, in seconds since 1970.
     """
 
@@ -42,6 +46,7 @@ class Served:
     ends: frozenset[int]
     meter: Meter
     grammars: Grammars
+    reading: Turns
     created: int
     _compiling: Turns = field(init=False)
     _encoder: Encoder = field(init=False)
@@ -101,21 +106,26 @@ class Served:
         answer: bool = True,
     ) -> list[int]:
         """Tokens of a chat, up to where the answer starts, or without that start; see `Encoder.chat`."""
-        told = [_as_template_has_it(message) for message in messages]
-        shown = [tool.body for tool in tools]
+        told, shown = await self.read(request, lambda: _as_templates_have_them(messages, tools))
         with self._refusals():
             work = self._encoder.chat(told, shown, client(request), new=new, answer=answer)
             return await unless_gone(request, None, work)
 
-    async def compile(self, request: Request, work: Callable[[], Sequence[Constraint]]) -> Sequence[Constraint]:
-        """Constraints, which a thread makes when it is the client's turn."""
+    async def read(self, request: Request, work: Callable[[], T]) -> T:
+        """What a thread makes of a request when it is the client's turn, unless the client goes away."""
+        return await self._in_turn(self.reading, request, work)
 
-        async def made() -> Sequence[Constraint]:
-            async with self._compiling.turn(client(request)):
+    async def compile(self, request: Request, work: Callable[[], Sequence[Constraint]]) -> Sequence[Constraint]:
+        """Constraints, which a thread makes when it is the client's turn, unless the client goes away."""
+        return await self._in_turn(self._compiling, request, work)
+
+    async def _in_turn(self, turns: Turns, request: Request, work: Callable[[], T]) -> T:
+        async def done() -> T:
+            async with turns.turn(client(request)):
                 return await in_thread(work)
 
         with self._refusals():
-            return await unless_gone(request, None, made())
+            return await unless_gone(request, None, done())
 
     def token_text(self, token: int) -> str:
         """What a token stands for by itself."""
@@ -234,6 +244,17 @@ def salt(api_key: str | None, cache_key: str | None) -> bytes:
     if api_key is None and cache_key is None:
         return b""
     return hashlib.sha256(repr((api_key, cache_key)).encode()).digest()
+
+
+def _as_templates_have_them(
+    messages: Sequence[Message], tools: Sequence[Tool]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    try:
+        calls = [call for message in messages for call in message.tool_calls or ()]
+        require_few_parts([call.function.arguments.encode() for call in calls])
+        return [_as_template_has_it(message) for message in messages], [tool.body for tool in tools]
+    except LargeJsonError as error:
+        raise refused("messages", f"Arguments of calls: {error}") from error
 
 
 def _as_template_has_it(message: Message) -> dict[str, Any]:

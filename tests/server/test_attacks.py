@@ -291,6 +291,8 @@ def test_much_that_is_served_keeps_nobody_waiting(at: Listening, engine: FakeEng
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 1e-40}, "repetition_penalty"),
+        ("/v1/completions", {"prompt": [True, False]}, "prompt.0"),
         ("/v1/completions", {"prompt": "a", "n": 16, "max_tokens": 8000, "logprobs": 20}, "logprobs"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "f"}] * 1001}, "tools"),
         ("/v1/completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(10_001)}}, "logit_bias"),
@@ -323,3 +325,68 @@ def test_references_do_not_end_the_process(at: Listening, schema: dict[str, Any]
     response = _post(at, json.dumps(body).encode(), "/v1/chat/completions")
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "response_format"
+
+
+def _chat_of(arguments: str) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "b", "arguments": arguments}}
+    told = {"role": "assistant", "tool_calls": [call]}
+    return {"model": "reader", "messages": [{"role": "user", "content": "a"}, told], "max_tokens": 1}
+
+
+def _items_of(arguments: str, count: int = 1) -> dict[str, Any]:
+    call = {"type": "function_call", "call_id": "a", "name": "b", "arguments": arguments}
+    return {"model": "reader", "input": [{"role": "user", "content": "a"}] + [call] * count}
+
+
+_DEEP = {"lists": "[" * 100_000, "objects": '{"a":' * 900 + "1" + "}" * 900, "a few": '{"a":' * 150 + "1" + "}" * 150}
+
+
+@pytest.mark.parametrize("name", _DEEP)
+def test_deep_arguments_are_refused(at: Listening, name: str) -> None:
+    chat = _chat_of(_DEEP[name])
+    warm = {"messages": chat["messages"]}
+    for path, body in {
+        "/v1/chat/completions": chat,
+        "/v1/responses": _items_of(_DEEP[name]),
+        "/v1/warm": warm,
+    }.items():
+        response = _post(at, json.dumps(body).encode(), path)
+        assert response.status_code == 400
+        assert "nested 100 deep at most" in response.json()["error"]["message"]
+
+
+def test_arguments_with_many_parts_are_refused(at: Listening) -> None:
+    """In one call, and in many: JSON in texts is counted as well."""
+    with watched(at):
+        large = '{"a":[' + "[]," * 4_500_000 + "1]}"
+        assert _post(at, json.dumps(_chat_of(large)).encode(), "/v1/chat/completions").status_code == 400
+        several = json.dumps(_items_of('{"a":[' + "[]," * 20_000 + "1]}", 20)).encode()
+        response = _post(at, several, "/v1/responses")
+    assert response.status_code == 400
+    assert "Arguments of calls: JSON may have 200000" in response.json()["error"]["message"]
+
+
+def test_many_calls_at_once_keep_nobody_waiting(serve: Serve, engine: FakeEngine) -> None:
+    at = serve(engine, api_keys=("one", "two"))
+    body, told = json.dumps(_items_of("{}", 39_000)).encode(), list[int]()
+
+    def ask(key: str, content: bytes, timeout_s: float) -> int:
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        return httpx.post(f"{at.url}/v1/responses", content=content, headers=headers, timeout=timeout_s).status_code
+
+    def attack() -> None:
+        with suppress(httpx.TimeoutException):
+            told.append(ask("one", body, 3))
+
+    threads = [threading.Thread(target=attack) for _ in range(12)]
+    with watched(at):
+        for thread in threads:
+            thread.start()
+        small = json.dumps({"model": "reader", "input": "a"}).encode()
+        for _ in range(3):
+            start = time.perf_counter()
+            assert ask("two", small, 60) == 200
+            assert time.perf_counter() - start < 8
+        for thread in threads:
+            thread.join()
+        assert ask("one", small, 30) == 200  # those who have left are not waited for
