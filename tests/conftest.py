@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+
+from kvboost_hf.cache.pace import ComputePace
 
 VOCAB = 200
 PAD, BOS, EOS = 0, 1, 199
@@ -187,3 +190,15 @@ def counted(model: PreTrainedModel) -> Work:
 @pytest.fixture
 def llama() -> PreTrainedModel:
     return make_model("llama")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> str:
+    """The address of a disk tier that is empty."""
+    return f"disk:{tmp_path / 'tier'}:1GB"
+
+
+@pytest.fixture
+def loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models compute faster than anything is read; what is worth loading has tests of its own."""
+    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)

@@ -1,4 +1,4 @@
-"""What K/V and states of a model look like, and reading blobs that must look so.
+"""Reads blobs, and compares them with the form that the K/V and states of the model have.
 
 Who wrote a blob is not known, and checksums anybody can make. So shapes, types and places are not taken from it: they
 are those of the model, found by running it on a few tokens, and what a blob tells is compared with them.

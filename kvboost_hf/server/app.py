@@ -17,6 +17,7 @@ from kvboost_hf import __version__
 from kvboost_hf.server.chat import chat_routes
 from kvboost_hf.server.completions import completion_routes
 from kvboost_hf.server.embeddings import embedding_routes
+from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import add_handlers
 from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.guard import Guard, require_operator
@@ -56,7 +57,14 @@ def make_app(
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     ends = frozenset(ends)
     grammars = Grammars(tokenizer, engine.vocab_size, ends=ends)
-    reading = Turns(2, settings.max_queue_size)
+    reading, compiling = (Turns(2, settings.max_queue_size) for _ in range(2))
+    most = settings.max_model_len
+    encoder = Encoder(
+        tokenizer,
+        context=engine.max_model_len if most is None else min(most, engine.max_model_len),
+        truncates=settings.auto_truncate,
+        max_waiting=settings.max_queue_size,
+    )
     served = Served(
         engine=engine,
         tokenizer=tokenizer,
@@ -65,6 +73,8 @@ def make_app(
         meter=Meter(engine),
         grammars=grammars,
         reading=reading,
+        compiling=compiling,
+        encoder=encoder,
         created=int(time.time()),
     )
 

@@ -42,16 +42,13 @@ class Encoder:
         self._reach, self._markers = reach_of(tokenizer), Markers(tokenizer)
         self._turns = Turns(_PLACES, max_waiting)
 
-    async def text(
-        self, text: str, client: bytes, *, new: int, special: bool = True, whole: bool = False
-    ) -> list[int]:
-        """Tokens of a text.
+    async def text(self, text: str, client: bytes, *, new: int, whole: bool = False) -> list[int]:
+        """Tokens of a text, with what the tokenizer puts before each. Special tokens in the text are such.
 
         Args:
             text: The text.
             client: Who asks; see `Turns`.
             new: Tokens that are to come behind it.
-            special: With what the tokenizer puts before each text. Special tokens in the text are such.
             whole: Refuse a text that is too long even where the beginning of prompts is left out.
 
         Raises:
@@ -60,9 +57,7 @@ class Encoder:
         """
         kept = self._kept(text, new, whole)
         async with self._place(client, len(kept)) as tokenizer:
-            return await in_thread(
-                lambda: _encode(tokenizer, self._tried(tokenizer, kept, new, whole), special=special)
-            )
+            return await in_thread(lambda: _encode(tokenizer, self._tried(tokenizer, kept, new, whole), special=True))
 
     async def tokens(self, ids: list[int], *, new: int, whole: bool = False) -> list[int]:
         """Tokens that came in place of a text: no more than the context has, or `TooLongError`. See `text`."""

@@ -9,6 +9,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from kvboost_hf.server.json_text import LargeJsonError, read_json
+from kvboost_hf.server.served import client
 from kvboost_hf.server.turns import Turns, in_thread
 
 _SMALL = 2**16  # bytes that are read faster than a thread could be asked to
@@ -34,7 +35,7 @@ class _Posted(Request):
             if len(raw) <= _SMALL:
                 return read_json(raw)
             turns: Turns = self.app.state.reading
-            async with turns.turn(str(self.scope.get("api_key", "")).encode()):
+            async with turns.turn(client(self)):
                 return await in_thread(partial(read_json, raw))
         except LargeJsonError as error:
             raise HTTPException(400 if error.deep else 413, str(error)) from error

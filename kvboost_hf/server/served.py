@@ -37,6 +37,8 @@ class Served:
         meter: Counts.
         grammars: Compiles what answers must follow.
         reading: Whose request is read next.
+        compiling: Whose grammar is compiled next.
+        encoder: Makes tokens of texts and chats.
         created: When the server started, in seconds since 1970.
     """
 
@@ -47,21 +49,10 @@ class Served:
     meter: Meter
     grammars: Grammars
     reading: Turns
+    compiling: Turns
+    encoder: Encoder
     created: int
-    _compiling: Turns = field(init=False)
-    _encoder: Encoder = field(init=False)
     _token_texts: dict[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        most = self.settings.max_model_len
-        encoder = Encoder(
-            self.tokenizer,
-            context=self.engine.max_model_len if most is None else min(most, self.engine.max_model_len),
-            truncates=self.settings.auto_truncate,
-            max_waiting=self.settings.max_queue_size,
-        )
-        object.__setattr__(self, "_encoder", encoder)
-        object.__setattr__(self, "_compiling", Turns(2, self.settings.max_queue_size))
 
     def require_model(self, name: str) -> None:
         """Raises an `ApiError` if another model is asked for."""
@@ -73,12 +64,10 @@ class Served:
                 code="model_not_found",
             )
 
-    async def encode(
-        self, text: str, request: Request, *, new: int = 1, special: bool = True, whole: bool = False
-    ) -> list[int]:
+    async def encode(self, text: str, request: Request, *, new: int = 1, whole: bool = False) -> list[int]:
         """Tokens of a text that a request has; see `Encoder.text`."""
         with self._refusals():
-            work = self._encoder.text(text, client(request), new=new, special=special, whole=whole)
+            work = self.encoder.text(text, client(request), new=new, whole=whole)
             return await unless_gone(request, None, work)
 
     async def tokens(
@@ -88,7 +77,7 @@ class Served:
         if isinstance(text, str):
             return await self.encode(text, request, new=new, whole=whole)
         with self._refusals():
-            ids = await self._encoder.tokens(text, new=new, whole=whole)
+            ids = await self.encoder.tokens(text, new=new, whole=whole)
         wrong = next(
             (token for token in (min(ids, default=0), max(ids, default=0)) if not self._is_token(token)), None
         )
@@ -108,7 +97,7 @@ class Served:
         """Tokens of a chat, up to where the answer starts, or without that start; see `Encoder.chat`."""
         told, shown = await self.read(request, lambda: _as_templates_have_them(messages, tools))
         with self._refusals():
-            work = self._encoder.chat(told, shown, client(request), new=new, answer=answer)
+            work = self.encoder.chat(told, shown, client(request), new=new, answer=answer)
             return await unless_gone(request, None, work)
 
     async def read(self, request: Request, work: Callable[[], T]) -> T:
@@ -117,7 +106,7 @@ class Served:
 
     async def compile(self, request: Request, work: Callable[[], Sequence[Constraint]]) -> Sequence[Constraint]:
         """Constraints, which a thread makes when it is the client's turn, unless the client goes away."""
-        return await self._in_turn(self._compiling, request, work)
+        return await self._in_turn(self.compiling, request, work)
 
     async def _in_turn(self, turns: Turns, request: Request, work: Callable[[], T]) -> T:
         async def done() -> T:

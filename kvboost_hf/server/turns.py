@@ -1,4 +1,4 @@
-"""Whose work is done next: a few pieces at once, and nobody waits for all that another one has sent."""
+"""Lets clients take turns: a few pieces of work are done at once, and nobody waits for all that another one sent."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -12,15 +12,11 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.cache import loading, serve
-from kvboost_hf.cache.pace import ComputePace
 from tests.conftest import as_inputs, counted, left_pad, random_ids
 from tests.parity.test_tiers import BASE, fill, generate, restart
 from tests.parity.test_tiers import serve as same_as_plain
 
-
-@pytest.fixture(autouse=True)
-def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
+pytestmark = pytest.mark.usefixtures("loading_is_worth_it")
 
 
 @pytest.fixture
@@ -39,11 +35,6 @@ def loadings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[loading.Loading]]
     for each in found:
         each._thread.join(10)
         assert not each._thread.is_alive()
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> str:
-    return f"disk:{tmp_path / 'tier'}:1GB"
 
 
 def blobs(folder: Path) -> list[Path]:

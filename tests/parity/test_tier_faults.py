@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, detach, last_cache
-from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.valkey import ValkeyTier
@@ -26,14 +25,7 @@ from tests.unit.test_tiered_store import Recording
 needs_server = pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is on the PATH")
 
 
-@pytest.fixture(autouse=True)
-def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> str:
-    return f"disk:{tmp_path / 'tier'}:1GB"
+pytestmark = pytest.mark.usefixtures("loading_is_worth_it")
 
 
 def put_right(name: str, address: str, reused: int = 149) -> None:

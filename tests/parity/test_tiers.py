@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, ReuseReport, check_model_compatibility
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache import tiered
-from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.cache.tiers.record import read_entry
 from tests.conftest import FULL_ATTENTION, STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
@@ -25,20 +24,12 @@ CODECS = ["raw", "int8", "int4", "turboquant", "turboquant:3.5"]
 BASE = random_ids(150, seed=1)
 
 
-@pytest.fixture(autouse=True)
-def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models compute faster than anything is read; what is worth loading has tests of its own."""
-    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
+pytestmark = pytest.mark.usefixtures("loading_is_worth_it")
 
 
 @pytest.fixture(params=["disk", "memory"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"disk:{tmp_path / 'tier'}:1GB" if request.param == "disk" else f"memory://{uuid4().hex}"
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> str:
-    return f"disk:{tmp_path / 'tier'}:1GB"
 
 
 def name_of(address: str) -> str:

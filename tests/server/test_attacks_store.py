@@ -20,7 +20,6 @@ from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache import loading
 from kvboost_hf.cache.forms import ModelForm, read_kv, read_states
 from kvboost_hf.cache.kv import ColumnFormat
-from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.tiers import below
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.below import MeasuredTier
@@ -37,14 +36,7 @@ from tests.server.conftest import SETTINGS, listening
 Change = Callable[[Forged], None]
 
 
-@pytest.fixture(autouse=True)
-def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> str:
-    return f"disk:{tmp_path / 'tier'}:1GB"
+pytestmark = pytest.mark.usefixtures("loading_is_worth_it")
 
 
 # Blobs with other contents, and the checksums that belong to them. The first tensor is the first to be read.

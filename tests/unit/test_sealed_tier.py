@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.sealed import SealedTier, read_tier_key
@@ -27,14 +26,7 @@ KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 COUNT = 5  # chunks of `BASE`
 
 
-@pytest.fixture(autouse=True)
-def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> str:
-    return f"disk:{tmp_path / 'tier'}:1GB"
+pytestmark = pytest.mark.usefixtures("loading_is_worth_it")
 
 
 class TestSealedTier(TierContract):
