@@ -279,8 +279,8 @@ def pieces_of(spans: Sequence[Span], layer_idx: int, start: int, stop: int) -> l
             piece = span.reader.layer(layer_idx)
             if piece is not None:
                 at, length = begin - span.origin, end - begin
-                whole = all(kv.shape[1] == length for kv in piece)
-                pieces.append(piece if whole else tuple(kv.narrow(1, at, length) for kv in piece))
+                whole = piece[0].shape[1] == length  # all of them have as many tokens
+                pieces.append(piece if whole else tuple([kv.narrow(1, at, length) for kv in piece]))
     return pieces
 
 

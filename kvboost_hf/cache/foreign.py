@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
+from operator import is_
 from threading import get_ident
 from typing import Any
 
@@ -69,6 +70,7 @@ def holder_of_cache(model: nn.Module) -> str | None:
         What it is, to follow "because", or None.
     """
     todo = [model]
+    native: set[type] = set()  # classes whose forward is their own
     while todo:
         module = todo.pop()
         kind: Any = type(module)
@@ -86,8 +88,10 @@ def holder_of_cache(model: nn.Module) -> str | None:
                 for number in with_kwargs if hooks else ():
                     if number in hooks and not only_looks(hooks[number]):
                         return f"a forward hook ({name_of(hooks[number])}) on {kind.__name__} is given the cache"
-            if (patch := _patched_forward(module)) is not None:
-                return f"the forward of {kind.__name__} was replaced ({name_of(patch)})"
+            if kind not in native or "forward" in attributes:
+                if (patch := _patched_forward(module)) is not None:
+                    return f"the forward of {kind.__name__} was replaced ({name_of(patch)})"
+                native.add(kind)
         todo += [child for child in module.__dict__["_modules"].values() if child is not None]
     return None
 
@@ -172,21 +176,41 @@ def _is_of_a_model(kind: type) -> bool:
     return kind.__module__.startswith("transformers.models.")
 
 
-_first_seen: dict[Any, dict[str, Any]] = {}  # of modules and classes, what their names stood for
+class _Names:
+    """What the names in a module or a class stand for.
+
+    Args:
+        place: The module or class.
+    """
+
+    def __init__(self, place: Any) -> None:
+        called = {name: value for name, value in list(vars(place).items()) if _is_called(name, value)}
+        self._first = {name: value if _is_original(value) else None for name, value in called.items()}
+        self._place = place
+        self._last: tuple[list[str], list[Any]] = [], []  # when this was last looked at
+        self._found: list[Any] = []
+
+    def replaced(self) -> list[Any]:
+        """What they stand for now where it is not what they stood for at first, or not original."""
+        now = dict(vars(self._place))
+        names, values = list(now), list(now.values())
+        if names != self._last[0] or not all(map(is_, values, self._last[1])):
+            first = self._first
+            new = [value for name, value in now.items() if name not in first and _is_called(name, value)]
+            self._found = new + [now[name] for name, value in first.items() if name in now and now[name] is not value]
+            self._last = names, values
+        return [value for value in self._found if not only_looks(value)]
+
+
+_names: dict[Any, _Names] = {}  # of modules and classes, since they were first seen
 
 
 def _replaced_in(place: Any) -> list[Any]:
     """What names in a module or a class stand for, where it is not what they stood for at first, or not original."""
-    seen = _first_seen.get(place)
-    if seen is None:
-        seen = _first_seen[place] = {}
-        for name, value in list(vars(place).items()):
-            if _is_called(name, value):
-                seen[name] = value if _is_original(value) else None
-    now = dict(vars(place))
-    new = [value for name, value in now.items() if name not in seen and _is_called(name, value)]
-    found = new + [now[name] for name, value in seen.items() if name in now and now[name] is not value]
-    return [value for value in found if not only_looks(value)]
+    names = _names.get(place)
+    if names is None:
+        names = _names[place] = _Names(place)
+    return names.replaced()
 
 
 def _is_called(name: str, value: Any) -> bool:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.arming import in_generate, in_prefill
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
-from kvboost_hf.cache.fingerprint import autocast
 from kvboost_hf.cache.foreign import foreign_attention, holder_of_cache, hooks_registered, is_own
 from kvboost_hf.cache.hook import HookedCache, Kwargs
 from kvboost_hf.cache.kinds import make_layers
@@ -31,6 +30,7 @@ from kvboost_hf.cache.scatter import ScatterPass
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.static import StaticReuseLayer
 from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk, StoredStates
+from kvboost_hf.cache.walk import autocast
 from kvboost_hf.compat import cache_layers, known_reason
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError

@@ -33,13 +33,18 @@ class ColumnFormat:
 
     def __init__(self, codec: Codec = _RAW, rotation: KeyRotation | None = None) -> None:
         self.codec, self.rotation = codec if not codec.lossless else _RAW, rotation
+        self._known: dict[tuple[int, int, torch.dtype], _TensorFormat] = {}
 
     def of(self, layer_idx: int, tensor: int, dtype: torch.dtype) -> "_TensorFormat":
         """How one of a layer's tensors is kept."""
-        rotation = self.rotation.layers[layer_idx] if self.rotation is not None else None
-        keys = tensor == (rotation.tensor if rotation is not None else 0)
-        codec = self.codec if tensor < 2 and dtype.is_floating_point else _RAW
-        return _TensorFormat(codec, "keys" if keys else "values", rotation if keys else None)
+        key = layer_idx, tensor, dtype
+        known = self._known.get(key)
+        if known is None:
+            rotation = self.rotation.layers[layer_idx] if self.rotation is not None else None
+            keys = tensor == (rotation.tensor if rotation is not None else 0)
+            codec = self.codec if tensor < 2 and dtype.is_floating_point else _RAW
+            known = self._known[key] = _TensorFormat(codec, "keys" if keys else "values", rotation if keys else None)
+        return known
 
     def nbytes(self, layers: Sequence[ReuseLayer], tokens: int) -> int:
         """Bytes of so many columns of one row."""
@@ -230,6 +235,21 @@ class LayerKVReader:
         self._planes: dict[int, Planes] = {}
         self._decoded: dict[int, tuple[range, Sequence[torch.Tensor]]] = {}
         self._last: tuple[int, Piece | None] | None = None  # pieces of one chunk are read one after the other
+        self._views = self._all_views()
+
+    def _all_views(self) -> list[Piece | None] | None:
+        """The tensors of all layers, where they need neither be moved, decoded nor checked."""
+        blocks = self._kv.blocks
+        if not all(each.codec.lossless and each.blob is None and each.device.type == "cpu" for each in blocks):
+            return None
+        decoded: list[Sequence[torch.Tensor]] = []
+        for block in blocks:
+            block.wait()
+            decoded.append(block.decode(block.planes, range(len(block.rotations))).unbind(0))
+        return [
+            tuple([decoded[number][at] for number, at in places]) if places is not None else None
+            for places in self._kv.places
+        ]
 
     def layer(self, index: int) -> Piece | None:
         """The tensors of a layer, [heads, tokens, dim] each, or None if it has no columns.
@@ -237,6 +257,8 @@ class LayerKVReader:
         Raises:
             DamagedBlobError: if they are not what was stored.
         """
+        if self._views is not None:
+            return self._views[index]
         if self._last is None or self._last[0] != index:
             places = self.places(index)
             self._last = index, tuple(self._tensor(*place) for place in places) if places is not None else None

@@ -220,14 +220,23 @@ class GrowingTensor:
     def view(self, start: int = 0) -> torch.Tensor:
         """Columns from `start`, or from the first one held, on."""
         assert self.buffer is not None
-        return self.buffer[:, :, max(start - self.first, 0) : self.stop - self.first]
+        end = self.stop - self.first
+        begin = min(max(start - self.first, 0), end)
+        return self.buffer.narrow(2, begin, end - begin)
+
+    def row(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """Columns [start, stop) of a row, as far as they are held."""
+        assert self.buffer is not None
+        end = min(stop, self.stop) - self.first
+        begin = min(max(start - self.first, 0), end)
+        return self.buffer[row].narrow(1, begin, end - begin)
 
     def append(self, new: torch.Tensor, keep_from: int = 0) -> None:
         """Append [batch, heads, m, dim]; columns before `keep_from` may go if the buffer is full."""
         held, self.stop = self.stop, self.stop + new.shape[2]
         self.make_writable(new, held, keep_from)
         assert self.buffer is not None
-        self.buffer[:, :, held - self.first : self.stop - self.first].copy_(new)
+        self.buffer.narrow(2, held - self.first, self.stop - held).copy_(new)
         self.seal()
 
     def open(self, stop: int, like: torch.Tensor) -> torch.Tensor:
@@ -265,11 +274,7 @@ class GrowingTensor:
         self.make_writable(like.expand(len(rows), -1, -1, -1), held, self.first)
         assert self.buffer is not None
         for row, pieces in enumerate(rows):
-            out = self.buffer[row, :, held - self.first : stop - self.first]
-            padding = out.shape[1] - sum(piece.shape[1] for piece in pieces)
-            out[:, :padding].zero_()
-            if pieces:
-                torch.cat(list(pieces), dim=1, out=out[:, padding:])
+            write_behind_padding(self.buffer[row].narrow(1, held - self.first, stop - held), pieces)
         self.seal()
 
     def truncate(self, length: int) -> None:
@@ -381,16 +386,31 @@ class GrowingTensor:
         self.seal()
 
     def _reallocate(self, like: torch.Tensor, held: int, keep_from: int) -> None:
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            # Outside inference mode: a buffer made inside could not be appended to outside it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._reallocate(like, held, keep_from)
+            return
         first = max(self.first, keep_from)
         batch, heads, _, dim = like.shape
-        # Outside inference mode: a buffer made inside could not be appended to outside it.
-        with torch.inference_mode(False), torch.no_grad():
-            shape = (batch, heads, self.room(self.stop - first), dim)
-            grown = torch.empty(shape, dtype=like.dtype, device=like.device)
-            if self.buffer is not None:
-                grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
+        shape = (batch, heads, self.room(self.stop - first), dim)
+        grown = torch.empty(shape, dtype=like.dtype, device=like.device)
+        if self.buffer is not None and held > first:
+            grown.narrow(2, 0, held - first).copy_(self.buffer.narrow(2, first - self.first, held - first))
         self.first = first
         self._replace(grown)
+
+
+def write_behind_padding(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    """Write pieces [heads, length, dim] to the end of [heads, columns, dim], and zeros before them."""
+    padding = out.shape[1] - sum([piece.shape[1] for piece in pieces])
+    if padding:
+        out.narrow(1, 0, padding).zero_()
+        out = out.narrow(1, padding, out.shape[1] - padding)
+    if len(pieces) == 1:
+        out.copy_(pieces[0])
+    elif pieces:
+        torch.cat(list(pieces), dim=1, out=out)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -577,7 +597,7 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         """See `ReuseLayer.columns`."""
         if not self.is_initialized:
             return None
-        return tuple(t.view(start)[row, :, : stop - start] for t in self._tensors if t.buffer is not None)
+        return tuple([t.row(row, start, stop) for t in self._tensors if t.buffer is not None])
 
     def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
         """See `ReuseLayer.fill`."""

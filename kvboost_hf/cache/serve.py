@@ -27,7 +27,6 @@ from kvboost_hf.cache.blending import BlendingCache
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
 from kvboost_hf.cache.fill import compute_columns, fill_layers, needed_for, run_ahead, stored_chunk, with_loaded
-from kvboost_hf.cache.fingerprint import autocast
 from kvboost_hf.cache.foreign import holder_of_cache, hooks_registered
 from kvboost_hf.cache.held import CHANGED, Running
 from kvboost_hf.cache.hook import Kwargs
@@ -51,6 +50,7 @@ from kvboost_hf.cache.report import Tally
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import StoredStates
 from kvboost_hf.cache.tokens import MaskShape
+from kvboost_hf.cache.walk import autocast
 from kvboost_hf.compat import (
     attention_kind,
     cache_argument,
@@ -376,10 +376,10 @@ class ServingCache(BlendingCache):
             self.policy.mode == "exact"
             and not prompt.media.any()  # where images are cut, the plan is not yet the last one
             and self._static is None
+            and can_overlap(self._layers, plan)
             and "forward" not in model.__dict__
             and not any("_hf_hook" in module.__dict__ for module in model.modules())  # whose weights come and go
             and not self._pieces(model, plan, inputs, limit)
-            and can_overlap(self._layers, plan)
         )
 
     def _load_meanwhile(self, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs, first: int) -> Loading:

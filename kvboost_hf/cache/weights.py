@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from hashlib import blake2b
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ _GOLDEN = 0.6180339887
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _MAX_DEPTH = 3
 
-Window = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, size and stride of the values that are read
-Mark = tuple[int, int, torch.Size, tuple[int, ...]]  # address, version, shape and stride
+# Storage offset, size and stride of the values that are read; None for all of a short vector.
+Window = tuple[int, tuple[int, ...], tuple[int, ...]] | None
+Marks = tuple[list[int], list[int], list[torch.Size], list[tuple[int, ...]]]  # addresses, versions, shapes and strides
 
 
 class WeightsWatch:
@@ -27,26 +29,34 @@ class WeightsWatch:
 
     def __init__(self) -> None:
         self._epoch = -1
-        self._marks: list[Mark] = []
+        self._marks: Marks | None = None
         self._storages: list[StorageWeakRef] = []
         self._windows: list[
             list[tuple[int, Window]]
         ] = []  # by device and dtype: index of a tensor, what is read of it
-        self.sample = b""
+        self._samples: list[torch.Tensor] = []  # by device and dtype
 
     def epoch(self, tensors: list[torch.Tensor]) -> int:
         """How often the tensors have changed."""
         with torch.inference_mode():  # views cost less in it
-            marks = [(t.data_ptr(), _version(t), t.shape, t.stride()) for t in tensors]
-            same = marks == self._marks and not any(storage.expired() for storage in self._storages)  # type: ignore[no-untyped-call]
+            marks = _marks(tensors)
+            same = marks == self._marks and not any(map(_IS_EXPIRED, self._storages))
             if not same:
                 self._marks, self._windows = marks, _windows(tensors)
                 self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]  # type: ignore[no-untyped-call]
-            sample = _read(tensors, self._windows)
-        if not same or sample != self.sample:
-            self._epoch += 1
-            self.sample = sample
+            samples = _read(tensors, self._windows)
+            if not same or not all(map(torch.equal, samples, self._samples)):
+                self._epoch += 1
+                self._samples = samples
         return self._epoch
+
+    @property
+    def sample(self) -> bytes:
+        """A hash of the values that were read last."""
+        digest = blake2b(digest_size=20)
+        for sample in self._samples:
+            digest.update(sample.cpu().numpy().tobytes())
+        return digest.digest()
 
 
 def plain_tensors(tensor: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -67,8 +77,21 @@ def plain_tensors(tensor: Any, depth: int = 0) -> Iterator[torch.Tensor]:
                 yield from plain_tensors(value, depth + 1)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+_ADDRESS, _VERSION, _SHAPE, _STRIDE = (
+    methodcaller("data_ptr"),
+    attrgetter("_version"),
+    attrgetter("shape"),
+    methodcaller("stride"),
+)
+_IS_EXPIRED, _IS_INFERENCE = methodcaller("expired"), methodcaller("is_inference")
+
+
+def _marks(tensors: list[torch.Tensor]) -> Marks:
+    if any(map(_IS_INFERENCE, tensors)):  # these have no version
+        versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    else:
+        versions = list(map(_VERSION, tensors))
+    return list(map(_ADDRESS, tensors)), versions, list(map(_SHAPE, tensors)), list(map(_STRIDE, tensors))
 
 
 def _windows(tensors: list[torch.Tensor]) -> list[list[tuple[int, Window]]]:
@@ -88,7 +111,7 @@ def _window(tensor: torch.Tensor) -> Window:
         return offset, sizes, tuple(stride * step for stride, step in zip(tensor.stride(), steps, strict=True))
     count = tensor.numel()
     if count <= _READ_WHOLE:
-        return offset, (count,), (1,)
+        return (offset, (count,), (1,)) if tensor.ndim != 1 else None
     step = count // _SAMPLES_PER_TENSOR
     columns = tensor.shape[-1]
     if tensor.ndim > 1 and 8 < columns <= step:  # walk through the columns, too, rather than down the same one
@@ -96,10 +119,14 @@ def _window(tensor: torch.Tensor) -> Window:
     return offset, (-(-count // step),), (step,)
 
 
-def _read(tensors: list[torch.Tensor], groups: list[list[tuple[int, Window]]]) -> bytes:
-    digest = blake2b(digest_size=20)
+def _read(tensors: list[torch.Tensor], groups: list[list[tuple[int, Window]]]) -> list[torch.Tensor]:
+    """The values in the windows, of each group in one tensor of bytes."""
+    samples: list[torch.Tensor] = []
     for group in groups:
-        views = [tensors[idx].as_strided(size, stride, offset) for idx, (offset, size, stride) in group]
+        views = [
+            tensors[idx].as_strided(window[1], window[2], window[0]) if window is not None else tensors[idx]
+            for idx, window in group
+        ]
         sample = torch.cat([view if view.ndim == 1 else view.reshape(-1) for view in views])
-        digest.update(sample.view(torch.uint8).cpu().numpy().tobytes())
-    return digest.digest()
+        samples.append(sample.view(torch.uint8))
+    return samples

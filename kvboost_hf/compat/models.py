@@ -63,8 +63,8 @@ def require_reusable_model(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is an encoder-decoder; K/V reuse is for decoder-only models. Use it without a "
             "ChunkReuseCache."
         )
-    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if not offloaded and all(p.is_meta for p in model.parameters()):
+    empty = all(p.is_meta for p in model.parameters())
+    if empty and not any(hasattr(module, "_hf_hook") for module in model.modules()):  # which have them elsewhere
         raise ValueError(
             f"All weights of this {type(model).__name__} are on the meta device, so it cannot compute anything. Load "
             "them first, for example with from_pretrained()."
