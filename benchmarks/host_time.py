@@ -1,0 +1,254 @@
+"""What reuse costs the host: a model of 32 layers whose arithmetic takes no time.
+
+    python benchmarks/host_time.py --out benchmarks/results
+
+Beside a fast device the host decides how soon a token is there, and what it does grows with layers and chunks, not
+with their width. Times are those that the thread was computing, the least of all rounds, with all arms of a comparison
+in turn within one loop; every prompt of `--tokens` tokens ends with 8 that were never seen. Operators are what PyTorch
+was asked for, and do not depend on the machine.
+
+    forward     of the last 8 tokens over a `DynamicCache` that holds the rest
+    stock       generate() with that cache
+    live        generate() with a `ChunkReuseCache` that holds the rest
+    stored      with a new one, filled from a store
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from reuse import Ids, in_turn, prefilled
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from kvboost_hf import ChunkReuseCache, ChunkStore
+from kvboost_hf.bench.provenance import provenance
+
+LAYERS, UNSEEN, STEPS, CHUNK = 32, 8, 16, 128
+LIVE, STORED, SETTLED = 1.1, 1.4, 1.15  # at most, times a stock cache
+PER_CHUNK_AND_LAYER = 3.0  # microseconds, at most
+Result = dict[str, Any]
+Arm = Callable[[], float]
+
+
+def make_model(layers: int = LAYERS) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=131_072,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+class Operators(TorchDispatchMode):
+    """Counts what PyTorch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Steps(BaseStreamer):
+    """Notes the thread's time at each token."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.at.append(time.thread_time())
+
+    def end(self) -> None:
+        pass
+
+
+def generate(model: PreTrainedModel, ids: list[int], cache: Any, steps: int = 1) -> list[float]:
+    """ms to the first token, and for each one after."""
+    prompt, streamer = torch.tensor([ids]), Steps()
+    call: Any = model.generate
+    start = time.thread_time()
+    call(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=steps,
+        past_key_values=cache,
+        streamer=streamer,
+    )
+    first, *rest = streamer.at[1:]
+    return [1000 * (b - a) for a, b in zip([start, first, *rest], [first, *rest], strict=False)]
+
+
+def arms_of(model: PreTrainedModel, tokens: int) -> dict[str, Arm]:
+    """ms to the first token, `tokens` of a prompt of which all but the last were seen."""
+    fresh = Ids(tokens)
+    shared = fresh(tokens - UNSEEN)
+    held, store, kept = prefilled(model, shared), ChunkStore(model), ChunkReuseCache(model, ChunkStore(model))
+    store.warm(shared)
+
+    def forward() -> float:
+        ids = torch.tensor([fresh(UNSEEN)])
+        start = time.thread_time()
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=held, use_cache=True, logits_to_keep=1).logits.argmax().item()
+        ms = 1000 * (time.thread_time() - start)
+        held.crop(-UNSEEN)
+        return ms
+
+    def stock() -> float:
+        ms = generate(model, shared + fresh(UNSEEN), held)[0]
+        held.crop(-UNSEEN)
+        return ms
+
+    return {
+        "forward": forward,
+        "stock": stock,
+        "live": lambda: generate(model, shared + fresh(UNSEEN), kept)[0],
+        "stored": lambda: generate(model, shared + fresh(UNSEEN), ChunkReuseCache(model, store))[0],
+    }
+
+
+def least(arms: dict[str, Arm], rounds: int) -> dict[str, float]:
+    times = in_turn({name: lambda _, arm=arm: arm() for name, arm in arms.items()}, rounds)
+    return {name: min(values) for name, values in times.items()}
+
+
+def operators(model: PreTrainedModel, arms: dict[str, Arm]) -> dict[str, float]:
+    """Of each arm, per layer of the model."""
+    found = {}
+    for name, arm in arms.items():
+        with Operators() as counted:
+            arm()
+        found[name] = counted.count / model.config.num_hidden_layers
+    return found
+
+
+def first_tokens(model: PreTrainedModel, tokens: int, rounds: int) -> Result:
+    arms = arms_of(model, tokens)
+    few = {name: arm for name, arm in arms_of(model, CHUNK + UNSEEN).items() if name in ("live", "stored")}
+    found = least({**arms, **{f"{name}, one chunk": arm for name, arm in few.items()}}, rounds)
+    more = found["stored"] - found["stored, one chunk"] - (found["live"] - found["live, one chunk"])
+    chunks = tokens // CHUNK - 1
+    return {"ms": found, "us_per_chunk_and_layer": 1000 * more / chunks / LAYERS, "operators": operators(model, arms)}
+
+
+def caches_of(model: PreTrainedModel, ids: list[int]) -> dict[str, Callable[[], Any]]:
+    """What makes the cache of a prompt that was seen before."""
+    store, kept = ChunkStore(model), ChunkReuseCache(model, ChunkStore(model))
+    store.warm(ids)
+    return {
+        "stock": lambda: DynamicCache(config=model.config),
+        "live": lambda: kept,
+        "stored": lambda: ChunkReuseCache(model, store),
+    }
+
+
+def next_tokens(model: PreTrainedModel, tokens: int, rounds: int) -> dict[str, float]:
+    """ms for each token after the second."""
+    ids = Ids(tokens)(tokens)
+
+    def step(make: Callable[[], Any]) -> float:
+        times = generate(model, ids, make(), STEPS)[2:]
+        return sorted(times)[len(times) // 2]
+
+    made = caches_of(model, ids)
+    return least({name: lambda make=make: step(make) for name, make in made.items()}, rounds)
+
+
+def next_operators(model: PreTrainedModel, tokens: int) -> dict[str, float]:
+    """For each token after the second, per layer of the model."""
+    ids, found = Ids(tokens)(tokens), {}
+    for name, make in caches_of(model, ids).items():
+        counts = []
+        for steps in (2, 4):
+            cache = make()
+            with Operators() as counted:
+                generate(model, ids, cache, steps)
+            counts.append(counted.count)
+        found[name] = (counts[1] - counts[0]) / 2 / model.config.num_hidden_layers
+    return found
+
+
+def judged(result: Result) -> list[tuple[str, float, float]]:
+    """Of each target what it is, what was found, and what it may be at most."""
+    found = []
+    for row in result["first"]:
+        ms, name = row["ms"], f"first token, {row['attention']}"
+        found += [(f"{name}: {arm} / stock", ms[arm] / ms["stock"], most) for arm, most in TARGETS]
+        found.append((f"{name}: us for each chunk and layer", row["us_per_chunk_and_layer"], PER_CHUNK_AND_LAYER))
+    for row in result["next"]:
+        stock = next(each["ms"]["stock"] for each in result["next"] if each["attention"] == "sdpa")
+        for arm in ("live", "stored"):
+            name = f"next token, {row['attention']}: {arm} / DynamicCache with sdpa"
+            found.append((name, row["ms"][arm] / stock, SETTLED))
+    return found
+
+
+TARGETS = (("live", LIVE), ("stored", STORED))
+
+
+def markdown(result: Result) -> str:
+    lines = [
+        f"{LAYERS} layers of width 32, {result['tokens']} tokens; {result['provenance']}",
+        "",
+        "| first token | forward | stock | live | stored |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    ways = ("forward", "stock", "live", "stored")
+    for row in result["first"]:
+        times = " | ".join(f"{row['ms'][arm]:.1f} ms" for arm in ways)
+        counts = " | ".join(f"{row['operators'][arm]:.1f}" for arm in ways)
+        lines += [f"| {row['attention']} | {times} |", f"| {row['attention']}, operators for each layer | {counts} |"]
+    lines += ["", "| next tokens | stock | live | stored |", "| --- | ---: | ---: | ---: |"]
+    for row in result["next"]:
+        times = " | ".join(f"{row['ms'][arm]:.1f} ms" for arm in ways[1:])
+        counts = " | ".join(f"{row['operators'][arm]:.1f}" for arm in ways[1:])
+        lines += [f"| {row['attention']} | {times} |", f"| {row['attention']}, operators for each layer | {counts} |"]
+    lines += ["", "| target | found | at most | |", "| --- | ---: | ---: | --- |"]
+    for name, value, most in judged(result):
+        lines.append(f"| {name} | {value:.2f} | {most} | {'reached' if value <= most else 'missed'} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON and the table")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model = make_model()
+    result: Result = {"tokens": options.tokens, "first": [], "next": []}
+    result["provenance"] = str(provenance(f"`python benchmarks/host_time.py {' '.join(sys.argv[1:])}`", "cpu"))
+    for attention in ("sdpa", "kvboost_fa2"):
+        model.set_attn_implementation(attention)
+        result["first"].append({"attention": attention, **first_tokens(model, options.tokens, options.rounds)})
+        found = next_tokens(model, options.tokens, options.rounds)
+        counted = next_operators(model, options.tokens)
+        result["next"].append({"attention": attention, "ms": found, "operators": counted})
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "host_time.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "host_time.md").write_text(markdown(result))
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What reuse asks of PyTorch beside what the model does: each operator takes a host microseconds, and most of them
+launch a kernel on a GPU."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+host_time: Any = pytest.importorskip("host_time")
+sys.path.pop(0)
+
+CHUNK, UNSEEN = host_time.CHUNK, host_time.UNSEEN
+_CHUNKS, _LAYERS = 3, 8
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    made: PreTrainedModel = host_time.make_model(_LAYERS)
+    return made
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvboost_fa2"])
+def test_operators_for_a_first_token(model: PreTrainedModel, attention: str) -> None:
+    model.set_attn_implementation(attention)
+    one, more = (_operators(model, tokens) for tokens in (CHUNK + UNSEEN, _CHUNKS * CHUNK + UNSEEN))
+    # A look at each of nine weights, appending two tensors and storing the new tokens.
+    assert more["live"] - more["stock"] < 17
+    # The same, and columns from the store: two buffers, and one operator to fill each.
+    assert more["stored"] - more["stock"] < 30
+    # A chunk is taken apart by one operator for all layers.
+    assert (more["stored"] - one["stored"]) * _LAYERS <= 4 * (_CHUNKS - 1)
+
+
+def _operators(model: PreTrainedModel, tokens: int) -> dict[str, float]:
+    arms = host_time.arms_of(model, tokens)
+    for arm in arms.values():  # the model is probed once, and a cache empty once
+        arm()
+    found: dict[str, float] = host_time.operators(model, arms)
+    return found
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvboost_fa2"])
+def test_operators_for_the_next_tokens(model: PreTrainedModel, attention: str) -> None:
+    """Two tensors are written to, and two views handed out, where stock layers copy all that they hold."""
+    model.set_attn_implementation(attention)
+    found = host_time.next_operators(model, CHUNK)
+    assert found["live"] - found["stock"] < 4.5
+    assert found["stored"] - found["stock"] < 4.5
