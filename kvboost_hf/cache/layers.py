@@ -220,9 +220,7 @@ class GrowingTensor:
     def view(self, start: int = 0) -> torch.Tensor:
         """Columns from `start`, or from the first one held, on."""
         assert self.buffer is not None
-        end = self.stop - self.first
-        begin = min(max(start - self.first, 0), end)
-        return self.buffer.narrow(2, begin, end - begin)
+        return self.buffer[:, :, max(start - self.first, 0) : self.stop - self.first]
 
     def row(self, row: int, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of a row, as far as they are held."""
@@ -386,19 +384,25 @@ class GrowingTensor:
         self.seal()
 
     def _reallocate(self, like: torch.Tensor, held: int, keep_from: int) -> None:
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        first = max(self.first, keep_from)
+        # What is compiled cannot ask whether it is in inference mode.
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             # Outside inference mode: a buffer made inside could not be appended to outside it.
             with torch.inference_mode(False), torch.no_grad():
-                self._reallocate(like, held, keep_from)
-            return
-        first = max(self.first, keep_from)
+                grown = self._grown(like, held, first)
+        else:
+            grown = self._grown(like, held, first)
+        self.first = first
+        self._replace(grown)
+
+    def _grown(self, like: torch.Tensor, held: int, first: int) -> torch.Tensor:
+        """A buffer for columns [first, stop), with a copy of those before `held`."""
         batch, heads, _, dim = like.shape
         shape = (batch, heads, self.room(self.stop - first), dim)
         grown = torch.empty(shape, dtype=like.dtype, device=like.device)
         if self.buffer is not None and held > first:
-            grown.narrow(2, 0, held - first).copy_(self.buffer.narrow(2, first - self.first, held - first))
-        self.first = first
-        self._replace(grown)
+            grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
+        return grown
 
 
 def write_behind_padding(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
