@@ -1,34 +1,34 @@
 """Launches of Triton kernels that skip Triton's front end where the compiled kernel is known. Imports Triton.
 
-For each call, the front end looks at every argument and at the environment, to find the compiled kernel: several times
-as long as the driver then takes to launch it.
+At each call the front end looks at every argument and at the environment to find the compiled kernel, and calls hooks:
+together several times as long as the driver takes to launch it.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import compress
+from math import gcd
+from typing import Any
 
 import torch
 import triton
+from triton import knobs
+from triton.runtime.driver import driver
 
-_ALIGNED = 16  # Triton compiles another kernel for pointers and strides that are no multiples of this
+_ALIGNMENT = 16  # Triton compiles another kernel for addresses, in bytes, and strides that are no multiples of it
 
 
-class Arguments(NamedTuple):
-    """The arguments of a kernel, in the order of its parameters; what is not asked of it is None."""
-
-    tensors: tuple[Any, ...]  # or (tensor, *strides)
-    strides: tuple[int, ...]  # for which Triton specializes the kernel
-    numbers: tuple[int | None, ...]  # `do_not_specialize`
-    factors: tuple[float | None, ...]
-    constants: tuple[int, ...]  # `tl.constexpr`
-
-    def all(self) -> tuple[Any, ...]:
-        """One after the other."""
-        return (*self.tensors, *self.strides, *self.numbers, *self.factors, *self.constants)
+# The arguments of a kernel, in the order of its parameters; what is not asked of it is None.
+Arguments = tuple[
+    tuple[Any, ...],  # tensors, or (tensor, *strides) each
+    tuple[int, ...],  # strides, for which Triton specializes the kernel
+    tuple[int | None, ...],  # numbers, `do_not_specialize`
+    tuple[float | None, ...],
+    tuple[int, ...],  # constants, `tl.constexpr`
+]
 
 
 class Launcher:
-    """Calls a kernel, and remembers its compiled forms by what Triton compiles them for.
+    """Calls a kernel, and remembers its compiled forms by all that Triton compiles them for.
 
     Args:
         kernel: A function of `triton.jit`.
@@ -53,52 +53,43 @@ class Launcher:
             warps: Of a program.
             stages: Of its pipelined loops.
         """
-        if _several_devices() and device.type == "cuda":  # Triton launches on the current one
+        if _several_devices() and device.index != torch.cuda.current_device():  # on which Triton launches
             with torch.cuda.device(device):
-                self._launch(grid, device, arguments, warps, stages)
-        else:
-            self._launch(grid, device, arguments, warps, stages)
-
-    def _launch(
-        self, grid: tuple[int, int, int], device: torch.device, arguments: Arguments, warps: int, stages: int
-    ) -> None:
-        key = self._form(arguments, (device.index, warps, stages)) if self._remembers else None
-        compiled = self._compiled.get(key) if key is not None else None
-        if compiled is not None:
-            compiled[grid](*arguments.all())
+                self(grid, device, arguments, warps=warps, stages=stages)
             return
+        tensors, strides, numbers, factors, constants = arguments
+        given = *tensors, *strides, *numbers, *factors, *constants
+        key = None
+        if self._remembers:
+            form = _form(tensors, strides, numbers, self._aligned)
+            key = form and (device.index, warps, stages, constants, tuple(map(type, factors)), *form)
+            compiled = self._compiled.get(key) if key else None
+            if compiled is not None:
+                hooks = knobs.runtime
+                if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+                    compiled[grid](*given)
+                    return
+                stream, metadata = driver.active.get_current_stream(device.index), compiled.packed_metadata
+                compiled.run(*grid, stream, compiled.function, metadata, None, None, None, *given)
+                return
         # Triton 3.10 no longer fuses products and sums by itself, and 3.9 warns of that.
-        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-        compiled = self._kernel[grid](*arguments.all(), **options)
-        if key is not None:
+        compiled = self._kernel[grid](*given, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+        if key:
             self._compiled[key] = compiled
 
-    def _form(self, arguments: Arguments, place: tuple[int | None, int, int]) -> tuple[Any, ...] | None:
-        """Names the compiled kernel among those of one function; None where there may be several with this name."""
-        tensors, strides, numbers, factors, constants = arguments
-        aligned, largest = 0, 0
-        types: list[torch.dtype | None] = []
-        for tensor, is_aligned in zip(tensors, self._aligned, strict=False):
-            if tensor is None:
-                types.append(None)
-                continue
-            if type(tensor) is tuple:
-                tensor, *own = tensor
-                for stride in own:
-                    aligned |= stride
-                    largest |= stride
-            if is_aligned:
-                aligned |= tensor.data_ptr()
-            types.append(tensor.dtype)
-        for stride in strides:
-            aligned |= stride
-            largest |= stride
-        for number in numbers:
-            if number is not None:
-                largest |= number
-        if aligned % _ALIGNED or largest >> 31:
-            return None
-        return (*place, constants, *types, *[each is None for each in (*numbers, *factors)])
+
+def _form(
+    tensors: tuple[Any, ...], strides: tuple[int, ...], numbers: tuple[int | None, ...], aligned: list[bool]
+) -> tuple[Any, ...] | None:
+    """Names the kernel that Triton compiles for these; None unless all are aligned, and numbers below 2 ** 31."""
+    kinds = *map(type, tensors), *map(type, numbers)
+    if tuple in kinds:
+        strides += tuple(stride for each in tensors if type(each) is tuple for stride in each[1:])
+        tensors = tuple(each[0] if type(each) is tuple else each for each in tensors)
+    starts = [each.data_ptr() for each in compress(tensors, aligned) if each is not None]
+    if gcd(*starts, *strides) % _ALIGNMENT or max(*strides, *filter(None, numbers)) >> 31:
+        return None
+    return *kinds, *[each.dtype for each in tensors if each is not None]
 
 
 @cache

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kvboost_hf.attention import cpu, reference, sdpa
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.merge import Part, no_log
 from kvboost_hf.attention.merge import merge as merge_parts
 from kvboost_hf.attention.tiers import active_tier
 from kvboost_hf.attention.visibility import Visibility
@@ -32,7 +32,7 @@ def attend(
         count("sdpa", "square")
         return sdpa.attend(query, key, value, scale=scale, visibility=visibility)
     if tier == "triton":
-        from kvboost_hf.attention.triton import dense
+        import kvboost_hf.attention.triton.dense as dense
 
         if dense.can_attend(query, key, value):
             count(tier, "attend")
@@ -59,7 +59,7 @@ def attend(
     out, lse = reference.attend(
         query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
     )
-    return out, lse if partial else lse.new_empty(0)
+    return out, lse if partial else no_log(out.device)
 
 
 def attend_pieces(
@@ -74,7 +74,7 @@ def attend_pieces(
     """See `ops.attend_pieces`."""
     tier = active_tier(query.device, query.dtype)
     if tier == "triton":
-        from kvboost_hf.attention.triton import pieces
+        import kvboost_hf.attention.triton.pieces as pieces
 
         if pieces.can_attend(query, table):
             count(tier, "attend_pieces")
@@ -130,7 +130,7 @@ def _attend_codes(
 ) -> Part:
     tier = active_tier(query.device, query.dtype)
     if tier == "triton":
-        from kvboost_hf.attention.triton import codes
+        import kvboost_hf.attention.triton.codes as codes
 
         if codes.can_attend(query, keys, values):
             count(tier, "attend_codes")

@@ -38,7 +38,7 @@ torch.library.define("kvboost_hf::merge", "(Tensor[] outs, Tensor[] logs, Tensor
 
 def is_traced(query: torch.Tensor) -> bool:
     """Whether an operator is wanted: by torch.compile, by a mode that sees all of them, or for shapes alone."""
-    if torch.compiler.is_compiling() or type(query) is not torch.Tensor:
+    if torch.compiler.is_dynamo_compiling() or type(query) is not torch.Tensor:
         return True
     return query.is_meta or is_in_torch_dispatch_mode()
 
@@ -166,9 +166,10 @@ def _attend(
     partial: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     visibility = Visibility(causal, window, *seen)
-    return dispatch.attend(
+    out, lse = dispatch.attend(
         query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
     )
+    return out, lse if partial else lse.new_empty(0)  # what an operator returns is new
 
 
 @torch.library.register_fake("kvboost_hf::attend")  # type: ignore[untyped-decorator]

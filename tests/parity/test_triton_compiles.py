@@ -1,6 +1,7 @@
 """The dense kernel compiled for GPUs that are not here: on tensor cores, with nothing spilled from registers."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def launch(capability: int, head_dim: int, queries: int, asked: str, dtype: torc
         sinks=empty(32) if "sinks" in asked else None,
         tiling=tiling,
     )
-    given = dict(zip(dense.fwd.arg_names, map(pointer, arguments.all()), strict=True))
+    given = dict(zip(dense.fwd.arg_names, map(pointer, chain.from_iterable(arguments)), strict=True))
     return Launch("kvboost_hf.attention.triton.dense:fwd", given, capability, tiling.warps, tiling.stages)
 
 

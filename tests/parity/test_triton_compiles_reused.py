@@ -1,6 +1,7 @@
 """The kernels over pieces and over codes compiled for GPUs that are not here: on tensor cores, and in registers."""
 
 from collections.abc import Callable
+from itertools import chain
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def over_pieces(capability: int, head_dim: int, queries: int, window: int = 0) -
     given = pieces.launch_arguments(
         query, table, out, lse, scale=1.0, total=200, visibility=seen, softcap=0.0, tiling=tiling
     )
-    arguments = dict(zip(pieces.fwd_pieces.arg_names, map(pointer, given.all()), strict=True))
+    arguments = dict(zip(pieces.fwd_pieces.arg_names, map(pointer, chain.from_iterable(given)), strict=True))
     return Launch("kvboost_hf.attention.triton.pieces:fwd_pieces", arguments, capability, tiling.warps, tiling.stages)
 
 
@@ -56,7 +57,7 @@ def over_codes(capability: int, head_dim: int, queries: int, config: KVQuantConf
     out, lse = parts(query, tiling.splits)
     lengths = torch.full((BLOCKS,), TOKENS, dtype=torch.int32)
     given = codes.launch_arguments(query, keys, values, lengths, out, lse, scale=1.0, softcap=0.0, tiling=tiling)
-    arguments = dict(zip(codes.fwd_codes.arg_names, map(pointer, given.all()), strict=True))
+    arguments = dict(zip(codes.fwd_codes.arg_names, map(pointer, chain.from_iterable(given)), strict=True))
     return Launch("kvboost_hf.attention.triton.codes:fwd_codes", arguments, capability, tiling.warps, tiling.stages)
 
 

@@ -124,7 +124,7 @@ def launch_arguments(
         rotated = (query.float() @ keys.rotation.mT).to(query.dtype)
     cos, sin = (each.to(query.dtype) if each is not None else None for each in (keys.cos, keys.sin))
     padded = padded_dim(head_dim)
-    return Arguments(
+    return (
         (
             *(query if keys.mean is not None else None, rotated),
             *(*_planes(keys), _plane(keys.mean), cos, sin, keys.partner if cos is not None else None),

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.merge import Part, no_log
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.tile import LOG2E, load_rows, softmax_end, softmax_step, tanh
 from kvboost_hf.attention.triton.tiling import (
@@ -33,12 +33,11 @@ _MAX_GRID = 65_535  # in any dimension of a grid but the first
 
 def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether `attend` takes these."""
-    given = query, key, value
     return (
         is_taken(query, max(query.shape[3], value.shape[3]))
         and query.dtype == key.dtype == value.dtype
         and key.shape[0] * key.shape[1] <= _MAX_GRID
-        and all(each.stride(3) == 1 for each in given)
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
     )
 
 
@@ -64,17 +63,17 @@ def attend(
     shape = (batch, queries, heads, value.shape[3])
     split = tiling.splits > 1
     out = query.new_empty((tiling.splits, *shape), dtype=torch.float32 if split else dtype)
-    lse = query.new_empty((tiling.splits, batch, heads, queries) if split or partial else (0,), dtype=torch.float32)
+    logs = (tiling.splits, batch, heads, queries) if split or partial else None
+    lse = query.new_empty(logs, dtype=torch.float32) if logs else None
     given = launch_arguments(
         query, key, value, out, lse, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, tiling=tiling
     )
     kv_heads = key.shape[1]
     grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
     _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
-    if not split:
-        return out[0], lse[0] if partial else lse
-    merged, total = combine(out, lse, sinks=sinks, dtype=dtype)
-    return merged, total if partial else total.new_empty(0)
+    if lse is None:
+        return out[0], no_log(query.device)
+    return combine(out, lse, sinks=sinks, dtype=dtype, partial=partial) if split else (out[0], lse[0])
 
 
 def plan(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visibility: Visibility) -> Tiling:
@@ -98,7 +97,7 @@ def launch_arguments(
     key: torch.Tensor,
     value: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     *,
     scale: float,
     visibility: Visibility,
@@ -116,10 +115,10 @@ def launch_arguments(
     if mask is not None:
         mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).view(torch.uint8)
         mask_strides = _broadcast(mask, 0), _broadcast(mask, 1), _broadcast(mask, 2)
-    columns, tree = (None if each is None else each.contiguous() for each in (visibility.columns, visibility.tree))
-    logs, sinks = lse if lse.numel() else None, sinks if tiling.splits == 1 else None
-    return Arguments(
-        (query, key, value, out, logs, sinks, keep, columns, tree, mask),
+    columns = None if visibility.columns is None else visibility.columns.contiguous()
+    tree = None if visibility.tree is None else visibility.tree.contiguous()
+    return (
+        (query, key, value, out, lse, sinks if tiling.splits == 1 else None, keep, columns, tree, mask),
         (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
         (
             *(0 if keep is None else _broadcast(keep, 0), *mask_strides),

@@ -106,7 +106,7 @@ def launch_arguments(
     columns = visibility.columns.contiguous() if visibility.columns is not None else None
     _, heads, queries, head_dim = query.shape
     kv_heads, pieces = table.keys[0].shape[0], table.places.shape[1]
-    return Arguments(
+    return (
         (query, table.places, table.cos, table.sin, table.partner, out, lse, keep, columns),
         query.stride()[:3],
         (

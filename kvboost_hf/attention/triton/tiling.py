@@ -53,6 +53,7 @@ def power_of_2(x: int) -> int:
     return 1 << (x - 1).bit_length()
 
 
+@cache
 def padded_dim(dim: int) -> int:
     """Dimensions of a tile for vectors of so many."""
     return max(16, power_of_2(dim))
