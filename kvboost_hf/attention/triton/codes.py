@@ -62,12 +62,9 @@ def attend_codes(
     """See `ops.attend_codes`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
     tiling = tiling or plan(query, keys, device_of(query.device))
     batch, heads, queries, head_dim = query.shape
-    out = query.new_empty(tiling.splits, batch, queries, heads, head_dim, dtype=torch.float32)
-    lse = query.new_empty(tiling.splits, batch, heads, queries, dtype=torch.float32)
-    given = launch_arguments(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
-    kv_heads = keys.codes.shape[2]
-    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
-    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
+    out = query.new_empty((tiling.splits, batch, queries, heads, head_dim), dtype=torch.float32)
+    lse = query.new_empty((tiling.splits, batch, heads, queries), dtype=torch.float32)
+    launch(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
     found, log = (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
     return found if values.rotation is None else found @ values.rotation, log
 
@@ -100,6 +97,25 @@ def _block_of(group: int, tokens: int) -> int:
 
 def _is_power_of_2(x: int) -> bool:
     return x & (x - 1) == 0
+
+
+def launch(
+    query: torch.Tensor,
+    keys: CodePlanes,
+    values: CodePlanes,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    tiling: Tiling,
+) -> None:
+    """Write the parts of `attend_codes`, before values are rotated back, into `out` [splits, …] and `lse`."""
+    given = launch_arguments(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
+    (batch, heads, queries, _), kv_heads = query.shape, keys.codes.shape[2]
+    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
+    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(

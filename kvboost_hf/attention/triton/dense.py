@@ -65,12 +65,9 @@ def attend(
     out = query.new_empty((tiling.splits, *shape), dtype=torch.float32 if split else dtype)
     logs = (tiling.splits, batch, heads, queries) if split or partial else None
     lse = query.new_empty(logs, dtype=torch.float32) if logs else None
-    given = launch_arguments(
+    launch(
         query, key, value, out, lse, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, tiling=tiling
     )
-    kv_heads = key.shape[1]
-    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
-    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
     if lse is None:
         return out[0], no_log(query.device)
     return combine(out, lse, sinks=sinks, dtype=dtype, partial=partial) if split else (out[0], lse[0])
@@ -90,6 +87,28 @@ def _plan(heads: int, rows: int, dim: int, columns: int, itemsize: int, device: 
     programs = -(-rows // tiling.block_m) * heads
     per_processor = 2 if tiling.block_m <= 64 else 1
     return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor))
+
+
+def launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    scale: float,
+    visibility: Visibility,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    tiling: Tiling,
+) -> None:
+    """Write the parts of `attend` into `out` [splits, …] and `lse` [splits, …]."""
+    given = launch_arguments(
+        query, key, value, out, lse, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, tiling=tiling
+    )
+    (batch, heads, queries, _), kv_heads = query.shape, key.shape[1]
+    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
+    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(
@@ -138,7 +157,7 @@ def _broadcast(x: torch.Tensor, dim: int) -> int:
 
 @triton.jit(
     do_not_specialize="keep_batch mask_batch mask_head mask_row kv_heads queries total window".split(),
-    do_not_specialize_on_alignment=["keep", "mask"],  # which begin at any column
+    do_not_specialize_on_alignment=["lse", "keep", "mask"],  # which begin at any part, or column
 )
 def fwd(
     query, key, value, out, lse, sinks, keep, columns, tree, mask,

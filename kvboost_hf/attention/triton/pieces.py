@@ -57,14 +57,9 @@ def attend_pieces(
     """See `ops.attend_pieces`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
     tiling = tiling or plan(query, table, visibility, device_of(query.device))
     batch, heads, queries, head_dim = query.shape
-    out = query.new_empty(tiling.splits, batch, queries, heads, head_dim, dtype=torch.float32)
-    lse = query.new_empty(tiling.splits, batch, heads, queries, dtype=torch.float32)
-    given = launch_arguments(
-        query, table, out, lse, scale=scale, total=total, visibility=visibility, softcap=softcap, tiling=tiling
-    )
-    kv_heads = table.keys[0].shape[0]
-    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
-    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
+    out = query.new_empty((tiling.splits, batch, queries, heads, head_dim), dtype=torch.float32)
+    lse = query.new_empty((tiling.splits, batch, heads, queries), dtype=torch.float32)
+    launch(query, table, out, lse, scale=scale, total=total, visibility=visibility, softcap=softcap, tiling=tiling)
     return (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
 
 
@@ -85,6 +80,27 @@ def _plan(heads: int, rows: int, head_dim: int, columns: int, itemsize: int, dev
         tiling = replace(tiling, block_n=min(tiling.block_n, 32), warps=8, stages=stages, border_stages=border_stages)
     programs = -(-rows // tiling.block_m) * heads
     return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=2))
+
+
+def launch(
+    query: torch.Tensor,
+    table: PieceTable,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    total: int,
+    visibility: Visibility,
+    softcap: float,
+    tiling: Tiling,
+) -> None:
+    """Write the parts of `attend_pieces` into `out` [splits, …] and `lse` [splits, …]."""
+    given = launch_arguments(
+        query, table, out, lse, scale=scale, total=total, visibility=visibility, softcap=softcap, tiling=tiling
+    )
+    (batch, heads, queries, _), kv_heads = query.shape, table.keys[0].shape[0]
+    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
+    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(
