@@ -53,7 +53,8 @@ class Launcher:
             warps: Of a program.
             stages: Of its pipelined loops.
         """
-        if _several_devices() and device.index != torch.cuda.current_device():  # on which Triton launches
+        # Triton launches on the current device.
+        if _several_devices() and device.index not in (None, torch.cuda.current_device()):
             with torch.cuda.device(device):
                 self(grid, device, arguments, warps=warps, stages=stages)
             return
@@ -84,8 +85,8 @@ def _form(
     """Names the kernel that Triton compiles for these; None unless all are aligned, and numbers below 2 ** 31."""
     kinds = *map(type, tensors), *map(type, numbers)
     if tuple in kinds:
-        strides += tuple(stride for each in tensors if type(each) is tuple for stride in each[1:])
-        tensors = tuple(each[0] if type(each) is tuple else each for each in tensors)
+        strides = *strides, *[stride for each in tensors if type(each) is tuple for stride in each[1:]]
+        tensors = (*[each[0] if type(each) is tuple else each for each in tensors],)
     starts = [each.data_ptr() for each in compress(tensors, aligned) if each is not None]
     if gcd(*starts, *strides) % _ALIGNMENT or max(*strides, *filter(None, numbers)) >> 31:
         return None

@@ -179,7 +179,10 @@ def _read_in_place(
         return None
     elif keep is not None:  # there is no padding among the codes
         keep = torch.cat([keep[:, : kv.first], keep[:, kv.first + kv.coded :]], dim=1)
-    before, behind = replace(seen, tree=None) if seen.tree is not None else seen, replace(seen, keep=keep)
+    before, behind = (
+        replace(seen, tree=None) if seen.tree is not None else seen,
+        Visibility(seen.causal, seen.window, keep, tree=seen.tree),
+    )
     if not ops.is_traced(query):
         found = dispatch.attend_held(
             query, kv, scale=scale, before=before, behind=behind, softcap=softcap, sinks=sinks

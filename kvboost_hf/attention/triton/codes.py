@@ -138,7 +138,8 @@ def launch_arguments(
     rotated = query
     if keys.rotation is not None:
         rotated = (query.float() @ keys.rotation.mT).to(query.dtype)
-    cos, sin = (each.to(query.dtype) if each is not None else None for each in (keys.cos, keys.sin))
+    cos = keys.cos.to(query.dtype) if keys.cos is not None else None
+    sin = keys.sin.to(query.dtype) if keys.sin is not None else None
     padded = padded_dim(head_dim)
     return (
         (
@@ -157,7 +158,7 @@ def launch_arguments(
 
 
 def _planes(codes: CodePlanes) -> tuple[Any, ...]:
-    return (*(_plane(each) for each in (codes.codes, codes.least, codes.step, codes.scale)), codes.codebook)
+    return _plane(codes.codes), _plane(codes.least), _plane(codes.step), _plane(codes.scale), codes.codebook
 
 
 def _plane(x: torch.Tensor | None) -> tuple[torch.Tensor, int, int] | None:

@@ -47,7 +47,7 @@ def attend(
     Returns:
         [batch, queries, heads, head_dim].
     """
-    device, batch, (heads, queries, head_dim) = device_of(query.device), len(query), query.shape[1:]
+    device, (batch, heads, queries, head_dim) = device_of(query.device), query.shape
     if isinstance(kv, CodedKV):
         own, exact = codes.plan(query, kv.keys, device), (kv.exact_keys, kv.exact_values)
     else:
