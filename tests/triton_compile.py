@@ -86,22 +86,22 @@ def _compile(launch: Launch) -> Compiled:
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
 
-    def type_of(value: Any, at: tuple[int, ...], constant: bool, specialized: bool) -> Any:
+    def type_of(value: Any, at: tuple[int, ...], constant: bool, specialized: bool, aligned: bool) -> Any:
         if isinstance(value, list) and not constant:
-            return tuple(type_of(each, (*at, i), constant, specialized) for i, each in enumerate(value))
+            return tuple(type_of(each, (*at, i), constant, specialized, aligned) for i, each in enumerate(value))
         special = isinstance(value, int) and specialized
         if constant or value is None or (special and value == 1):
             constants[at] = value
             return "constexpr"
         pointed = isinstance(value, str)
-        if pointed or (special and value % 16 == 0):
+        if (pointed and aligned) or (special and value % 16 == 0):
             attributes[at] = [["tt.divisibility", 16]]
         return value if pointed else "i32" if isinstance(value, int) else "fp32"
 
-    signature = {
-        each.name: type_of(launch.arguments[each.name], (each.num,), each.is_constexpr, not each.do_not_specialize)
-        for each in kernel.params
-    }
+    signature = {}
+    for each in kernel.params:
+        looked_at = not each.do_not_specialize, not each.do_not_specialize_on_alignment
+        signature[each.name] = type_of(launch.arguments[each.name], (each.num,), each.is_constexpr, *looked_at)
     source = ASTSource(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", launch.capability, 32)
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}

@@ -1,15 +1,16 @@
 """From an operator to a kernel: that of the tier, where it can do what is asked, else what every device can do."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from kvboost_hf.attention import cpu, reference, sdpa
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.merge import Part, no_log
 from kvboost_hf.attention.merge import merge as merge_parts
 from kvboost_hf.attention.tiers import active_tier
 from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.handles import CodePlanes, PiecedKV, PieceTable
+from kvboost_hf.handles import CodePlanes, HeldKV, PiecedKV, PieceTable
 from kvboost_hf.kernel_calls import count
 
 
@@ -32,7 +33,7 @@ def attend(
         count("sdpa", "square")
         return sdpa.attend(query, key, value, scale=scale, visibility=visibility)
     if tier == "triton":
-        from kvboost_hf.attention.triton import dense
+        import kvboost_hf.attention.triton.dense as dense
 
         if dense.can_attend(query, key, value):
             count(tier, "attend")
@@ -59,7 +60,7 @@ def attend(
     out, lse = reference.attend(
         query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
     )
-    return out, lse if partial else lse.new_empty(0)
+    return out, lse if partial else no_log(out.device)
 
 
 def attend_pieces(
@@ -74,7 +75,7 @@ def attend_pieces(
     """See `ops.attend_pieces`."""
     tier = active_tier(query.device, query.dtype)
     if tier == "triton":
-        from kvboost_hf.attention.triton import pieces
+        import kvboost_hf.attention.triton.pieces as pieces
 
         if pieces.can_attend(query, table):
             count(tier, "attend_pieces")
@@ -86,22 +87,39 @@ def attend_pieces(
     return reference.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
 
 
-def decode(
+def attend_held(
     query: torch.Tensor,
-    kv: PiecedKV,
+    kv: HeldKV,
     *,
     scale: float,
-    visibility: Visibility,
+    before: Visibility,
+    behind: Visibility,
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """One query of each row over pieces: [batch, 1, heads, value_dim], or None where no kernel does it in one go."""
-    if torch.compiler.is_compiling():  # it is no operator
-        return None
-    if active_tier(query.device, query.dtype) != "cpu" or not cpu.can_decode(query, kv, visibility):
-        return None
-    count("cpu", "decode")
-    return cpu.decode(query, kv, scale=scale, softcap=softcap, sinks=sinks)
+    """Attention over all that is held, [batch, queries, heads, value_dim]; None where no kernels do it in one go.
+
+    Args:
+        query: [batch, heads, queries, head_dim].
+        kv: The columns.
+        scale: Factor of the logits.
+        before: Of all columns, as pieces are asked it; codes are seen by all.
+        behind: Of the columns that are tensors.
+        softcap: As in `reference.attend`.
+        sinks: As in `reference.attend`.
+    """
+    tier = active_tier(query.device, query.dtype)
+    if tier == "triton":
+        import kvboost_hf.attention.triton.held as held
+
+        if held.can_attend(query, kv):
+            count(tier, "attend_pieces" if isinstance(kv, PiecedKV) else "attend_codes")
+            with _without_autocast(query):
+                return held.attend(query, kv, scale=scale, before=before, behind=behind, softcap=softcap, sinks=sinks)
+    if tier == "cpu" and isinstance(kv, PiecedKV) and behind.tree is None and cpu.can_decode(query, kv, before):
+        count(tier, "decode")
+        return cpu.decode(query, kv, scale=scale, softcap=softcap, sinks=sinks)
+    return None
 
 
 def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -121,8 +139,14 @@ def attend_codes(
     query: torch.Tensor, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor, *, scale: float, softcap: float
 ) -> Part:
     """See `ops.attend_codes`."""
-    with torch.autocast(query.device.type, enabled=False):  # a caller's would turn queries in half precision
+    with _without_autocast(query):
         return _attend_codes(query, keys, values, lengths, scale, softcap)
+
+
+def _without_autocast(query: torch.Tensor) -> AbstractContextManager[object]:
+    """A caller's would turn queries in half precision."""
+    device = query.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _attend_codes(
@@ -130,7 +154,7 @@ def _attend_codes(
 ) -> Part:
     tier = active_tier(query.device, query.dtype)
     if tier == "triton":
-        from kvboost_hf.attention.triton import codes
+        import kvboost_hf.attention.triton.codes as codes
 
         if codes.can_attend(query, keys, values):
             count(tier, "attend_codes")

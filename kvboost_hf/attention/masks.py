@@ -15,11 +15,15 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from kvboost_hf.attention.tiers import active_tier
 from kvboost_hf.compat import mask_form
 from kvboost_hf.handles import make_reach
 
 # Masks of a window are closures: `and_masks(sliding_window_overlay(window), causal_mask_function)`.
 _WINDOWED: Any = sliding_window_causal_mask_function(1)
+
+# Their kernels read a number for each column in no time that counts, so that the host need not wait to leave it out.
+_READ_MASKS = ("triton", "cuda")
 
 
 def make_mask(
@@ -48,14 +52,20 @@ def make_mask(
 
     Returns:
         None where queries are the last columns, and see all before them, or, if the layer is not causal, all; what
-        `handles.make_reach` makes where there is padding, or a window; [batch, 1, q_length, kv_length] for everything
-        else: bool, or, for models that may compute attention themselves, numbers to add.
+        `handles.make_reach` makes where there is padding, or a window that hides something; [batch, 1, q_length,
+        kv_length] for everything else: bool, or, for models that may compute attention themselves, numbers to add.
     """
     form = mask_form(config)
     at_end = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
     window = _window(mask_function)
     if form == "compact" and at_end and window is not None and _is_told(mask_function, config):
-        return make_reach(_padding(attention_mask, kv_length), window, kwargs.get("device", "cpu"))
+        keep = attention_mask[:, -kv_length:].bool() if attention_mask is not None else None
+        window = window if window < kv_length else 0
+        if keep is not None and _is_looked_at(keep, q_length, window) and bool(keep.all()):
+            keep = None
+        if keep is not None and q_length == 1 and not window and _are_read(keep.device):
+            return keep[:, None, None]
+        return make_reach(keep, window, kwargs.get("device", "cpu"))
     given = {**kwargs, "config": config, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make: Callable[..., Any] = eager_mask if form == "additive" else sdpa_mask
     found: torch.Tensor | None = make(
@@ -99,16 +109,18 @@ def _inner(function: Any, like: Any) -> Any:
     return cell.cell_contents
 
 
-def _padding(attention_mask: torch.Tensor | None, kv_length: int) -> torch.Tensor | None:
-    """[batch, kv_length], or None where it is known that there is no padding."""
-    if attention_mask is None:
-        return None
-    keep = attention_mask[:, -kv_length:].bool()
-    # The host reads the answer, as it does for transformers' own masks: once a forward, so that no layer reads a mask.
-    # It cannot be read while a graph is compiled or captured.
-    if not _is_recorded(keep.device) and bool(keep.all()):
-        return None
-    return keep
+def _is_looked_at(keep: torch.Tensor, queries: int, window: int) -> bool:
+    """Whether the host reads if there is padding at all, so that no layer reads a mask; a GPU is waited for then.
+
+    Once in the forward of a prompt, not while tokens are decoded, and not while a graph is compiled or captured.
+    """
+    if _is_recorded(keep.device):
+        return False
+    return not _are_read(keep.device) or (queries > 1 and not window)
+
+
+def _are_read(device: torch.device) -> bool:
+    return not torch.compiler.is_compiling() and active_tier(device) in _READ_MASKS
 
 
 def _is_recorded(device: torch.device) -> bool:

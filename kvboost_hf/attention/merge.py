@@ -1,10 +1,18 @@
 """Attention over parts of the columns, made one."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 Part = tuple[torch.Tensor, torch.Tensor]  # [batch, queries, heads, value_dim], float32; [batch, heads, queries]
+
+
+@cache
+def no_log(device: torch.device) -> torch.Tensor:
+    """A log-sum-exp that nobody has asked for: no numbers."""
+    with torch.inference_mode(False):
+        return torch.empty(0, device=device)
 
 
 def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

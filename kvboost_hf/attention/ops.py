@@ -1,12 +1,14 @@
-"""The operators of `torch.library`: what is compiled, traced and profiled. Which kernel runs is decided inside.
+"""The operators of `torch.library`: what is compiled and traced. Which kernel runs is decided inside.
 
 Each has tensors and numbers for arguments, as operators must; `attend`, `attend_pieces` and `attend_codes` take the
-dataclasses that these are in.
+dataclasses that these are in. Where nobody looks on, they call what is inside at once: an operator written in Python
+takes longer than a kernel of few queries.
 """
 
 from collections.abc import Sequence
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kvboost_hf.attention import dispatch
 from kvboost_hf.attention.merge import Part
@@ -34,6 +36,13 @@ torch.library.define(
 torch.library.define("kvboost_hf::merge", "(Tensor[] outs, Tensor[] logs, Tensor? sinks, ScalarType dtype) -> Tensor")
 
 
+def is_traced(query: torch.Tensor) -> bool:
+    """Whether an operator is wanted: by torch.compile, by a mode that sees all of them, or for shapes alone."""
+    if torch.compiler.is_dynamo_compiling() or type(query) is not torch.Tensor:
+        return True
+    return query.is_meta or is_in_torch_dispatch_mode()
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -46,6 +55,10 @@ def attend(
     partial: bool = False,
 ) -> Part:
     """See `reference.attend`. Not differentiable. The log-sum-exp is there if `partial`, else it is empty."""
+    if not is_traced(query):
+        return dispatch.attend(
+            query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
+        )
     seen = (visibility.keep, visibility.columns, visibility.tree, visibility.mask)
     causal, window = visibility.causal, visibility.window
     out, lse = torch.ops.kvboost_hf.attend.default(
@@ -78,6 +91,8 @@ def attend_pieces(
     """
     assert visibility.tree is None
     assert visibility.mask is None
+    if not is_traced(query):
+        return dispatch.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
     seen, turn = (visibility.keep, visibility.columns), (table.cos, table.sin, table.partner, table.places)
     causal, window = visibility.causal, visibility.window
     given = table.keys, table.values, table.rows, turn, seen
@@ -109,6 +124,8 @@ def attend_codes(
     Returns:
         [batch, queries, heads, head_dim] and [batch, heads, queries], float32.
     """
+    if not is_traced(query):
+        return dispatch.attend_codes(query, keys, values, lengths, scale=scale, softcap=softcap)
     forms = [keys.bits, keys.group_size, values.bits, values.group_size]
     out, lse = torch.ops.kvboost_hf.attend_codes.default(
         query, _planes(keys), _planes(values), forms, lengths, scale, softcap
@@ -118,6 +135,8 @@ def attend_codes(
 
 def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """See `merge.merge`."""
+    if not is_traced(parts[0][0]):
+        return dispatch.merge(parts, sinks, dtype)
     merged: torch.Tensor = torch.ops.kvboost_hf.merge.default(*map(list, zip(*parts, strict=True)), sinks, dtype)
     return merged
 
@@ -147,9 +166,10 @@ def _attend(
     partial: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     visibility = Visibility(causal, window, *seen)
-    return dispatch.attend(
+    out, lse = dispatch.attend(
         query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
     )
+    return out, lse if partial else lse.new_empty(0)  # what an operator returns is new
 
 
 @torch.library.register_fake("kvboost_hf::attend")  # type: ignore[untyped-decorator]

@@ -95,8 +95,9 @@ def _read_mask(
 ) -> tuple[Visibility, torch.Tensor | None]:
     """Who sees what, and what is to be added to the logits."""
     queries = query.shape[2]
+    hides = window if window < total else 0
     if mask is None:
-        return Visibility(causal, window), None
+        return Visibility(causal, hides), None
     if mask.is_floating_point():
         return Visibility(causal=False), mask
     told = mask.dtype in (torch.int32, torch.int64) and mask.shape[2] <= 2
@@ -110,7 +111,7 @@ def _read_mask(
     if mask.dtype == torch.int32:
         keep, columns, reach = read_reach(mask, queries)
         if reach is None or window:
-            return Visibility(causal, window, keep, columns), None
+            return Visibility(causal, hides, keep, columns), None
         # The layer does not tell its window: by a matrix.
         seen = Visibility(causal, keep=keep, columns=columns)
         own = seen.columns_of(queries, total, mask.device)[:, :, None]
@@ -171,32 +172,31 @@ def _read_in_place(
     """Attention over K/V that is no tensor of all columns; None where it has to be made one."""
     if seen.columns is not None or seen.mask is not None:
         return None
+    keep = seen.keep
     if isinstance(kv, PiecedKV):
-        found = dispatch.decode(query, kv, scale=scale, visibility=seen, softcap=softcap, sinks=sinks)
+        keep = kv.keep if keep is None else keep[:, kv.table.columns :]
+    elif seen.window:
+        return None
+    elif keep is not None:  # there is no padding among the codes
+        keep = torch.cat([keep[:, : kv.first], keep[:, kv.first + kv.coded :]], dim=1)
+    before, behind = (
+        replace(seen, tree=None) if seen.tree is not None else seen,
+        Visibility(seen.causal, seen.window, keep, tree=seen.tree),
+    )
+    if not ops.is_traced(query):
+        found = dispatch.attend_held(
+            query, kv, scale=scale, before=before, behind=behind, softcap=softcap, sinks=sinks
+        )
         if found is not None:
             return found
-        columns = kv.table.columns
-        total = columns + kv.keys.shape[2]
-        keep = kv.keep if seen.keep is None else seen.keep[:, columns:]
-        before, behind = replace(seen, tree=None), Visibility(seen.causal, seen.window, keep, tree=seen.tree)
-        parts = [
-            ops.attend_pieces(query, kv.table, scale=scale, total=total, visibility=before, softcap=softcap),
-            ops.attend(query, kv.keys, kv.values, scale=scale, visibility=behind, softcap=softcap, partial=True),
-        ]
-        return ops.merge(parts, sinks, query.dtype)
-    if seen.window:
-        return None
-    keep = seen.keep
-    if keep is not None:  # there is no padding among the codes
-        keep = torch.cat([keep[:, : kv.first], keep[:, kv.first + kv.coded :]], dim=1)
-    exact = Visibility(seen.causal, keep=keep, tree=seen.tree)
-    parts = [
-        ops.attend_codes(query, kv.keys, kv.values, kv.lengths, scale=scale, softcap=softcap),
-        ops.attend(
-            query, kv.exact_keys, kv.exact_values, scale=scale, visibility=exact, softcap=softcap, partial=True
-        ),
-    ]
-    return ops.merge(parts, sinks, query.dtype)
+    if isinstance(kv, PiecedKV):
+        exact, total = (kv.keys, kv.values), kv.table.columns + kv.keys.shape[2]
+        part = ops.attend_pieces(query, kv.table, scale=scale, total=total, visibility=before, softcap=softcap)
+    else:
+        exact = kv.exact_keys, kv.exact_values
+        part = ops.attend_codes(query, kv.keys, kv.values, kv.lengths, scale=scale, softcap=softcap)
+    rest = ops.attend(query, *exact, scale=scale, visibility=behind, softcap=softcap, partial=True)
+    return ops.merge([part, rest], sinks, query.dtype)
 
 
 def _reads(kind: type[HeldKV], device: torch.device) -> bool:

@@ -31,9 +31,9 @@ def is_faster(
     """Whether this is a plain prompt on a GPU, for which the vendor's kernels are there."""
     told = visibility.keep, visibility.columns, visibility.tree, visibility.mask, sinks
     return (
-        query.is_cuda
-        and 1 < query.shape[2] == key.shape[2]
-        and all(each is None for each in told)
+        1 < query.shape[2] == key.shape[2]
+        and query.is_cuda
+        and not any(each is not None for each in told)
         and not (visibility.window or softcap or partial)
         and query.dtype != torch.float32
         and key.shape[3] == value.shape[3] <= 256

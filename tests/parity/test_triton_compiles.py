@@ -1,10 +1,10 @@
 """The dense kernel compiled for GPUs that are not here: on tensor cores, with nothing spilled from registers."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
-from triton import knobs
 
 from kvboost_hf.attention.triton import dense
 from kvboost_hf.attention.triton.tiling import Device, plan_tiling
@@ -57,16 +57,14 @@ def launch(capability: int, head_dim: int, queries: int, asked: str, dtype: torc
         sinks=empty(32) if "sinks" in asked else None,
         tiling=tiling,
     )
-    given = {name: pointer(value) for name, value in arguments.items()}
+    given = dict(zip(dense.fwd.arg_names, map(pointer, chain.from_iterable(arguments)), strict=True))
     return Launch("kvboost_hf.attention.triton.dense:fwd", given, capability, tiling.warps, tiling.stages)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[object, Compiled]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(knobs.runtime, "interpret", False)  # whose tiles are smaller
-        launches = [launch(*case) for case in CASES]
-        launches.append(launch(*CASES[1], warps=4, block_n=64))
+    launches = [launch(*case) for case in CASES]
+    launches.append(launch(*CASES[1], warps=4, block_n=64))
     return dict(zip([*CASES, "too large"], compile_launches(launches), strict=True))
 
 

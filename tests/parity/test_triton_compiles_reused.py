@@ -1,10 +1,10 @@
 """The kernels over pieces and over codes compiled for GPUs that are not here: on tensor cores, and in registers."""
 
 from collections.abc import Callable
+from itertools import chain
 
 import pytest
 import torch
-from triton import knobs
 
 from kvboost_hf.attention.triton import codes, pieces
 from kvboost_hf.attention.triton.tiling import Device
@@ -32,7 +32,7 @@ def over_pieces(capability: int, head_dim: int, queries: int, window: int = 0) -
     given = pieces.launch_arguments(
         query, table, out, lse, scale=1.0, total=200, visibility=seen, softcap=0.0, tiling=tiling
     )
-    arguments = {name: pointer(each) for name, each in given.items()}
+    arguments = dict(zip(pieces.fwd_pieces.arg_names, map(pointer, chain.from_iterable(given)), strict=True))
     return Launch("kvboost_hf.attention.triton.pieces:fwd_pieces", arguments, capability, tiling.warps, tiling.stages)
 
 
@@ -57,7 +57,7 @@ def over_codes(capability: int, head_dim: int, queries: int, config: KVQuantConf
     out, lse = parts(query, tiling.splits)
     lengths = torch.full((BLOCKS,), TOKENS, dtype=torch.int32)
     given = codes.launch_arguments(query, keys, values, lengths, out, lse, scale=1.0, softcap=0.0, tiling=tiling)
-    arguments = {name: pointer(each) for name, each in given.items()}
+    arguments = dict(zip(codes.fwd_codes.arg_names, map(pointer, chain.from_iterable(given)), strict=True))
     return Launch("kvboost_hf.attention.triton.codes:fwd_codes", arguments, capability, tiling.warps, tiling.stages)
 
 
@@ -79,9 +79,7 @@ CASES: list[tuple[Callable[..., Launch], tuple[object, ...]]] = [
 
 
 def test_kernels() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(knobs.runtime, "interpret", False)  # whose tiles are smaller
-        launches = [make(*given) for make, given in CASES]
+    launches = [make(*given) for make, given in CASES]
     for (make, given), made in zip(CASES, compile_launches(launches), strict=True):
         case = make.__name__, *given, made
         assert made.mma, case

@@ -4,8 +4,8 @@ Nothing is rotated there: queries are rotated as the keys were, before, and what
 are, behind. Scales of vectors are factors of logits and of weights, and the mean of a block's keys adds to logits.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,9 +15,19 @@ import triton.language as tl
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.tile import LOG2E, softmax_end, softmax_step, tanh
-from kvboost_hf.attention.triton.tiling import Device, Tiling, device_of, is_taken, plan_splits, plan_tiling
+from kvboost_hf.attention.triton.tiling import (
+    Device,
+    Tiling,
+    device_of,
+    is_taken,
+    padded_dim,
+    plan_splits,
+    plan_tiling,
+    power_of_2,
+)
 from kvboost_hf.handles import CodePlanes
 from kvboost_hf.triton_dot import dot
+from kvboost_hf.triton_launch import Arguments, Launcher
 
 _BITS = (1, 2, 3, 4, 8)
 _MAX_ROWS = 32  # of a program: more would leave its registers no room for what codes become
@@ -52,13 +62,9 @@ def attend_codes(
     """See `ops.attend_codes`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
     tiling = tiling or plan(query, keys, device_of(query.device))
     batch, heads, queries, head_dim = query.shape
-    out = query.new_empty(tiling.splits, batch, queries, heads, head_dim, dtype=torch.float32)
-    lse = query.new_empty(tiling.splits, batch, heads, queries, dtype=torch.float32)
-    given = launch_arguments(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
-    kv_heads = keys.codes.shape[2]
-    tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
-    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
-        fwd_codes[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
+    out = query.new_empty((tiling.splits, batch, queries, heads, head_dim), dtype=torch.float32)
+    lse = query.new_empty((tiling.splits, batch, heads, queries), dtype=torch.float32)
+    launch(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
     found, log = (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
     return found if values.rotation is None else found @ values.rotation, log
 
@@ -66,23 +72,50 @@ def attend_codes(
 def plan(query: torch.Tensor, keys: CodePlanes, device: Device) -> Tiling:
     """The tiling that `attend_codes` takes by itself."""
     (batch, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
-    rows = queries * (heads // kv_heads)
-    tiling = plan_tiling(min(rows, _MAX_ROWS), head_dim, query.itemsize, device)
+    shape = batch * kv_heads, queries * (heads // kv_heads), head_dim, blocks, tokens
+    most = _block_of(keys.group_size if keys.least is not None else tokens, tokens)
+    return _plan(*shape, most, query.itemsize, device)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    heads: int, rows: int, head_dim: int, blocks: int, tokens: int, most: int, itemsize: int, device: Device
+) -> Tiling:
+    tiling = plan_tiling(min(rows, _MAX_ROWS), head_dim, itemsize, device)
     largest = 64 if tiling.block_m * head_dim <= 16 * 128 else 32
-    block_n = min(tiling.block_n, largest, _block_of(keys.group_size if keys.least is not None else tokens, tokens))
-    programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
-    columns = blocks * triton.cdiv(tokens, block_n) * block_n
+    block_n = min(tiling.block_n, largest, most)
+    programs = -(-rows // tiling.block_m) * heads
+    columns = blocks * -(-tokens // block_n) * block_n
     splits = plan_splits(programs, columns, block_n, device, per_processor=2)
     return replace(tiling, block_n=block_n, splits=splits)
 
 
 def _block_of(group: int, tokens: int) -> int:
     """The most tokens, a power of two, of a tile that lies in one group of keys."""
-    return triton.next_power_of_2(tokens) if group >= tokens else group & -group
+    return power_of_2(tokens) if group >= tokens else group & -group
 
 
 def _is_power_of_2(x: int) -> bool:
     return x & (x - 1) == 0
+
+
+def launch(
+    query: torch.Tensor,
+    keys: CodePlanes,
+    values: CodePlanes,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    tiling: Tiling,
+) -> None:
+    """Write the parts of `attend_codes`, before values are rotated back, into `out` [splits, …] and `lse`."""
+    given = launch_arguments(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
+    (batch, heads, queries, _), kv_heads = query.shape, keys.codes.shape[2]
+    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
+    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(
@@ -96,8 +129,8 @@ def launch_arguments(
     scale: float,
     softcap: float,
     tiling: Tiling,
-) -> dict[str, Any]:
-    """What `fwd_codes` is called with, by name; what there is not is None."""
+) -> Arguments:
+    """What `fwd_codes` is called with."""
     assert scale > 0
     assert keys.least is None or tiling.block_n <= _block_of(keys.group_size, keys.codes.shape[3])
     (_, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
@@ -105,44 +138,27 @@ def launch_arguments(
     rotated = query
     if keys.rotation is not None:
         rotated = (query.float() @ keys.rotation.mT).to(query.dtype)
-    cos, sin = (each.to(query.dtype) if each is not None else None for each in (keys.cos, keys.sin))
-    padded = max(16, triton.next_power_of_2(head_dim))
-    return {
-        "query": query if keys.mean is not None else None,
-        "rotated": rotated,
-        **_planes("key", keys),
-        "mean": _plane(keys.mean),
-        "cos": cos,
-        "sin": sin,
-        "partner": keys.partner if cos is not None else None,
-        **_planes("value", values),
-        "lengths": lengths,
-        "out": out,
-        "lse": lse,
-        "kv_heads": kv_heads,
-        "queries": queries,
-        "blocks": blocks,
-        "scale": scale / softcap if softcap else scale,
-        "softcap": softcap or None,
-        "TOKENS": tokens,
-        "GROUPS": heads // kv_heads,
-        "HEAD_DIM": head_dim,
-        "KEY_BITS": keys.bits,
-        "KEY_GROUP": keys.group_size,
-        "VALUE_BITS": values.bits,
-        "VALUE_GROUP": padded if values.group_size >= head_dim else values.group_size,
-        "BLOCK_M": tiling.block_m,
-        "BLOCK_N": tiling.block_n,
-        "BLOCK_D": padded,
-    }
+    cos = keys.cos.to(query.dtype) if keys.cos is not None else None
+    sin = keys.sin.to(query.dtype) if keys.sin is not None else None
+    padded = padded_dim(head_dim)
+    return (
+        (
+            *(query if keys.mean is not None else None, rotated),
+            *(*_planes(keys), _plane(keys.mean), cos, sin, keys.partner if cos is not None else None),
+            *(*_planes(values), lengths, out, lse),
+        ),
+        (),
+        (kv_heads, queries, blocks),
+        (scale / softcap if softcap else float(scale), softcap or None),
+        (
+            *(tokens, heads // kv_heads, head_dim, keys.bits, keys.group_size, values.bits),
+            *(padded if values.group_size >= head_dim else values.group_size, tiling.block_m, tiling.block_n, padded),
+        ),
+    )
 
 
-def _planes(role: str, codes: CodePlanes) -> Mapping[str, Any]:
-    names = ("codes", "least", "step", "scale")
-    return {
-        **{f"{role}_{name}": _plane(getattr(codes, name)) for name in names},
-        f"{role}_codebook": codes.codebook,
-    }
+def _planes(codes: CodePlanes) -> tuple[Any, ...]:
+    return _plane(codes.codes), _plane(codes.least), _plane(codes.step), _plane(codes.scale), codes.codebook
 
 
 def _plane(x: torch.Tensor | None) -> tuple[torch.Tensor, int, int] | None:
@@ -150,7 +166,7 @@ def _plane(x: torch.Tensor | None) -> tuple[torch.Tensor, int, int] | None:
     return (x, x.stride(0), x.stride(1)) if x is not None else None
 
 
-@triton.jit(do_not_specialize=["queries", "blocks"])
+@triton.jit(do_not_specialize=["kv_heads", "queries", "blocks"])
 def fwd_codes(
     query,
     rotated,
@@ -272,6 +288,9 @@ def fwd_codes(
     batch += tl.program_id(2).to(tl.int64) * (tl.num_programs(1) // kv_heads)
     tl.store(out + ((batch * queries + i) * heads + head)[:, None] * HEAD_DIM + d[None, :], found, mask=inside)
     tl.store(lse + (batch * heads + head) * queries + i, log, mask=there)
+
+
+_launch = Launcher(fwd_codes)
 
 
 @triton.jit

@@ -1,19 +1,24 @@
 """Attention over parts of the columns, made one in one kernel: `merge` for parts that lie in one tensor."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.merge import Part, no_log
 from kvboost_hf.attention.triton.tile import LN2, LOG2E
-from kvboost_hf.attention.triton.tiling import MAX_SPLITS
+from kvboost_hf.attention.triton.tiling import MAX_SPLITS, power_of_2
+from kvboost_hf.triton_launch import Launcher
 
 _BLOCK_D = 64  # dimensions of a program at most: with few queries there are more programs than heads
 _FEW = 16  # parts
 _NUMBERS = 8192  # that a program holds
 
 
-def combine(parts: torch.Tensor, logs: torch.Tensor, *, sinks: torch.Tensor | None, dtype: torch.dtype) -> Part:
+def combine(
+    parts: torch.Tensor, logs: torch.Tensor, *, sinks: torch.Tensor | None, dtype: torch.dtype, partial: bool = True
+) -> Part:
     """What attention over all columns would have been.
 
     Args:
@@ -21,29 +26,33 @@ def combine(parts: torch.Tensor, logs: torch.Tensor, *, sinks: torch.Tensor | No
         logs: [parts, batch, heads, queries], float32, contiguous.
         sinks: [heads], or None; as for `attend`.
         dtype: Of the result.
+        partial: Whether the log-sum-exp is wanted; else it is empty.
 
     Returns:
         [batch, queries, heads, value_dim], and the log-sum-exp [batch, heads, queries], float32.
     """
     splits, batch, queries, heads, dim = parts.shape
-    out, lse = parts.new_empty(batch, queries, heads, dim, dtype=dtype), logs.new_empty(batch, heads, queries)
+    out = parts.new_empty((batch, queries, heads, dim), dtype=dtype)
+    lse = logs.new_empty((batch, heads, queries)) if partial else no_log(logs.device)
     rows, blocks = batch * queries * heads, blocks_of(splits, dim)
-    grid = (triton.cdiv(rows, blocks["BLOCK_R"]), triton.cdiv(dim, blocks["BLOCK_D"]))
-    given = parts, logs, sinks, out, lse, splits, rows, queries, heads, dim
-    with torch.cuda.device_of(parts):
-        merge_parts[grid](*given, **blocks, enable_fp_fusion=True)
+    _, block_r, block_d = blocks
+    grid = (-(-rows // block_r), -(-dim // block_d), 1)
+    tensors = parts, logs, sinks, out, lse if partial else None
+    given = tensors, (dim,), (splits, rows, queries, heads), (), blocks
+    _launch(grid, parts.device, given, warps=4, stages=3)
     return out, lse
 
 
-def blocks_of(splits: int, dim: int) -> dict[str, int]:
-    """How much a program takes. A cache that grows has more and more parts, but the kernel is compiled twice."""
-    block_p, block_d = _FEW if splits <= _FEW else MAX_SPLITS, min(_BLOCK_D, triton.next_power_of_2(dim))
-    return {"BLOCK_P": block_p, "BLOCK_R": _NUMBERS // (block_p * block_d), "BLOCK_D": block_d}
+@cache
+def blocks_of(splits: int, dim: int) -> tuple[int, int, int]:
+    """BLOCK_P, BLOCK_R and BLOCK_D. A cache that grows has more and more parts, but the kernel is compiled twice."""
+    block_p, block_d = _FEW if splits <= _FEW else MAX_SPLITS, min(_BLOCK_D, power_of_2(dim))
+    return block_p, _NUMBERS // (block_p * block_d), block_d
 
 
-@triton.jit(do_not_specialize=["splits", "rows", "queries"])
+@triton.jit(do_not_specialize=["splits", "rows", "queries", "heads"])
 def merge_parts(
-    parts, logs, sinks, out, lse, splits, rows, queries, heads, dim,
+    parts, logs, sinks, out, lse, dim, splits, rows, queries, heads,
     BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_R queries of heads, and BLOCK_D dimensions."""
@@ -70,5 +79,8 @@ def merge_parts(
     found = tl.sum(numbers * weights[:, :, None], 0) / divisor[:, None]
     at = out + row.to(tl.int64)[:, None] * dim + d[None, :]
     tl.store(at, found.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (d < dim)[None, :])
-    if tl.program_id(1) == 0:
+    if lse is not None and tl.program_id(1) == 0:
         tl.store(lse + at_log, peak + tl.log2(divisor) * LN2, mask=row < rows)
+
+
+_launch = Launcher(merge_parts)

@@ -5,30 +5,39 @@ After FlashAttention-2 (https://arxiv.org/abs/2307.08691) and, where queries are
 """
 
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.merge import Part, no_log
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.tile import LOG2E, load_rows, softmax_end, softmax_step, tanh
-from kvboost_hf.attention.triton.tiling import Tiling, device_of, is_taken, plan_splits, plan_tiling
+from kvboost_hf.attention.triton.tiling import (
+    Device,
+    Tiling,
+    device_of,
+    is_taken,
+    padded_dim,
+    plan_splits,
+    plan_tiling,
+    round_columns,
+)
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.triton_dot import dot
+from kvboost_hf.triton_launch import Arguments, Launcher
 
 _MAX_GRID = 65_535  # in any dimension of a grid but the first
 
 
 def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether `attend` takes these."""
-    given = query, key, value
     return (
         is_taken(query, max(query.shape[3], value.shape[3]))
         and query.dtype == key.dtype == value.dtype
         and key.shape[0] * key.shape[1] <= _MAX_GRID
-        and all(each.stride(3) == 1 for each in given)
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
     )
 
 
@@ -54,29 +63,52 @@ def attend(
     shape = (batch, queries, heads, value.shape[3])
     split = tiling.splits > 1
     out = query.new_empty((tiling.splits, *shape), dtype=torch.float32 if split else dtype)
-    lse = query.new_empty((tiling.splits, batch, heads, queries) if split or partial else (0,), dtype=torch.float32)
-    given = launch_arguments(
+    logs = (tiling.splits, batch, heads, queries) if split or partial else None
+    lse = query.new_empty(logs, dtype=torch.float32) if logs else None
+    launch(
         query, key, value, out, lse, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, tiling=tiling
     )
-    kv_heads = key.shape[1]
-    tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
-    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
-        fwd[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
-    if not split:
-        return out[0], lse[0] if partial else lse
-    merged, total = combine(out, lse, sinks=sinks, dtype=dtype)
-    return merged, total if partial else total.new_empty(0)
+    if lse is None:
+        return out[0], no_log(query.device)
+    return combine(out, lse, sinks=sinks, dtype=dtype, partial=partial) if split else (out[0], lse[0])
 
 
 def plan(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visibility: Visibility) -> Tiling:
     """The tiling that `attend` takes by itself."""
     (batch, heads, queries, head_dim), (_, kv_heads, total, _) = query.shape, key.shape
-    device, rows = device_of(query.device), queries * (heads // kv_heads)
-    tiling = plan_tiling(rows, max(head_dim, value.shape[3]), query.itemsize, device)
-    programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
     columns = min(total, visibility.window + queries) if visibility.window else total
+    shape = batch * kv_heads, queries * (heads // kv_heads), max(head_dim, value.shape[3]), round_columns(columns)
+    return _plan(*shape, query.itemsize, device_of(query.device))
+
+
+@lru_cache(maxsize=1024)
+def _plan(heads: int, rows: int, dim: int, columns: int, itemsize: int, device: Device) -> Tiling:
+    tiling = plan_tiling(rows, dim, itemsize, device)
+    programs = -(-rows // tiling.block_m) * heads
     per_processor = 2 if tiling.block_m <= 64 else 1
     return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor))
+
+
+def launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    scale: float,
+    visibility: Visibility,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    tiling: Tiling,
+) -> None:
+    """Write the parts of `attend` into `out` [splits, …] and `lse` [splits, …]."""
+    given = launch_arguments(
+        query, key, value, out, lse, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, tiling=tiling
+    )
+    (batch, heads, queries, _), kv_heads = query.shape, key.shape[1]
+    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
+    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(
@@ -84,67 +116,49 @@ def launch_arguments(
     key: torch.Tensor,
     value: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     *,
     scale: float,
     visibility: Visibility,
     softcap: float,
     sinks: torch.Tensor | None,
     tiling: Tiling,
-) -> dict[str, Any]:
-    """What `fwd` is called with, by name; what is not asked of it is None."""
+) -> Arguments:
+    """What `fwd` is called with."""
     assert scale > 0
     (_, heads, queries, head_dim), (_, kv_heads, total, value_dim) = query.shape, value.shape
-    keep, mask = (
-        each if each is None or each.stride(-1) == 1 else each.contiguous()
-        for each in (visibility.keep, visibility.mask)
+    keep, mask = visibility.keep, visibility.mask
+    mask_strides = 0, 0, 0
+    if keep is not None:
+        keep = (keep if keep.stride(-1) == 1 else keep.contiguous()).view(torch.uint8)
+    if mask is not None:
+        mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).view(torch.uint8)
+        mask_strides = _broadcast(mask, 0), _broadcast(mask, 1), _broadcast(mask, 2)
+    columns = None if visibility.columns is None else visibility.columns.contiguous()
+    tree = None if visibility.tree is None else visibility.tree.contiguous()
+    return (
+        (query, key, value, out, lse, sinks if tiling.splits == 1 else None, keep, columns, tree, mask),
+        (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
+        (
+            *(0 if keep is None else _broadcast(keep, 0), *mask_strides),
+            *(kv_heads, queries, total, visibility.window or None),
+        ),
+        (scale / softcap if softcap else float(scale), softcap or None),
+        (
+            *(visibility.causal, heads // kv_heads, head_dim, value_dim),
+            *(tiling.block_m, tiling.block_n, padded_dim(head_dim), padded_dim(value_dim), tiling.border_stages),
+        ),
     )
-    columns, tree = (None if each is None else each.contiguous() for each in (visibility.columns, visibility.tree))
-    return {
-        "query": query,
-        "key": key,
-        "value": value,
-        "out": out,
-        "lse": lse if lse.numel() else None,
-        "sinks": sinks if tiling.splits == 1 else None,
-        "keep": None if keep is None else keep.view(torch.uint8),
-        "columns": columns,
-        "tree": tree,
-        "mask": None if mask is None else mask.view(torch.uint8),
-        **_strides("query", query),
-        **_strides("key", key),
-        **_strides("value", value),
-        "keep_batch": 0 if keep is None else _broadcast(keep, 0),
-        "mask_batch": 0 if mask is None else _broadcast(mask, 0),
-        "mask_head": 0 if mask is None else _broadcast(mask, 1),
-        "mask_row": 0 if mask is None else _broadcast(mask, 2),
-        "kv_heads": kv_heads,
-        "queries": queries,
-        "total": total,
-        "window": visibility.window or None,
-        "scale": scale / softcap if softcap else scale,
-        "softcap": softcap or None,
-        "CAUSAL": visibility.causal,
-        "GROUPS": heads // kv_heads,
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_M": tiling.block_m,
-        "BLOCK_N": tiling.block_n,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
-        "BORDER_STAGES": tiling.border_stages,
-    }
-
-
-def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
-    return {f"{name}_{dim}": x.stride(i) for i, dim in enumerate(("batch", "head", "row"))}
 
 
 def _broadcast(x: torch.Tensor, dim: int) -> int:
     return x.stride(dim) if x.shape[dim] > 1 else 0
 
 
-@triton.jit(do_not_specialize=["keep_batch", "mask_batch", "mask_head", "mask_row", "queries", "total", "window"])
+@triton.jit(
+    do_not_specialize="keep_batch mask_batch mask_head mask_row kv_heads queries total window".split(),
+    do_not_specialize_on_alignment=["lse", "keep", "mask"],  # which begin at any part, or column
+)
 def fwd(
     query, key, value, out, lse, sinks, keep, columns, tree, mask,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
@@ -219,6 +233,9 @@ def fwd(
     tl.store(at, found.to(out.dtype.element_ty), mask=there[:, None] & (d < VALUE_DIM)[None, :])
     if lse is not None:
         tl.store(lse + (batch * heads + head) * queries + i, log, mask=there)
+
+
+_launch = Launcher(fwd)
 
 
 @triton.jit

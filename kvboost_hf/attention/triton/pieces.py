@@ -5,7 +5,7 @@ queries is turned back once for each piece.
 """
 
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
 
 import torch
 import triton
@@ -15,9 +15,20 @@ from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.dense import take_block
 from kvboost_hf.attention.triton.tile import softmax_end
-from kvboost_hf.attention.triton.tiling import Device, Tiling, device_of, is_taken, plan_splits, plan_tiling
+from kvboost_hf.attention.triton.tiling import (
+    Device,
+    Tiling,
+    device_of,
+    is_taken,
+    padded_dim,
+    plan_splits,
+    plan_tiling,
+    power_of_2,
+    round_columns,
+)
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import PieceTable
+from kvboost_hf.triton_launch import Arguments, Launcher
 
 _MANY = 128  # pieces, up to which the kernel is compiled once
 _MAX_SUMS = 64 * 128  # of a program, beside which its queries are kept as they are and as they are turned
@@ -46,30 +57,50 @@ def attend_pieces(
     """See `ops.attend_pieces`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
     tiling = tiling or plan(query, table, visibility, device_of(query.device))
     batch, heads, queries, head_dim = query.shape
-    out = query.new_empty(tiling.splits, batch, queries, heads, head_dim, dtype=torch.float32)
-    lse = query.new_empty(tiling.splits, batch, heads, queries, dtype=torch.float32)
-    given = launch_arguments(
-        query, table, out, lse, scale=scale, total=total, visibility=visibility, softcap=softcap, tiling=tiling
-    )
-    kv_heads = table.keys[0].shape[0]
-    tiles = triton.cdiv(queries * (heads // kv_heads), tiling.block_m)
-    with torch.cuda.device_of(query):  # Triton launches on the current device, whatever it is given
-        fwd_pieces[(tiles, batch * kv_heads, tiling.splits)](**given, **tiling.options())
+    out = query.new_empty((tiling.splits, batch, queries, heads, head_dim), dtype=torch.float32)
+    lse = query.new_empty((tiling.splits, batch, heads, queries), dtype=torch.float32)
+    launch(query, table, out, lse, scale=scale, total=total, visibility=visibility, softcap=softcap, tiling=tiling)
     return (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
 
 
 def plan(query: torch.Tensor, table: PieceTable, visibility: Visibility, device: Device) -> Tiling:
     """The tiling that `attend_pieces` takes by itself: parts are of as many columns, in however many pieces."""
     (batch, heads, queries, head_dim), kv_heads = query.shape, table.keys[0].shape[0]
-    rows = queries * (heads // kv_heads)
-    padded = max(16, triton.next_power_of_2(head_dim))
-    tiling = plan_tiling(min(rows, _MAX_SUMS // padded), head_dim, query.itemsize, device)
+    columns = min(table.columns, visibility.window + queries) if visibility.window else table.columns
+    shape = batch * kv_heads, queries * (heads // kv_heads), head_dim, round_columns(columns)
+    return _plan(*shape, query.itemsize, device)
+
+
+@lru_cache(maxsize=1024)
+def _plan(heads: int, rows: int, head_dim: int, columns: int, itemsize: int, device: Device) -> Tiling:
+    padded = padded_dim(head_dim)
+    tiling = plan_tiling(min(rows, _MAX_SUMS // padded), head_dim, itemsize, device)
     if tiling.block_m * padded >= _MAX_SUMS // 2:
         stages, border_stages = min(tiling.stages, 2), min(tiling.border_stages, 2)
         tiling = replace(tiling, block_n=min(tiling.block_n, 32), warps=8, stages=stages, border_stages=border_stages)
-    programs = triton.cdiv(rows, tiling.block_m) * batch * kv_heads
-    columns = min(table.columns, visibility.window + queries) if visibility.window else table.columns
+    programs = -(-rows // tiling.block_m) * heads
     return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=2))
+
+
+def launch(
+    query: torch.Tensor,
+    table: PieceTable,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    total: int,
+    visibility: Visibility,
+    softcap: float,
+    tiling: Tiling,
+) -> None:
+    """Write the parts of `attend_pieces` into `out` [splits, …] and `lse` [splits, …]."""
+    given = launch_arguments(
+        query, table, out, lse, scale=scale, total=total, visibility=visibility, softcap=softcap, tiling=tiling
+    )
+    (batch, heads, queries, _), kv_heads = query.shape, table.keys[0].shape[0]
+    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
+    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(
@@ -83,49 +114,33 @@ def launch_arguments(
     visibility: Visibility,
     softcap: float,
     tiling: Tiling,
-) -> dict[str, Any]:
-    """What `fwd_pieces` is called with, by name; what is not asked of it is None."""
+) -> Arguments:
+    """What `fwd_pieces` is called with."""
     assert scale > 0
     assert table.places is not None
     keep = visibility.keep.contiguous().view(torch.uint8) if visibility.keep is not None else None
     columns = visibility.columns.contiguous() if visibility.columns is not None else None
     _, heads, queries, head_dim = query.shape
-    kv_heads = table.keys[0].shape[0]
-    return {
-        "query": query,
-        "places": table.places,
-        "cos": table.cos,
-        "sin": table.sin,
-        "partner": table.partner,
-        "out": out,
-        "lse": lse,
-        "keep": keep,
-        "columns": columns,
-        "query_batch": query.stride(0),
-        "query_head": query.stride(1),
-        "query_row": query.stride(2),
-        "keep_batch": keep.shape[1] if keep is not None else 0,
-        "kv_heads": kv_heads,
-        "queries": queries,
-        "pieces": table.places.shape[1],
-        "held": table.columns,
-        "total": total,
-        "window": visibility.window or None,
-        "scale": scale / softcap if softcap else scale,
-        "softcap": softcap or None,
-        "CAUSAL": visibility.causal,
-        "GROUPS": heads // kv_heads,
-        "HEAD_DIM": head_dim,
-        "PIECES": max(_MANY, triton.next_power_of_2(table.places.shape[1])),
-        "BLOCK_M": tiling.block_m,
-        "BLOCK_N": tiling.block_n,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BORDER_STAGES": tiling.border_stages,
-        "ALIGNED": 16 // query.itemsize,
-    }
+    kv_heads, pieces = table.keys[0].shape[0], table.places.shape[1]
+    return (
+        (query, table.places, table.cos, table.sin, table.partner, out, lse, keep, columns),
+        query.stride()[:3],
+        (
+            *(keep.shape[1] if keep is not None else 0, kv_heads, queries),
+            *(pieces, table.columns, total, visibility.window or None),
+        ),
+        (scale / softcap if softcap else float(scale), softcap or None),
+        (
+            *(visibility.causal, heads // kv_heads, head_dim, max(_MANY, power_of_2(pieces))),
+            *(tiling.block_m, tiling.block_n, padded_dim(head_dim), tiling.border_stages, 16 // query.itemsize),
+        ),
+    )
 
 
-@triton.jit(do_not_specialize=["keep_batch", "queries", "pieces", "held", "total", "window"])
+@triton.jit(
+    do_not_specialize="keep_batch kv_heads queries pieces held total window".split(),
+    do_not_specialize_on_alignment=["keep"],
+)
 def fwd_pieces(
     query,
     places,
@@ -233,6 +248,9 @@ def fwd_pieces(
     batch += tl.program_id(2).to(tl.int64) * batches
     tl.store(out + ((batch * queries + i) * heads + head)[:, None] * HEAD_DIM + d[None, :], found, mask=inside)
     tl.store(lse + (batch * heads + head) * queries + i, log, mask=there)
+
+
+_launch = Launcher(fwd_pieces)
 
 
 @triton.jit

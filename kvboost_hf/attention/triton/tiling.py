@@ -2,16 +2,15 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
-import triton
 from triton import knobs
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_DIM = 256
 MAX_SPLITS = 128  # what `combine` merges at once
 _MIN_BLOCKS = 2  # of a part: merging costs as much as a block
+_STEP = 32  # columns: tilings differ between multiples of them only, as blocks and their parts do
 
 
 def is_taken(query: torch.Tensor, dim: int) -> bool:
@@ -19,12 +18,13 @@ def is_taken(query: torch.Tensor, dim: int) -> bool:
     return query.dtype in _DTYPES and dim <= _MAX_DIM and (query.is_cuda or bool(knobs.runtime.interpret))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Device:
     """What a tiling depends on."""
 
     processors: int
     shared_bytes: int  # that one program may use
+    interpreted: bool = False  # by Triton's interpreter: a block costs the same whatever its size, tests want several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +38,30 @@ class Tiling:
     border_stages: int  # the same at borders, which are short
     splits: int = 1  # parts of the columns, each with programs of its own
 
-    def options(self) -> dict[str, Any]:
-        """What the compiler is told."""
-        # Triton 3.10 no longer fuses products and sums by itself, and 3.9 warns of that.
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
-
 
 @cache
 def device_of(device: torch.device) -> Device:
     """The processors of a device; of one only, on a CPU."""
     if device.type == "cpu":
-        return Device(processors=1, shared_bytes=64 * 1024)
+        return Device(processors=1, shared_bytes=64 * 1024, interpreted=True)
     found = torch.cuda.get_device_properties(device)
     return Device(found.multi_processor_count, found.shared_memory_per_multiprocessor - 1024)
+
+
+def power_of_2(x: int) -> int:
+    """The least one that is not below x; Triton's own function takes 20 times as long."""
+    return 1 << (x - 1).bit_length()
+
+
+@cache
+def padded_dim(dim: int) -> int:
+    """Dimensions of a tile for vectors of so many."""
+    return max(16, power_of_2(dim))
+
+
+def round_columns(columns: int) -> int:
+    """Columns by which tilings are told apart: a cache that grows is not planned for anew at each token."""
+    return -(-columns // _STEP) * _STEP
 
 
 def plan_tiling(rows: int, dim: int, itemsize: int, device: Device) -> Tiling:
@@ -62,12 +73,12 @@ def plan_tiling(rows: int, dim: int, itemsize: int, device: Device) -> Tiling:
         itemsize: Of keys and values, in bytes.
         device: Where.
     """
-    if knobs.runtime.interpret:  # where a block costs the same whatever its size, but tests want several
+    if device.interpreted:
         return Tiling(block_m=32, block_n=16, warps=1, stages=1, border_stages=1)
-    padded = max(16, triton.next_power_of_2(dim))
+    padded = padded_dim(dim)
     if itemsize == 4:  # without tensor cores
         return Tiling(block_m=16, block_n=32 if padded <= 128 else 16, warps=4, stages=2, border_stages=2)
-    block_m = min(max(16, triton.next_power_of_2(rows)), 128 if padded <= 128 else 64)
+    block_m = min(max(16, power_of_2(rows)), 128 if padded <= 128 else 64)
     sums = block_m * padded  # float32 in registers, beside the scores and, before sm_90, the keys of a block
     block_n = 32 if padded == 256 or (sums > 8192 and device.shared_bytes < 200 * 1024) else 64
     room = (device.shared_bytes - sums * itemsize) // (2 * block_n * padded * itemsize)

@@ -1,0 +1,62 @@
+"""The host's side of `kvboost_fa2` on a GPU that is not there: which kernels it takes, and what that costs."""
+
+from typing import Any
+
+import pytest
+
+from tests.pretended_gpu import figures_of
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Any]:
+    return figures_of("launches", "python_calls", "compilations", "generation")
+
+
+def test_a_token_takes_few_launches(figures: dict[str, Any]) -> None:
+    assert figures["launches"] == {
+        "dense": ["fwd", "merge_parts"],
+        "pieces": ["fwd_pieces", "fwd", "merge_parts"],
+        "int4": ["fwd_codes", "fwd", "merge_parts"],
+        "turboquant": ["fwd_codes", "fwd", "merge_parts"],
+    }
+
+
+def test_a_token_takes_few_calls_in_python(figures: dict[str, Any]) -> None:
+    """There were 164, 178 with Triton 3.9, when decoding took twice as long on an H100 as with PyTorch's attention."""
+    most = {"dense": 40, "padded": 40, "suffix": 40, "pieces": 65, "int4": 80, "turboquant": 80}
+    found = figures["python_calls"]
+    assert found.keys() == most.keys()
+    assert all(found[name] <= most[name] for name in most), found
+
+
+def test_lengths_compile_nothing(figures: dict[str, Any]) -> None:
+    """What is compiled in the middle of an answer holds up a token by a second."""
+    found = figures["compilations"]
+    assert found["compiled"] == {
+        "decoding": 2,  # and the kernel that merges
+        "decoding, padded": 1,
+        "decoding, room to spare": 0,
+        "suffixes": 2,  # tiles of 64 and more queries, and of fewer
+        "pieces": 1,
+        "int4": 1,
+        "turboquant": 1,
+        "odd addresses": 1,
+        "float32": 2,
+        "odd strides": 2,
+    }
+
+
+def test_each_launch_is_of_the_kernel_that_triton_would_take(figures: dict[str, Any]) -> None:
+    assert figures["compilations"]["launches"] > 700
+    assert figures["compilations"]["wrong"] == []
+
+
+@pytest.mark.parametrize("model", ["llama", "mistral", "gemma2"])
+def test_a_mask_of_ones_hides_no_path(figures: dict[str, Any], model: str) -> None:
+    found, plain = figures["generation"], model != "gemma2"  # which has a softcap, and layers of two kinds
+    prompt, suffix, token = (found[f"{model}, {step}"] for step in ("prompt", "suffix", "token"))
+    assert prompt["calls"] == {"sdpa.square" if plain else "triton.attend": 2}
+    assert suffix["calls"] == token["calls"] == {"triton.attend": 2}
+    assert prompt["looks"] == suffix["looks"] == (1 if plain else 2)  # at the mask of each kind
+    assert prompt["masked"] == suffix["masked"] == 0
+    assert token["looks"] == 0
