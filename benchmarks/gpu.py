@@ -274,11 +274,10 @@ def parts(device: str, shape: str) -> dict[str, list[Step]]:
             script("streaming", 3),
         ],
         "3": [
-            script("large", 6, *shaped),
+            script("large", 7, *shaped),
             script("repair", 2, "ttft", *shaped),
             script("tiers", 2, *shaped),
             script("reuse", 1, *shaped),
-            script("kinds", 1, *shaped),
         ],
         "4": [
             script("speculation", 3, *shaped),
@@ -297,6 +296,7 @@ def parts(device: str, shape: str) -> dict[str, list[Step]]:
                 ],
                 weight=2,
             ),
+            script("kinds", 1, *shaped),
             script("attention_models", 1, *shaped),
             *([Step(name="sanitizer", command=sanitizer, judged=True)] if shutil.which(sanitizer[0]) else []),
             script("awq", 1, "--tilings", step="awq-tilings"),

@@ -11,22 +11,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from shapes import SHAPES
 from targets import Result, verdicts
 
 _START = time.monotonic()
 
 
-def add_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
+def add_options(parser: argparse.ArgumentParser, *, rounds: int | None = None) -> None:
     """The options that benchmarks of several cases share.
 
     Args:
         parser: That gets them.
-        rounds: Of each case, unless others are asked for.
+        rounds: Of each case, unless others are asked for; None where there are none.
     """
     parser.add_argument("--out", type=Path, help="folder for the JSON and the table; none writes neither")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rounds", type=int, default=rounds)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="that are timed, of each case")
     parser.add_argument("--minutes", type=float, help="after which no case begins any more")
+
+
+def add_shape(parser: argparse.ArgumentParser, default: str) -> None:
+    """The option that says of what shape models are.
+
+    Args:
+        parser: That gets it.
+        default: Its value.
+    """
+    parser.add_argument("--shape", default=default, choices=SHAPES, help="of the model; see shapes.py")
 
 
 class Record:
@@ -55,7 +67,7 @@ class Record:
         """
         begin, minutes = time.monotonic(), self._options.minutes
         if minutes is not None and begin - _START > 60 * minutes:
-            self.result["skipped"].append(f"{case}: the {minutes:.3g} minutes are over")
+            self.result["skipped"].append(f"{case}: {minutes:.3g} min are over")
             print(f"Skipped: {self.result['skipped'][-1]}", flush=True)
         else:
             try:

@@ -4,6 +4,8 @@
 Llama 3.1 8B, and `tiny` is there to try a benchmark in seconds.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +31,9 @@ class Shape:
     prompts: tuple[int, ...]
     store_bytes: int = 4 * 2**30
 
-    def describe(self) -> str:
-        """In words, for a table."""
-        layers, width = self.sizes["num_hidden_layers"], self.sizes["hidden_size"]
+    def describe(self, **sizes: Any) -> str:
+        """In words, for a table, with sizes in place of its own."""
+        layers, width = (self.sizes | sizes)["num_hidden_layers"], self.sizes["hidden_size"]
         return f"random Llama, {layers} layers of {width}, {str(self.dtype).removeprefix('torch.')}"
 
     def new_store(self, model: PreTrainedModel, **kwargs: Any) -> ChunkStore:
@@ -79,11 +81,23 @@ def make_model(device: str, shape: str = "small", **sizes: Any) -> PreTrainedMod
         sizes: Of the configuration, in place of those of the shape.
     """
     chosen = SHAPES[shape]
+    with drawn(device, chosen.dtype):
+        return LlamaForCausalLM(LlamaConfig(**chosen.sizes | sizes)).eval()
+
+
+@contextmanager
+def drawn(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Models that are made within are drawn where they run, the same each time.
+
+    Args:
+        device: Where.
+        dtype: Of their weights.
+    """
     torch.manual_seed(0)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(chosen.dtype)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return LlamaForCausalLM(LlamaConfig(**chosen.sizes | sizes)).eval()
+            yield
     finally:
         torch.set_default_dtype(before)

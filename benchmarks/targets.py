@@ -56,9 +56,14 @@ ATTENTION = {
 AWQ_COPY_RATE = 0.6  # least share of it, for one row
 STREAMING = {"of the ceiling": 0.9, "against cpu_offload": 5.0}  # at least
 # Most time of a way over another one.
-FIRST_TOKEN = (("cold", "plain", 1.05), ("live", "floor", 1.1), ("stored", "floor", 1.4))
-NEXT_TOKEN = tuple((way, "DynamicCache", 1.15) for way in ("live", "stored", "max_cache_len"))
-NEXT_TOKEN += (("max_cache_len", "static cache", 1.15), ("pieces, 2 rows", "DynamicCache, 2 rows", 1.15))
+COLD = 1.05
+FIRST_TOKEN = (("cold", "plain", COLD), ("live", "floor", 1.1), ("stored", "floor", 1.4))
+SETTLED = 1.15
+NEXT_TOKEN = (
+    *((way, "DynamicCache", SETTLED) for way in ("live", "stored", "max_cache_len")),
+    ("max_cache_len", "static cache", SETTLED),
+    ("pieces, 2 rows", "DynamicCache, 2 rows", SETTLED),
+)
 OF_BOUND = 0.95  # of the speed-up that drafts of their length and acceptance could have
 
 
@@ -115,29 +120,34 @@ def large(result: Result) -> Iterator[Verdict]:
                     yield Verdict(case, base, row[way] / row[base], most=most)
             if "graph_skips" in row:
                 yield Verdict(f"graph skips, {row['attention']}, {row['tokens']} held", "", row["graph_skips"], most=0)
+    stock = {row["tokens"]: row["DynamicCache"] for row in result["next"] if row["attention"] == "sdpa"}
+    for row in result["next"]:
+        if row["attention"] != "sdpa" and row["tokens"] in stock:
+            case = f"next token, {row['attention']}, {row['tokens']} held"
+            yield Verdict(case, "sdpa", row["DynamicCache"] / stock[row["tokens"]], most=SETTLED)
 
 
 def repair(result: Result) -> Iterator[Verdict]:
     """Moved chunks pay at all."""
     for found in result["by_case"].values():
-        for way, ms in found["ms"].items():
-            if way not in ("plain", "exact"):
+        for way, row in found["ways"].items():
+            if way != "exact":
                 case = f"moved, {way}, {found['prompt_tokens']} tokens: speed"
-                yield Verdict(case, "plain", found["ms"]["plain"] / ms, least=1.0)
+                yield Verdict(case, "plain", row["plain"] / row["ms"], least=1.0)
 
 
 def tiers(result: Result) -> Iterator[Verdict]:
-    """Reading pays at all."""
+    """A tier from which it does not pay to read costs little."""
     for row in result["rows"]:
-        case = f"{row['name']}, {row['codec']}, {row['tokens']} tokens: speed"
-        yield Verdict(case, "computing", row["plain"] / row["tier"], least=1.0)
+        case = f"{row['name']}, {row['codec']}, {row['tokens']} tokens"
+        yield Verdict(case, "computing", row["tier"] / row["plain"], most=COLD)
 
 
 def kinds(result: Result) -> Iterator[Verdict]:
-    """Reuse pays at all, and costs little where it finds nothing."""
-    for name, row in result["kinds"].items():
-        yield Verdict(f"{name}, stored: speed", "plain", row["plain"] / row["store"], least=1.0)
-        yield Verdict(f"{name}, cold", "plain", row["cold"] / row["plain"], most=1.05)
+    """Reuse pays at all."""
+    for row in result["kinds"]:
+        case = f"{row['layers']}, {row['tokens']} tokens: speed"
+        yield Verdict(case, "plain", row["plain"] / row["store"], least=1.0)
 
 
 def speculation(result: Result) -> Iterator[Verdict]:

@@ -129,7 +129,7 @@ def test_what_was_found_outlives_the_command(number: int, tmp_path: Path) -> Non
         os.killpg(os.getpgid(sleeping), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("name", ["attention", "awq", "large"])
+@pytest.mark.parametrize("name", ["attention", "awq"])
 def test_targets_are_those_of_the_tables(name: str) -> None:
     found = targets.verdicts(f"{name}-cuda", json.loads((RESULTS / f"{name}-cuda.json").read_text()))
     table = (RESULTS / f"{name}-cuda.md").read_text()
