@@ -30,7 +30,7 @@ from kvboost_hf.server.jobs import Event, Finished, Job, Progress, SamplingOptio
 from kvboost_hf.server.worker import ModelEngine
 
 OWN, NEW, TOGETHER = 24, 32, 8
-PIECE = 256
+PIECE, LONG = 256, 4096  # tokens: of a piece of a prompt, and of a prompt that others wait behind, at least
 WAIT_S = 120
 PAGE = 256  # tokens of a page of continuous batching
 
@@ -173,7 +173,7 @@ def main() -> None:
     record = Record(f"server-shared-{options.device}", options, result, markdown)
 
     def measure(attention: str, kv_heads: int, tokens: int) -> None:
-        result["rows"].append(together(options, attention, kv_heads, tokens, 4096 if small else tokens))
+        result["rows"].append(together(options, attention, kv_heads, tokens, max(LONG, tokens)))
         print({name: round(value) for name, value in result["rows"][-1].items() if name.endswith("ms")})
 
     def compare(kv_heads: int, tokens: int) -> None:
