@@ -249,20 +249,21 @@ def parts(device: str, shape: str) -> dict[str, list[Step]]:
     def script(name: str, weight: float, *arguments: str, step: str | None = None) -> Step:
         command = [python, f"benchmarks/{name}.py", *arguments, "--device", device]
         command += ["--out", "{out}", "--minutes", "{minutes}"]
+        command += ["--rounds", "3"] if name != "speculation" else ["--texts", "1", "--tokens", "64"]
         return Step(name=step or name, command=command, weight=weight)
+
+    def workload(name: str) -> Step:
+        command = [python, "-m", "kvboost_hf", "bench", "--workloads", name, "--repeats", "1", "--device", device]
+        command += ["--random", {"tiny": "2x128", "small": "8x512", "8b": "32x4096"}[shape]]
+        command += ["--dtype", "float32" if device == "cpu" else "bfloat16"]
+        command += ["--arms", "exact", "exact-store", "blend-query", "kvboost_fa2"]
+        command += ["--peers", "hf-kept", "hf-deepcopy", "hf-offloaded", "hf-batching"]
+        return Step(name=f"bench-{name}", command=[*command, "--json", f"{{out}}/bench-{device}-{name}.json"])
 
     shaped = ("--shape", shape)
     tests = [python, "-m", "pytest", "-q", "--tb=line", "-rfE", "-m", "gpu", "-W", "default"]
-    checked = [
-        "pieces or codes or nvrtc",
-        "tests/gpu/test_attention_cuda.py",
-        "tests/gpu/test_attention_nvrtc_cuda.py",
-    ]
-    sanitizer = ["compute-sanitizer", "--error-exitcode", "9", *tests, "-x", "-k", *checked]
-    bench = ["--workloads", "chat", "rag", "--arms", "exact", "exact-store", "blend-query", "kvboost_fa2"]
-    bench += ["--peers", "hf-kept", "hf-deepcopy", "hf-offloaded", "hf-batching", "--device", device]
-    model = {"tiny": ["--random", "2x128"], "small": ["--random", "8x512"], "8b": ["--random", "32x4096"]}[shape]
-    model += ["--dtype", "float32" if device == "cpu" else "bfloat16"]
+    checked = [f"tests/gpu/test_attention{which}_cuda.py" for which in ("", "_nvrtc")]
+    sanitizer = ["compute-sanitizer", "--error-exitcode", "9", *tests, "-x", "-k", SANITIZED, *checked]
     return {
         "1": [
             Step(name="tests", command=[*tests, "-n", "8", "tests/gpu"], weight=4, judged=True),
@@ -282,20 +283,7 @@ def parts(device: str, shape: str) -> dict[str, list[Step]]:
         "4": [
             script("speculation", 3, *shaped),
             script("server_shared", 2, *shaped),
-            Step(
-                name="bench",
-                command=[
-                    python,
-                    "-m",
-                    "kvboost_hf",
-                    "bench",
-                    *model,
-                    *bench,
-                    "--json",
-                    f"{{out}}/bench-{device}.json",
-                ],
-                weight=2,
-            ),
+            *map(workload, ("chat", "rag")),
             script("kinds", 1, *shaped),
             script("attention_models", 1, *shaped),
             *([Step(name="sanitizer", command=sanitizer, judged=True)] if shutil.which(sanitizer[0]) else []),
