@@ -97,25 +97,33 @@ dist-check: dist
 	cd /tmp && $(CURDIR)/.dist-check/bin/kvboost-hf --version && $(CURDIR)/.dist-check/bin/kvboost-hf demo --repeats 1
 	rm -rf .dist-check
 
-# Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network. What
-# fails does not keep the rest from running. Each part can be asked for alone: `make gpu-tests`, `make gpu-attention`.
-GPU_BENCHES := large reuse kinds repair tiers attention attention_models awq streaming speculation server_shared
+# Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network. Each
+# part ends within MINUTES, and leaves one archive and its last lines in OUT; `make gpu-1 DEVICE=cpu SHAPE=tiny` tries it.
+GPU_PARTS := 1 2 3 4
+DEVICE ?= cuda
+SHAPE ?= 8b
+MINUTES ?= 9
 gpu:
-	$(MAKE) --keep-going gpu-tests $(GPU_BENCHES:%=gpu-%) gpu-bench
+	$(MAKE) --keep-going $(GPU_PARTS:%=gpu-%)
 
+$(GPU_PARTS:%=gpu-%): gpu-%:
+	$(PYTHON) benchmarks/gpu.py $* --device $(DEVICE) --shape $(SHAPE) --minutes $(MINUTES) --out $${OUT:-gpu-results}
+
+# What the parts are made of, each alone and without a limit: `make gpu-tests`, `make gpu-attention`.
 GPU_JOBS ?= 8
 gpu-tests:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -n $(GPU_JOBS) -W default tests/gpu
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -n $(GPU_JOBS) -W default -q --tb=line -rfE tests/gpu
 
-gpu-repair: GPU_ARGUMENTS := ttft
-gpu-attention_models: GPU_ARGUMENTS := --dtype bfloat16
+GPU_BENCHES := large reuse kinds repair tiers attention attention_models awq streaming speculation server_shared
+gpu-repair: GPU_ARGUMENTS := ttft --shape $(SHAPE)
+gpu-large gpu-reuse gpu-kinds gpu-tiers gpu-attention_models gpu-speculation gpu-server_shared: GPU_ARGUMENTS := --shape $(SHAPE)
 $(GPU_BENCHES:%=gpu-%): gpu-%:
-	PYTHONPATH=. $(PYTHON) benchmarks/$*.py $(GPU_ARGUMENTS) --device cuda --out $${OUT:-benchmarks/results}
+	PYTHONPATH=. $(PYTHON) benchmarks/$*.py $(GPU_ARGUMENTS) --device $(DEVICE) --out $${OUT:-benchmarks/results}
 
 # Every way of serving; the peers that need no other package.
 gpu-bench: PEERS := hf-kept hf-deepcopy hf-offloaded hf-batching
 gpu-bench:
-	PYTHONPATH=. $(PYTHON) -m kvboost_hf bench --random 16x2048 --device cuda --dtype bfloat16 --peers $(PEERS) \
+	PYTHONPATH=. $(PYTHON) -m kvboost_hf bench --random 32x4096 --device $(DEVICE) --dtype bfloat16 --peers $(PEERS) \
 		--html $${OUT:-benchmarks/results}/bench-cuda.html --json $${OUT:-benchmarks/results}/bench-cuda.json
 
 clean:

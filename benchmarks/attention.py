@@ -17,7 +17,6 @@ does.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,13 +24,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count, cycle
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from reuse import Result, measured_on, provenance
+from record import Record, add_options, reason
+from reuse import measured_on, provenance
+from targets import Result, attention_case
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -56,19 +56,6 @@ CODES = {
     "int8": KVQuantConfig(method="kivi", key_bits=8, value_bits=8),
     "int4": KVQuantConfig(method="kivi", key_bits=4, value_bits=4),
     **{f"turboquant {bits}": KVQuantConfig(key_bits=bits, value_bits=bits) for bits in (4, 3, 2)},
-}
-# What a ratio has to be, by the words that the name of a case and of its way begin with.
-TARGETS = {
-    ("square", "sdpa flash"): 1.0,
-    ("suffix of 16 over 32k", "masked sdpa"): 2.0,
-    ("suffix of 16 over 128k", "masked sdpa"): 2.0,
-    ("suffix of 128 over 32k", "masked sdpa"): 2.0,
-    ("suffix of 128 over 128k", "masked sdpa"): 2.0,
-    ("decode", "copy"): 0.7,
-    ("int8", "bfloat16"): 1.5,
-    ("int4", "bfloat16"): 2.2,
-    ("sparse 15%", "full prefill"): 4.0,
-    ("table", "contiguous"): 0.9,
 }
 
 
@@ -158,11 +145,6 @@ class Case:
             for call in calls:
                 call()
         return statistics.median(self._events([graph.replay]) for _ in range(rounds)) / len(calls)
-
-
-def reason(error: Exception) -> str:
-    """What failed, in a line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def short(number: int) -> str:
@@ -402,14 +384,7 @@ def gpu_cases() -> Iterator[partial[Case]]:
         yield partial(sparse, total, (32, 8), 128, *end)
 
 
-def targets(found: Result) -> list[Result]:
-    """The targets of a case, and whether they are reached."""
-    return [
-        {"way": way, "least": least, "ratio": ratio, "reached": ratio >= least}
-        for (case, way), least in TARGETS.items()
-        for name, ratio in found["ratios"].items()
-        if found["name"].startswith(case) and name == way
-    ]
+KINDS = tuple(kind.__name__ for kind in (square, new_lengths, suffix, decode, coded, table, tree, sparse))
 
 
 def markdown(result: Result) -> str:
@@ -428,24 +403,20 @@ def markdown(result: Result) -> str:
         }
         others = [f"{way} {times[way]} ({ratio:.2f}x)" for way, ratio in row["ratios"].items()]
         others += [f"{way}: none" for way in row["failed"]]
-        aims = [
-            f"{each['way']} {each['least']}x: {'reached' if each['reached'] else 'missed'}" for each in row["targets"]
-        ]
+        judged = attention_case(row) if row["device"] else ()  # targets are for GPUs
+        aims = [f"{aim.base} {aim.least}x: {'reached' if aim.reached else 'missed'}" for aim in judged]
         lines.append(
             f"| {row['name']} | {times.get('kvboost_fa2', 'none')} | {'; '.join(others)} | {'; '.join(aims)} |"
         )
-    lines += ["", *(f"Failed: {each}" for each in result["failed"])] if result["failed"] else []
     lines += ["", "Kernels called: " + ", ".join(f"{name} {calls}" for name, calls in result["calls"].items()) + "."]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for the JSON and the table; none writes neither")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    add_options(parser, rounds=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="", help="cases whose names begin so")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="kinds of cases")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -455,37 +426,23 @@ def main() -> None:
         "dtype": str(dtype).removeprefix("torch."),
         "tier": active_tier(options.device, dtype),
         "cases": [],
-        "failed": [],
         "calls": {},
     }
-    for make in gpu_cases() if options.device == "cuda" else cpu_cases():
-        try:
-            case = make()
-            if not case.name.startswith(options.only):
-                continue
-            found = case.measure(options.rounds)
-        except Exception as error:  # the others are measured
-            result["failed"].append(f"{make.func.__name__}{make.args}: {reason(error)}")
-            print(result["failed"][-1], flush=True)
-            continue
-        found["targets"] = targets(found) if options.device == "cuda" else []
+    where = options.device if options.device != "cpu" else f"cpu-{options.threads}"
+    record = Record(f"attention-{where}", options, result, markdown)
+
+    def measure(make: partial[Case]) -> None:
+        case = make()
+        found = case.measure(options.rounds)
         ratios = ", ".join(f"{way} {ratio:.2f}x" for way, ratio in found["ratios"].items())
-        aims = "".join(
-            f"; {each['way']} {each['least']}x {'reached' if each['reached'] else 'missed'}"
-            for each in found["targets"]
-        )
-        print(
-            f"{case.name}: {ratios}{aims}{''.join(f'; no {way}: {why}' for way, why in found['failed'].items())}",
-            flush=True,
-        )
+        print(f"{case.name}: {ratios}{''.join(f'; no {way}: {why}' for way, why in found['failed'].items())}")
         result["cases"].append(found)
         result["calls"] = dict(sorted(kernel_calls().items()))
-        if options.out is not None:  # after each case: a run that is cut short has its results
-            where = options.device if options.device != "cpu" else f"cpu-{options.threads}"
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / f"attention-{where}.json").write_text(json.dumps(result, indent=1) + "\n")
-            (options.out / f"attention-{where}.md").write_text(markdown(result))
-    print(markdown(result))
+
+    for make in gpu_cases() if options.device == "cuda" else cpu_cases():
+        if make.func.__name__ in options.only:
+            record.measure(f"{make.func.__name__}{make.args}", partial(measure, make))
+    record.show()
 
 
 if __name__ == "__main__":

@@ -1,31 +1,31 @@
 """Models with `kvboost_fa2` against the same models with `sdpa`, in generate().
 
-    python benchmarks/attention_models.py --out benchmarks/results [--device cuda] [--dtype bfloat16]
+    python benchmarks/attention_models.py --out benchmarks/results [--device cuda] [--shape 8b]
 
 Two models with the same weights, one for each attention, take turns; figures are medians, and ratios are within the
 run. Times to the first token are those of `reuse.py`: from the call to the token on the host. Decoding is the time
 from the first token to the last, by token. One untimed round of every arm comes first.
 
-The models are random Llamas of 8 layers, 512 wide, with 8 heads that share 2 of keys (`grouped`), or have one each.
+The models are those of `shapes.py`, with heads of which 4 share one of keys (`grouped`), or have one each.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
-from reuse import Ids, Result, in_turn, make_model, measured_on, medians, provenance
+from record import Record, add_options, add_shape
+from reuse import Ids, in_turn, measured_on, medians, provenance
+from shapes import SHAPES, Shape, make_model
+from targets import Result
 from transformers import PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy
+from kvboost_hf import ChunkReuseCache, KVQuantConfig, ReusePolicy
 from kvboost_hf.attention import active_tier
 from kvboost_hf.demo.timing import timed_generate
 
 ATTENTIONS = ("sdpa", "kvboost_fa2")
 DECODED = 24
-HEADS = {"grouped": {"num_key_value_heads": 2}, "one each": {"num_key_value_heads": 8}}
+HEADS = {"grouped": 4, "one each": 1}  # that share one of keys
 
 
 def first_token(model: PreTrainedModel, ids: list[int], cache: ChunkReuseCache | None = None) -> float:
@@ -46,21 +46,20 @@ def compare(models: dict[str, PreTrainedModel], arm: Callable[[PreTrainedModel, 
     return {**found, "ratio": found["sdpa"] / found["kvboost_fa2"]}
 
 
-def cases(models: dict[str, PreTrainedModel], rounds: int) -> dict[str, Result]:
+def cases(models: dict[str, PreTrainedModel], shape: Shape, rounds: int, record: Record, heads: str) -> None:
     """All that is measured of a pair of models."""
-    fresh, found = Ids(1), {}
+    fresh, found = Ids(1), record.result["models"].setdefault(heads, {})
 
     def note(name: str, arm: Callable[[PreTrainedModel, int], float], rounds: int = rounds) -> None:
-        found[name] = compare(models, arm, rounds)
-        print(name, {key: round(value, 2) for key, value in found[name].items()}, flush=True)
+        record.measure(f"{heads}, {name}", lambda: found.update({name: compare(models, arm, rounds)}))
 
     long = fresh(8192)
     endings = {unseen: {n: fresh(unseen) for n in range(-1, rounds)} for unseen in (8, 200)}
     prompts = {n: fresh(2000) for n in range(-1, rounds)}
     parts = [fresh(512) for _ in range(6)]
     orders = {n: [parts[(at + 1 + n) % 6] for at in (3, 0, 5, 2, 4, 1)] for n in range(-1, rounds)}
-    stores = {id(model): ChunkStore(model) for model in models.values()}
-    kept = {id(model): ChunkReuseCache(model, ChunkStore(model)) for model in models.values()}
+    stores = {id(model): shape.new_store(model) for model in models.values()}
+    kept = {id(model): ChunkReuseCache(model, shape.new_store(model)) for model in models.values()}
     blend = ReusePolicy(mode="blend", repair="first_k")
 
     def from_store(model: PreTrainedModel, seen: list[int], more: list[int]) -> float:
@@ -68,7 +67,7 @@ def cases(models: dict[str, PreTrainedModel], rounds: int) -> dict[str, Result]:
         return first_token(model, seen + more, ChunkReuseCache(model, stores[id(model)]))
 
     def moved(model: PreTrainedModel, n: int) -> float:
-        store = ChunkStore(model)
+        store = shape.new_store(model)
         store.warm([token for part in parts for token in part])
         ids = [token for part in orders[n] for token in part] + endings[8][n]
         return first_token(model, ids, ChunkReuseCache(model, store, blend))
@@ -102,12 +101,11 @@ def cases(models: dict[str, PreTrainedModel], rounds: int) -> dict[str, Result]:
             ),
             3,
         )
-    return found
 
 
 def markdown(result: Result) -> str:
     """The table."""
-    lines = [f"Tier `{result['tier']}`, {result['dtype']}; {measured_on(result['provenance'])}", ""]
+    lines = [f"Tier `{result['tier']}`, {result['shape']}; {measured_on(result['provenance'])}", ""]
     for heads, found in result["models"].items():
         lines += [f"| heads {heads} | sdpa | kvboost_fa2 | ratio |", "| --- | ---: | ---: | ---: |"]
         lines += [
@@ -120,30 +118,25 @@ def markdown(result: Result) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON and the table")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--rounds", type=int, default=7)
+    add_options(parser, rounds=7)
+    add_shape(parser, "small")
     options = parser.parse_args()
-    dtype = getattr(torch, options.dtype)
+    shape = SHAPES[options.shape]
     result: Result = {
         "provenance": provenance(sys.argv[1:], "attention_models.py"),
-        "tier": active_tier(options.device, dtype),
-        "dtype": options.dtype,
+        "tier": active_tier(options.device, shape.dtype),
+        "shape": shape.describe(),
         "models": {},
     }
-    for heads, sizes in HEADS.items():
+    record = Record(f"attention-models-{options.device}", options, result, markdown)
+    for heads, sharing in HEADS.items():
         models = {}
         for attention in ATTENTIONS:
-            models[attention] = make_model(options.device, **sizes).to(dtype)
+            kv_heads = shape.sizes["num_attention_heads"] // sharing
+            models[attention] = make_model(options.device, options.shape, num_key_value_heads=kv_heads)
             models[attention].set_attn_implementation(attention)
-        print(f"heads {heads}", flush=True)
-        result["models"][heads] = cases(models, options.rounds)
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = f"attention-models-{options.device}"
-    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / f"{name}.md").write_text(markdown(result))
-    print(markdown(result))
+        cases(models, shape, options.rounds, record, heads)
+    record.show()
 
 
 if __name__ == "__main__":

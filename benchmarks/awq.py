@@ -12,18 +12,18 @@ for the host to launch all of them. Each way has been called with each weight be
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from reuse import Result, measured_on, provenance
+from record import Record, add_options
+from reuse import measured_on, provenance
+from targets import AWQ_COPY_RATE, Result
 
 from kvboost_hf.offload.awq.matmul import awq_matmul
 
@@ -39,7 +39,6 @@ LAYERS = {
 L2_BYTES = 128 << 20  # weights of a case take at least twice as much
 MOST_WEIGHTS = 64
 LAUNCH_CYCLES = 1 << 20  # of a GPU, about half a millisecond: in which the host launches one call
-LEAST_SHARE = 0.6  # of the rate of a copy, for one row
 
 
 def device_ms(calls: list[Call], rounds: int) -> float:
@@ -133,7 +132,7 @@ def row_of(name: str, case: Result, result: Result) -> str:
     """A line of the table."""
     rate = case["bytes"] / case["awq"] / 1e6
     share, link = rate / result["rates"]["copy"], rate / result["rates"]["link"]
-    aim = f" ({'reached' if share >= LEAST_SHARE else 'missed'})" if case["rows"] == 1 else ""
+    aim = f" ({'reached' if share >= AWQ_COPY_RATE else 'missed'})" if case["rows"] == 1 else ""
     best = case.get("fastest")
     tried = f"{best['ms']:.4f}: {', '.join(f'{k} {v}' for k, v in best.items() if k != 'ms')}" if best else ""
     return (
@@ -143,11 +142,12 @@ def row_of(name: str, case: Result, result: Result) -> str:
 
 
 def markdown(result: Result) -> str:
+    copy, link = result["rates"]["copy"], result["rates"]["link"]
     lines = [
         f"float16, groups of {GROUP}; {measured_on(result['provenance'])}",
         "",
-        f"A copy on the device reads and writes {result['rates']['copy']:.0f} GB/s; one from pinned host memory takes "
-        f"{result['rates']['link']:.1f} GB/s. For one row, {LEAST_SHARE:.0%} of the former is aimed at. Times in ms.",
+        f"A copy on the device reads and writes {copy:.0f} GB/s; one from pinned host memory takes {link:.1f} GB/s. "
+        f"For one row, {AWQ_COPY_RATE:.0%} of the former is aimed at. Times in ms.",
         "",
         "| in x out | rows | AWQ | weights, GB/s | of a copy | of the link | dense | dense / AWQ | best tiling |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
@@ -159,9 +159,7 @@ def markdown(result: Result) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for the JSON and the table; none writes neither")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rounds", type=int, default=7)
+    add_options(parser, rounds=7)
     parser.add_argument("--only", default="", help="cases whose names begin so")
     parser.add_argument("--tilings", action="store_true", help="try other tilings, too; takes its time")
     options = parser.parse_args()
@@ -175,18 +173,19 @@ def main() -> None:
         "cases": [],
         "layers": [],
     }
-    for in_features, out_features in (shape for shapes in LAYERS.values() for shape in shapes):
-        if not f"{in_features} x {out_features}".startswith(options.only):
-            continue
+    record = Record("awq-cuda", options, result, markdown)
+
+    def add(in_features: int, out_features: int) -> None:
         for found in measure(in_features, out_features, options.tilings, options.rounds):
             result["cases"].append(found)
             print(row_of(f"{in_features} x {out_features}", found, result), flush=True)
         result["layers"] = list(layers(result))
-        if options.out is not None:  # after each shape: a run that is cut short has its results
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "awq-cuda.json").write_text(json.dumps(result, indent=1) + "\n")
-            (options.out / "awq-cuda.md").write_text(markdown(result))
-    print(markdown(result))
+
+    for shape in (shape for shapes in LAYERS.values() for shape in shapes):
+        name = " x ".join(map(str, shape))
+        if name.startswith(options.only):
+            record.measure(name, partial(add, *shape))
+    record.show()
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ All parts but the peer run unless some are named; the peer needs an interpreter 
 `quality` is described in `repair_quality.py`, `steady` in `repair_steady.py`. Clocks, rounds and medians are those of
 `reuse.py`: from the call to the first token on the host.
 
-`ttft` asks about 6 documents of 512 tokens. Each round has an order and a question of its own; before each timed call,
-untimed, a fresh store sees the documents in another order, none behind the one that it stands behind in the timed
-prompt. The model is the random Llama of `reuse.py` with 4 key-value heads.
+`ttft` asks about 6 documents of 512 tokens; with a larger shape, about as many as its prompts have room for. Each
+round has an order and a question of its own; before each timed call, untimed, a fresh store sees the documents in
+another order, none behind the one that it stands behind in the timed prompt. The models are those of `shapes.py` with
+4 key-value heads.
 
 `peer` asks the embedded reader one question about each of the shuffled prompts of `quality`, of documents that were
 seen in another order. Both sides tokenize within the clock and are told the texts.
@@ -21,10 +22,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from record import Record, add_options, add_shape
 from repair_quality import (
     draw_case,
     measure_quality,
@@ -33,7 +34,10 @@ from repair_quality import (
     quality_markdown,
 )
 from repair_steady import measure_steady, steady_figure, steady_markdown
-from reuse import Result, in_turn, make_model, measured_on, medians, provenance, rounded, run_peer, ttft
+from reuse import in_turn, measured_on, medians, provenance, run_peer, ttft
+from shapes import SHAPES, Shape, make_model
+from targets import Result
+from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
@@ -42,7 +46,7 @@ from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.demo.run import timed_generate
 
-NUM_DOCUMENTS, NUM_WORDS, NUM_LAYERS = 6, 512, (8, 16)  # of ttft
+DOCUMENTS, NUM_LAYERS = (6, 512), (8, 16)  # of ttft: how many of how many words; of the small model
 MAX_NEW_TOKENS = 12
 POLICIES: dict[str, ReusePolicy] = {
     "exact": ReusePolicy(),
@@ -55,74 +59,97 @@ POLICIES: dict[str, ReusePolicy] = {
 }
 
 
-def measure_ttft(device: str, rounds: int) -> Result:
-    """Milliseconds and forwarded tokens, by way to use what is stored, for models of some depths."""
-    return {"by_layers": {layers: _measure_ttft(device, rounds, layers) for layers in NUM_LAYERS}}
+class Moved:
+    """Prompts about documents that a store has seen in another order.
 
+    Args:
+        model: That answers.
+        documents: Of each prompt.
+        words: Of each document.
+        rounds: How many prompts are timed.
+    """
 
-def _measure_ttft(device: str, rounds: int, layers: int) -> Result:
-    _, tokenizer = load_embedded()
-    model = make_model(device, vocab_size=len(tokenizer), num_key_value_heads=4, num_hidden_layers=layers)
-    documents = make_documents(random.Random(0), NUM_DOCUMENTS, num_words=NUM_WORDS)
-    facts = [fact for document in documents for fact in document.facts]
-    chunker = ContentChunker.for_tokenizer(tokenizer)
+    def __init__(self, model: PreTrainedModel, documents: int, words: int, rounds: int) -> None:
+        self._model, self._rounds = model, rounds
+        self._tokenizer = load_embedded()[1]
+        self._documents = [make_documents(random.Random(n), 1, num_words=words)[0] for n in range(documents)]
+        self._seen = self._prompt(range(documents), "seen")
+        self._prompts = {
+            n: self._prompt(other_order(random.Random(n), documents), f"round {n}") for n in range(-1, rounds)
+        }
+        self.tokens = len(self._prompts[-1])
 
-    def prompt(order: Any, seed: str) -> list[int]:
+    def _prompt(self, order: Sequence[int], seed: str) -> list[int]:
+        facts = [fact for document in self._documents for fact in document.facts]
         fact = random.Random(seed).choice(facts)
-        return encode(tokenizer, chat_messages([Turn(tuple(documents[i] for i in order), fact)]))
+        return encode(self._tokenizer, chat_messages([Turn(tuple(self._documents[i] for i in order), fact)]))
 
-    seen = prompt(range(NUM_DOCUMENTS), "seen")
-    prompts = {n: prompt(other_order(random.Random(n), NUM_DOCUMENTS), f"round {n}") for n in range(-1, rounds)}
-    reports: dict[str, ReuseReport] = {}
+    def measure(self, policy: ReusePolicy, shape: Shape) -> Result:
+        """Milliseconds to the first token, plainly and with a policy, in turn; and what it forwarded the last time."""
+        chunker = ContentChunker.for_tokenizer(self._tokenizer)
+        caches: list[ChunkReuseCache] = []
 
-    def reused(name: str, n: int) -> float:
-        store = ChunkStore(model, chunker=chunker)
-        store.warm(seen)
-        cache = ChunkReuseCache(model, store, POLICIES[name])
-        ms = ttft(model, prompts[n], past_key_values=cache)
-        reports[name] = cache.report
-        return ms
+        def reused(n: int) -> float:
+            store = shape.new_store(self._model, chunker=chunker)
+            store.warm(self._seen)
+            caches[:] = [ChunkReuseCache(self._model, store, policy)]
+            return ttft(self._model, self._prompts[n], past_key_values=caches[0])
 
-    arms: dict[str, Callable[[int], float]] = {"plain": lambda n: ttft(model, prompts[n])}
-    arms |= {name: lambda n, name=name: reused(name, n) for name in POLICIES}
-    found = medians(in_turn(arms, rounds))
-    print(f"ttft, {layers} layers: {rounded(found)}", flush=True)
-    return {
-        "prompt_tokens": len(prompts[0]),
-        "ms": found,
-        "last_round": {
-            name: {
-                "forwarded": reports[name].forwarded_tokens,
-                "exact": reports[name].exact_tokens,
-                "moved": reports[name].moved_tokens,
-                "recomputed": reports[name].recomputed_tokens,
-                "layers": reports[name].layer_tokens,
-            }
-            for name in POLICIES
-        },
-    }
+        found = medians(in_turn({"plain": lambda n: ttft(self._model, self._prompts[n]), "ms": reused}, self._rounds))
+        report: ReuseReport = caches[0].report
+        return {
+            **found,
+            "forwarded": report.forwarded_tokens,
+            "exact": report.exact_tokens,
+            "moved": report.moved_tokens,
+            "recomputed": report.recomputed_tokens,
+            "layers": report.layer_tokens,
+        }
 
 
-def ttft_markdown(result: Result) -> list[str]:
-    return [line for layers, found in result["by_layers"].items() for line in _ttft_table(layers, found)]
+def measure_ttft(options: argparse.Namespace, where: Result) -> None:
+    """Each way to use what is stored, in models of some depths, or in prompts of some lengths of a larger one."""
+    shape = SHAPES[options.shape]
+    # Sizes of models; how many documents of how many words.
+    cases: list[tuple[Result, int, int]] = [({"num_hidden_layers": depth}, *DOCUMENTS) for depth in NUM_LAYERS]
+    if options.shape != "small":
+        words = min(DOCUMENTS[1], shape.prompts[0] // 6)
+        cases = [({}, tokens // words, words) for tokens in shape.prompts]
+    result: Result = {"provenance": where, "by_case": {}}
+    record = Record(f"repair-ttft-{options.device}", options, result, ttft_markdown)
+    vocabulary = len(load_embedded()[1])
+
+    def measure(moved: Moved, case: str, way: str) -> None:
+        found = result["by_case"].setdefault(case, {"prompt_tokens": moved.tokens, "ways": {}})
+        found["ways"][way] = row = moved.measure(POLICIES[way], shape)
+        print(f"{case}, {way}: {row['plain']:.1f} and {row['ms']:.1f} ms")
+
+    for sizes, number, words in cases:
+        model = make_model(options.device, options.shape, vocab_size=vocabulary, num_key_value_heads=4, **sizes)
+        moved = Moved(model, number, words, options.rounds)
+        case = f"{shape.describe(**sizes)}, {number} documents of {words} words"
+        for way in POLICIES:
+            record.measure(f"{case}, {way}", partial(measure, moved, case, way))
+    record.show()
 
 
-def _ttft_table(layers: int, result: Result) -> list[str]:
-    plain = result["ms"]["plain"]
-    lines = [
-        f"Random Llama, {layers} layers of 512, 4 key-value heads, float32; {NUM_DOCUMENTS} documents of {NUM_WORDS} "
-        f"tokens, {result['prompt_tokens']} in all, documents seen in another order; repairs at their defaults.",
-        "",
-        "| | TTFT | speed-up | forwarded (mean over layers) | moved | recomputed |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-        f"| plain generate() | {plain:.0f} ms | 1.00x | {result['prompt_tokens']} | | |",
-    ]
-    lines += [
-        f"| {name if name == 'exact' else f'blend, {name}'} | {result['ms'][name]:.0f} ms "
-        f"| {plain / result['ms'][name]:.2f}x | {row['forwarded']} | {row['moved']} | {row['recomputed']} |"
-        for name, row in result["last_round"].items()
-    ]
-    return [*lines, ""]
+def ttft_markdown(result: Result) -> str:
+    lines = [measured_on(result["provenance"]), ""]
+    for case, found in result["by_case"].items():
+        lines += [
+            f"{case}, {found['prompt_tokens']} tokens in all; documents seen in another order; 4 key-value heads; "
+            "repairs at their defaults. Each way in turn with plain generate().",
+            "",
+            "| | TTFT | plain | speed-up | forwarded (mean over layers) | moved | recomputed |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        lines += [
+            f"| {way if way == 'exact' else f'blend, {way}'} | {row['ms']:.0f} ms | {row['plain']:.0f} ms "
+            f"| {row['plain'] / row['ms']:.2f}x | {row['forwarded']} | {row['moved']} | {row['recomputed']} |"
+            for way, row in found["ways"].items()
+        ]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def measure_peer(device: str, num_cases: int, num_documents: int, python: str) -> Result:
@@ -206,12 +233,11 @@ def peer_markdown(result: Result) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="of quality, ttft, steady, peer")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON, the tables and the figures")
-    parser.add_argument("--device", default="cpu")
+    add_options(parser, rounds=7)
+    add_shape(parser, "small")
     parser.add_argument("--cases", type=int, default=20, help="of quality, and prompts of peer")
     parser.add_argument("--documents", type=int, default=10, help="of quality and peer: in each prompt")
     parser.add_argument("--questions", type=int, default=5, help="of quality: of either kind in each case")
-    parser.add_argument("--rounds", type=int, default=7, help="of ttft")
     parser.add_argument("--batches", type=int, default=10, help="of steady")
     parser.add_argument("--batch", type=int, default=200, help="of steady: prompts in each batch")
     parser.add_argument("--room", type=float, default=0.33, help="of steady: share of the pool that the store holds")
@@ -221,21 +247,25 @@ def main() -> None:
     steady = (options.device, options.batches, options.batch, options.room)
     parts: dict[str, tuple[Callable[[], Result], Callable[[Result], list[str]]]] = {
         "quality": (lambda: measure_quality(*shape, options.questions), quality_markdown),
-        "ttft": (lambda: measure_ttft(options.device, options.rounds), ttft_markdown),
         "steady": (lambda: measure_steady(*steady), steady_markdown),
         "peer": (lambda: measure_peer(*shape, options.peer_python), peer_markdown),
     }
-    if unknown := set(options.parts) - set(parts):
-        parser.error(f"parts must be of {', '.join(parts)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(options.parts) - {"ttft", *parts}:
+        parser.error(f"parts must be of ttft, {', '.join(parts)}, got {', '.join(sorted(unknown))}")
     if "peer" in options.parts and not options.peer_python:
         parser.error("peer needs --peer-python")
     figures = {"quality": quality_figure, "steady": steady_figure}
     arguments = ["PEER_PYTHON" if a == options.peer_python else a for a in sys.argv[1:]]
+    if options.out is None:
+        parser.error("--out is missing")
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = options.parts or [part for part in parts if part != "peer" or options.peer_python]
+    chosen = options.parts or ["ttft", *(part for part in parts if part != "peer" or options.peer_python)]
     for part in chosen:
-        measure, markdown = parts[part]
         where = provenance(arguments, "repair.py")
+        if part == "ttft":
+            measure_ttft(options, where)
+            continue
+        measure, markdown = parts[part]
         result = measure()
         name = f"repair-{part}-{options.device}"
         text = "\n".join([measured_on(where), "", *markdown(result)]) + "\n"

@@ -1,13 +1,13 @@
 """Exact reuse against plain generate(), against what a knowing user would write by hand, and against kvboost 0.9.0.
 
-    python benchmarks/reuse.py --out benchmarks/results [--device cuda] [--peer-python PYTHON]
+    python benchmarks/reuse.py --out benchmarks/results [--device cuda] [--shape 8b] [--peer-python PYTHON]
 
 All arms of a comparison run in turn within one loop; figures are medians, speed is given as ratios within the run.
 The time to the first token is that from the call of generate() to the token on the host (the device is synchronized
 by reading it), storing and filling included. Each timed prompt has an ending that was never seen before. One untimed
 round of every arm comes first; in it our cache runs its probe of the model (two short forwards, once per model).
 
-The model is a random Llama of 8 layers, 512 wide, in float32: large enough that compute dominates.
+The model is a random Llama of 8 layers, 512 wide, in float32: large enough that compute dominates on a CPU.
 """
 
 import argparse
@@ -25,7 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from record import Record, add_options, add_shape
+from shapes import SHAPES, Shape, make_model
+from targets import Result
+from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
@@ -37,26 +40,7 @@ from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.demo.timing import timed_generate
 from kvboost_hf.demo.workloads import CHAT_SHAPE, chat_turn
 
-PROMPT, SHARED = 2000, 1800
-Result = dict[str, Any]
-
-
-def make_model(device: str, **sizes: int) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = {
-        "vocab_size": 1024,
-        "hidden_size": 512,
-        "intermediate_size": 1376,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 16_384,
-        "eos_token_id": None,
-        "bos_token_id": 0,
-        "pad_token_id": 0,
-        **sizes,
-    }
-    return LlamaForCausalLM(LlamaConfig(**config)).eval().to(device)
+PROMPT, SHARED = 2000, 1800  # of the peer
 
 
 class Ids:
@@ -86,9 +70,9 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def prefilled(model: PreTrainedModel, ids: list[int]) -> DynamicCache:
+def prefilled(model: PreTrainedModel, ids: list[int], rows: int = 1) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    model(input_ids=torch.tensor([ids], device=model.device), past_key_values=cache, logits_to_keep=1)
+    model(input_ids=torch.tensor([ids] * rows, device=model.device), past_key_values=cache, logits_to_keep=1)
     return cache
 
 
@@ -108,16 +92,16 @@ def ttft(model: PreTrainedModel, ids: list[int], **kwargs: Any) -> float:
     return timed_generate(model, ids, 1, **kwargs).ttft_ms
 
 
-def warm_prompts(model: PreTrainedModel, rounds: int) -> list[Result]:
-    """`SHARED` tokens seen before, and from 8 to 200 tokens that were not."""
+def warm_prompts(model: PreTrainedModel, shape: Shape, prompt: int, rounds: int) -> list[Result]:
+    """Nine tenths of a prompt seen before, and from 8 tokens to the last tenth of it that were not."""
     fresh, results = Ids(1), []
-    shared = fresh(SHARED)
-    for unseen in (8, 32, 100, PROMPT - SHARED):
+    shared = fresh(prompt * 9 // 10)
+    for unseen in (8, 32, 100, prompt - len(shared)):
         endings = {n: fresh(unseen) for n in range(-1, rounds)}
         held = prefilled(model, shared)
-        store = ChunkStore(model)
+        store = shape.new_store(model)
         store.warm(shared)
-        kept = ChunkReuseCache(model, ChunkStore(model))
+        kept = ChunkReuseCache(model, shape.new_store(model))
 
         def by_hand(n: int) -> float:
             start = time.perf_counter()
@@ -134,7 +118,7 @@ def warm_prompts(model: PreTrainedModel, rounds: int) -> list[Result]:
         }
         found = medians(in_turn(arms, rounds))
         fill = fill_ms(model, store, shared)
-        results.append({"unseen": unseen, "prompt": SHARED + unseen, "fill_copy_ms": fill, **found})
+        results.append({"seen": len(shared), "unseen": unseen, "fill_copy_ms": fill, **found})
         print(f"warm, {unseen} unseen: {rounded(found)}, copying the fill alone {fill:.1f} ms", flush=True)
     return results
 
@@ -157,14 +141,14 @@ def fill_ms(model: PreTrainedModel, store: ChunkStore, ids: list[int]) -> float:
     return statistics.median(times)
 
 
-def cold_prompts(model: PreTrainedModel, rounds: int) -> list[Result]:
+def cold_prompts(model: PreTrainedModel, shape: Shape, rounds: int) -> list[Result]:
     """Nothing was ever seen."""
     fresh, results = Ids(2), []
-    for n_tokens in (200, PROMPT):
+    for n_tokens in (200, *shape.prompts):
         prompts = {n: fresh(n_tokens) for n in range(-1, rounds)}
         arms = {
             "plain": lambda n: ttft(model, prompts[n]),
-            "cold": lambda n: ttft(model, prompts[n], past_key_values=ChunkReuseCache(model, ChunkStore(model))),
+            "cold": lambda n: ttft(model, prompts[n], past_key_values=ChunkReuseCache(model, shape.new_store(model))),
         }
         found = medians(in_turn(arms, rounds))
         results.append({"prompt": n_tokens, **found})
@@ -184,7 +168,7 @@ def chat(model: PreTrainedModel, rounds: int) -> list[Result]:
             history += fresh(length - len(history))
             plain = timed_generate(model, history, 24)
             reuse = timed_generate(model, history, 24, past_key_values=cache)
-            assert plain.ids == reuse.ids
+            assert plain.ids == reuse.ids or model.dtype != torch.float32  # others round differently
             counts.append((cache.report.prompt_tokens, cache.report.forwarded_tokens))
             history += plain.ids
             if n >= 0:
@@ -377,16 +361,16 @@ def measured_on(where: Result) -> str:
 def markdown(result: Result) -> str:
     """The tables for README and docs."""
     lines = [
-        f"Random Llama, 8 layers of 512, float32; {measured_on(result['provenance'])}",
+        f"{result['shape']}; {measured_on(result['provenance'])}",
         "",
-        "| 1,800 tokens seen before, and unseen: | plain | floor | by hand (deep copy) | ours, live "
+        "| tokens seen before, and unseen | plain | floor | by hand (deep copy) | ours, live "
         "| ours, from the store | live / floor | store / floor |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in result["warm"]:
         plain = row["plain"]
         lines.append(
-            f"| {row['unseen']} | {plain:.0f} ms (1x) | {row['floor']:.1f} ms "
+            f"| {row['seen']:,} and {row['unseen']} | {plain:.0f} ms (1x) | {row['floor']:.1f} ms "
             f"| {row['deepcopy']:.1f} ms ({plain / row['deepcopy']:.1f}x) "
             f"| {row['live']:.1f} ms ({plain / row['live']:.1f}x) "
             f"| {row['store']:.1f} ms ({plain / row['store']:.1f}x) "
@@ -395,13 +379,13 @@ def markdown(result: Result) -> str:
     lines += ["", "| other | figure |", "| --- | ---: |"]
     for row in result["cold"]:
         lines.append(f"| cold prompt of {row['prompt']} tokens, against plain | {row['cold'] / row['plain']:.3f} |")
-    turn = result["chat"][-1]
-    lines.append(f"| chat, turn 8 ({turn['prompt']} tokens), speed-up | {turn['plain'] / turn['reuse']:.1f}x |")
+    for turn in result["chat"][-1:]:
+        lines.append(f"| chat, turn 8 ({turn['prompt']} tokens), speed-up | {turn['plain'] / turn['reuse']:.1f}x |")
     for row in result["decode"]:
         ratio = row["reuse_tok_s"] / row["stock_tok_s"]
         lines.append(f"| decoding after {row['context']} tokens, against DynamicCache | {ratio:.2f}x |")
-    plan = result["planning"]
-    lines.append(f"| planning {plan['prompt']} tokens against {plan['chunks']} chunks | {plan['ms']:.1f} ms |")
+    if plan := result.get("planning"):
+        lines.append(f"| planning {plan['prompt']} tokens against {plan['chunks']} chunks | {plan['ms']:.1f} ms |")
     if "kvboost" in result:
         lines += ["", *kvboost_table(result["kvboost"])]
     return "\n".join(lines) + "\n"
@@ -447,26 +431,26 @@ def kvboost_table(found: Result) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON and the tables")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=15)
+    add_options(parser, rounds=15)
+    add_shape(parser, "small")
     parser.add_argument("--peer-python", help="an interpreter with kvboost 0.9.0, torch and transformers")
     options = parser.parse_args()
-    model = make_model(options.device)
+    shape, rounds = SHAPES[options.shape], options.rounds
+    model = make_model(options.device, options.shape)
     arguments = ["PEER_PYTHON" if a == options.peer_python else a for a in sys.argv[1:]]
-    result: Result = {"provenance": provenance(arguments)}
-    result["planning"] = planning(model)
-    result["warm"] = warm_prompts(model, options.rounds)
-    result["cold"] = cold_prompts(model, options.rounds)
-    result["chat"] = chat(model, options.rounds // 3)
-    result["decode"] = decode(model, options.rounds)
+    result: Result = {"provenance": provenance(arguments), "shape": shape.describe(), "warm": []}
+    result |= {"cold": [], "chat": [], "decode": []}
+    record = Record(f"reuse-{options.device}", options, result, markdown)
+    for prompt in shape.prompts:
+        record.measure(f"warm, {prompt}", lambda: result["warm"].extend(warm_prompts(model, shape, prompt, rounds)))
+    record.measure("cold", lambda: result["cold"].extend(cold_prompts(model, shape, rounds)))
+    record.measure("chat", lambda: result["chat"].extend(chat(model, max(1, rounds // 3))))
+    record.measure("decode", lambda: result["decode"].extend(decode(model, rounds)))
+    record.measure("planning", lambda: result.update(planning=planning(model)))
     if options.peer_python:
-        result["kvboost"] = peer(model, options.peer_python, options.rounds // 3)
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = f"reuse-{options.device}"
-    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / f"{name}.md").write_text(markdown(result))
-    print(markdown(result))
+        python = options.peer_python
+        record.measure("kvboost", lambda: result.update(kvboost=peer(model, python, max(1, rounds // 3))))
+    record.show()
 
 
 if __name__ == "__main__":

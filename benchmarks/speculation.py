@@ -14,7 +14,7 @@ target in memory (5) and of targets that stream over three links (20, 60, 200). 
 The bound is `committed per round * T / (T + drafted per round * D)`, with the tokens that came to the target: a draft
 ends where the text ends, however long it may be.
 
-On a GPU, time is real, and so is the link: see speculation_link.py.
+On a GPU, time is real, and so is the link: see speculation_link.py. `--shape tiny` does the same in seconds, anywhere.
 """
 
 import argparse
@@ -29,8 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reuse import Result, measured_on, provenance
-from speculation_link import link_markdown, measure_link
+from record import add_options, add_shape
+from reuse import measured_on, provenance
+from speculation_link import measure_link
+from targets import Result
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf import load_assistant
@@ -216,32 +218,31 @@ WORK = {"answers": answers, "forms": forms}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for the JSON and the table; none writes neither")
+    add_options(parser)
+    add_shape(parser, "small")
     parser.add_argument("--answers", type=int, default=40)
     parser.add_argument("--forms", type=int, default=6)
     parser.add_argument("--seed", type=int, default=2, help="below 10 000, so that the prompts are held out")
     parser.add_argument("--threads", type=int, default=1, help="more take longer with models this small")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--tiny", action="store_true", help="what --device cuda does, in seconds, on any device")
     parser.add_argument("--layers", type=int, default=24, help="of the target on a GPU: 253 MB each")
     parser.add_argument("--texts", type=int, default=2, help="to write on a GPU")
     parser.add_argument("--tokens", type=int, default=128, help="of each of these")
     parser.add_argument("--folder", type=Path, help="where weights are written, and removed again")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    result: Result = {"provenance": provenance(sys.argv[1:], "speculation.py")}
-    if linked := options.tiny or options.device == "cuda":
-        result["link"] = measure_link(options)
-    else:
-        reader, tokenizer = load_embedded()
-        for name, tasks in WORK.items():
-            result[name] = measure(reader, tasks(tokenizer, getattr(options, name), options.seed))
-    file, text = ("speculation-link", link_markdown(result)) if linked else ("speculation", markdown(result))
+    where = provenance(sys.argv[1:], "speculation.py")
+    if options.shape == "tiny" or options.device == "cuda":
+        measure_link(options, where)
+        return
+    result: Result = {"provenance": where}
+    reader, tokenizer = load_embedded()
+    for name, tasks in WORK.items():
+        result[name] = measure(reader, tasks(tokenizer, getattr(options, name), options.seed))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{file}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / f"{file}.md").write_text(text)
-    print(text)
+        (options.out / "speculation.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.out / "speculation.md").write_text(markdown(result))
+    print(markdown(result))
 
 
 if __name__ == "__main__":

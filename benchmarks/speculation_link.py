@@ -16,11 +16,14 @@ import random
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from reuse import Ids, Result, measured_on
+from record import Record
+from reuse import Ids, measured_on
 from streaming import checkpoint, load
+from targets import Result
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from what_fits import qwen
 
@@ -131,50 +134,59 @@ def warm_up(model: PreTrainedModel) -> None:
         model(torch.tensor([Ids(4)(width)], device=model.device))
 
 
-def measure_link(options: argparse.Namespace) -> Result:
-    target_config = qwen(256, 512, 4, 4, 2) if options.tiny else qwen(5120, 27_648, options.layers, 40, 8)
-    draft_config = qwen(128, 256, 1, 2, 1) if options.tiny else qwen(1536, 8960, 28, 12, 2)
-    if options.tiny:
+def measure_link(options: argparse.Namespace, where: Result) -> None:
+    """All acceptances and arms."""
+    tiny = options.shape == "tiny"
+    target_config = qwen(256, 512, 4, 4, 2) if tiny else qwen(5120, 27_648, options.layers, 40, 8)
+    draft_config = qwen(128, 256, 1, 2, 1) if tiny else qwen(1536, 8960, 28, 12, 2)
+    if tiny:
         target_config.vocab_size = draft_config.vocab_size = 1024
     said, tokens = texts(options.texts, options.tokens), options.tokens
+    link: Result = {"layers": target_config.num_hidden_layers, "tokens": len(said) * tokens, "plain": {}, "arms": {}}
+    record = Record("speculation-link", options, {"provenance": where, "link": link}, link_markdown)
     with checkpoint(target_config, options.folder) as path:
         target = load(path, StreamingConfig(residency_mode="full_stream", max_tokens=2048), options.device)
         draft = make_draft(draft_config, options.device)
-        warm_up(target)
-        warm_up(draft)
         plan = streaming_plan(target)
-        arms: Result = {}
-        times: dict[str, list[float]] = {"target_s": [], "draft_s": []}
-        for acceptance in ACCEPTANCES:
+        link["streamed_bytes"] = plan.streamed_bytes if plan is not None else 0
+
+        def measure_plain(acceptance: float) -> None:
             plain_s = plain(target, said, tokens)
-            target_s, each_s = plain_s / (len(said) * tokens), draft_s(draft, tokens)
-            times["target_s"].append(target_s)
-            times["draft_s"].append(each_s)
-            print(f"a token of the target {target_s:.4f} s, of the draft {each_s:.4f} s", flush=True)
-            for name, told in ARMS.items():
-                assistant = load_assistant(draft, target=target, **told)
-                found = arm(target, assistant, said, tokens, acceptance)
-                arms[f"{name}, {acceptance:.0%}"] = found = bounded(found, plain_s, target_s, each_s)
-                print(f"{name}, {acceptance:.0%}: {found['speed_up']:.2f}x of {found['bound']:.2f}x", flush=True)
-    return {
-        "layers": target_config.num_hidden_layers,
-        "streamed_bytes": plan.streamed_bytes if plan is not None else 0,
-        "tokens": len(said) * tokens,
-        **times,
-        "arms": arms,
-    }
+            link["plain"][acceptance] = {
+                "seconds": plain_s,
+                "target_s": plain_s / (len(said) * tokens),
+                "draft_s": draft_s(draft, tokens),
+            }
+
+        def measure(name: str, acceptance: float) -> None:
+            before = link["plain"][acceptance]
+            assistant = load_assistant(draft, target=target, **ARMS[name])
+            found = arm(target, assistant, said, tokens, acceptance)
+            found = bounded(found, before["seconds"], before["target_s"], before["draft_s"])
+            link["arms"][f"{name}, {acceptance:.0%}"] = found
+            print(f"{name}, {acceptance:.0%}: {found['speed_up']:.2f}x of {found['bound']:.2f}x")
+
+        record.measure("warming up", lambda: [warm_up(model) for model in (target, draft)])
+        for acceptance in ACCEPTANCES:
+            record.measure(f"plain, {acceptance:.0%}", partial(measure_plain, acceptance))
+            for name in ARMS:
+                record.measure(f"{name}, {acceptance:.0%}", partial(measure, name, acceptance))
+    record.show()
 
 
 def link_markdown(result: Result) -> str:
     link = result["link"]
-    target_ms, draft_ms = (1000 * statistics.median(link[key]) for key in ("target_s", "draft_s"))
     lines = [
         measured_on(result["provenance"]),
         "",
         f"{link['layers']} layers of the target, {link['streamed_bytes'] / 1e9:.2f} GB of them copied for each pass. "
-        f"A token takes {target_ms:.1f} ms in plain decoding, {draft_ms:.1f} ms in the "
-        f"draft. {link['tokens']} tokens in each arm.",
+        f"{link['tokens']} tokens in each arm.",
         "",
+    ]
+    if found := list(link["plain"].values()):
+        target_ms, draft_ms = (1000 * statistics.median(row[key] for row in found) for key in ("target_s", "draft_s"))
+        lines += [f"A token takes {target_ms:.1f} ms in plain decoding, {draft_ms:.1f} ms in the draft.", ""]
+    lines += [
         "| drafts, acceptance of each token | accepted | drafted per round | committed per round | verifying, a round "
         "| rolling back | speed-up | bound | of it |",
         "| --- |" + " ---: |" * 8,

@@ -14,19 +14,21 @@ with and without them, on a backend that copies nothing.
 """
 
 import argparse
-import gc
-import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import cpu_offload
-from reuse import Ids, Result, in_turn, make_model, measured_on, medians, provenance
+from record import Record, add_options
+from reuse import Ids, in_turn, measured_on, medians, provenance
+from shapes import make_model
+from targets import STREAMING, Result
 from transformers import PreTrainedConfig, PreTrainedModel
 from what_fits import qwen
 
@@ -41,7 +43,6 @@ from kvboost_hf.offload.schedule import Ring
 from kvboost_hf.offload.sources import Source
 
 PROMPT, LONG_PROMPT, TOKENS, PEER_TOKENS = 128, 1000, 64, 8
-TARGETS = {"of the ceiling": 0.9, "against cpu_offload": 5.0}
 
 
 class NoCopies:
@@ -144,26 +145,22 @@ def peer(path: Path) -> Result:
     return {"tokens_per_s": tokens_per_s(model, PEER_TOKENS)}
 
 
-def on_gpu(options: argparse.Namespace) -> Result:
-    found: Result = {"layers": options.layers, "budget": options.budget, "failed": []}
-    parts: dict[str, Callable[[Path], Result]] = {
-        "ours": lambda path: ours(path, options.budget, options.rounds),
-        "cpu_offload": peer,
-    }
+def on_gpu(options: argparse.Namespace, record: Record) -> None:
+    result = record.result
+    result.update(layers=options.layers, budget=options.budget)
+
+    def add_ours(path: Path) -> None:
+        result["ours"] = found = ours(path, options.budget, options.rounds)
+        result["of the ceiling"] = found["tokens_per_s"] / found["ceiling"]
+
+    def add_peer(path: Path) -> None:
+        result["cpu_offload"] = found = peer(path)
+        if "ours" in result:
+            result["against cpu_offload"] = result["ours"]["tokens_per_s"] / found["tokens_per_s"]
+
     with checkpoint(qwen(5120, 27_648, options.layers, 40, 8), options.folder) as path:
-        for name, part in parts.items():
-            try:
-                found[name] = part(path)
-            except Exception as error:  # the others are measured
-                found["failed"].append(f"{name}: {type(error).__name__}: {error}")
-            gc.collect()
-            torch.cuda.empty_cache()
-            print(f"{name}: {found.get(name, found['failed'])}", flush=True)
-    if "ours" in found:
-        found["of the ceiling"] = found["ours"]["tokens_per_s"] / found["ours"]["ceiling"]
-    if "ours" in found and "cpu_offload" in found:
-        found["against cpu_offload"] = found["ours"]["tokens_per_s"] / found["cpu_offload"]["tokens_per_s"]
-    return found
+        for name, add in (("ours", add_ours), ("cpu_offload", add_peer)):
+            record.measure(name, partial(add, path))
 
 
 def from_files(rounds: int, folder: Path | None) -> Result:
@@ -221,8 +218,9 @@ def of_hooks(rounds: int, layers: int = 16) -> Result:
     return {"us_per_layer": found, "overhead_us": found["hooked"] - found["plain"]}
 
 
-def on_cpu(options: argparse.Namespace) -> Result:
-    return {"files": from_files(options.rounds, options.folder), "hooks": of_hooks(options.rounds)}
+def on_cpu(options: argparse.Namespace, record: Record) -> None:
+    record.measure("hooks", lambda: record.result.update(hooks=of_hooks(options.rounds)))
+    record.measure("files", lambda: record.result.update(files=from_files(options.rounds, options.folder)))
 
 
 def gb(nbytes: float) -> str:
@@ -231,16 +229,16 @@ def gb(nbytes: float) -> str:
 
 def markdown(result: Result) -> str:
     lines = [measured_on(result["provenance"]), "", "| | |", "| --- | ---: |"]
+    rows: dict[str, str] = {}
+    if "hooks" in result:
+        rows["a hook adds to a layer"] = f"{result['hooks']['overhead_us']:.0f} µs"
     if "files" in result:
-        files, hooks = result["files"], result["hooks"]
-        rows = {
+        files = result["files"]
+        rows |= {
             "layers in files": gb(files["bytes"]),
             "through two slots": f"{gb(files['bytes_per_s']['slots'])}/s",
             "reading alone": f"{gb(files['bytes_per_s']['reading'])}/s",
-            "a hook adds to a layer": f"{hooks['overhead_us']:.0f} µs",
         }
-        return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows.items())]) + "\n"
-    rows = {}
     if "ours" in result:
         found = result["ours"]
         rows = {
@@ -258,32 +256,27 @@ def markdown(result: Result) -> str:
         }
     if "cpu_offload" in result:
         rows["decoding with accelerate's cpu_offload"] = f"{result['cpu_offload']['tokens_per_s']:.2f} tokens/s"
-    for name, least in TARGETS.items():
+    for name, least in STREAMING.items():
         if name in result:
             reached = "reached" if result[name] >= least else "missed"
             rows[name] = f"{result[name]:.2f}, target of {least} {reached}"
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    return "\n".join([*lines, *([""] if result["failed"] else []), *(f"Failed: {e}" for e in result["failed"])]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for the JSON and the table; none writes neither")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    add_options(parser, rounds=5)
     parser.add_argument("--layers", type=int, default=24, help="of the model on a GPU: 253 MB each")
     parser.add_argument("--budget", default="6.5GB", help="what it may take of the GPU")
     parser.add_argument("--folder", type=Path, help="where weights are written, and removed again")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     result: Result = {"provenance": provenance(sys.argv[1:], "streaming.py")}
-    result.update(on_gpu(options) if options.device == "cuda" else on_cpu(options))
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"streaming-{options.device}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / f"streaming-{options.device}.md").write_text(markdown(result))
-    print(markdown(result))
+    record = Record(f"streaming-{options.device}", options, result, markdown)
+    (on_gpu if options.device == "cuda" else on_cpu)(options, record)
+    record.show()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR
 from kvboost_hf.config import StreamingConfig
@@ -74,7 +74,7 @@ class ModelSource:
             attention: Its attention implementation; None for the default one.
         """
         if self.random is not None:
-            return self._placed(self._random(attention))
+            return self._random(attention, self.device)
         name = self.name or EMBEDDED_MODEL_DIR
         return self._placed(
             AutoModelForCausalLM.from_pretrained(name, dtype=self.dtype, attn_implementation=attention)
@@ -95,12 +95,12 @@ class ModelSource:
         on_host = torch.device(self.device).type != "cuda"
         config = StreamingConfig(residency_mode="full_stream", disk_folder=str(folder) if on_host else None)
         if self.random is not None:
-            return stream_layers(self._random(attention), config, device=self.device)
+            return stream_layers(self._random(attention, "cpu"), config, device=self.device)
         name = self.name or str(EMBEDDED_MODEL_DIR)
         kwargs: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": attention}
         return load_streamed(name, config, device=self.device, **kwargs)
 
-    def _random(self, attention: str | None) -> PreTrainedModel:
+    def _random(self, attention: str | None, device: str) -> PreTrainedModel:
         assert self.random is not None
         layers, width = self.random
         config = LlamaConfig(
@@ -114,12 +114,12 @@ class ModelSource:
             bos_token_id=0,
             pad_token_id=0,
         )
-        config._attn_implementation = attention
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model: Any = LlamaForCausalLM(config)
         dtype = torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype)
-        made: PreTrainedModel = model.to(dtype).train(False)
+        with torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(0)
+            made: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention
+            ).train(False)
         return made
 
     def _placed(self, model: Any) -> PreTrainedModel:

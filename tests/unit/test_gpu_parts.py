@@ -1,0 +1,146 @@
+"""`make gpu-1` to `gpu-4`: within their time, whatever a benchmark does, and with what was found until then."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+gpu: Any = pytest.importorskip("gpu")
+targets: Any = pytest.importorskip("targets")
+sys.path.pop(0)
+
+RESULTS = BENCHMARKS / "results"
+LARGE = {
+    "first": [{"attention": "sdpa", "tokens": 8192, "plain": 100.0, "floor": 10.0, "live": 10.5, "stored": 20.0}],
+    "next": [],
+    "failed": ["next: OutOfMemoryError"],
+    "skipped": ["launches: the minutes are over"],
+}
+FAKES = {
+    "finds": f"open(out + '/large-cuda.json', 'w').write({json.dumps(LARGE)!r})",
+    # Neither it nor the process that it starts ever ends.
+    "overruns": "import subprocess, time; child = subprocess.Popen(['sleep', '60']); "
+    "open(out + '/child.md', 'w').write(str(child.pid)); time.sleep(60)",
+    "crashes": "raise SystemExit('no such device')",
+    "prints": "print('x' * 10_000_000); [print('FAILED tests/gpu/test_it.py::test_', n) for n in range(500)]; 1 / 0",
+    "half": "open(out + '/awq-cuda.json', 'w').write('{\"cases\": [')",
+    "passes": "print('3 passed in 0.1s')",
+}
+
+
+def fake(name: str, weight: float = 1.0, *, judged: bool = False) -> Any:
+    code = f"import sys; out = sys.argv[1]; {FAKES[name]}"
+    return gpu.Step(name=name, command=[sys.executable, "-S", "-c", code, "{out}"], weight=weight, judged=judged)
+
+
+def packed(archive: Path) -> dict[str, bytes]:
+    with tarfile.open(archive) as found:
+        return {Path(each.name).name: found.extractfile(each).read() for each in found.getmembers()}  # type: ignore[union-attr]
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_time_is_kept_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [*(fake(name) for name in ("finds", "overruns", "crashes", "prints", "half")), fake("passes", judged=True)]
+    begin = time.monotonic()
+    code = gpu.Part("gpu-1", steps, tmp_path, 0.12).run()
+    assert time.monotonic() - begin < 60 * 0.12 + 1
+    assert code == 2
+    out = capsys.readouterr().out
+    assert len(out) < gpu.LINES + len(steps) * gpu.LINE
+    text = (tmp_path / "gpu-1.txt").read_text()
+    assert out.endswith(text)
+    for line in (
+        "FAILED crashes: exit code 1: no such device",
+        "SKIPPED large-cuda: launches: the minutes are over",
+        "FAILED prints: FAILED tests/gpu/test_it.py::test_ 0",
+        "PASS first token, sdpa, 8192 held: live <= 1.10 of floor: 1.05",
+        "MISS first token, sdpa, 8192 held: stored <= 1.40 of floor: 2.00",
+        "PASS passes: 3 passed in 0.1s",
+    ):
+        assert f"\n{line}" in f"\n{text}"
+    assert "SKIPPED overruns: ended, its time was over" in text
+    assert re.search(r"^FAILED \d+ more, in gpu-1.tar.gz$", text, re.MULTILINE)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["gpu-1.tar.gz", "gpu-1.txt"]
+    files = packed(tmp_path / "gpu-1.tar.gz")
+    assert json.loads(files["large-cuda.json"]) == LARGE
+    assert len(files["prints.log"]) <= gpu.KEPT_LOG_BYTES
+    assert not is_running(int(files["child.md"]))
+
+
+def test_a_step_that_prints_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "MOST_LOG_BYTES", 1_000_000)
+    monkeypatch.setattr(gpu, "PACK_S", 0.1)
+    monkeypatch.setitem(FAKES, "floods", "\nwhile True: print('x' * 1000)")
+    begin = time.monotonic()
+    assert gpu.Part("gpu-1", [fake("floods"), fake("passes")], tmp_path, 1.0).run() == 2
+    assert time.monotonic() - begin < 20
+    assert "FAILED floods: ended, it had printed more than 1 MB" in (tmp_path / "gpu-1.txt").read_text()
+
+
+def test_codes_tell(tmp_path: Path) -> None:
+    assert gpu.Part("gpu-1", [fake("passes", judged=True)], tmp_path, 0.1).run() == 0
+    for broken, said in (("half", "FAILED awq-cuda.json cannot be read"), ("finds", "FAILED large-cuda: next: OutOf")):
+        assert gpu.Part("gpu-1", [fake(broken)], tmp_path, 0.1).run() == 2
+        assert said in (tmp_path / "gpu-1.txt").read_text()
+    late = gpu.Part("gpu-1", [fake("overruns", 1e6), fake("passes")], tmp_path, 0.01)
+    assert late.run() == 1
+    assert "SKIPPED passes: no time is left for it" in (tmp_path / "gpu-1.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_was_found_outlives_the_command(number: int, tmp_path: Path) -> None:
+    steps = [(step.name, step.command) for step in (fake("finds"), fake("overruns"))]
+    code = (
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import gpu, signal; from pathlib import Path; "
+        f"signal.signal(signal.SIGTERM, gpu._leave); gpu.PACK_S = 0.1; "
+        f"steps = [gpu.Step(name=name, command=command) for name, command in {steps!r}]; "
+        f"gpu.Part('gpu-3', steps, Path({str(tmp_path)!r}), 9).run()"
+    )
+    command = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+    archive, until = tmp_path / "gpu-3.tar.gz", time.monotonic() + 20
+    while not archive.exists() or "child.md" not in packed(archive):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.kill(command.pid, number)
+    out, _ = command.communicate(timeout=20)
+    files = packed(archive)
+    sleeping = int(files["child.md"])
+    assert json.loads(files["large-cuda.json"]) == LARGE
+    assert "MISS first token" in (tmp_path / "gpu-3.txt").read_text()
+    if number == signal.SIGTERM:
+        assert command.returncode == 128 + number
+        assert "MISS first token" in out
+        assert not is_running(sleeping)
+    else:  # nobody can end what it started
+        os.killpg(os.getpgid(sleeping), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["attention", "awq"])
+def test_targets_are_those_of_the_tables(name: str) -> None:
+    found = targets.verdicts(f"{name}-cuda", json.loads((RESULTS / f"{name}-cuda.json").read_text()))
+    table = (RESULTS / f"{name}-cuda.md").read_text()
+    counts = [sum(each.reached is reached for each in found) for reached in (True, False)]
+    assert counts == [table.count("reached"), table.count("missed")]
+    assert sum(counts) >= 10
+
+
+def test_each_part_can_be_made() -> None:
+    for steps in gpu.parts("cpu", "tiny").values():
+        assert len({step.name for step in steps}) == len(steps)
+        for step in steps:
+            scripts = [Path(argument) for argument in step.command if argument.startswith("benchmarks/")]
+            assert all((BENCHMARKS.parent / script).exists() for script in scripts)
