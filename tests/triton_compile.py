@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -54,6 +55,8 @@ class Compiled:
 
     mma: list[str]  # instructions for tensor cores: "mma.sync", "wgmma.mma_async", "tcgen05.mma"
     loads: list[str]  # instructions for global memory: "ld.global.v4.b32" reads 16 bytes
+    loops: list[dict[str, int]]  # instructions of each loop in SASS, with those of loops inside it, as they end
+    flushes: bool  # whether sums or products take numbers that are not normal for zero
     registers: int  # of a thread
     stack_bytes: int  # of a thread: where registers are spilled to
     shared_bytes: int
@@ -108,19 +111,51 @@ def _compile(launch: Launch) -> Compiled:
     made = triton.compile(source, target=target, options=options)
     used = _resources(made.asm["cubin"])
     mma, loads = (sorted(set(re.findall(each, made.asm["ptx"]))) for each in (_MMA, _LOAD))
-    return Compiled(mma, loads, used["REG"], used["STACK"], made.metadata.shared)
+    code = sass(made.asm["cubin"])
+    flushes = re.search(r"(FADD|FMUL|FFMA)2?\.[\w.]*FTZ", code) is not None
+    loops = loop_instructions(code)
+    return Compiled(mma, loads, loops, flushes, used["REG"], used["STACK"], made.metadata.shared)
+
+
+def sass(cubin: bytes) -> str:
+    """The instructions of the kernel in a cubin, with labels."""
+    return _ask("nvdisasm", "-c", cubin)
+
+
+def loop_instructions(sass: str) -> list[dict[str, int]]:
+    """How many instructions each loop has, by their names without modifiers, such as FFMA or LOP3.
+
+    A loop is what lies between a branch and a label before it that it goes to.
+    """
+    labels: dict[str, int] = {}
+    found: list[str] = []
+    loops: list[dict[str, int]] = []
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(found)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+ )?\s*(\w+)[^`]*(?:`\((\.L_\w+)\))?", line):
+            found.append(instruction[1])
+            begin = labels.get(instruction[2], len(found))
+            if begin < len(found) - 1:  # not the one that a kernel ends with, which goes to itself
+                loops.append(dict(Counter(found[begin:])))
+    return loops
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
     """What the kernel in a cubin takes: REG and STACK, to which registers are spilled, by the names of cuobjdump."""
+    said = _ask("cuobjdump", "-res-usage", cubin)
+    return {name: int(number) for name, number in re.findall(r"([A-Z]+):(\d+)", said)}
+
+
+def _ask(tool: str, option: str, cubin: bytes) -> str:
+    """What one of the programs that come with Triton says of a cubin."""
     import triton.backends.nvidia
 
-    cuobjdump = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name: int(number) for name, number in re.findall(r"([A-Z]+):(\d+)", said)}
+        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

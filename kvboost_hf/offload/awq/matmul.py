@@ -5,6 +5,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.kernel_calls import count
@@ -22,6 +23,9 @@ def awq_matmul(
 ) -> torch.Tensor:
     """Multiply by weights of four bits. Not differentiable.
 
+    torch.compile, autograd, and modes and tensors that watch what is done, see one operator; where there is none
+    of them it is left out, since it takes the host longer than the launch of a kernel.
+
     Args:
         x: float16, bfloat16 or float32 [tokens, in_features].
         qweight: int32 [in_features, out_features / 8].
@@ -35,11 +39,18 @@ def awq_matmul(
     Raises:
         ValueError: `kernel` is `"triton"`, and Triton is missing or cannot run on the device of `x`.
     """
-    out: torch.Tensor = torch.ops.kvboost_hf.awq_matmul.default(x, qweight, qzeros, scales, kernel)
-    return out
+    if _is_watched(x):
+        out: torch.Tensor = torch.ops.kvboost_hf.awq_matmul.default(x, qweight, qzeros, scales, kernel)
+        return out
+    return _awq_matmul(x, qweight, qzeros, scales, kernel)
 
 
-@torch.library.impl("kvboost_hf::awq_matmul", "default")
+def _is_watched(x: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.is_meta or x.requires_grad:
+        return True
+    return is_in_torch_dispatch_mode()
+
+
 def _awq_matmul(
     x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, kernel: QuantKernel
 ) -> torch.Tensor:
@@ -50,6 +61,9 @@ def _awq_matmul(
         return awq_matmul_triton(x, qweight, qzeros, scales)
     count("reference", "awq_matmul")
     return awq_matmul_torch(x, qweight, qzeros, scales)
+
+
+torch.library.impl("kvboost_hf::awq_matmul", "default", _awq_matmul)
 
 
 @torch.library.register_fake("kvboost_hf::awq_matmul")  # type: ignore[untyped-decorator]

@@ -1,7 +1,12 @@
 """How large the tiles of a product are, and into how many parts it is split: by shapes alone."""
 
 from dataclasses import dataclass
-from typing import Any
+
+# For more rows weights become numbers in memory, for PyTorch's own product. By what has been measured (see
+# benchmarks/results/awq-cuda.md) a second tile of rows takes as long as that and the product together.
+MOST_ROWS = 128
+SCRATCH_BYTES = 128 << 20  # of such numbers at a time
+_MOST_PARTS = 16  # of a product of several rows: the last program adds up 4 at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,10 +19,6 @@ class Tiling:
     warps: int
     stages: int  # blocks that are on their way at a time
     parts: int  # of the sum, each with programs of its own
-
-    def options(self) -> dict[str, Any]:
-        """What the compiler is told."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
 def plan_tiling(
@@ -34,16 +35,25 @@ def plan_tiling(
         tensor_cores: Whether it has some for the dtype that Triton knows of.
     """
     if rows == 1:
-        block_n, block_k = 256, 16  # of a row of words, one line of the cache
-        parts = _parts(-(-out_features // block_n), in_features // group_size, 3 * processors)
+        steps = -(-in_features // (4 * group_size))  # four groups at a time, one for each warp
+        # Of a row of words one line of the cache, or half of one where this leaves processors without work.
+        block_n, block_k = (256, 16) if -(-out_features // 256) * steps >= processors else (128, 32)
+        parts = _parts(-(-out_features // block_n), steps, 12 * processors)
         return Tiling(block_m=1, block_n=block_n, block_k=block_k, warps=4, stages=1, parts=parts)
     block_m = min(max(16, 1 << (rows - 1).bit_length()), 128 if tensor_cores else 32)
     block_n, block_k = (128, min(64, group_size)) if tensor_cores else (64, 32)
     warps, stages = 8 if block_m == 128 else 4, 4 if block_m <= 32 else 3
     at_a_time = {16: 3, 32: 2, 64: 2, 128: 1}[block_m]  # programs of a processor, by their registers
     tiles = -(-rows // block_m) * -(-out_features // block_n)
-    parts = _parts(tiles, in_features // block_k, at_a_time * processors)
+    parts = _parts(tiles, in_features // block_k, min(at_a_time * processors, _MOST_PARTS * tiles))
     return Tiling(block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages, parts=parts)
+
+
+def scratch_columns(in_features: int, out_features: int, itemsize: int) -> int:
+    """Columns of a weight that become numbers of so many bytes at a time: all, or a multiple of 256."""
+    most = max(1, SCRATCH_BYTES // (256 * in_features * itemsize)) * 256
+    times = -(-out_features // most)
+    return min(out_features, -(-out_features // (256 * times)) * 256)
 
 
 def _parts(tiles: int, steps: int, programs: int) -> int:
