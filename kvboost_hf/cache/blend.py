@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvboost_hf.cache import transfer
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.kv import LayerKVReader
 from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
@@ -163,7 +164,7 @@ def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) 
     """
     with torch.inference_mode(False):
         first, shifts = _shifts_of(plan)
-        turns = Shifts(rotation, shifts)
+        turns = Shifts(rotation, shifts, _send)
         readers = {chunk.prefix_key: chunk.kv.reader() for chunk in plan.chunks}
         rows = [_parts_of(placed, plan, readers) for placed in plan.placed]
         zeros = cache(_zeros)
@@ -185,6 +186,13 @@ def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) 
             keys = opened[rotation.rotated(idx)][:, :, first : first + shifts.shape[1]]
             rotation.rotate(idx, keys, turns, out=keys)
             layer.seal()
+
+
+def _send(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a device, which the host does not wait for."""
+    if transfer.link.is_apart(device):
+        table = transfer.link.pinned(table.shape, table.dtype).copy_(table)
+    return transfer.link.send(table, device)
 
 
 def _shifts_of(plan: BlendPlan) -> tuple[int, NDArray[np.int64]]:
