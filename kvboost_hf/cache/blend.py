@@ -9,19 +9,22 @@ positions: `place` rotates them, and what is computed again of them is chosen in
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from kvboost_hf.cache import transfer
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.kv import LayerKVReader
-from kvboost_hf.cache.layers import GrowingLayer, ReuseLayer
+from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.match import MovedIndex, MovedSegment, find_moved
 from kvboost_hf.cache.plan import RowPlan, Segment
 from kvboost_hf.cache.repair import BlendedRow, Mask
 from kvboost_hf.cache.scatter import Columns
 from kvboost_hf.cache.store import StoredChunk
-from kvboost_hf.compat import KeyRotation
+from kvboost_hf.compat import KeyRotation, Shifts
 
 _LAST_TOKENS = 16  # the end of a prompt is computed even where it is stored
 
@@ -152,47 +155,86 @@ def choose_columns(wanted: Sequence[Mask], spare: Sequence[Mask]) -> Columns:
     return np.stack(chosen)
 
 
+@torch.no_grad()
 def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) -> None:
-    """Fill the columns [held, columns) of every layer: stored K/V where there is some, zeros elsewhere."""
-    readers: dict[bytes, LayerKVReader] = {}
-    for row in plan.placed:
-        for piece in row:
-            readers.setdefault(piece.chunk.prefix_key, piece.chunk.kv.reader())
-    for idx, layer in enumerate(layers):
-        like = next(reader.layer(idx) for reader in readers.values())
-        if like is None:
-            continue
-        assert isinstance(layer, GrowingLayer)
-        with torch.inference_mode(False), torch.no_grad():
-            opened = layer.open(plan.columns, like, len(plan.rows))
-            for at, row in enumerate(plan.placed):
-                new = [tensor[at] for tensor in opened]
-                done = 0
-                for piece in row:
-                    start, stop = piece.start - plan.held, piece.stop - plan.held
-                    _put_piece([part[:, done:stop] for part in new], start - done, piece, readers, idx, rotation)
-                    done = stop
-                for part in new:
-                    part[:, done:].zero_()
+    """Fill the columns [held, columns) of every layer: stored K/V where there is some, zeros elsewhere.
+
+    Pieces are put in place as they are stored, and then all keys of a layer are rotated at once: the operations on a
+    device are so many for each layer, and so many for each piece, not for each piece of each layer.
+    """
+    with torch.inference_mode(False):
+        first, shifts = _shifts_of(plan)
+        turns = Shifts(rotation, shifts, _send)
+        readers = {chunk.prefix_key: chunk.kv.reader() for chunk in plan.chunks}
+        rows = [_parts_of(placed, plan, readers) for placed in plan.placed]
+        zeros = cache(_zeros)
+        for idx, layer in enumerate(layers):
+            like = next(part.reader.layer(idx) for parts in rows for part in parts if part.reader is not None)
+            if like is None:
+                continue
+            assert isinstance(layer, GrowingLayer)
+            opened = layer.open(plan.columns, like, len(rows))
+            for row, parts in enumerate(rows):
+                pieces = [part.stored(idx) for part in parts]
+                for tensor, (out, kv) in enumerate(zip(opened, like, strict=True)):
+                    none = (kv.shape[0], kv.shape[2], kv.dtype, kv.device)
+                    found = [
+                        piece[tensor] if piece is not None else zeros(part.columns, *none)
+                        for part, piece in zip(parts, pieces, strict=True)
+                    ]
+                    torch.cat(found, dim=1, out=out[row])
+            keys = opened[rotation.rotated(idx)][:, :, first : first + shifts.shape[1]]
+            rotation.rotate(idx, keys, turns, out=keys)
             layer.seal()
 
 
-def _put_piece(
-    new: Sequence[torch.Tensor],
-    gap: int,
-    piece: Placed,
-    readers: dict[bytes, LayerKVReader],
-    idx: int,
-    rotation: KeyRotation,
-) -> None:
-    """Write zeros into `gap` columns and a piece into those that follow; `new` are [heads, columns, dim]."""
-    stored = readers[piece.chunk.prefix_key].layer(idx)
-    assert stored is not None
-    rotated = rotation.rotated(idx)
-    for tensor, (part, kept) in enumerate(zip(new, stored, strict=True)):
-        part[:, :gap].zero_()
-        served, out = kept.narrow(1, piece.offset, piece.stop - piece.start), part[:, gap:]
-        if tensor == rotated:
-            rotation.rotate(idx, served, piece.shift, out=out)
-        else:
-            out.copy_(served)
+def _send(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a device, which the host does not wait for."""
+    if transfer.link.is_apart(device):
+        table = transfer.link.pinned(table.shape, table.dtype).copy_(table)
+    return transfer.link.send(table, device)
+
+
+def _shifts_of(plan: BlendPlan) -> tuple[int, NDArray[np.int64]]:
+    """The first column behind `plan.held` that moves, and by how much those from it on do, [batch, columns]."""
+    shifts = np.zeros((len(plan.rows), plan.columns - plan.held), dtype=np.int64)
+    for row, placed in enumerate(plan.placed):
+        for piece in placed:
+            shifts[row, piece.start - plan.held : piece.stop - plan.held] = piece.shift
+    moving = np.flatnonzero(shifts.any(axis=0))
+    first, stop = (int(moving[0]), int(moving[-1]) + 1) if len(moving) else (0, 0)
+    return first, shifts[:, first:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """So many columns of a row, which a chunk has from its token `offset` on, or none has."""
+
+    columns: int
+    reader: LayerKVReader | None = None
+    offset: int = 0
+
+    def stored(self, idx: int) -> Piece | None:
+        """What a layer has of them, [heads, columns, dim] each; None where no chunk has them."""
+        if self.reader is None:
+            return None
+        piece = self.reader.layer(idx)
+        assert piece is not None
+        if piece[0].shape[1] == self.columns:
+            return piece
+        return tuple(kv.narrow(1, self.offset, self.columns) for kv in piece)
+
+
+def _parts_of(placed: Sequence[Placed], plan: BlendPlan, readers: Mapping[bytes, LayerKVReader]) -> list[_Part]:
+    """All columns of a row from `plan.held` on."""
+    parts: list[_Part] = []
+    done = plan.held
+    for piece in placed:
+        reader = readers[piece.chunk.prefix_key]
+        parts += [_Part(piece.start - done), _Part(piece.stop - piece.start, reader, piece.offset)]
+        done = piece.stop
+    return [part for part in (*parts, _Part(plan.columns - done)) if part.columns]
+
+
+def _zeros(columns: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(heads, columns, dim)

@@ -75,13 +75,15 @@ def fill_layers(
     return computed
 
 
-def spans_of(plan: ReusePlan, *, join: bool = True) -> Spans:
+def spans_of(plan: ReusePlan, *, in_groups: bool = False) -> Spans:
     """What has the segments of a plan, as far as their chunks are loaded. Rows share the readers of what they share.
+
+    On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
+    do for each chunk and layer than the GPU to do it.
 
     Args:
         plan: What comes from where.
-        join: On a GPU, have consecutive chunks that the same rows have in one span. Its host takes longer to launch
-            what there is to do for each chunk and layer than the GPU to do it.
+        in_groups: See `LayerKV.reader`.
     """
     users: dict[bytes, list[int]] = {}  # of each chunk, the rows
     for number, row in enumerate(plan.rows):
@@ -91,25 +93,22 @@ def spans_of(plan: ReusePlan, *, join: bool = True) -> Spans:
     spans: list[list[Span]] = []
     for row in plan.rows:
         spans.append([])
-        for run in _runs(
-            [segment for segment in row.segments if stored_chunk(segment).loaded is not None], users, join
-        ):
+        for run in _runs([each for each in row.segments if stored_chunk(each).loaded is not None], users):
             keys = tuple(stored_chunk(segment).key for segment in run)
             if keys not in readers:
-                own = [stored_chunk(segment).kv.reader() for segment in run]
+                own = [stored_chunk(segment).kv.reader(in_groups=in_groups) for segment in run]
                 readers[keys] = own[0] if len(own) == 1 else JoinedKVReader(own)
             spans[-1].append(Span(readers[keys], run[0].origin, run[0].start, run[-1].stop))
     return spans
 
 
-def _runs(segments: Sequence[Segment], users: Mapping[bytes, list[int]], join: bool) -> list[list[Segment]]:
+def _runs(segments: Sequence[Segment], users: Mapping[bytes, list[int]]) -> list[list[Segment]]:
     """Segments that one reader can have, together."""
     runs: list[list[Segment]] = []
     for segment in segments:
         last = runs[-1][-1] if runs else None
         if (
-            join
-            and last is not None
+            last is not None
             and len(runs[-1]) < _JOINED
             and last.stop == segment.start == segment.origin
             and last.stop - last.origin == len(stored_chunk(last).tokens)

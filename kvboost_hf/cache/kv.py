@@ -1,15 +1,16 @@
 """What the store keeps of a chunk, of all layers: columns, or the states at a point."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from kvboost_hf.cache import transfer
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
 from kvboost_hf.cache.codecs.raw import Raw
 from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
@@ -18,7 +19,8 @@ from kvboost_hf.cache.tiers.record import Blob
 from kvboost_hf.compat import KeyRotation, LayerRotation
 
 _RAW = Raw()
-_RUN = 1 << 17  # numbers to decode at once
+_RUN = 1 << 17  # numbers to decode at once on a CPU
+_FIRST_GROUP, _LARGEST_GROUP = 2, 8  # tensors: keys and values of a layer, and of four
 
 Place = tuple[int, int]  # block, and index in it
 
@@ -66,6 +68,13 @@ class _TensorFormat(NamedTuple):
     rotation: LayerRotation | None
 
 
+class Arriving(Protocol):
+    """Planes that are on their way."""
+
+    def result(self) -> object:
+        """Return once what is done from now on finds them there."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """Tensors of several layers that are alike, encoded together.
@@ -80,8 +89,8 @@ class Block:
         device: Where the model computed them.
         blob: What the planes are views of, unchecked, or None if they are owned.
         number: Of this block in the blob.
-        ready: Done when the planes have arrived in host memory, until when they are where the model computes; None if
-            they were there from the start.
+        ready: Done when the planes have arrived in host memory, until when they are where the model computes; or,
+            copied to a device, when they have arrived there. None if they were there from the start.
     """
 
     planes: Planes
@@ -93,7 +102,7 @@ class Block:
     device: torch.device
     blob: Blob | None = None
     number: int = 0
-    ready: Future[None] | None = None
+    ready: Arriving | None = None
 
     @classmethod
     def raw(cls, x: torch.Tensor) -> "Block":
@@ -108,7 +117,7 @@ class Block:
         return sum(plane.nbytes for plane in self.planes.values())
 
     def wait(self) -> None:
-        """Return once the planes are in host memory, and can be read."""
+        """Return once the planes can be read: by the host, or by what is queued on their device from now on."""
         if self.ready is not None:
             self.ready.result()
 
@@ -118,20 +127,66 @@ class Block:
             for name in self.planes:
                 self.blob.check(f"{self.number}.{name}", index)
 
-    def run(self, start: int) -> range:
-        """Tensors from `start` on to decode at once: fewer calls, for little memory; all where none is taken."""
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its planes are not on the device that the model computes on, and have to be copied there."""
+        return transfer.link.is_apart(self.device) and any(p.device != self.device for p in self.planes.values())
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether its tensors are read where they are, one by one."""
+        return self.codec.lossless and not transfer.link.is_apart(self.device)
+
+    def run(self, start: int, *, in_groups: bool = False) -> range:
+        """Tensors from `start` on to move and to decode at once: fewer calls, for little memory.
+
+        Args:
+            start: The first one.
+            in_groups: Where they have to be moved, a few at first and then more, in the order of the layers, so that
+                the first ones are there early. Else all of them.
+        """
+        stop = len(self.rotations)
+        if in_groups and transfer.link.is_apart(self.device):
+            stop = min(stop, _group_end(start))
+        elif self.codec.lossless:
+            return range(stop)
         if self.codec.lossless:
-            return range(len(self.rotations))
-        most = max(1, _RUN // max(1, prod(self.shape)))
-        stop = start + 1
-        while stop < min(start + most, len(self.rotations)) and self.rotations[stop] is self.rotations[start]:
-            stop += 1
-        return range(start, stop)
+            return range(start, stop)
+        if not transfer.link.is_apart(self.device):
+            stop = min(stop, start + max(1, _RUN // max(1, prod(self.shape))))
+        alike = start + 1
+        while alike < stop and self.rotations[alike] is self.rotations[start]:
+            alike += 1
+        return range(start, alike)
 
     def decode(self, planes: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
         """Tensors [len(run), heads, tokens, head_dim], from planes that may have been moved."""
-        own = {name: plane[run.start : run.stop] for name, plane in planes.items()}
+        return self._decode({name: plane[run.start : run.stop] for name, plane in planes.items()}, run)
+
+    def move(self, run: range) -> torch.Tensor:
+        """Tensors [len(run), heads, tokens, head_dim] where the model computes.
+
+        Raises:
+            DamagedBlobError: if they are not what was stored; not told of what `is_viewed`.
+        """
+        self.wait()
+        if not self.is_viewed:
+            for index in run:
+                self.check(index)
+        own = {name: transfer.link.send(p[run.start : run.stop], self.device) for name, p in self.planes.items()}
+        return self._decode(own, run)
+
+    def _decode(self, own: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
         return self.codec.decode(own, (len(run), *self.shape), self.dtype, self.role, self.rotations[run.start])
+
+
+def _group_end(at: int) -> int:
+    """Behind the last tensor of the group that one belongs to."""
+    stop = size = _FIRST_GROUP
+    while at >= stop:
+        size = min(2 * size, _LARGEST_GROUP)
+        stop += size
+    return stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,9 +224,14 @@ class LayerKV:
             and all(map(_alike, self.blocks, other.blocks))
         )
 
-    def reader(self) -> "LayerKVReader":
-        """Access where the model computes."""
-        return LayerKVReader(self)
+    @property
+    def nbytes_elsewhere(self) -> int:
+        """Bytes that must be copied to a device before it can compute with them."""
+        return sum(block.nbytes for block in self.blocks if block.is_elsewhere)
+
+    def reader(self, *, in_groups: bool = False) -> "LayerKVReader":
+        """Access where the model computes; `in_groups`, if it is read layer by layer, and once: see `Block.run`."""
+        return LayerKVReader(self, in_groups=in_groups)
 
     # As a blob
 
@@ -200,20 +260,12 @@ class LayerKV:
     def owned(self) -> "LayerKV":
         """The same in host memory of its own, checked."""
         self.check()
-        return self._with_planes(lambda block: {name: _own(p, block.device) for name, p in block.planes.items()})
+        return LayerKV(tuple(map(_owned, self.blocks)), self.places)
 
-    def moved(self) -> "LayerKV":
-        """A copy where the model computes, checked."""
+    def promoted(self) -> "LayerKV":
+        """A copy where the model computes, checked. It is made behind all that is queued there so far."""
         self.check()
-        return self._with_planes(
-            lambda block: {name: p.to(block.device, non_blocking=True, copy=True) for name, p in block.planes.items()}
-        )
-
-    def _with_planes(self, planes: Callable[[Block], Planes]) -> "LayerKV":
-        for block in self.blocks:
-            block.wait()
-        blocks = (replace(block, planes=planes(block), blob=None, ready=None) for block in self.blocks)
-        return LayerKV(tuple(blocks), self.places)
+        return LayerKV(tuple(map(_promoted, self.blocks)), self.places)
 
 
 def _alike(block: Block, other: Block) -> bool:
@@ -228,11 +280,10 @@ def _alike(block: Block, other: Block) -> bool:
 
 
 class LayerKVReader:
-    """Columns of a chunk where the model computes: views on a CPU, else one transfer for each plane that is read."""
+    """Columns of a chunk where the model computes: views on a CPU, else copies of several layers at once."""
 
-    def __init__(self, kv: LayerKV) -> None:
-        self._kv = kv
-        self._planes: dict[int, Planes] = {}
+    def __init__(self, kv: LayerKV, *, in_groups: bool = False) -> None:
+        self._kv, self._in_groups = kv, in_groups
         self._decoded: dict[int, tuple[range, Sequence[torch.Tensor]]] = {}
         self._last: tuple[int, Piece | None] | None = None  # pieces of one chunk are read one after the other
         self._views = self._all_views()
@@ -268,38 +319,22 @@ class LayerKVReader:
         """Where the tensors of a layer are."""
         return self._kv.places[index]
 
-    def whole(self, number: int) -> torch.Tensor:
-        """All tensors of a block, [tensors, heads, tokens, head_dim].
+    def run(self, number: int, at: int) -> range:
+        """Tensors of a block that are moved together, from one on."""
+        return self._kv.blocks[number].run(at, in_groups=self._in_groups)
 
-        Raises:
-            DamagedBlobError: if they are not what was stored.
-        """
-        block = self._kv.blocks[number]
-        for at in range(len(block.rotations)):
-            block.check(at)
-        self._move(number)
-        return block.decode(self._planes[number], range(len(block.rotations)))
-
-    def _move(self, number: int) -> None:
-        """Have the planes of a block where the model computes."""
-        if number not in self._planes:
-            block = self._kv.blocks[number]
-            block.wait()
-            moved = {name: plane.to(block.device, non_blocking=True) for name, plane in block.planes.items()}
-            self._planes[number] = moved
+    def move(self, number: int, run: range) -> torch.Tensor:
+        """See `Block.move`."""
+        return self._kv.blocks[number].move(run)
 
     def _tensor(self, number: int, at: int) -> torch.Tensor:
-        block = self._kv.blocks[number]
-        self._move(number)
         run, decoded = self._decoded.get(number, (range(0), ()))
         if at not in run:
-            run = block.run(at)
-            if not block.codec.lossless:
-                for index in run:
-                    block.check(index)
-            decoded = block.decode(self._planes[number], run).unbind(0)
+            run = self.run(number, at)
+            decoded = self.move(number, run).unbind(0)
             self._decoded[number] = run, decoded
-        if block.codec.lossless:  # read one by one: from a file, the others need not be there yet
+        block = self._kv.blocks[number]
+        if block.is_viewed:  # from a file, the others need not be there yet
             block.check(at)
         return decoded[at - run.start]
 
@@ -313,7 +348,7 @@ class JoinedKVReader:
 
     def __init__(self, readers: Sequence[LayerKVReader]) -> None:
         self._readers = readers
-        self._joined: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._joined: dict[int, tuple[range, Sequence[torch.Tensor]]] = {}
 
     def layer(self, index: int) -> Piece | None:
         """See `LayerKVReader.layer`."""
@@ -321,9 +356,12 @@ class JoinedKVReader:
         return tuple(self._tensor(*place) for place in places) if places is not None else None
 
     def _tensor(self, number: int, at: int) -> torch.Tensor:
-        if number not in self._joined:
-            self._joined[number] = torch.cat([reader.whole(number) for reader in self._readers], dim=2).unbind(0)
-        return self._joined[number][at]
+        run, joined = self._joined.get(number, (range(0), ()))
+        if at not in run:
+            run = self._readers[0].run(number, at)
+            joined = torch.cat([reader.move(number, run) for reader in self._readers], dim=2).unbind(0)
+            self._joined[number] = run, joined
+        return joined[at - run.start]
 
 
 def copy_columns(
@@ -360,16 +398,16 @@ def copy_columns(
 
 
 def _on_host(planes: Planes) -> tuple[Planes, Future[None] | None]:
-    """Planes that nobody else writes to; of a CUDA device, in host memory as soon as the future is done."""
+    """Planes that nobody else writes to; of a device with memory of its own, there as soon as the future is done."""
     device = next(iter(planes.values())).device
-    if device.type != "cuda":
+    if not transfer.link.is_apart(device):
         return {name: plane.cpu() for name, plane in planes.items()}, None
     planes = dict(planes)
     return planes, _staging(device).submit(planes)
 
 
 class _Staging:
-    """Brings planes from a CUDA device to pinned host memory: in a thread, and by a stream, of its own.
+    """Brings planes from a device to pinned host memory: in a thread, and by a stream, of its own.
 
     To pin memory takes longer than to copy into it (8 ms and 0.3 ms for 17 MB beside an H100), and whoever has asked
     for a token waits for neither. Until they have arrived, planes take memory of the device: no more than an eighth of
@@ -377,18 +415,18 @@ class _Staging:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device, self._stream = device, transfer.link.stream("staging", device)
         self._thread = ThreadPoolExecutor(1, "kvboost-staging")
         self._lock = threading.Lock()
         self._waiting = self._room = 0  # bytes
 
     def submit(self, planes: Planes) -> Future[None]:
         """Have planes moved, each in its place; they are computed by what was queued on the current stream so far."""
-        made = torch.cuda.current_stream(self._device).record_event()
+        made = transfer.link.record(transfer.link.current(self._device))
         nbytes = sum(plane.nbytes for plane in planes.values())
         with self._lock:
             if not self._waiting:
-                self._room = torch.cuda.mem_get_info(self._device)[0] // 8
+                self._room = transfer.link.free_bytes(self._device) // 8
             self._waiting += nbytes
             is_full = self._waiting > self._room
             moved = self._thread.submit(self._move, planes, made, nbytes)
@@ -396,16 +434,14 @@ class _Staging:
             wait([moved])
         return moved
 
-    def _move(self, planes: Planes, made: torch.cuda.Event, nbytes: int) -> None:
+    def _move(self, planes: Planes, made: transfer.Event, nbytes: int) -> None:
         try:
-            hosts = {name: _pinned(plane) for name, plane in planes.items()}
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(made)
+            hosts = {name: transfer.link.pinned(plane.shape, plane.dtype) for name, plane in planes.items()}
+            self._stream.wait_event(made)
+            with transfer.link.using(self._stream):
                 for name, plane in planes.items():
                     hosts[name].copy_(plane, non_blocking=True)
-                arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                arrived.record(self._stream)
-            arrived.synchronize()
+            transfer.link.record(self._stream).synchronize()
             planes.update(hosts)
         finally:
             with self._lock:
@@ -417,18 +453,52 @@ def _staging(device: torch.device) -> _Staging:
     return _Staging(device)
 
 
-def _pinned(like: torch.Tensor) -> torch.Tensor:
-    """Host memory that a device copies from and to by itself; ordinary memory where no more can be pinned."""
-    try:
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-    except RuntimeError:
-        return torch.empty(like.shape, dtype=like.dtype)
+def _owned(block: Block) -> Block:
+    """A copy of a block in host memory; pinned, if it is to go to a device with memory of its own."""
+    block.wait()
+    pins = transfer.link.is_apart(block.device)
+    planes: Planes = {}
+    for name, plane in block.planes.items():
+        host = transfer.link.pinned(plane.shape, plane.dtype) if pins else torch.empty(plane.shape, dtype=plane.dtype)
+        planes[name] = host.copy_(plane)
+    return replace(block, planes=planes, blob=None, ready=None)
 
 
-def _own(plane: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy in host memory; pinned, if it is to go to a CUDA device."""
-    host = _pinned(plane) if device.type == "cuda" else torch.empty(plane.shape, dtype=plane.dtype)
-    return host.copy_(plane)
+def _promoted(block: Block) -> Block:
+    """A copy of a block on its device."""
+    block.wait()
+    link, device = transfer.link, block.device
+    if not link.is_apart(device):
+        copies = {name: plane.to(device, copy=True) for name, plane in block.planes.items()}
+        return replace(block, planes=copies, blob=None, ready=None)
+    planes = {name: torch.empty_like(plane, device=device) for name, plane in block.planes.items()}
+    stream = link.stream("promotion", device)
+    # Behind the forward that has asked for a token, which none of these copies holds up.
+    stream.wait_event(link.record(link.current(device)))
+    with link.using(stream):
+        for name, plane in block.planes.items():
+            planes[name].copy_(plane, non_blocking=True)
+            link.hold(planes[name], stream)
+    return replace(block, planes=planes, blob=None, ready=_OnDevice(device, link.record(stream)))
+
+
+class _OnDevice:
+    """A copy to a device that is under way.
+
+    Args:
+        device: Where to.
+        copied: Behind it.
+    """
+
+    def __init__(self, device: torch.device, copied: transfer.Event) -> None:
+        self._device, self._copied = device, copied
+        self._is_there = False
+
+    def result(self) -> None:
+        """What is queued from now on finds it there."""
+        if not self._is_there:
+            transfer.link.current(self._device).wait_event(self._copied)
+            self._is_there = self._copied.query()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,10 @@
-"""Stored K/V on its way from a lower tier into the layers, one after the other, while the model computes.
+"""Stored K/V on its way into the layers, one after the other, while the model computes.
 
-The columns are opened in every layer before the forward, and a thread writes to them. When the model comes to a layer
-that is not ready it waits. Where K/V turns out to be damaged, its columns are computed in a forward of their own, in
-the middle of the one that wants them.
+The columns are opened in every layer before the forward, and filled while it runs. What is in host memory is copied to
+a device by a stream of its own: all copies are queued before the forward, and on the device each layer of the model
+waits for its own columns. What is in a file is read by a thread, and the host waits where the model comes to a layer
+that is not ready. Where K/V turns out to be damaged, its columns are computed in a forward of their own, in the middle
+of the one that wants them.
 """
 
 import threading
@@ -12,6 +14,7 @@ from contextlib import ExitStack
 
 import torch
 
+from kvboost_hf.cache import transfer
 from kvboost_hf.cache.fill import pieces_of, spans_of, stored_chunk
 from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.pieced import PiecedLayer
@@ -24,13 +27,21 @@ _MIN_BYTES = 2**20  # less is loaded at once
 
 def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
     """Whether what serves a plan may be loaded while the model computes, and it is enough to be worth it."""
-    nbytes = sum(chunk.found.entry.nbytes for chunk in _chunks_of(plan) if chunk.found is not None)
     return (
-        nbytes >= _MIN_BYTES
+        _bytes_to_load(layers, plan) >= _MIN_BYTES
         and not torch.is_grad_enabled()
         and all(type(layer) in (GrowingLayer, PiecedLayer) for layer in layers)
         and not plan.cold_groups
     )
+
+
+def _bytes_to_load(layers: Sequence[ReuseLayer], plan: ReusePlan) -> int:
+    """Bytes in lower tiers; if there are none, those in host memory that have to be copied to a device."""
+    chunks = _chunks_of(plan)
+    below = sum(chunk.found.entry.nbytes for chunk in chunks if chunk.found is not None)
+    if below or (len(plan.rows) > 1 and any(layer.hands_out for layer in layers)):  # rows that share pieces keep them
+        return below
+    return sum(chunk.kv.nbytes_elsewhere for chunk in chunks)
 
 
 class Loading:
@@ -55,27 +66,33 @@ class Loading:
         self._layers = layers
         self._sealed: set[int] = set()  # layers whose columns are there
         self._plan, self._compute, self._lose = plan, compute, lose
-        self._spans = spans_of(plan, join=False)  # layer by layer
+        self._spans = spans_of(plan, in_groups=True)
         self._chunks = [chunk for chunk in _chunks_of(plan) if chunk.loaded is not None]
         self._ready = [threading.Event() for _ in layers]
         self._stopped = self._damaged = False
         self._opened = [self._open(layer, idx) for idx, layer in enumerate(layers)]
-        devices = {part.device for parts in self._opened for part in parts if part.device.type == "cuda"}
-        self._streams = {device: torch.cuda.Stream(device) for device in devices}  # type: ignore[no-untyped-call]
+        link = transfer.link
+        devices = {part.device for parts in self._opened for part in parts if link.is_apart(part.device)}
+        self._streams = {device: link.stream("loading", device) for device in devices}
         for device, stream in self._streams.items():
-            stream.wait_stream(torch.cuda.current_stream(device))
-        self._events: list[dict[torch.device, torch.cuda.Event]] = [{} for _ in layers]
-        self._thread = threading.Thread(target=self._run, name="kvboost_hf-loading", daemon=True)
+            stream.wait_event(link.record(link.current(device)))
+        self._events: list[dict[torch.device, transfer.Event]] = [{} for _ in layers]
+        # Only files make it wait: a second thread that queues work would slow down the one that runs the model.
+        reads = any(block.blob is not None for chunk in self._chunks for block in chunk.kv.blocks)
+        self._thread = threading.Thread(target=self._run, name="kvboost_hf-loading", daemon=True) if reads else None
 
     def start(self) -> None:
         """Begin; whoever holds this can `stop` it from now on."""
-        self._thread.start()
+        if self._thread is not None:
+            self._thread.start()
+        else:
+            self._run()
 
     def wait(self, layer_idx: int) -> None:
         """Return once a layer has its columns."""
         self._ready[layer_idx].wait()
         for device, event in self._events[layer_idx].items():
-            torch.cuda.current_stream(device).wait_event(event)
+            transfer.link.current(device).wait_event(event)
         if self._damaged:
             self._repair()
         if layer_idx not in self._sealed:  # once: what is written later may be somebody else's
@@ -94,10 +111,10 @@ class Loading:
 
     def _join(self) -> None:
         """Return once nothing is written any more, by the thread or after what was given to the devices."""
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
         for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
+            transfer.link.current(device).wait_event(transfer.link.record(stream))
 
     def _open(self, layer: ReuseLayer, layer_idx: int) -> tuple[torch.Tensor, ...]:
         chunk = self._chunks[0]
@@ -132,18 +149,18 @@ class Loading:
                 ready.set()
 
     def _fill(self, idx: int) -> None:
-        opened = self._opened[idx]
-        plan = self._plan
-        with ExitStack() as streams:
-            for device in {part.device for part in opened} & self._streams.keys():
-                streams.enter_context(torch.cuda.stream(self._streams[device]))
+        opened, plan, link = self._opened[idx], self._plan, transfer.link
+        streams = {device: self._streams[device] for part in opened if (device := part.device) in self._streams}
+        with ExitStack() as queued:
+            for stream in streams.values():
+                queued.enter_context(link.using(stream))
             for row, (spans, pad) in enumerate(zip(self._spans, plan.pads, strict=True)):
                 pieces = pieces_of(spans, idx, plan.held - pad, plan.filled - pad)
                 _write([part[row] for part in opened], pieces)
             for part in opened:
-                if part.device in self._streams:  # its memory may be let go of before it is written
-                    part.record_stream(self._streams[part.device])
-            self._events[idx] = {device: stream.record_event() for device, stream in self._streams.items()}
+                if part.device in streams:  # its memory may be let go of before it is written
+                    link.hold(part, streams[part.device])
+            self._events[idx] = {device: link.record(stream) for device, stream in streams.items()}
 
     def _repair(self) -> None:
         """Compute what could not be loaded."""

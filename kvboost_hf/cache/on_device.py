@@ -33,7 +33,7 @@ class DeviceShelf:
         """Copy a chunk's K/V to where the model computes, unless it is there or too large."""
         if kv.nbytes > self.max_bytes or self.get(key) is not None:
             return
-        copied = kv.moved()
+        copied = kv.promoted()
         with self._lock:
             while self._used + copied.nbytes > self.max_bytes:
                 _, gone = self._held.popitem(last=False)

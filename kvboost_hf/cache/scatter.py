@@ -94,6 +94,7 @@ class ScatterPass:
         self._compact = compact and kind == ATTENTION and form == "compact"
         self._masks: dict[tuple[int | None, int, int, torch.device], torch.Tensor] = {}
         self._at: dict[torch.device, torch.Tensor] = {}
+        self._taken: dict[int, tuple[Any, Any]] = {}  # by id: what the model gives each layer, and what is left of it
         self._scores: NDArray[np.float64] | None = None
         self._steps = 0  # how often it was narrowed
         self._measuring = False
@@ -190,15 +191,22 @@ class ScatterPass:
         if self._scores is not None and self._narrowing is not None:
             hidden = self._narrow(self._narrowing, self._scores, hidden)
         if self.columns.shape != self._all.shape:  # the model goes on giving each layer what belongs to all columns
-            rows = _places(self._all, self.columns)
             del kwargs["attention_mask"]
-            rest, kwargs = (_take(given, rows, self._all.shape[1]) for given in (rest, kwargs))
+            rest = tuple(map(self._own, rest))
+            kwargs = {name: self._own(value) for name, value in kwargs.items()}
         source = self._sources[idx]
         if source != idx:  # update() will not be called
             self.current = source
             self._count(idx)
         kwargs["attention_mask"] = self._layer_mask(self._layers[source], hidden)
         return (hidden, *rest), kwargs
+
+    def _own(self, given: Any) -> Any:
+        """What the present columns have of something that the model gives every layer for all columns, taken once."""
+        if id(given) not in self._taken:
+            rows = _places(self._all, self.columns)
+            self._taken[id(given)] = given, _take(given, rows, self._all.shape[1])
+        return self._taken[id(given)][1]
 
     def _count(self, idx: int) -> None:
         self.layer_tokens[idx] += int((self.columns >= self._pads[:, None]).sum())
@@ -214,7 +222,7 @@ class ScatterPass:
         rows = _places(self.columns, chosen)
         self._scores, self._steps = None, self._steps + 1
         taken: torch.Tensor = _take(hidden, rows, self.columns.shape[1])
-        self.columns, self._masks, self._at = chosen, {}, {}
+        self.columns, self._masks, self._at, self._taken = chosen, {}, {}, {}
         return taken
 
     def _deviation(self, layer: GrowingLayer, at: torch.Tensor, new: Piece) -> NDArray[np.float64]:

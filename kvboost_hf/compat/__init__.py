@@ -32,7 +32,7 @@ from kvboost_hf.compat.probes import (
 )
 from kvboost_hf.compat.rope import frequencies_vary, rope_regime
 from kvboost_hf.compat.rotary import key_rotation
-from kvboost_hf.compat.rotation import KeyRotation, LayerRotation
+from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
 
 __all__ = [
     "MAX_DEPTH",
@@ -41,6 +41,7 @@ __all__ = [
     "KeyRotation",
     "LayerRotation",
     "ProbeCache",
+    "Shifts",
     "attention_function",
     "attention_kind",
     "bytes_per_token",

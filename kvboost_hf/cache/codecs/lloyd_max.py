@@ -57,6 +57,6 @@ def squared_length(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _squares_of_pairs(bits: int, device: torch.device) -> torch.Tensor:
-    squares = torch.zeros(16, dtype=torch.float32, device=device)
-    squares[: 2**bits] = centroids(bits, device).square()
-    return (squares[:, None] + squares).flatten()
+    squares = torch.zeros(16, dtype=torch.float32)  # in host memory, as all tables that several streams may read
+    squares[: 2**bits] = centroids(bits, squares.device).square()
+    return (squares[:, None] + squares).flatten().to(device)

@@ -226,20 +226,24 @@ def _add_mean(keys: torch.Tensor, mean: torch.Tensor, rotation: LayerRotation | 
         keys.addcmul_(mean, cos).addcmul_(rotation.partners(mean), sin)
 
 
+# Tables that are kept are computed in host memory: once they are copied they are there, whichever stream reads them.
+# What a device computes is there for what comes later on the same stream.
+
+
 @lru_cache(maxsize=16)  # layers that rotate alike share it, and so do chunks of the same length
 def _turns(rotation: LayerRotation, tokens: int, dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and signed sines [tokens, dim]: a key at position t is `key * cos[t] + partners(key) * sin[t]`.
 
     Turned back, it is `key * cos[t] + partners(key * sin[t])`.
     """
-    ones = torch.ones(1, tokens, dim, dtype=torch.float32, device=device)
+    ones = torch.ones(1, tokens, dim, dtype=torch.float32)
     there, back = (
         rotation.rotate_each(ones, shifts, torch.empty_like(ones)) for shifts in (range(tokens), range(0, -tokens, -1))
     )
-    return (there + back)[0] / 2, (there - back)[0] / 2
+    return ((there + back)[0] / 2).to(device), ((there - back)[0] / 2).to(device)
 
 
 @lru_cache(maxsize=16)
 def _partners(rotation: LayerRotation, dim: int, device: torch.device) -> torch.Tensor:
     """For each dimension the one that it turns with, or itself."""
-    return rotation.partners(torch.arange(dim, dtype=torch.int32, device=device))
+    return rotation.partners(torch.arange(dim, dtype=torch.int32)).to(device)

@@ -1,0 +1,112 @@
+"""What the cache asks of a device that has memory of its own: streams, events, copies and pinned host memory.
+
+Tests put another object in the place of `link`, which counts, and for which a part of the host is a device.
+"""
+
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Protocol, cast
+
+import torch
+
+
+class Event(Protocol):
+    """A point in the work of a stream, as `torch.cuda.Event` has it."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """Work that is done in order, as `torch.cuda.Stream` has it."""
+
+    def wait_event(self, event: Event) -> None: ...
+
+
+class Link(Protocol):
+    """The host's side of all such devices."""
+
+    def is_apart(self, device: torch.device) -> bool:
+        """Whether a device has memory of its own, and does what it is asked for later."""
+
+    def stream(self, name: str, device: torch.device) -> Stream:
+        """The stream of this name, which the cache has to itself."""
+
+    def current(self, device: torch.device) -> Stream:
+        """The stream that the caller's operations are queued on."""
+
+    def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """Within it, operations are queued on another stream."""
+
+    def record(self, stream: Stream) -> Event:
+        """A new event behind all that is queued on a stream."""
+
+    def send(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Queue a copy to a device; the host waits only for what is not pinned. There already, it is not copied."""
+
+    def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Memory of a tensor is not given to others before what is queued on a stream so far is done."""
+
+    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that devices copy from and to by themselves; ordinary memory where no more can be pinned."""
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Free memory of a device."""
+
+
+class CudaLink:
+    """The real one."""
+
+    def is_apart(self, device: torch.device) -> bool:
+        """See `Link`."""
+        return device.type == "cuda"
+
+    def stream(self, name: str, device: torch.device) -> Stream:
+        """See `Link`. PyTorch keeps freed memory for the stream that it was made on: there are not many of them."""
+        return _stream(name, device)
+
+    def current(self, device: torch.device) -> Stream:
+        """See `Link`."""
+        return cast(Stream, torch.cuda.current_stream(device))
+
+    def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """See `Link`."""
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
+
+    def record(self, stream: Stream) -> Event:
+        """See `Link`. A thread that waits for the event sleeps."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(cast(torch.cuda.Stream, stream))
+        return cast(Event, event)
+
+    def send(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """See `Link`."""
+        return host.to(device, non_blocking=True)
+
+    def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """See `Link`."""
+        tensor.record_stream(cast(torch.cuda.Stream, stream))
+
+    def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """See `Link`.
+
+        PyTorch keeps what is freed for the next tensor of its size, once no copy reads it any more, so that a full
+        store pins nothing new. It rounds sizes up to powers of two.
+        """
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError:
+            return torch.empty(shape, dtype=dtype)
+
+    def free_bytes(self, device: torch.device) -> int:
+        """See `Link`."""
+        return torch.cuda.mem_get_info(device)[0]
+
+
+@cache
+def _stream(name: str, device: torch.device) -> Stream:
+    return cast(Stream, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+link: Link = CudaLink()
