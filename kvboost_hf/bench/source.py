@@ -117,9 +117,8 @@ class ModelSource:
         dtype = torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype)
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(0)
-            made: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
-            ).train(False)
+            from_config: Any = AutoModelForCausalLM.from_config
+            made: PreTrainedModel = from_config(config, dtype=dtype, attn_implementation=attention).train(False)
         return made
 
     def _placed(self, model: Any) -> PreTrainedModel:
