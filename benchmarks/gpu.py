@@ -34,8 +34,9 @@ Lines = dict[str, list[str]]  # by how they begin
 
 ROOT = Path(__file__).parents[1]
 KEPT_LOG_BYTES, MOST_LOG_BYTES = 200_000, 50_000_000  # in the archive; of a step, which is ended if it prints more
-LINE, LINES = 160, 2500  # characters: of a line, and of all that a part says at its end
-ROOM = {"SKIPPED": 300, "FAILED": 700, "MISS": LINES, "PASS": LINES}  # of these, by kind, in order
+LINE = 160  # characters
+CHARACTERS = {"1": 1900, "2": 2400, "3": 4000, "4": 1700}  # of all that a part says at its end: 10,000
+ROOM = {"SKIPPED": 300, "FAILED": 700, "MISS": 10_000, "PASS": 10_000}  # of these, in order
 PACK_S = 2.0
 TOLD = 0.9  # of the time that it has, so that a step ends by itself
 SANITIZED = "test_pieces or test_codes or test_parity"
@@ -68,12 +69,14 @@ class Part:
         steps: In order.
         out: Where the archive and the lines go.
         minutes: For all of it.
+        characters: Of what it says at its end, at most.
     """
 
     name: str
     steps: Sequence[Step]
     out: Path
     minutes: float
+    characters: int = CHARACTERS["2"]
     _lines: Lines = field(default_factory=dict)  # of steps that have ended
     _packed: object = None
 
@@ -160,7 +163,7 @@ class Part:
 
     def _text(self, lines: Lines) -> str:
         """What is said of all lines: failures first, targets last. What there is no room for is counted."""
-        room, shown = LINES, []
+        room, shown = self.characters, []
         for kind, most in ROOM.items():
             left = min(room, most)
             fitting: list[str] = []
@@ -307,7 +310,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     steps = parts(options.device, options.shape)[options.part]
-    return Part(f"gpu-{options.part}", steps, options.out.absolute(), options.minutes).run()
+    characters = CHARACTERS[options.part]
+    return Part(f"gpu-{options.part}", steps, options.out.absolute(), options.minutes, characters).run()
 
 
 if __name__ == "__main__":
