@@ -256,12 +256,14 @@ def parts(device: str, shape: str) -> dict[str, list[Step]]:
         return Step(name=step or name, command=command, weight=weight)
 
     def workload(name: str) -> Step:
-        command = [python, "-m", "kvboost_hf", "bench", "--workloads", name, "--repeats", "1", "--device", device]
+        command = [python, "-m", "kvboost_hf", "bench", "--workloads", name, "--device", device]
+        command += ["--prompts", "4", "--repeats", "1", "--max-new-tokens", "8"]  # it writes nothing before its end
         command += ["--random", {"tiny": "2x128", "small": "8x512", "8b": "32x4096"}[shape]]
         command += ["--dtype", "float32" if device == "cpu" else "bfloat16"]
         command += ["--arms", "exact", "exact-store", "blend-query", "kvboost_fa2"]
         command += ["--peers", "hf-kept", "hf-deepcopy", "hf-offloaded", "hf-batching"]
-        return Step(name=f"bench-{name}", command=[*command, "--json", f"{{out}}/bench-{device}-{name}.json"])
+        command += ["--json", f"{{out}}/bench-{device}-{name}.json"]
+        return Step(name=f"bench-{name}", command=command, weight=1.5)
 
     shaped = ("--shape", shape)
     tests = [python, "-m", "pytest", "-q", "--tb=line", "-rfE", "-m", "gpu", "-W", "default"]
@@ -288,9 +290,9 @@ def parts(device: str, shape: str) -> dict[str, list[Step]]:
             script("server_shared", 2, *shaped),
             *map(workload, ("chat", "rag")),
             script("kinds", 1, *shaped),
-            script("attention_models", 1, *shaped),
+            script("attention_models", 0.5, *shaped),
             *([Step(name="sanitizer", command=sanitizer, judged=True)] if shutil.which(sanitizer[0]) else []),
-            script("awq", 1, "--tilings", step="awq-tilings"),
+            script("awq", 0.5, "--tilings", step="awq-tilings"),
         ],
     }
 
