@@ -34,8 +34,9 @@ Lines = dict[str, list[str]]  # by how they begin
 
 ROOT = Path(__file__).parents[1]
 KEPT_LOG_BYTES, MOST_LOG_BYTES = 200_000, 50_000_000  # in the archive; of a step, which is ended if it prints more
-LINE, LINES = 160, 2500  # characters: of a line, and of all that a part says at its end
-ROOM = {"SKIPPED": 300, "FAILED": 700, "MISS": LINES, "PASS": LINES}  # of these, by kind, in order
+LINE = 160  # characters
+CHARACTERS = {"1": 1900, "2": 2400, "3": 4000, "4": 1700}  # of all that a part says at its end: 10,000
+ROOM = {"SKIPPED": 300, "FAILED": 700, "MISS": 10_000, "PASS": 10_000}  # of these, in order
 PACK_S = 2.0
 TOLD = 0.9  # of the time that it has, so that a step ends by itself
 SANITIZED = "test_pieces or test_codes or test_parity"
@@ -68,12 +69,14 @@ class Part:
         steps: In order.
         out: Where the archive and the lines go.
         minutes: For all of it.
+        characters: Of what it says at its end, at most.
     """
 
     name: str
     steps: Sequence[Step]
     out: Path
     minutes: float
+    characters: int = CHARACTERS["2"]
     _lines: Lines = field(default_factory=dict)  # of steps that have ended
     _packed: object = None
 
@@ -160,7 +163,7 @@ class Part:
 
     def _text(self, lines: Lines) -> str:
         """What is said of all lines: failures first, targets last. What there is no room for is counted."""
-        room, shown = LINES, []
+        room, shown = self.characters, []
         for kind, most in ROOM.items():
             left = min(room, most)
             fitting: list[str] = []
@@ -253,12 +256,14 @@ def parts(device: str, shape: str) -> dict[str, list[Step]]:
         return Step(name=step or name, command=command, weight=weight)
 
     def workload(name: str) -> Step:
-        command = [python, "-m", "kvboost_hf", "bench", "--workloads", name, "--repeats", "1", "--device", device]
+        command = [python, "-m", "kvboost_hf", "bench", "--workloads", name, "--device", device]
+        command += ["--prompts", "4", "--repeats", "1", "--max-new-tokens", "8"]  # it writes nothing before its end
         command += ["--random", {"tiny": "2x128", "small": "8x512", "8b": "32x4096"}[shape]]
         command += ["--dtype", "float32" if device == "cpu" else "bfloat16"]
         command += ["--arms", "exact", "exact-store", "blend-query", "kvboost_fa2"]
         command += ["--peers", "hf-kept", "hf-deepcopy", "hf-offloaded", "hf-batching"]
-        return Step(name=f"bench-{name}", command=[*command, "--json", f"{{out}}/bench-{device}-{name}.json"])
+        command += ["--json", f"{{out}}/bench-{device}-{name}.json"]
+        return Step(name=f"bench-{name}", command=command, weight=1.5)
 
     shaped = ("--shape", shape)
     tests = [python, "-m", "pytest", "-q", "--tb=line", "-rfE", "-m", "gpu", "-W", "default"]
@@ -285,9 +290,9 @@ def parts(device: str, shape: str) -> dict[str, list[Step]]:
             script("server_shared", 2, *shaped),
             *map(workload, ("chat", "rag")),
             script("kinds", 1, *shaped),
-            script("attention_models", 1, *shaped),
+            script("attention_models", 0.5, *shaped),
             *([Step(name="sanitizer", command=sanitizer, judged=True)] if shutil.which(sanitizer[0]) else []),
-            script("awq", 1, "--tilings", step="awq-tilings"),
+            script("awq", 0.5, "--tilings", step="awq-tilings"),
         ],
     }
 
@@ -307,7 +312,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     steps = parts(options.device, options.shape)[options.part]
-    return Part(f"gpu-{options.part}", steps, options.out.absolute(), options.minutes).run()
+    characters = CHARACTERS[options.part]
+    return Part(f"gpu-{options.part}", steps, options.out.absolute(), options.minutes, characters).run()
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import torch
 from shapes import SHAPES
 from targets import Result, verdicts
-
-_START = time.monotonic()
 
 
 def add_options(parser: argparse.ArgumentParser, *, rounds: int | None = None) -> None:
@@ -28,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser, *, rounds: int | None = None) -
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, help="that are timed, of each case")
-    parser.add_argument("--minutes", type=float, help="after which no case begins any more")
+    parser.add_argument("--minutes", type=float, help="of this process, after which no case begins any more")
 
 
 def add_shape(parser: argparse.ArgumentParser, default: str) -> None:
@@ -66,7 +65,7 @@ class Record:
             work: Measures it.
         """
         begin, minutes = time.monotonic(), self._options.minutes
-        if minutes is not None and begin - _START > 60 * minutes:
+        if minutes is not None and time.time() - psutil.Process().create_time() > 60 * minutes:
             self.result["skipped"].append(f"{case}: {minutes:.3g} min are over")
             print(f"Skipped: {self.result['skipped'][-1]}", flush=True)
         else:
