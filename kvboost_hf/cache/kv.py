@@ -291,12 +291,9 @@ class LayerKVReader:
     def _all_views(self) -> list[Piece | None] | None:
         """The tensors of all layers, where they need neither be moved, decoded nor checked."""
         blocks = self._kv.blocks
-        if not all(each.codec.lossless and each.blob is None and each.device.type == "cpu" for each in blocks):
+        if not all(block.is_viewed and block.blob is None for block in blocks):
             return None
-        decoded: list[Sequence[torch.Tensor]] = []
-        for block in blocks:
-            block.wait()
-            decoded.append(block.decode(block.planes, range(len(block.rotations))).unbind(0))
+        decoded = [block.move(range(len(block.rotations))).unbind(0) for block in blocks]
         return [
             tuple([decoded[number][at] for number, at in places]) if places is not None else None
             for places in self._kv.places
