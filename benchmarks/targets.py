@@ -64,6 +64,8 @@ NEXT_TOKEN = (
     ("max_cache_len", "static cache", SETTLED),
     ("pieces, 2 rows", "DynamicCache, 2 rows", SETTLED),
 )
+HOST_TIME, HOST_STEP = {"live": 1.1, "stored": 1.4}, 1.15  # at most, times a stock cache
+US_PER_CHUNK_AND_LAYER = 3.0
 OF_BOUND = 0.95  # of the speed-up that drafts of their length and acceptance could have
 
 
@@ -127,6 +129,21 @@ def large(result: Result) -> Iterator[Verdict]:
             yield Verdict(case, "sdpa", row["DynamicCache"] / stock[row["tokens"]], most=SETTLED)
 
 
+def host_time(result: Result) -> Iterator[Verdict]:
+    """What the host does, where arithmetic takes no time."""
+    stock = next(row["ms"]["stock"] for row in result["next"] if row["attention"] == "sdpa")
+    for row in result["first"]:
+        for way, most in HOST_TIME.items():
+            case = f"host, first token, {row['attention']}: {way}"
+            yield Verdict(case, "stock generate()", row["ms"][way] / row["ms"]["stock"], most=most)
+        case = f"host, {row['attention']}: us for each chunk and layer"
+        yield Verdict(case, "", row["us_per_chunk_and_layer"], most=US_PER_CHUNK_AND_LAYER)
+    for row in result["next"]:
+        for way in HOST_TIME:
+            case = f"host, next token, {row['attention']}: {way}"
+            yield Verdict(case, "DynamicCache with sdpa", row["ms"][way] / stock, most=HOST_STEP)
+
+
 def repair(result: Result) -> Iterator[Verdict]:
     """Moved chunks pay at all."""
     for found in result["by_case"].values():
@@ -180,6 +197,7 @@ READERS: dict[str, Callable[[Result], Iterator[Verdict]]] = {
     "attention": attention,
     "awq": awq,
     "bench": bench,
+    "host_time": host_time,
     "kinds": kinds,
     "large": large,
     "repair-ttft": repair,

@@ -47,5 +47,5 @@ def test_operators_for_the_next_tokens(model: PreTrainedModel, attention: str) -
     """Two tensors are written to, and two views handed out, where stock layers copy all that they hold."""
     model.set_attn_implementation(attention)
     found = host_time.next_operators(model, CHUNK)
-    assert found["live"] - found["stock"] < 4.5
-    assert found["stored"] - found["stock"] < 4.5
+    assert found["live"] - found["stock"] < 5
+    assert found["stored"] - found["stock"] < 5
