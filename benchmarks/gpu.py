@@ -15,6 +15,7 @@ left out for want of time, else 0. Another device than a GPU, and a tiny shape, 
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,9 +38,9 @@ KEPT_LOG_BYTES, MOST_LOG_BYTES = 200_000, 50_000_000  # in the archive; of a ste
 LINE = 160  # characters
 CHARACTERS = {"1": 1900, "2": 2400, "3": 4000, "4": 1700}  # of all that a part says at its end: 10,000
 ROOM = {"SKIPPED": 300, "FAILED": 700, "MISS": 10_000, "PASS": 10_000}  # of these, in order
-PACK_S = 2.0
+PACK_S, END_S = 2.0, 4.0  # between archives; that a step has to end by itself
 TOLD = 0.9  # of the time that it has, so that a step ends by itself
-SANITIZED = "test_pieces or test_codes or test_parity"
+SANITIZED = "test_pieces or test_codes or test_parity"  # kernels that compute-sanitizer looks at
 LEAST_S = 3.0  # a step that has less is left out
 
 
@@ -122,10 +123,13 @@ class Part:
             took = f"{time.monotonic() - begin:.0f} s"
             if why:
                 self._lines["SKIPPED" if "time" in why else "FAILED"].append(f"{step.name}: {why}, after {took}")
-            elif child.returncode:
-                self._lines["FAILED"] += [f"{step.name}: {line}" for line in _complaints(log, child.returncode)]
+            elif child.returncode and not _failed_tests(log):
+                self._lines["FAILED"].append(f"{step.name}: exit code {child.returncode}: {_last_line(log)}")
+            self._lines["FAILED"] += [f"{step.name}: {line}" for line in _failed_tests(log)]
             if step.judged:
-                self._lines["PASS" if child.returncode == 0 else "MISS"].append(f"{step.name}: {_last_line(log)}")
+                self._lines["PASS" if child.returncode == 0 else "MISS"].append(
+                    f"{step.name}: {why or _last_line(log)}"
+                )
             print(f"{step.name}: {why or f'exit code {child.returncode}'}, {took}"[:LINE], flush=True)
 
     def _wait(self, child: subprocess.Popen[bytes], folder: Path, log: Path, until: float) -> str:
@@ -186,11 +190,13 @@ def _filled(argument: str, values: Mapping[str, str]) -> str:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a step with all processes that it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    """End a step with all processes that it has started: first as Control-C does, so that tests say what failed."""
+    child.send_signal(signal.SIGINT)
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
         try:
-            os.killpg(child.pid, number)
-            child.wait(3)
+            if number is not None:
+                os.killpg(child.pid, number)
+            child.wait(END_S)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
 
@@ -219,10 +225,11 @@ def _last_line(log: Path) -> str:
     return next(reversed(_log_lines(log)), "nothing printed").strip("= ")
 
 
-def _complaints(log: Path, code: int) -> list[str]:
-    """What a step that failed says of it: each failed test, or its last line."""
-    tests = [line for line in _log_lines(log) if line.startswith(("FAILED ", "ERROR "))]
-    return tests or [f"exit code {code}: {_last_line(log)}"]
+def _failed_tests(log: Path) -> list[str]:
+    """Those of pytest's summary; before there is one, those that it has named so far."""
+    lines = _log_lines(log)
+    summary = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return summary or [found[1] for line in lines if (found := re.match(r"\[gw\d+\] .*((FAILED|ERROR) .*\S)", line))]
 
 
 def _found(path: Path) -> Iterator[tuple[str, str]]:
@@ -265,13 +272,13 @@ def parts(device: str, shape: str) -> dict[str, list[Step]]:
         command += ["--json", f"{{out}}/bench-{device}-{name}.json"]
         return Step(name=f"bench-{name}", command=command, weight=1.5)
 
-    shaped = ("--shape", shape)
-    tests = [python, "-m", "pytest", "-q", "--tb=line", "-rfE", "-m", "gpu", "-W", "default"]
+    shaped, workers = ("--shape", shape), str(min(8, os.cpu_count() or 1))
+    tests = [python, "-m", "pytest", "-v", "--tb=line", "-rfE", "-m", "gpu", "-W", "default"]
     checked = [f"tests/gpu/test_attention{which}_cuda.py" for which in ("", "_nvrtc")]
     sanitizer = ["compute-sanitizer", "--error-exitcode", "9", *tests, "-x", "-k", SANITIZED, *checked]
     return {
         "1": [
-            Step(name="tests", command=[*tests, "-n", "8", "tests/gpu"], weight=4, judged=True),
+            Step(name="tests", command=[*tests, "-n", workers, "tests/gpu"], weight=4, judged=True),
             script("attention", 4, "--only", "decode", "coded", "table"),
         ],
         "2": [

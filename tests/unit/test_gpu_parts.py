@@ -29,11 +29,13 @@ LARGE = {
 FAKES = {
     "finds": f"open(out + '/large-cuda.json', 'w').write({json.dumps(LARGE)!r})",
     # Neither it nor the process that it starts ever ends.
-    "overruns": "import subprocess, time; child = subprocess.Popen(['sleep', '60']); "
+    "overruns": "print('[gw0] [ 25%] FAILED tests/gpu/test_it.py::test_early[a b]', flush=True); "
+    "import subprocess, time; child = subprocess.Popen(['sleep', '60']); "
     "open(out + '/child.md', 'w').write(str(child.pid)); time.sleep(60)",
     "crashes": "raise SystemExit('no such device')",
     "prints": "print('x' * 10_000_000); [print('FAILED tests/gpu/test_it.py::test_', n) for n in range(500)]; 1 / 0",
     "half": "open(out + '/awq-cuda.json', 'w').write('{\"cases\": [')",
+    "sleeps": "import time; time.sleep(60)",
     "passes": "print('3 passed in 0.1s')",
 }
 
@@ -67,6 +69,7 @@ def test_time_is_kept_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureF
     for line in (
         "FAILED crashes: exit code 1: no such device",
         "SKIPPED large-cuda: launches: the minutes are over",
+        "FAILED overruns: FAILED tests/gpu/test_it.py::test_early[a b]",
         "FAILED prints: FAILED tests/gpu/test_it.py::test_ 0",
         "PASS first token, sdpa, 8192 held: live <= 1.10 of floor: 1.05",
         "MISS first token, sdpa, 8192 held: stored <= 1.40 of floor: 2.00",
@@ -97,7 +100,7 @@ def test_codes_tell(tmp_path: Path) -> None:
     for broken, said in (("half", "FAILED awq-cuda.json cannot be read"), ("finds", "FAILED large-cuda: next: OutOf")):
         assert gpu.Part("gpu-1", [fake(broken)], tmp_path, 0.1).run() == 2
         assert said in (tmp_path / "gpu-1.txt").read_text()
-    late = gpu.Part("gpu-1", [fake("overruns", 1e6), fake("passes")], tmp_path, 0.01)
+    late = gpu.Part("gpu-1", [fake("sleeps", 1e6), fake("passes")], tmp_path, 0.01)
     assert late.run() == 1
     assert "SKIPPED passes: no time is left for it" in (tmp_path / "gpu-1.txt").read_text()
 
