@@ -52,7 +52,7 @@ class Step:
         name: Of the step and its log.
         command: Its arguments; `{out}` and `{minutes}` stand for its folder and its time.
         weight: Its share of the time.
-        judged: Whether its exit code is a target, as that of tests is.
+        judged: Whether it is of tests, which are a target: some have to pass, and none to fail.
     """
 
     name: str
@@ -126,10 +126,10 @@ class Part:
             elif child.returncode and not _failed_tests(log):
                 self._lines["FAILED"].append(f"{step.name}: exit code {child.returncode}: {_last_line(log)}")
             self._lines["FAILED"] += [f"{step.name}: {line}" for line in _failed_tests(log)]
-            if step.judged:
-                self._lines["PASS" if child.returncode == 0 else "MISS"].append(
-                    f"{step.name}: {why or _last_line(log)}"
-                )
+            if step.judged:  # tests that were all skipped have shown nothing
+                said = why or _last_line(log)
+                kind = "PASS" if child.returncode == 0 and " passed" in said else "MISS"
+                self._lines[kind].append(f"{step.name}: {said}")
             print(f"{step.name}: {why or f'exit code {child.returncode}'}, {took}"[:LINE], flush=True)
 
     def _wait(self, child: subprocess.Popen[bytes], folder: Path, log: Path, until: float) -> str:

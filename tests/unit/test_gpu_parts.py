@@ -36,6 +36,7 @@ FAKES = {
     "prints": "print('x' * 10_000_000); [print('FAILED tests/gpu/test_it.py::test_', n) for n in range(500)]; 1 / 0",
     "half": "open(out + '/awq-cuda.json', 'w').write('{\"cases\": [')",
     "sleeps": "import time; time.sleep(60)",
+    "skips": "print('3 skipped in 0.1s')",
     "passes": "print('3 passed in 0.1s')",
 }
 
@@ -100,6 +101,8 @@ def test_codes_tell(tmp_path: Path) -> None:
     for broken, said in (("half", "FAILED awq-cuda.json cannot be read"), ("finds", "FAILED large-cuda: next: OutOf")):
         assert gpu.Part("gpu-1", [fake(broken)], tmp_path, 0.1).run() == 2
         assert said in (tmp_path / "gpu-1.txt").read_text()
+    assert gpu.Part("gpu-1", [fake("skips", judged=True)], tmp_path, 0.1).run() == 1
+    assert "MISS skips: 3 skipped in 0.1s" in (tmp_path / "gpu-1.txt").read_text()
     late = gpu.Part("gpu-1", [fake("sleeps", 1e6), fake("passes")], tmp_path, 0.01)
     assert late.run() == 1
     assert "SKIPPED passes: no time is left for it" in (tmp_path / "gpu-1.txt").read_text()
