@@ -97,6 +97,7 @@ class Loading:
         else:
             self._run()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as `ScatterPass.update`
     def wait(self, layer_idx: int) -> None:
         """Return once a layer has its columns."""
         self._ready[layer_idx].wait()
