@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.inputs import ForwardInputs
-from kvboost_hf.cache.kv import JoinedKVReader, LayerKVReader
+from kvboost_hf.cache.kv import Groups, JoinedKVReader, LayerKVReader
 from kvboost_hf.cache.layers import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.plan import ReusePlan, RowPlan, SavedState, Segment
 from kvboost_hf.cache.positions import take_positions
@@ -75,7 +75,7 @@ def fill_layers(
     return computed
 
 
-def spans_of(plan: ReusePlan, *, in_groups: bool = False) -> Spans:
+def spans_of(plan: ReusePlan, groups: Groups | None = None) -> Spans:
     """What has the segments of a plan, as far as their chunks are loaded. Rows share the readers of what they share.
 
     On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
@@ -83,7 +83,7 @@ def spans_of(plan: ReusePlan, *, in_groups: bool = False) -> Spans:
 
     Args:
         plan: What comes from where.
-        in_groups: See `LayerKV.reader`.
+        groups: See `LayerKV.reader`.
     """
     users: dict[bytes, list[int]] = {}  # of each chunk, the rows
     for number, row in enumerate(plan.rows):
@@ -96,7 +96,7 @@ def spans_of(plan: ReusePlan, *, in_groups: bool = False) -> Spans:
         for run in _runs([each for each in row.segments if stored_chunk(each).loaded is not None], users):
             keys = tuple(stored_chunk(segment).key for segment in run)
             if keys not in readers:
-                own = [stored_chunk(segment).kv.reader(in_groups=in_groups) for segment in run]
+                own = [stored_chunk(segment).kv.reader(groups) for segment in run]
                 readers[keys] = own[0] if len(own) == 1 else JoinedKVReader(own)
             spans[-1].append(Span(readers[keys], run[0].origin, run[0].start, run[-1].stop))
     return spans

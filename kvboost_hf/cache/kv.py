@@ -20,7 +20,6 @@ from kvboost_hf.compat import KeyRotation, LayerRotation
 
 _RAW = Raw()
 _RUN = 1 << 17  # numbers to decode at once on a CPU
-_FIRST_GROUP, _LARGEST_GROUP = 2, 8  # tensors: keys and values of a layer, and of four
 
 Place = tuple[int, int]  # block, and index in it
 
@@ -66,6 +65,21 @@ class _TensorFormat(NamedTuple):
     codec: Codec
     role: Role
     rotation: LayerRotation | None
+
+
+class Groups(NamedTuple):
+    """How many tensors of a block are moved together: a few at first, and twice as many each time, up to the most."""
+
+    first: int
+    most: int
+
+    def end(self, at: int) -> int:
+        """Behind the last tensor of the group that one belongs to."""
+        stop = size = self.first
+        while at >= stop:
+            size = min(2 * size, self.most)
+            stop += size
+        return stop
 
 
 class Arriving(Protocol):
@@ -137,17 +151,16 @@ class Block:
         """Whether its tensors are read where they are, one by one."""
         return self.codec.lossless and not transfer.link.is_apart(self.device)
 
-    def run(self, start: int, *, in_groups: bool = False) -> range:
+    def run(self, start: int, groups: Groups | None = None) -> range:
         """Tensors from `start` on to move and to decode at once: fewer calls, for little memory.
 
         Args:
             start: The first one.
-            in_groups: Where they have to be moved, a few at first and then more, in the order of the layers, so that
-                the first ones are there early. Else all of them.
+            groups: Where they have to be moved, not all of them, so that those of the first layers are there early.
         """
         stop = len(self.rotations)
-        if in_groups and transfer.link.is_apart(self.device):
-            stop = min(stop, _group_end(start))
+        if groups is not None and transfer.link.is_apart(self.device):
+            stop = min(stop, groups.end(start))
         elif self.codec.lossless:
             return range(stop)
         if self.codec.lossless:
@@ -170,23 +183,16 @@ class Block:
             DamagedBlobError: if they are not what was stored; not told of what `is_viewed`.
         """
         self.wait()
-        if not self.is_viewed:
+        if self.blob is not None and not self.is_viewed:
             for index in run:
                 self.check(index)
-        own = {name: transfer.link.send(p[run.start : run.stop], self.device) for name, p in self.planes.items()}
-        return self._decode(own, run)
+        send, device = transfer.link.send, self.device
+        return self._decode(
+            {name: send(plane[run.start : run.stop], device) for name, plane in self.planes.items()}, run
+        )
 
     def _decode(self, own: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
         return self.codec.decode(own, (len(run), *self.shape), self.dtype, self.role, self.rotations[run.start])
-
-
-def _group_end(at: int) -> int:
-    """Behind the last tensor of the group that one belongs to."""
-    stop = size = _FIRST_GROUP
-    while at >= stop:
-        size = min(2 * size, _LARGEST_GROUP)
-        stop += size
-    return stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,9 +235,9 @@ class LayerKV:
         """Bytes that must be copied to a device before it can compute with them."""
         return sum(block.nbytes for block in self.blocks if block.is_elsewhere)
 
-    def reader(self, *, in_groups: bool = False) -> "LayerKVReader":
-        """Access where the model computes; `in_groups`, if it is read layer by layer, and once: see `Block.run`."""
-        return LayerKVReader(self, in_groups=in_groups)
+    def reader(self, groups: Groups | None = None) -> "LayerKVReader":
+        """Access where the model computes; in groups, if it is read layer by layer, and once: see `Block.run`."""
+        return LayerKVReader(self, groups)
 
     # As a blob
 
@@ -282,8 +288,8 @@ def _alike(block: Block, other: Block) -> bool:
 class LayerKVReader:
     """Columns of a chunk where the model computes: views on a CPU, else copies of several layers at once."""
 
-    def __init__(self, kv: LayerKV, *, in_groups: bool = False) -> None:
-        self._kv, self._in_groups = kv, in_groups
+    def __init__(self, kv: LayerKV, groups: Groups | None = None) -> None:
+        self._kv, self._groups = kv, groups
         self._decoded: dict[int, tuple[range, Sequence[torch.Tensor]]] = {}
         self._last: tuple[int, Piece | None] | None = None  # pieces of one chunk are read one after the other
         self._views = self._all_views()
@@ -318,7 +324,7 @@ class LayerKVReader:
 
     def run(self, number: int, at: int) -> range:
         """Tensors of a block that are moved together, from one on."""
-        return self._kv.blocks[number].run(at, in_groups=self._in_groups)
+        return self._kv.blocks[number].run(at, self._groups)
 
     def move(self, number: int, run: range) -> torch.Tensor:
         """See `Block.move`."""

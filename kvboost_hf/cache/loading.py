@@ -16,6 +16,7 @@ import torch
 
 from kvboost_hf.cache import transfer
 from kvboost_hf.cache.fill import pieces_of, spans_of, stored_chunk
+from kvboost_hf.cache.kv import Groups
 from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.pieced import PiecedLayer
 from kvboost_hf.cache.plan import ReusePlan
@@ -23,6 +24,8 @@ from kvboost_hf.cache.shelf import StoredChunk
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 
 _MIN_BYTES = 2**20  # less is loaded at once
+# Copied together to a device at first, and at most: an H100 takes 1 and 10 ms for it. Each copy costs the host time.
+_FIRST_BYTES, _MOST_BYTES = 2**26, 2**29
 
 
 def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
@@ -42,6 +45,12 @@ def _bytes_to_load(layers: Sequence[ReuseLayer], plan: ReusePlan) -> int:
     if below or (len(plan.rows) > 1 and any(layer.hands_out for layer in layers)):  # rows that share pieces keep them
         return below
     return sum(chunk.kv.nbytes_elsewhere for chunk in chunks)
+
+
+def _groups(layer_bytes: int) -> Groups:
+    """How to copy layers of so many bytes each, of which most have two tensors in a block."""
+    first, most = (2 * max(1, nbytes // max(1, layer_bytes)) for nbytes in (_FIRST_BYTES, _MOST_BYTES))
+    return Groups(first, most)
 
 
 class Loading:
@@ -66,8 +75,8 @@ class Loading:
         self._layers = layers
         self._sealed: set[int] = set()  # layers whose columns are there
         self._plan, self._compute, self._lose = plan, compute, lose
-        self._spans = spans_of(plan, in_groups=True)
         self._chunks = [chunk for chunk in _chunks_of(plan) if chunk.loaded is not None]
+        self._spans = spans_of(plan, _groups(sum(chunk.kv.nbytes for chunk in self._chunks) // len(layers)))
         self._ready = [threading.Event() for _ in layers]
         self._stopped = self._damaged = False
         self._opened = [self._open(layer, idx) for idx, layer in enumerate(layers)]
@@ -88,6 +97,7 @@ class Loading:
         else:
             self._run()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as `ScatterPass.update`
     def wait(self, layer_idx: int) -> None:
         """Return once a layer has its columns."""
         self._ready[layer_idx].wait()

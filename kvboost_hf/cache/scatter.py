@@ -94,6 +94,7 @@ class ScatterPass:
         self._compact = compact and kind == ATTENTION and form == "compact"
         self._masks: dict[tuple[int | None, int, int, torch.device], torch.Tensor] = {}
         self._at: dict[torch.device, torch.Tensor] = {}
+        self._rows: torch.Tensor | None = None  # where the present columns are among all of them, once it was narrowed
         self._taken: dict[int, tuple[Any, Any]] = {}  # by id: what the model gives each layer, and what is left of it
         self._scores: NDArray[np.float64] | None = None
         self._steps = 0  # how often it was narrowed
@@ -204,8 +205,8 @@ class ScatterPass:
     def _own(self, given: Any) -> Any:
         """What the present columns have of something that the model gives every layer for all columns, taken once."""
         if id(given) not in self._taken:
-            rows = _places(self._all, self.columns)
-            self._taken[id(given)] = given, _take(given, rows, self._all.shape[1])
+            assert self._rows is not None
+            self._taken[id(given)] = given, _take(given, self._rows, self._all.shape[1])
         return self._taken[id(given)][1]
 
     def _count(self, idx: int) -> None:
@@ -223,6 +224,7 @@ class ScatterPass:
         self._scores, self._steps = None, self._steps + 1
         taken: torch.Tensor = _take(hidden, rows, self.columns.shape[1])
         self.columns, self._masks, self._at, self._taken = chosen, {}, {}, {}
+        self._rows = _places(self._all, chosen).to(hidden.device)
         return taken
 
     def _deviation(self, layer: GrowingLayer, at: torch.Tensor, new: Piece) -> NDArray[np.float64]:

@@ -378,6 +378,7 @@ class ServingCache(BlendingCache):
             and self._static is None
             and can_overlap(self._layers, plan)
             and "forward" not in model.__dict__
+            and "_compiled_call_impl" not in model.__dict__
             and not any("_hf_hook" in module.__dict__ for module in model.modules())  # whose weights come and go
             and not self._pieces(model, plan, inputs, limit)
         )

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, check_model_compatibility
+from kvboost_hf.cache import loading
 from kvboost_hf.cache.pace import ComputePace
 from tests.conftest import counted, left_pad, make_model, random_ids
 
@@ -78,6 +79,26 @@ def test_the_device_tier() -> None:
         if tier != "live":
             assert cache.report.tier_tokens[tier] >= 1920
     assert store.stats()["tiers"]["device"]["bytes"] > 0
+
+
+@pytest.mark.parametrize("codec", ["raw", "turboquant"])
+def test_hits_are_copied_in_groups_of_layers_while_the_model_computes(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[loading.Loading] = []
+    start = loading.Loading.start
+    for name, nbytes in (("_MIN_BYTES", 1), ("_FIRST_BYTES", 1), ("_MOST_BYTES", 2**21)):
+        monkeypatch.setattr(loading, name, nbytes)
+    monkeypatch.setattr(loading.Loading, "start", lambda self: (begun.append(self), start(self)))
+    model = make_model("deep_llama").to("cuda")
+    check_model_compatibility(model)
+    store = ChunkStore(model, chunk_size=64, tiers=["device:1GB"], codec=codec)
+    tokens(model, BASE, ChunkReuseCache(model, store))
+    found = [tokens(model, BASE, ChunkReuseCache(model, store)) for _ in range(3)]  # the first one from host memory
+    assert len(begun) == (model.device.type == "cuda")
+    assert all(torch.equal(each, found[0]) for each in found)
+    if codec == "raw":
+        assert torch.equal(found[0], tokens(model, BASE))
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "turboquant", "turboquant:3.5", "turboquant:2"])

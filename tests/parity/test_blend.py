@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.assisted.branch_probe import branch_reason
+from kvboost_hf.cache import scatter
 from kvboost_hf.cache.blend_probe import blend_reason
 from kvboost_hf.cache.foreign import only_looks
 from kvboost_hf.cache.layers import ReuseLayer
@@ -111,10 +112,21 @@ def test_the_end_is_not_asked_where_seams_take_it_all() -> None:
         assert (work.calls, work.tokens) == (1, 41 + 36)
 
 
-def test_deviation_costs_two_layers_and_then_a_part() -> None:
+def test_deviation_costs_two_layers_and_then_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("deep_llama")
     cache = ChunkReuseCache(model, store_with_documents(model), blend("cacheblend"))
+    assert blend_reason(model, REPAIRS["cacheblend"].measure) is None
+    taken: list[torch.Tensor] = []
+    take = scatter._take
+
+    def noted(value: Any, rows: torch.Tensor, width: int) -> Any:
+        taken.extend([value] if isinstance(value, torch.Tensor) else [])
+        return take(value, rows, width)
+
+    monkeypatch.setattr(scatter, "_take", noted)
     generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=1)
+    # In front of two layers: hidden states, positions, and cosines and sines, which are the same for those behind.
+    assert len(taken) == 2 * 4
     report = cache.report
     # Then a little more than wanted, 1.15 times 15% of 256, and then as many.
     assert report.layer_tokens == (297, 297, 41 + 45, *(41 + 39,) * 5)

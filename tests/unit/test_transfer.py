@@ -27,6 +27,8 @@ LAYER_BYTES = 5 * 2 * 2 * 32 * 16 * 4  # 5 chunks of 32 tokens, keys and values,
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[DoubleDevice]:
     monkeypatch.setattr(loading, "_MIN_BYTES", 1)
+    monkeypatch.setattr(loading, "_FIRST_BYTES", LAYER_BYTES)
+    monkeypatch.setattr(loading, "_MOST_BYTES", 4 * LAYER_BYTES)
     with DoubleDevice().in_place() as found:
         yield found
 
@@ -87,7 +89,7 @@ def test_a_layer_waits_for_its_own_bytes_alone(gpu: DoubleDevice, arrived: list[
 
 
 def test_the_control_all_in_one_group(gpu: DoubleDevice, arrived: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv, "_group_end", lambda at: 16)
+    monkeypatch.setattr(loading, "_FIRST_BYTES", 8 * LAYER_BYTES)
     stored(gpu)
     assert arrived == [8 * LAYER_BYTES] * 8
 
