@@ -1,11 +1,11 @@
 """Launches of Triton kernels that skip Triton's front end where the compiled kernel is known. Imports Triton.
 
-At each call the front end looks at every argument and at the environment to find the compiled kernel, and calls hooks:
-together several times as long as the driver takes to launch it.
+At each call the front end looks at every argument and at the environment to find the compiled kernel, calls hooks, and
+asks the driver what each address is: together several times as long as a launch takes.
 """
 
 from functools import cache
-from itertools import compress
+from itertools import chain, compress
 from math import gcd
 from typing import Any
 
@@ -58,39 +58,44 @@ class Launcher:
             with torch.cuda.device(device):
                 self(grid, device, arguments, warps=warps, stages=stages)
             return
+        form, given = self._form(arguments) if self._remembers else (None, ())
+        key = form and (warps, stages, *form)
+        compiled = self._compiled.get(key) if key else None
+        if compiled is None:
+            # Triton 3.10 no longer fuses products and sums by itself, and 3.9 warns of that.
+            options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+            compiled = self._kernel[grid](*chain.from_iterable(arguments), **options)
+            if key:
+                self._compiled[key] = compiled
+            return
+        hooks = knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+            compiled[grid](*given)
+            return
+        stream = driver.active.get_current_stream(device.index)
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)
+
+    def _form(self, arguments: Arguments) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]]:
+        """Names the compiled kernel, and gives its arguments with addresses, of which the driver need not be asked.
+
+        There is no name where addresses or strides are odd, or where numbers take 64 bits.
+        """
         tensors, strides, numbers, factors, constants = arguments
-        given = *tensors, *strides, *numbers, *factors, *constants
-        key = None
-        if self._remembers:
-            form = _form(tensors, strides, numbers, self._aligned)
-            key = form and (device.index, warps, stages, constants, tuple(map(type, factors)), *form)
-            compiled = self._compiled.get(key) if key else None
-            if compiled is not None:
-                hooks = knobs.runtime
-                if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
-                    compiled[grid](*given)
-                    return
-                stream, metadata = driver.active.get_current_stream(device.index), compiled.packed_metadata
-                compiled.run(*grid, stream, compiled.function, metadata, None, None, None, *given)
-                return
-        # Triton 3.10 no longer fuses products and sums by itself, and 3.9 warns of that.
-        compiled = self._kernel[grid](*given, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
-        if key:
-            self._compiled[key] = compiled
-
-
-def _form(
-    tensors: tuple[Any, ...], strides: tuple[int, ...], numbers: tuple[int | None, ...], aligned: list[bool]
-) -> tuple[Any, ...] | None:
-    """Names the kernel that Triton compiles for these; None unless all are aligned, and numbers below 2 ** 31."""
-    kinds = *map(type, tensors), *map(type, numbers)
-    if tuple in kinds:
-        strides = *strides, *[stride for each in tensors if type(each) is tuple for stride in each[1:]]
-        tensors = (*[each[0] if type(each) is tuple else each for each in tensors],)
-    starts = [each.data_ptr() for each in compress(tensors, aligned) if each is not None]
-    if gcd(*starts, *strides) % _ALIGNMENT or max(*strides, *filter(None, numbers)) >> 31:
-        return None
-    return *kinds, *[each.dtype for each in tensors if each is not None]
+        kinds = *map(type, tensors), *map(type, numbers), *map(type, factors)
+        alone = tensors
+        if tuple in kinds:
+            alone = tuple([each[0] if type(each) is tuple else each for each in tensors])
+            strides = *strides, *[stride for each in tensors if type(each) is tuple for stride in each[1:]]
+        addresses = [None if each is None else each.data_ptr() for each in alone]
+        looked_at = filter(None, compress(addresses, self._aligned))
+        if gcd(*looked_at, *strides) % _ALIGNMENT or max(0, *strides, *filter(None, numbers)) >> 31:
+            return None, ()
+        there = [each for each in alone if each is not None]
+        if tuple in kinds:
+            pairs = zip(tensors, addresses, strict=True)
+            addresses = [(at, *each[1:]) if type(each) is tuple else at for each, at in pairs]
+        given = *addresses, *arguments[1], *numbers, *factors, *constants
+        return (constants, *kinds, *[each.dtype for each in there], *[each.device for each in there]), given
 
 
 @cache

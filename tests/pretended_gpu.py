@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -225,8 +226,10 @@ def compilations() -> dict[str, Any]:
 
         def compare(self: Launcher, grid: Any, device: Any, arguments: Any, *, warps: int, stages: int) -> None:
             launch(self, grid, device, arguments, warps=warps, stages=stages)
-            chosen, given = gpu.launches[-1]
-            self._kernel[grid](*given, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+            chosen, _ = gpu.launches[-1]
+            self._kernel[grid](
+                *chain.from_iterable(arguments), num_warps=warps, num_stages=stages, enable_fp_fusion=True
+            )
             if gpu.launches[-1][0] is not chosen:
                 wrong.append(chosen.name)
 

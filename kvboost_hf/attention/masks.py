@@ -22,9 +22,6 @@ from kvboost_hf.handles import make_reach
 # Masks of a window are closures: `and_masks(sliding_window_overlay(window), causal_mask_function)`.
 _WINDOWED: Any = sliding_window_causal_mask_function(1)
 
-# Their kernels read a number for each column in no time that counts, so that the host need not wait to leave it out.
-_READ_MASKS = ("triton", "cuda")
-
 
 def make_mask(
     batch_size: int,
@@ -120,7 +117,8 @@ def _is_looked_at(keep: torch.Tensor, queries: int, window: int) -> bool:
 
 
 def _are_read(device: torch.device) -> bool:
-    return not torch.compiler.is_compiling() and active_tier(device) in _READ_MASKS
+    """Whether kernels read a number for each column in no time that counts, so that the host need not look at it."""
+    return not torch.compiler.is_compiling() and active_tier(device) == "triton"
 
 
 def _is_recorded(device: torch.device) -> bool:

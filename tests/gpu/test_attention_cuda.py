@@ -1,5 +1,6 @@
 """The Triton kernels on a GPU: the cases of the interpreter, larger ones, and models."""
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, handles
 from kvboost_hf.attention import active_tier, kernel_calls, ops, reference, use_tier
 from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.cache import pieced
 from kvboost_hf.cache.pieced import PiecedLayer
 from tests.attention import Problem, assert_within_budget
@@ -120,6 +122,21 @@ def test_codes(case: test_triton_codes.Coded) -> None:
     found = ops.attend_codes(*map(on_gpu, case.given()), scale=problem.scale / 2, softcap=problem.softcap)
     assert dict(kernel_calls() - before) == {"triton.attend_codes": 1}
     check(found, case.solve(torch.float64), case.solve(problem.dtype), problem.dtype)
+
+
+def test_a_kernel_that_is_launched_again_says_the_same() -> None:
+    """The first launch is Triton's own; others find the compiled kernel, and give it addresses."""
+    problem = replace(next(iter(LARGE.values())), device="cuda")
+    case, coded = next(iter(test_triton_pieces.CASES.values())), next(iter(test_triton_codes.CASES.values()))
+    query, table, given = case.whole().tensors()[0].cuda(), on_gpu(case.table()), list(map(on_gpu, coded.given()))
+    calls: list[Callable[[], Part]] = [
+        lambda: attend(problem),
+        lambda: ops.attend_pieces(query, table, scale=0.2, total=table.columns + 9, visibility=Visibility()),
+        lambda: ops.attend_codes(*given, scale=0.2),
+    ]
+    for call in calls:
+        found = [call() for _ in range(3)]
+        assert all(torch.equal(one, first) for other in found[1:] for one, first in zip(other, found[0], strict=True))
 
 
 def test_a_plain_prompt_goes_to_the_kernels_of_pytorch() -> None:

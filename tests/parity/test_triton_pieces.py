@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from kvboost_hf.attention import kernel_calls, ops, reference, use_tier
 from kvboost_hf.attention.merge import Part, merge
-from kvboost_hf.attention.triton import pieces
-from kvboost_hf.attention.triton.tiling import Tiling
+from kvboost_hf.attention.triton import dense, held, pieces
+from kvboost_hf.attention.triton.tiling import Device, Tiling
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.compat import LayerRotation
-from kvboost_hf.handles import PieceTable
+from kvboost_hf.handles import PiecedKV, PieceTable
 from tests.attention import Problem, assert_within_budget
 
 TOKENS = 16, 37, 1, 5, 22  # of each piece
@@ -173,6 +174,26 @@ def test_pieces_and_what_is_behind_them_make_all() -> None:
     called = kernel_calls() - before
     assert called == {"triton.attend_pieces": 1, "triton.attend": 1}
     found = merge(parts, None, query.dtype)
+    truth, same = (whole.solve(compute)[0] for compute in (torch.float64, torch.float32))
+    assert_within_budget(found, truth, same, query.dtype)
+
+
+@pytest.mark.parametrize("asked", [{}, {"sinks": True, "softcap": 3.0}, {"window": 45}], ids=str)
+def test_pieces_and_what_is_behind_them_are_parts_of_one_tensor(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (dense, held):  # so that both are split
+        monkeypatch.setattr(module, "device_of", lambda device: Device(12, 64 * 1024, interpreted=True))
+    whole = Problem(batch=1, queries=5, columns=COLUMNS + 40, **asked)
+    query, key, value = whole.tensors()
+    cuts = (0, 16, 53, 58, COLUMNS)
+    rows = torch.tensor([[(i, column, -1) for i, column in enumerate(cuts[:-1])]])
+    table = PieceTable(*(tuple(each[0, :, a:b] for a, b in pairwise(cuts)) for each in (key, value)), rows, COLUMNS)
+    kv, seen = PiecedKV(table, key[:, :, COLUMNS:], value[:, :, COLUMNS:]), whole.visibility()
+    plans = pieces.plan(query, table, seen, held.device_of(query.device)), dense.plan(query, kv.keys, kv.values, seen)
+    assert all(plan.splits > 1 for plan in plans)
+    sinks = whole.sink_logits()
+    found = held.attend(query, kv, scale=whole.scale, before=seen, behind=seen, softcap=whole.softcap, sinks=sinks)
     truth, same = (whole.solve(compute)[0] for compute in (torch.float64, torch.float32))
     assert_within_budget(found, truth, same, query.dtype)
 
