@@ -8,16 +8,23 @@ Dense is PyTorch's linear layer with weights of 16 bits. Times are medians of de
 around one call for each of several weights, which are larger than the second-level cache in all; the first one waits
 for the host to launch all of them. Each way has been called with each weight before, which compiles it.
 
+Several rows are measured in two ways: with weights that become numbers in registers, and with ones that do so in
+memory for PyTorch's product. AWQ takes the former up to `MOST_ROWS` in kvboost_hf/offload/awq/triton/tiling.py, and
+the latter for more. What a call of one row takes the host, and one of PyTorch's linear layer, is told, too: where a
+model is not compiled, the GPU waits for it.
+
 `--tilings` tries other tilings than the planned one, too, and names the fastest.
 """
 
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +37,7 @@ from kvboost_hf.offload.awq.matmul import awq_matmul
 Call = Callable[[], object]
 
 GROUP = 128
-ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096)
 # Layers of each model: in_features and out_features, and how many of them a layer has.
 LAYERS = {
     "32B": {(5120, 5120): 2, (5120, 1024): 2, (5120, 27648): 2, (27648, 5120): 1},
@@ -59,6 +66,19 @@ def device_ms(calls: list[Call], rounds: int) -> float:
     return statistics.median(times)
 
 
+def host_us(call: Call, count: int = 200) -> float:
+    """Microseconds of a call on the host, which does not wait for the device."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        times.append(1e6 * (time.perf_counter() - begin) / count)
+    torch.cuda.synchronize()
+    return min(times)
+
+
 def rates(rounds: int) -> dict[str, float]:
     """GB/s of a copy on the device, which reads and writes, and of one from pinned host memory."""
     here, there = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -81,6 +101,8 @@ def draw(in_features: int, out_features: int) -> tuple[torch.Tensor, ...]:
 
 def measure(in_features: int, out_features: int, tilings: bool, rounds: int) -> Iterator[Result]:
     """A product of each number of rows."""
+    from kvboost_hf.offload.awq.triton.launch import awq_matmul_dense, awq_matmul_triton
+
     first = draw(in_features, out_features)
     nbytes = sum(each.nbytes for each in first[:3])
     count = max(2, min(-(-2 * L2_BYTES // nbytes), MOST_WEIGHTS))
@@ -90,7 +112,25 @@ def measure(in_features: int, out_features: int, tilings: bool, rounds: int) -> 
         awq = device_ms([partial(awq_matmul, x, *each[:3], "triton") for each in weights], rounds)
         dense = device_ms([partial(F.linear, x, each[3]) for each in weights], rounds)
         found = {"in": in_features, "out": out_features, "rows": rows, "bytes": nbytes, "awq": awq, "dense": dense}
+        if rows > 1:
+            tiling = planned(x, out_features)
+            ways = {
+                "registers": [partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights],
+                "memory": [partial(awq_matmul_dense, x, *each[:3]) for each in weights],
+            }
+            found |= {name: device_ms(calls, rounds) for name, calls in ways.items()}
+        else:
+            found["host_us"] = host_us(partial(awq_matmul, x, *first[:3], "triton"))
+            found["host_us_dense"] = host_us(partial(F.linear, x, first[3]))
         yield {**found, "fastest": fastest(x, weights, rounds) if tilings else None}
+
+
+def planned(x: torch.Tensor, out_features: int) -> Any:
+    """The tiling of a product in registers, which for many rows is not taken."""
+    from kvboost_hf.offload.awq.triton.tiling import plan_tiling
+
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return plan_tiling(*x.shape, out_features, GROUP, processors=processors, tensor_cores=True)
 
 
 def fastest(x: torch.Tensor, weights: list[tuple[torch.Tensor, ...]], rounds: int) -> Result | None:
@@ -98,17 +138,15 @@ def fastest(x: torch.Tensor, weights: list[tuple[torch.Tensor, ...]], rounds: in
     from triton import OutOfResources
 
     from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
-    from kvboost_hf.offload.awq.triton.tiling import Tiling, plan_tiling
+    from kvboost_hf.offload.awq.triton.tiling import Tiling
 
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    (rows, in_features), out_features = x.shape, weights[0][2].shape[1]
-    planned = plan_tiling(rows, in_features, out_features, GROUP, processors=processors, tensor_cores=True)
-    if rows == 1:
+    first = planned(x, weights[0][2].shape[1])
+    if len(x) == 1:
         blocks = [(1, block_n, block_k, 1) for block_n in (128, 256, 512) for block_k in (8, 16, 32)]
     else:
-        blocks = list(product((planned.block_m, 2 * planned.block_m), (64, 128, 256), (32, 64, 128), (3, 4)))
+        blocks = list(product((first.block_m, 2 * first.block_m), (64, 128, 256), (32, 64, 128), (3, 4)))
     found = []
-    for (block_m, block_n, block_k, stages), warps, parts in product(blocks, (4, 8), {1, 2, 4, 8, planned.parts}):
+    for (block_m, block_n, block_k, stages), warps, parts in product(blocks, (4, 8), {1, 2, 4, 8, first.parts}):
         tiling = Tiling(block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages, parts=parts)
         try:
             ms = device_ms([partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights], rounds)
@@ -124,8 +162,8 @@ def layers(result: Result) -> Iterator[Result]:
     for (model, shapes), rows in product(LAYERS.items(), ROWS):
         if all((*shape, rows) in cases for shape in shapes):
             parts = [(cases[*shape, rows], count) for shape, count in shapes.items()]
-            sums = {key: sum(case[key] * count for case, count in parts) for key in ("bytes", "awq", "dense")}
-            yield {"model": model, "rows": rows, **sums}
+            told = set.intersection(*(set(case) for case, _ in parts)) - {"in", "out", "rows", "fastest"}
+            yield {"model": model, "rows": rows, **{key: sum(case[key] * n for case, n in parts) for key in told}}
 
 
 def row_of(name: str, case: Result, result: Result) -> str:
@@ -135,9 +173,11 @@ def row_of(name: str, case: Result, result: Result) -> str:
     aim = f" ({'reached' if share >= AWQ_COPY_RATE else 'missed'})" if case["rows"] == 1 else ""
     best = case.get("fastest")
     tried = f"{best['ms']:.4f}: {', '.join(f'{k} {v}' for k, v in best.items() if k != 'ms')}" if best else ""
+    ways = [f"{case[way]:.4f}" if way in case else "" for way in ("registers", "memory")]
+    hosts = [f"{case[each]:.0f}" if each in case else "" for each in ("host_us", "host_us_dense")]
     return (
         f"| {name} | {case['rows']} | {case['awq']:.4f} | {rate:.0f} | {share:.0%}{aim} | {link:.1f}x "
-        f"| {case['dense']:.4f} | {case['dense'] / case['awq']:.2f}x | {tried} |"
+        f"| {case['dense']:.4f} | {case['dense'] / case['awq']:.2f}x | {' | '.join([*ways, *hosts])} | {tried} |"
     )
 
 
@@ -147,10 +187,12 @@ def markdown(result: Result) -> str:
         f"float16, groups of {GROUP}; {measured_on(result['provenance'])}",
         "",
         f"A copy on the device reads and writes {copy:.0f} GB/s; one from pinned host memory takes {link:.1f} GB/s. "
-        f"For one row, {AWQ_COPY_RATE:.0%} of the former is aimed at. Times in ms.",
+        f"For one row, {AWQ_COPY_RATE:.0%} of the former is aimed at. Times in ms, those of the host in µs; in "
+        "registers and in memory are the two ways for several rows.",
         "",
-        "| in x out | rows | AWQ | weights, GB/s | of a copy | of the link | dense | dense / AWQ | best tiling |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| in x out | rows | AWQ | weights, GB/s | of a copy | of the link | dense | dense / AWQ | in registers "
+        "| in memory | host | host, dense | best tiling |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     lines += [row_of(f"{each['in']} x {each['out']}", each, result) for each in result["cases"]]
     lines += [row_of(f"layer of {each['model']}", each, result) for each in result["layers"]]

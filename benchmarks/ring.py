@@ -8,6 +8,7 @@ from kvboost_hf.offload.simulate import simulate
 LAYERS = 64
 STAYING = (0.01, 0.25, 0.5, 0.75, 1)  # a layer computes for so many times as long as it is copied
 ROUNDING = (0.02, 0.25, 0.6, 0.75, 0.9, 1)
+HOSTS = (0.0, 0.2, 0.35, 0.4, 0.5, 0.62)  # the host submits a layer in so many times as long as one is copied
 
 
 def spread(count: int) -> list[int]:
@@ -50,6 +51,16 @@ def rounding() -> str:
     return "".join(lines)
 
 
+def hosts() -> str:
+    """What share of the link is used where 9 of 24 layers are streamed, by how long the host takes, in markdown."""
+    lines = []
+    for host in HOSTS:
+        resident = [i * 24 // 15 for i in range(15)]
+        found = simulate([1] * 24, [0.07] * 24, resident, n_slots=2, link_bytes_per_s=1, host_s=host)
+        lines.append(f"| {host:g} | {9 / found.seconds:.2f} | {found.stall_s / found.seconds:.2f} |\n")
+    return "".join(lines)
+
+
 def _in_words(change: float) -> str:
     percent = f"{100 * abs(change):.2g}"
     return "the same" if percent == "0" else f"{percent}% {'slower' if change > 0 else 'faster'}"
@@ -57,4 +68,5 @@ def _in_words(change: float) -> str:
 
 if __name__ == "__main__":
     print(staying())
-    print(rounding(), end="")
+    print(rounding())
+    print(hosts(), end="")

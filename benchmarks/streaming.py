@@ -5,8 +5,9 @@
 On a GPU: random AWQ weights with the layer shapes of Qwen2.5-32B are written to a folder and loaded within the
 budget. The ceiling of decoding is the bandwidth of the link, taken in the same run with copies of one pinned layer,
 over the bytes that a forward copies. Decoding is 64 tokens behind a prompt of 128, the first one left out; the time to
-the first token is that of a prompt of 1,000. accelerate's `cpu_offload` then runs the same weights. A part that fails
-is named, and the others go on.
+the first token is that of a prompt of 1,000. How long the computation stood still for copies tells whether the link
+bounds it, and the same model with all layers on the device how fast it could be at most. accelerate's `cpu_offload`
+then runs the same weights. A part that fails is named, and the others go on.
 
 On a CPU there is no link. Layers go from files through two slots in host memory, computing nothing, against reading
 the same files one after the other; both leave nothing in the page cache. And what a hook costs: a model of tiny layers
@@ -108,6 +109,7 @@ def link(nbytes: int, rounds: int = 20) -> float:
 def ours(path: Path, budget: str, rounds: int) -> Result:
     torch.cuda.reset_peak_memory_stats()
     model = load(path, StreamingConfig(vram_budget=budget, max_tokens=2048), "cuda")
+    loaded = torch.cuda.max_memory_allocated()
     plan = streaming_plan(model)
     assert plan is not None, f"all layers stay within {budget}: pass a smaller --budget"
     tokens_per_s(model, PEER_TOKENS)  # compiles
@@ -123,6 +125,7 @@ def ours(path: Path, budget: str, rounds: int) -> Result:
         "streamed": len(plan.in_host),
         "planned_bytes": plan.device_bytes,
         "peak_bytes": (peak := torch.cuda.max_memory_allocated()),
+        "loaded_bytes": loaded,
         "within": peak <= (parse_size(budget) or 0),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "link": (rate := link(plan.slot_bytes)),
@@ -131,10 +134,18 @@ def ours(path: Path, budget: str, rounds: int) -> Result:
         "misses": after.misses - before.misses,
         "bytes_per_forward": (after.bytes_copied - before.bytes_copied) / (rounds * TOKENS),
         "streamed_bytes": plan.streamed_bytes,
+        "tokens": rounds * TOKENS,
         "stall_s": after.stall_s - before.stall_s,
         "copy_rate": after.copy_rate,
         "ttft_ms": statistics.median(firsts),
     }
+
+
+def resident(path: Path, rounds: int) -> Result:
+    """All layers stay: what is computed, and what the host submits, without a copy."""
+    model = load(path, StreamingConfig(residency_mode="full_resident"), "cuda")
+    tokens_per_s(model, PEER_TOKENS)
+    return {"tokens_per_s": statistics.median(tokens_per_s(model, TOKENS) for _ in range(rounds))}
 
 
 def peer(path: Path) -> Result:
@@ -153,13 +164,16 @@ def on_gpu(options: argparse.Namespace, record: Record) -> None:
         result["ours"] = found = ours(path, options.budget, options.rounds)
         result["of the ceiling"] = found["tokens_per_s"] / found["ceiling"]
 
+    def add_resident(path: Path) -> None:
+        result["resident"] = resident(path, options.rounds)
+
     def add_peer(path: Path) -> None:
         result["cpu_offload"] = found = peer(path)
         if "ours" in result:
             result["against cpu_offload"] = result["ours"]["tokens_per_s"] / found["tokens_per_s"]
 
     with checkpoint(qwen(5120, 27_648, options.layers, 40, 8), options.folder) as path:
-        for name, add in (("ours", add_ours), ("cpu_offload", add_peer)):
+        for name, add in (("ours", add_ours), ("resident", add_resident), ("cpu_offload", add_peer)):
             record.measure(name, partial(add, path))
 
 
@@ -246,14 +260,18 @@ def markdown(result: Result) -> str:
             "budget": result["budget"],
             "planned": gb(found["planned_bytes"]),
             "peak, allocated": f"{gb(found['peak_bytes'])}, {'within' if found['within'] else 'beyond'} the budget",
+            "peak, while loading": gb(found["loaded_bytes"]),
             "peak, reserved": gb(found["reserved_bytes"]),
             "link": f"{gb(found['link'])}/s",
             "copied for each forward": gb(found["bytes_per_forward"]),
             "ceiling": f"{found['ceiling']:.2f} tokens/s",
             "decoding": f"{found['tokens_per_s']:.2f} tokens/s",
             "misses in decoding": str(found["misses"]),
+            "stood still for copies": f"{1000 * found['stall_s'] / found['tokens']:.1f} ms for each token",
             f"first token of {LONG_PROMPT}": f"{found['ttft_ms']:.0f} ms",
         }
+    if "resident" in result:
+        rows["decoding with all layers on the device"] = f"{result['resident']['tokens_per_s']:.2f} tokens/s"
     if "cpu_offload" in result:
         rows["decoding with accelerate's cpu_offload"] = f"{result['cpu_offload']['tokens_per_s']:.2f} tokens/s"
     for name, least in STREAMING.items():

@@ -23,7 +23,7 @@ from kvboost_hf.offload.sizes import sizes_of
 from kvboost_hf.offload.sources import Source, in_memory
 from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.offload.stream import LayerStream
-from kvboost_hf.offload.units import Unit, find_units, input_embeddings
+from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class StreamBuilder:
         self.layouts = [unit.layout() for unit in self.units]
         self._mapping = make_mapping(device) if config.host_embeddings and config.pin_memory else None
         self._embeddings = None if self._mapping is None else input_embeddings(model)
-        sizes = sizes_of(model, self.units, config, self._embeddings)
+        sizes = sizes_of(model, self.units, config, self._embeddings, gpu=device.type == "cuda")
         self.plan = plan_residency(sizes, config, free_bytes=free_bytes(device))
         for note in self.plan.notes:
             logger.warning(note)
@@ -95,11 +95,15 @@ class StreamBuilder:
             unit.holders[name].put(view)
         self._sources[number] = HostSource(flat)
 
-    def _take_embeddings(self) -> None:
-        """From the device to host memory, where the device reads them."""
-        assert self._embeddings is not None
+    @property
+    def waiting_embeddings(self) -> Holder | None:
+        """The input embeddings, if they wait in host memory: until `finish` they are to be on the CPU."""
+        return self._embeddings if self.plan.host_embeddings else None
+
+    def _take_embeddings(self, holder: Holder) -> None:
+        """To pinned memory, where the device reads them."""
         assert self._mapping is not None
-        weight = self._embeddings.get()
+        weight = holder.get()
         assert weight is not None
         flat = self._memory.allocate(weight.nbytes)
         flat.view(weight.dtype).view(weight.shape).copy_(weight)
@@ -109,8 +113,8 @@ class StreamBuilder:
             logger.warning(
                 "The input embeddings stay on %s, %d bytes beyond the plan: %s", self.device, flat.numel(), error
             )
-            return
-        self._embeddings.put(mapped)
+            mapped = weight.to(self.device)
+        holder.put(mapped)
 
     def give_back(self) -> None:
         """Undo what was taken: tensors whose bytes are in files come back into memory."""
@@ -127,8 +131,8 @@ class StreamBuilder:
         numbers = sorted(self._sources)
         if not numbers:
             return None
-        if self.plan.host_embeddings:
-            self._take_embeddings()
+        if self.waiting_embeddings is not None:
+            self._take_embeddings(self.waiting_embeddings)
         with torch.inference_mode(False):  # slots are written to inside and outside of it
             stream = LayerStream(
                 self.plan,
@@ -188,6 +192,8 @@ def stream_layers(
                 if builder.is_streamed(number)
                 for holder in unit.holders.values()
             }
+            if builder.waiting_embeddings is not None:
+                streamed.add(id(builder.waiting_embeddings.get()))
             _move(model, where, streamed)
             builder.finish()
         except BaseException:

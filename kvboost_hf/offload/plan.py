@@ -25,6 +25,7 @@ class ModelSizes:
         kv_bytes: K/V of as many tokens as the configuration makes room for.
         activation_bytes: What else a forward takes at its peak.
         embedding_bytes: Of `other_bytes`, the input embeddings, if they may wait in host memory.
+        workspace_bytes: What products on a GPU take beside their results.
     """
 
     layer_bytes: tuple[int, ...]
@@ -32,6 +33,7 @@ class ModelSizes:
     kv_bytes: int
     activation_bytes: int
     embedding_bytes: int = 0
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ class ResidencyPlan:
             "embeddings, norms, head": self.sizes.other_bytes - self.host_embeddings * self.sizes.embedding_bytes,
             "K/V": self.sizes.kv_bytes,
             "activations": self.sizes.activation_bytes,
+            "workspaces": self.sizes.workspace_bytes,
             "reserved": self.reserved_bytes,
         }
 

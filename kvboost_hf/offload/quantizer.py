@@ -120,7 +120,9 @@ class LayerStreamingQuantizer(HfQuantizer):
         self._builder = StreamBuilder(model, self._streaming, self._device, self._checkpoint.identity())
         if self._awq is not None:
             expect_version(model, self._awq.version)
-        self._checkpoint.take_out(self._builder.layers)
+        # Embeddings that wait in host memory are loaded after the layers: the device may have no room for them.
+        waiting = self._builder.waiting_embeddings
+        self._checkpoint.take_out([*self._builder.layers, *([] if waiting is None else [waiting.module])])
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -134,6 +136,9 @@ class LayerStreamingQuantizer(HfQuantizer):
                 to_gemm(unit.layer)
                 if streamed:
                     builder.take(number)
+            if builder.waiting_embeddings is not None:
+                checkpoint.put_back(len(builder.units), ("",))
+                checkpoint.load(len(builder.units), self._device, ("",))
             builder.finish()
         del self._builder, self._checkpoint
         if self._awq is None:

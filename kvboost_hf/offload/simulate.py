@@ -37,12 +37,14 @@ def simulate(
     *,
     n_slots: int,
     link_bytes_per_s: float,
+    host_s: float = 0.0,
     successor: Successor = next_of_slot,
 ) -> Pass:
     """Compute all layers again and again, with one link, on which copies run one after the other.
 
     The streamed layers are numbered in order, and layer `i` of them takes slot `i % n_slots`. When it has been
-    computed the copy of its successor is issued. The host is always ahead and takes no time.
+    computed the copy of its successor is issued. The host submits one layer after the other, is ahead as far as it can
+    be, and begins a pass when the one before has been computed, as it does who has to know the token.
 
     Args:
         layer_bytes: Of each layer.
@@ -50,6 +52,7 @@ def simulate(
         resident: Indices of the layers that are not streamed.
         n_slots: At least 1.
         link_bytes_per_s: Of copies.
+        host_s: Seconds that it takes the host to submit a layer.
         successor: Which layer is copied next.
 
     Returns:
@@ -75,7 +78,10 @@ def simulate(
     for turn in range(WARM_UP + MEASURED):
         if turn == WARM_UP:
             before = (clock, stall, nbytes, misses)
+        submitted = clock
         for layer, seconds in enumerate(compute_s):
+            submitted += host_s
+            clock = max(clock, submitted)
             if layer in kept:
                 clock += seconds
                 continue

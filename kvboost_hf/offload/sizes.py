@@ -10,12 +10,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.compat import decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.awq.experts import EXPERT_PARTS, are_stacked
+from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts, are_stacked
+from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
+from kvboost_hf.offload.awq.triton.tiling import scratch_columns
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
 from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings
 
 WORD = 8  # weights of four bits in an int32
+CUBLAS_BYTES = 32 << 20  # of PyTorch's workspace for cuBLAS on an H100; on older GPUs it takes a quarter
 SAMPLING_COPIES = 4  # of the last logits in float32: as they came, processed, sorted, as probabilities
 
 
@@ -39,8 +42,33 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) 
     return int(of_tokens + SAMPLING_COPIES * text.vocab_size * torch.float32.itemsize)
 
 
+def workspace_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """What products on a GPU take beside their results.
+
+    That is PyTorch's workspace for cuBLAS, and for prompts the columns of a weight of four bits that become numbers at
+    a time: of the one that takes most, since one product follows the other.
+
+    Args:
+        model: Its linear layers and experts may be on the meta device.
+        dtype: Of what the layers compute.
+    """
+    shapes: list[tuple[int, int]] = []
+    for module in model.modules():
+        if isinstance(module, AwqLinear):
+            shapes.append((module.in_features, module.out_features))
+        elif isinstance(module, AwqExperts):
+            shapes += module.parts.values()
+    scratch = [rows * scratch_columns(rows, columns, dtype.itemsize) for rows, columns in shapes]
+    return CUBLAS_BYTES + dtype.itemsize * max(scratch, default=0)
+
+
 def sizes_of(
-    model: PreTrainedModel, units: Sequence[Unit], streaming: StreamingConfig, embeddings: Holder | None = None
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    streaming: StreamingConfig,
+    embeddings: Holder | None = None,
+    *,
+    gpu: bool,
 ) -> ModelSizes:
     """What a model takes; its tensors may be on the meta device.
 
@@ -49,6 +77,7 @@ def sizes_of(
         units: What can be streamed of each layer.
         streaming: Says how many tokens there are to be, in the context and in one forward.
         embeddings: Those that may wait in host memory.
+        gpu: Whether it computes on one.
     """
     waiting = None if embeddings is None else embeddings.get()
     inside = {id(tensor) for unit in units for tensor in unit.tensors().values()}
@@ -59,6 +88,7 @@ def sizes_of(
         kv_bytes=streaming.max_tokens * kv_bytes_per_token(model.config, model.dtype),
         activation_bytes=activation_bytes(model.config, streaming.forward_tokens, model.dtype),
         embedding_bytes=0 if waiting is None else waiting.nbytes,
+        workspace_bytes=workspace_bytes(model, model.dtype) if gpu else 0,
     )
 
 
@@ -70,7 +100,7 @@ def estimate_sizes(
     group_size: int = 128,
     dtype: torch.dtype = torch.float16,
 ) -> ModelSizes:
-    """What a model takes, without its weights.
+    """What a model takes on a GPU, without its weights.
 
     With 4 bits the linear layers and experts of decoder layers are counted as AWQ checkpoints hold them: words, zeros
     and scales, 0.5195 bytes a weight at a group size of 128. All else is counted in `dtype`: embeddings, head, norms,
@@ -109,7 +139,8 @@ def estimate_sizes(
         }
         swap_linears(model, AwqSettings(group_size=group_size, version="gemm", told={}), linears | experts, "auto")
     units = find_units(model, layers, ffn_only=streaming.residency_mode == "ffn_only_stream")
-    return sizes_of(model, units, streaming, input_embeddings(model) if streaming.host_embeddings else None)
+    embeddings = input_embeddings(model) if streaming.host_embeddings else None
+    return sizes_of(model, units, streaming, embeddings, gpu=True)
 
 
 def what_fits(

@@ -114,6 +114,7 @@ def test_the_tables_of_simulated_passes_are_what_the_code_says() -> None:
     page = (ROOT / "docs" / "streaming.md").read_text(encoding="utf-8")
     assert script["staying"]() in page
     assert script["rounding"]() in page
+    assert script["hosts"]() in page
 
 
 def test_the_page_of_flags_is_what_the_parser_says() -> None:

@@ -84,6 +84,20 @@ def test_opcheck(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 16])
+def test_streams_do_not_count_each_others_parts(rows: int) -> None:
+    """Products of two streams run beside each other."""
+    given = Product(rows=rows, in_features=5120, out_features=1024, device="cuda").tensors()
+    expected = awq_matmul(*given, "triton")
+    torch.cuda.synchronize()
+    found, streams = [], [torch.cuda.Stream() for _ in range(4)]
+    for stream in streams * 25:
+        with torch.cuda.stream(stream):
+            found.append(awq_matmul(*given, "triton"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, expected) for each in found)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 300])
 def test_it_can_be_captured(rows: int) -> None:
     """A CUDA graph replays it: nothing in a call waits for the device."""
     given = Product(rows=rows, in_features=5120, out_features=1024, device="cuda").tensors()

@@ -119,12 +119,12 @@ def test_budget(checkpoint: str) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = load(checkpoint, vram_budget="60MB", max_tokens=256)
+    model = load(checkpoint, vram_budget="100MB", max_tokens=256)
     plan = streaming_plan(model)
     assert plan is not None
     assert 0 < len(plan.resident) < LAYERS
     generate(model)
-    assert torch.cuda.max_memory_allocated() - before <= 60e6
+    assert torch.cuda.max_memory_allocated() - before <= 100e6
 
 
 def test_mapped_memory() -> None:

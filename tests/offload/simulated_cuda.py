@@ -98,9 +98,13 @@ class SimulatedGpu:
     def is_pinned(self, flat: torch.Tensor) -> bool:
         return self.pins
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
         mine = source.untyped_storage().data_ptr()
         assert self.pins or mine in [pinned.untyped_storage().data_ptr() for pinned in self._pinned]
+        for there, here in zip(target.split(piece_bytes), source.split(piece_bytes), strict=True):
+            self._copy(there, here, stream)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         self.copies += 1
 
         def start() -> None:

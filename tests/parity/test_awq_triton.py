@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 from kvboost_hf.attention import kernel_calls
-from kvboost_hf.offload.awq import matmul
+from kvboost_hf.config import QuantKernel
+from kvboost_hf.offload.awq import dispatch
 from kvboost_hf.offload.awq.matmul import awq_matmul
 from kvboost_hf.offload.awq.triton import launch
 from kvboost_hf.offload.awq.triton.launch import Launch, awq_matmul_triton
@@ -270,9 +271,9 @@ def test_one_operator_where_it_is_compiled() -> None:
 
 @pytest.fixture
 def _chosen_anew() -> Iterator[None]:
-    matmul._runs_triton.cache_clear()
+    dispatch.runs_triton.cache_clear()
     yield
-    matmul._runs_triton.cache_clear()
+    dispatch.runs_triton.cache_clear()
 
 
 @pytest.mark.usefixtures("_chosen_anew")
@@ -284,7 +285,7 @@ def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("_chosen_anew")
 def test_triton_needs_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "find_spec", lambda name: None)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs the package triton"):
         awq_matmul(*Product().tensors(), "triton")
 
@@ -293,12 +294,12 @@ def test_triton_needs_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("capability", "chosen"), [((6, 1), False), ((7, 0), True), ((9, 0), True)])
 def test_auto_on_a_gpu(capability: tuple[int, int], chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert matmul._runs_triton("auto", torch.device("cuda:0")) == chosen
-    assert not matmul._runs_triton("torch", torch.device("cuda:0"))
+    assert dispatch.runs_triton("auto", torch.device("cuda:0")) == chosen
+    assert not dispatch.runs_triton("torch", torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-def test_on_a_cpu_it_is_plain_pytorch(kernel: matmul.QuantKernel) -> None:
+def test_on_a_cpu_it_is_plain_pytorch(kernel: QuantKernel) -> None:
     product, before = Product(), kernel_calls()
     check(product, awq_matmul(*product.tensors(), kernel))
     assert dict(kernel_calls() - before) == {"reference.awq_matmul": 1}

@@ -137,6 +137,7 @@ def test_in_a_terminal() -> None:
         ("embeddings, norms, head", "2.000"),
         ("K/V", "1.000"),
         ("activations", "0.500"),
+        ("workspaces", "0.000"),
         ("reserved", "0.000"),
         ("device, in all", "5.000"),
         ("4 layers in host memory", "1.000"),

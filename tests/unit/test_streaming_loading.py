@@ -18,12 +18,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from kvboost_hf import StreamingConfig, load_streamed, stream_layers, streaming_plan, streaming_stats, with_streaming
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
+from kvboost_hf.offload import build
+from kvboost_hf.offload import checkpoint as checkpoints
 from kvboost_hf.offload.awq.write import quantize_awq, write_random_awq
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.checkpoint import any_of
 from tests.conftest import make_model, random_ids
-from tests.streaming import FULL_STREAM
+from tests.streaming import FULL_STREAM, make_layers
 
 IDS = random_ids(20, seed=1)
 
@@ -239,6 +241,40 @@ print(high() - before, now() - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_embeddings_that_wait_take_no_room_of_the_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are loaded after the layers, to the host: beside the layers that stay, the device may have no room."""
+    loads: list[dict[str, torch.device]] = []
+    load = checkpoints.convert_and_load_state_dict_in_model
+
+    def watch(model: Any, tensors: Any, settings: Any) -> Any:
+        loads.append(settings.device_map)
+        assert (model.get_input_embeddings().weight is None) == (len(loads) <= model.config.num_hidden_layers)
+        return load(model, tensors, settings)
+
+    monkeypatch.setattr(checkpoints, "convert_and_load_state_dict_in_model", watch)
+    with use_backend(PoisoningBackend):
+        model = load_streamed(checkpoint, StreamingConfig(keep_first_k=1), device="cpu")
+    assert len(loads) == model.config.num_hidden_layers + 1
+    assert loads[-1].keys() - {""} == {"model.embed_tokens.weight"}
+
+
+def test_embeddings_that_wait_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_layers(4)
+    weight = model.get_input_embeddings().weight
+    moved = spied(monkeypatch)
+    with use_backend(PoisoningBackend):
+        stream_layers(model, FULL_STREAM, device="cpu")
+    assert id(weight) in moved
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Ids of the tensors that stay where they are when all others go to the device."""
+    stay: set[int] = set()
+    move = build._move
+    monkeypatch.setattr(build, "_move", lambda model, device, ids: (stay.update(ids), move(model, device, ids)))
+    return stay
+
+
 def test_memory_of_loading(tmp_path: Path) -> None:
     """Nothing is in memory twice: at its peak, no more than 1.15 times the files, two slots of 24 included."""
     config = LlamaConfig(

@@ -1,6 +1,7 @@
 """Sizes from a configuration alone, against what models of that configuration really take."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, OPTConfig,
 from kvboost_hf import load_streamed, streaming_plan
 from kvboost_hf.compat import bytes_per_token, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.awq.triton.tiling import SCRATCH_BYTES
 from kvboost_hf.offload.awq.write import write_random_awq
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.plan import ModelSizes
-from kvboost_hf.offload.sizes import activation_bytes, estimate_sizes, what_fits
+from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, what_fits
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -115,7 +117,17 @@ def test_an_estimate_is_what_loading_finds(mode: Any, tmp_path: Path) -> None:
     with use_backend(PoisoningBackend):
         plan = streaming_plan(load_streamed(str(tmp_path), asked, device="cpu"))
     assert plan is not None
-    assert plan.sizes == estimate_sizes(config, asked)
+    estimate = estimate_sizes(config, asked)
+    assert plan.sizes == replace(estimate, workspace_bytes=0), "which only a GPU takes"
+    numbers = 256 * 768  # of the largest weight
+    assert estimate.workspace_bytes == CUBLAS_BYTES + 2 * numbers
+
+
+def test_workspaces_of_weights_that_are_large() -> None:
+    """A product has numbers of 128 MiB at most; weights of 16 bits need none."""
+    wide = llama(hidden_size=8192, intermediate_size=28672, num_hidden_layers=1, num_attention_heads=64)
+    assert sizes(wide, bits=4).workspace_bytes == CUBLAS_BYTES + SCRATCH_BYTES
+    assert sizes(wide).workspace_bytes == CUBLAS_BYTES
 
 
 def test_what_fits() -> None:
@@ -127,16 +139,16 @@ def test_what_fits() -> None:
         num_attention_heads=16,
         num_key_value_heads=4,
     )
-    found = what_fits(config, "50MB", streaming=StreamingConfig(max_tokens=500))
+    found = what_fits(config, "90MB", streaming=StreamingConfig(max_tokens=500))
     assert 0 < len(found.resident) < 8
-    assert found.device_bytes <= 50 * 10**6 < found.device_bytes + found.slot_bytes
-    assert len(what_fits(config, "50MB", streaming=StreamingConfig(max_tokens=1000)).resident) < len(found.resident)
-    in_pieces = what_fits(config, "50MB", streaming=StreamingConfig(max_tokens=500, prefill_chunk_size=100))
+    assert found.device_bytes <= 90 * 10**6 < found.device_bytes + found.slot_bytes
+    assert len(what_fits(config, "90MB", streaming=StreamingConfig(max_tokens=1000)).resident) < len(found.resident)
+    in_pieces = what_fits(config, "90MB", streaming=StreamingConfig(max_tokens=500, prefill_chunk_size=100))
     assert in_pieces.sizes.kv_bytes == found.sizes.kv_bytes
     assert in_pieces.sizes.activation_bytes < found.sizes.activation_bytes / 3
     assert what_fits(config, "1GB").n_slots == 0
     with pytest.raises(ValueError, match="at least"):
-        what_fits(config, "50MB", bits=16)
+        what_fits(config, "90MB", bits=16)
 
 
 def test_other_bits() -> None:

@@ -152,8 +152,7 @@ class _Link:
         """Submit the copy of a layer in pinned memory."""
         with self.lock:
             self._begin(load)
-            self._copy(load.target, host)
-            load.ready = self._runtime.record(self.stream)
+            load.ready = self._copy(load.target, host)
 
     def copy_through_buffers(self, load: _Load) -> None:
         """Read a layer, and submit its copy piece by piece."""
@@ -167,8 +166,7 @@ class _Link:
                     return
                 if not start:
                     self._begin(load)
-                self._copy(target, piece)
-                load.ready = buffer.copied = self._runtime.record(self.stream)
+                load.ready = buffer.copied = self._copy(target, piece)
 
     def _next_buffer(self) -> _Buffer:
         """The buffer whose turn it is, when it can be read into."""
@@ -185,10 +183,10 @@ class _Link:
         for event in load.free:
             self.stream.wait_event(event)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        """Submit a copy; the event behind it."""
         before = self._runtime.record(self.stream, timed=True)
-        for start in range(0, target.numel(), self._piece_bytes):
-            piece = slice(start, start + self._piece_bytes)
-            self._runtime.copy(target[piece], source[piece], self.stream)
+        self._runtime.copy(target, source, self.stream, self._piece_bytes)
         after = self._runtime.record(self.stream, timed=True)
         self.timings.add(before, after, target.numel())
+        return after

@@ -45,8 +45,8 @@ class Runtime(Protocol):
     def is_pinned(self, flat: torch.Tensor) -> bool:
         """Whether memory is such memory."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Submit a copy from pinned memory to the device."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
+        """Submit copies from pinned memory to the device, of so many bytes each."""
 
 
 class CudaRuntime:
@@ -87,7 +87,8 @@ class CudaRuntime:
         """See `Runtime`."""
         return flat.is_pinned()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
         """See `Runtime`."""
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
-            target.copy_(source, non_blocking=True)
+            for there, here in zip(torch.split(target, piece_bytes), torch.split(source, piece_bytes), strict=True):
+                there.copy_(here, non_blocking=True)

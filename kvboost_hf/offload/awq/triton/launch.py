@@ -86,7 +86,8 @@ def awq_matmul_triton(
         return out
     if x.stride(1) != 1:
         x = x.contiguous()
-    plan = planned(rows, x.stride(0), in_features, groups, out_features, x.dtype, x.device, tiling)
+    stride = x.stride(0) if rows > 1 else in_features  # that of one row is whatever it was cut out of
+    plan = planned(rows, stride, in_features, groups, out_features, x.dtype, x.device, tiling)
     sums, arrived, stream = out, out, _stream(x)
     if plan.parts > 1:
         sums = torch.empty(plan.parts * rows * out_features, dtype=torch.float32, device=x.device)

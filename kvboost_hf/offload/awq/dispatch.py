@@ -1,0 +1,56 @@
+"""Which kernel multiplies by AWQ weights."""
+
+import logging
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from kvboost_hf.config import QuantKernel
+from kvboost_hf.kernel_calls import count
+from kvboost_hf.offload.awq.cpu import awq_matmul_torch
+
+_logger = logging.getLogger(__name__)
+
+
+def multiply(
+    x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, kernel: QuantKernel
+) -> torch.Tensor:
+    """See `matmul.awq_matmul`."""
+    if runs_triton(kernel, x.device):
+        from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
+
+        count("triton", "awq_matmul")
+        return awq_matmul_triton(x, qweight, qzeros, scales)
+    count("reference", "awq_matmul")
+    return awq_matmul_torch(x, qweight, qzeros, scales)
+
+
+@cache
+def runs_triton(kernel: QuantKernel, device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device; said once, in the log.
+
+    Raises:
+        ValueError: they are asked for, and cannot.
+    """
+    triton = kernel == "triton" or (kernel == "auto" and device.type == "cuda")
+    if triton and (missing := _missing(device)):
+        if kernel == "triton":
+            raise ValueError(
+                f"`kernel` 'triton' needs {missing} to multiply on {str(device)!r}; choose 'auto' or 'torch'."
+            )
+        triton = False
+    _logger.info("AWQ weights on %s: %s.", device, "Triton kernels" if triton else "plain PyTorch operations")
+    return triton
+
+
+def _missing(device: torch.device) -> str | None:
+    """What keeps Triton from running on a device."""
+    if find_spec("triton") is None:
+        return "the package triton"
+    if device.type == "cuda":
+        older = not torch.version.hip and torch.cuda.get_device_capability(device) < (7, 0)
+        return "a GPU of sm_70 or newer" if older else None
+    from triton import knobs
+
+    return None if knobs.runtime.interpret else "a GPU, or TRITON_INTERPRET=1 in the environment"
