@@ -161,15 +161,21 @@ def make_reach(
         keep: [batch, columns], bool: the ones that are there to attend to. None for all.
         window: 0 for none.
         device: Of the mask.
-        columns: [batch, queries]: the column of each query, where they are not the last ones; with `keep`.
+        columns: [batch, queries]: the column of each query, where they are not the last ones; without `keep`, of one
+            query.
 
     Returns:
         None if there is nothing to say. Else int32: [batch, 1, 1, columns], 1 for those that are there; with a window
-        the reach of each in place of 1, and that twice, [batch, 2, 1, columns], or [1, 2, 1, 1] if all columns are
-        alike. With `columns` it is followed, in the last but one dimension, by a row that begins with them.
+        the reach of each in place of 1, and that twice, [batch, 2, 1, columns]. Where all columns are alike, there is
+        one in place of all, and without `columns` one row. With `columns` it is followed, in the last but one
+        dimension, by a row that begins with them.
     """
-    if keep is None:
+    if keep is None and columns is None:
         return torch.full((1, 2, 1, 1), window, dtype=torch.int32, device=device) if window else None
+    if keep is None:
+        assert columns is not None
+        assert columns.shape[1] == 1
+        keep = torch.ones(columns.shape, dtype=torch.bool, device=device)
     rows = [keep.int() * (window or 1)]
     if columns is not None:
         rows.append(F.pad(columns.int(), (0, keep.shape[1] - columns.shape[1])))
