@@ -111,12 +111,12 @@ class StaticDecoding:
             return kwargs, kwargs
         seen = seen[:, :, : held + new]
         behind = own[:, None] - torch.arange(held + new, device=own.device)
-        window, kept = next(iter(self._windows.values())), seen[:, -1]
-        if window and pads is not None and len(pads) == len(kept):
-            left = behind[-1] >= window
-            kept = kept | (left & (own[-1] - behind[-1] >= torch.from_numpy(pads).to(own.device)[:, None]))
+        window, kept = next(iter(self._windows.values())), seen.any(dim=1)
+        if window and pads is not None and len(pads) == len(kept):  # what has left the window of all queries
+            there = own[0] - behind[0] >= torch.from_numpy(pads).to(own.device)[:, None]
+            kept = kept | ((behind[0] >= window) & there)
         flat = {**kwargs, "attention_mask": kept.long()}
-        if new == 1:
+        if new == 1 and all(is_of_all_columns(mask, self.max_cache_len) for mask in given):
             return kwargs, flat  # a decoding step keeps its mask, whose shape a graph may count on
         within = (behind >= 0) & (behind < window) if window else behind >= 0
         return (flat, flat) if bool((seen == (kept[:, None] & within)).all()) else (kwargs, kwargs)

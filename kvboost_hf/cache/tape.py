@@ -93,7 +93,7 @@ def seen_columns(mask: Any, windows: Windows, own: torch.Tensor, total: int) -> 
         total: Columns of a cache of a fixed size.
 
     Returns:
-        [batch, queries, total or what a mask has], bool, of layers without a window, if there are any; nothing at all
+        [batch, queries, total or what masks have], bool, of layers without a window, if there are any; nothing at all
         for a query of which masks of other layers say something else.
     """
     found = [mask.get(kind) for kind in windows] if isinstance(mask, dict) else [mask]
@@ -106,8 +106,7 @@ def seen_columns(mask: Any, windows: Windows, own: torch.Tensor, total: int) -> 
     if not others:
         return widest
     (narrow,) = others
-    if narrow.shape != widest.shape:
-        return None
+    widest = widest[:, :, : narrow.shape[2]]  # as stock caches have it before their windows are full
     column = torch.arange(widest.shape[2], device=own.device)
     within = widest & (own[:, None] - column < windows["sliding_attention"])
     return widest & (narrow == within).all(dim=-1, keepdim=True)
