@@ -175,10 +175,11 @@ def make_reach(
     if keep is None:
         assert columns is not None
         assert columns.shape[1] == 1
-        keep = torch.ones(columns.shape, dtype=torch.bool, device=device)
-    rows = [keep.int() * (window or 1)]
-    if columns is not None:
-        rows.append(F.pad(columns.int(), (0, keep.shape[1] - columns.shape[1])))
+        rows = [torch.full(columns.shape, window or 1, dtype=torch.int32, device=device), columns.int()]
+    else:
+        rows = [keep.int() * (window or 1)]
+        if columns is not None:
+            rows.append(F.pad(columns.int(), (0, keep.shape[1] - columns.shape[1])))
     return torch.stack(rows, dim=1)[:, None].expand(-1, 2 if window else 1, -1, -1)
 
 
@@ -188,7 +189,8 @@ def read_reach(
     """Of what `make_reach` has made: `keep`, `columns`, and of a window the reach [batch or 1, columns or 1]."""
     reach = mask[:, 0, 0]
     keep = reach > 0 if mask.shape[3] > 1 else None
-    columns = mask[:, 0, 1, :queries] if mask.shape[2] == 2 else None
+    # Contiguous here, where a graph does it once for all layers, and not in each kernel's launch.
+    columns = mask[:, 0, 1, :queries].contiguous() if mask.shape[2] == 2 else None
     return keep, columns, reach if mask.shape[1] == 2 else None
 
 
