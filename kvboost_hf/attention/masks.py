@@ -58,7 +58,7 @@ def make_mask(
     if form == "compact" and window is not None and _is_told(mask_function, config):
         if isinstance(q_offset, torch.Tensor):
             if kv_offset == 0 and mask_function is not bidirectional_mask_function:
-                columns = (torch.arange(q_length, device=device) + q_offset).expand(batch_size, -1)
+                columns = (torch.arange(q_length, dtype=torch.int32, device=device) + q_offset).expand(batch_size, -1)
                 return make_reach(_padding_ahead(attention_mask, columns, kv_length), window, device, columns)
         elif q_offset + q_length == kv_offset + kv_length:
             return make_reach(_padding(attention_mask, kv_length), window, device)

@@ -105,21 +105,26 @@ class StaticDecoding:
         given = _tensors(mask)
         if not given or given[0].ndim != 4 or new == 0:
             return kwargs, kwargs
-        own = torch.arange(held, held + new, device=given[0].device)
-        seen = seen_columns(mask, self._windows, own, self.max_cache_len)
+        own, windows = torch.arange(held, held + new, device=given[0].device), self._windows
+        if isinstance(mask, dict) and len(windows) > 1:
+            windows = {kind: size for kind, size in windows.items() if mask.get(kind) is not None}
+            mask = {kind: mask[kind] for kind in windows}
+        told = len(windows) == len(self._windows)  # if not, layers of some kind hide nothing
+        seen = seen_columns(mask, windows, own, self.max_cache_len)
         if seen is None or seen.shape[1] != new or seen.shape[2] < held + new:
             return kwargs, kwargs
         seen = seen[:, :, : held + new]
         behind = own[:, None] - torch.arange(held + new, device=own.device)
-        window, kept = next(iter(self._windows.values())), seen.any(dim=1)
+        window, kept = next(iter(windows.values())), seen.any(dim=1)
         if window and pads is not None and len(pads) == len(kept):  # what has left the window of all queries
             there = own[0] - behind[0] >= torch.from_numpy(pads).to(own.device)[:, None]
             kept = kept | ((behind[0] >= window) & there)
         flat = {**kwargs, "attention_mask": kept.long()}
-        if new == 1 and all(is_of_all_columns(mask, self.max_cache_len) for mask in given):
+        if new == 1 and told and all(is_of_all_columns(mask, self.max_cache_len) for mask in given):
             return kwargs, flat  # a decoding step keeps its mask, whose shape a graph may count on
         within = (behind >= 0) & (behind < window) if window else behind >= 0
-        return (flat, flat) if bool((seen == (kept[:, None] & within)).all()) else (kwargs, kwargs)
+        fits = (seen == (kept[:, None] & within)).all() & (kept.all() | told)
+        return (flat, flat) if bool(fits) else (kwargs, kwargs)
 
     def open(self, layers: Sequence[StaticReuseLayer], kwargs: dict[str, Any], *, step: bool) -> None:
         """An eager forward with `kwargs` is about to begin; `step` if it decodes a token."""
