@@ -161,18 +161,25 @@ def make_reach(
         keep: [batch, columns], bool: the ones that are there to attend to. None for all.
         window: 0 for none.
         device: Of the mask.
-        columns: [batch, queries]: the column of each query, where they are not the last ones; with `keep`.
+        columns: [batch, queries]: the column of each query, where they are not the last ones; without `keep`, of one
+            query.
 
     Returns:
         None if there is nothing to say. Else int32: [batch, 1, 1, columns], 1 for those that are there; with a window
-        the reach of each in place of 1, and that twice, [batch, 2, 1, columns], or [1, 2, 1, 1] if all columns are
-        alike. With `columns` it is followed, in the last but one dimension, by a row that begins with them.
+        the reach of each in place of 1, and that twice, [batch, 2, 1, columns]. Where all columns are alike, there is
+        one in place of all, and without `columns` one row. With `columns` it is followed, in the last but one
+        dimension, by a row that begins with them.
     """
-    if keep is None:
+    if keep is None and columns is None:
         return torch.full((1, 2, 1, 1), window, dtype=torch.int32, device=device) if window else None
-    rows = [keep.int() * (window or 1)]
-    if columns is not None:
-        rows.append(F.pad(columns.int(), (0, keep.shape[1] - columns.shape[1])))
+    if keep is None:
+        assert columns is not None
+        assert columns.shape[1] == 1
+        rows = [torch.full(columns.shape, window or 1, dtype=torch.int32, device=device), columns.int()]
+    else:
+        rows = [keep.int() * (window or 1)]
+        if columns is not None:
+            rows.append(F.pad(columns.int(), (0, keep.shape[1] - columns.shape[1])))
     return torch.stack(rows, dim=1)[:, None].expand(-1, 2 if window else 1, -1, -1)
 
 
@@ -182,7 +189,8 @@ def read_reach(
     """Of what `make_reach` has made: `keep`, `columns`, and of a window the reach [batch or 1, columns or 1]."""
     reach = mask[:, 0, 0]
     keep = reach > 0 if mask.shape[3] > 1 else None
-    columns = mask[:, 0, 1, :queries] if mask.shape[2] == 2 else None
+    # Contiguous here, where a graph does it once for all layers, and not in each kernel's launch.
+    columns = mask[:, 0, 1, :queries].contiguous() if mask.shape[2] == 2 else None
     return keep, columns, reach if mask.shape[1] == 2 else None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -49,20 +50,25 @@ def make_mask(
 
     Returns:
         None where queries are the last columns, and see all before them, or, if the layer is not causal, all; what
-        `handles.make_reach` makes where there is padding, or a window that hides something; [batch, 1, q_length,
-        kv_length] for everything else: bool, or, for models that may compute attention themselves, numbers to add.
+        `handles.make_reach` makes where there is padding, or a window that hides something, or columns behind the
+        queries of a causal layer, as in a cache of a fixed size; [batch, 1, q_length, kv_length] for everything else:
+        bool, or, for models that may compute attention themselves, numbers to add.
     """
-    form = mask_form(config)
-    at_end = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
+    form, device = mask_form(config), kwargs.get("device", "cpu")
     window = _window(mask_function)
-    if form == "compact" and at_end and window is not None and _is_told(mask_function, config):
-        keep = attention_mask[:, -kv_length:].bool() if attention_mask is not None else None
-        window = window if window < kv_length else 0
-        if keep is not None and _is_looked_at(keep, q_length, window) and bool(keep.all()):
-            keep = None
-        if keep is not None and q_length == 1 and not window and _are_read(keep.device):
-            return keep[:, None, None]
-        return make_reach(keep, window, kwargs.get("device", "cpu"))
+    if form == "compact" and window is not None and _is_told(mask_function, config):
+        if isinstance(q_offset, torch.Tensor):
+            if kv_offset == 0 and mask_function is not bidirectional_mask_function:
+                columns = (torch.arange(q_length, dtype=torch.int32, device=device) + q_offset).expand(batch_size, -1)
+                return make_reach(_padding_ahead(attention_mask, columns, kv_length), window, device, columns)
+        elif q_offset + q_length == kv_offset + kv_length:
+            keep = attention_mask[:, -kv_length:].bool() if attention_mask is not None else None
+            window = window if window < kv_length else 0
+            if keep is not None and _is_looked_at(keep, q_length, window) and bool(keep.all()):
+                keep = None
+            if keep is not None and q_length == 1 and not window and _are_read(keep.device):
+                return keep[:, None, None]
+            return make_reach(keep, window, device)
     given = {**kwargs, "config": config, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make: Callable[..., Any] = eager_mask if form == "additive" else sdpa_mask
     found: torch.Tensor | None = make(
@@ -119,6 +125,13 @@ def _is_looked_at(keep: torch.Tensor, queries: int, window: int) -> bool:
 def _are_read(device: torch.device) -> bool:
     """Whether kernels read a number for each column in no time that counts, so that the host need not look at it."""
     return not torch.compiler.is_compiling() and active_tier(device) == "triton"
+
+
+def _padding_ahead(attention_mask: torch.Tensor | None, columns: torch.Tensor, kv_length: int) -> torch.Tensor | None:
+    """[batch, kv_length], where the mask ends with the last query; None where there is no padding, for one query."""
+    if attention_mask is not None:
+        return F.pad(attention_mask.bool(), (0, kv_length - attention_mask.shape[1]))
+    return None if columns.shape[1] == 1 else torch.ones_like(columns[:, :1], dtype=torch.bool).expand(-1, kv_length)
 
 
 def _is_recorded(device: torch.device) -> bool:

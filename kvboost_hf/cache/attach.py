@@ -5,20 +5,22 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation.configuration_utils import GenerationMode
 
-from kvboost_hf.cache.arming import running_config
+from kvboost_hf.cache.arming import calling, running_config
 from kvboost_hf.cache.compiled import static_reason
 from kvboost_hf.cache.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.hook import Kwargs, install
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.walk import PREPARE_CACHE
 from kvboost_hf.compat import known_reason, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
@@ -47,11 +49,28 @@ class _Attachment:
         policy: ReusePolicy | None,
         salt: Salt | Callable[[], Salt],
         live_quant: KVQuantConfig | None,
+        max_cache_len: int | None,
     ) -> None:
         self._store, self._policy, self._salt, self._live_quant = store, policy, salt, live_quant
+        self._max_cache_len = max_cache_len
         self._of_thread = _OfThread()
         self._latest: ChunkReuseCache | None = None
         self._storing = threading.Lock()  # tails are on their way to the store
+
+    def cache_for(
+        self, model: PreTrainedModel, config: GenerationConfig, given: Kwargs, mode: GenerationMode
+    ) -> ChunkReuseCache | None:
+        """A cache of a fixed size for a generate() call that has none and asks for none, or None."""
+        if self._max_cache_len is None or config.cache_implementation not in (None, "dynamic") or not config.use_cache:
+            return None
+        if given.get("past_key_values") is not None or given.get("inputs_embeds") is not None:
+            return None
+        if mode == GenerationMode.ASSISTED_GENERATION or holder_of_cache(model) is not None:
+            return None
+        if static_reason(model, self._max_cache_len) is not None:  # the model was changed after attach()
+            return None
+        self._finish_last()
+        return self._of_call(self._of_fixed_size(model, self._max_cache_len))
 
     def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> ChunkReuseCache | None:
         """See `hook.Attachment`.
@@ -65,9 +84,7 @@ class _Attachment:
             if (why := _unreadable(theirs, kwargs)) is not None:
                 self._refuse_again(model, *why)
             return None
-        self.flush()
-        with self._storing:  # what another thread's call has just left is worth waiting for
-            pass
+        self._finish_last()
         reason = _refusal(model, theirs, kwargs)
         if reason is None and isinstance(theirs, StaticCache) and self._live_quant is not None:
             reason = "`live_quant` has buffers that grow, and generate() was told to make a StaticCache"
@@ -75,27 +92,37 @@ class _Attachment:
             self._refuse(model, reason, kwargs["input_ids"].numel())
             return None
         if isinstance(theirs, StaticCache):
-            cache = self._of_fixed_size(model, theirs.get_max_length())
+            cache = self._of_fixed_size(model, _size(theirs))
         else:
             cache = ChunkReuseCache(
                 model, self._store, self._policy, self._current_salt(), live_quant=self._live_quant
             )
+        if isinstance(theirs, DynamicCache):
+            if any(getattr(layer, "record_past", False) for layer in theirs.layers):  # generate() will crop candidates
+                cache.activate_past_recording()
+            theirs.layers = cache.layers
+        return self._of_call(cache)
+
+    def _finish_last(self) -> None:
+        """Store what earlier calls have left."""
+        self.flush()
+        with self._storing:  # what another thread's call has just left is worth waiting for
+            pass
+
+    def _of_call(self, cache: ChunkReuseCache) -> ChunkReuseCache:
+        """Note the cache of a call that begins, and have its last tokens stored when that has ended."""
         self._note(cache)
         config = running_config()
         if config is None:
             cache.stores_prompts_whole = True
         else:  # generate() makes it for one call, and lets go of it when it returns
             weakref.finalize(config, self._call_has_ended, weakref.ref(cache)).atexit = False
-        if isinstance(theirs, DynamicCache):
-            if any(getattr(layer, "record_past", False) for layer in theirs.layers):  # generate() will crop candidates
-                cache.activate_past_recording()
-            theirs.layers = cache.layers
         return cache
 
     def _of_fixed_size(self, model: PreTrainedModel, max_cache_len: int) -> ChunkReuseCache:
         cache = self._of_thread.fixed
         salt = self._current_salt()
-        if cache is None or cache.max_cache_len != max_cache_len:
+        if cache is None or cache.max_cache_len < max_cache_len:
             cache = ChunkReuseCache(model, self._store, self._policy, salt, max_cache_len=max_cache_len)
             self._of_thread.fixed = cache
         else:
@@ -200,7 +227,17 @@ def _refusal(model: PreTrainedModel, theirs: Cache | None, kwargs: Kwargs) -> st
         return "generate() was told to offload its cache"
     if kind is StaticCache and getattr(theirs, "_is_user_defined", False):
         return "generate() was given a StaticCache (pass ChunkReuseCache(model, max_cache_len=...) in its place)"
-    return static_reason(model, theirs.get_max_length()) if kind is StaticCache else None
+    if kind is StaticCache and not _size(theirs):
+        return "it was given a StaticCache whose layers all have a window, outside generate()"
+    return static_reason(model, _size(theirs)) if kind is StaticCache else None
+
+
+def _size(theirs: Cache) -> int:
+    """Columns that a StaticCache was made for; 0 if nothing tells: each layer has those of its window at most."""
+    call = calling().max_length
+    pairs = zip(theirs.layers, theirs.is_sliding, strict=True)
+    sizes = [layer.get_max_length() for layer, is_sliding in pairs if not is_sliding]
+    return max(sizes, default=call - 1 if call is not None else 0)
 
 
 def _is_inside_of_us(frame: FrameType | None) -> bool:
@@ -219,6 +256,7 @@ def attach(
     salt: Salt | Callable[[], Salt] = None,
     *,
     live_quant: KVQuantConfig | None = None,
+    max_cache_len: int | None = None,
 ) -> PreTrainedModel:
     """Give every later `generate()` call on `model` that passes no cache a `ChunkReuseCache`.
 
@@ -234,12 +272,16 @@ def attach(
         salt: Separates those who must not see each other's prompts; None takes the store's. A function is asked
             at each call, such as the `get` of a context variable.
         live_quant: Hold K/V as codes, see `ChunkReuseCache`.
+        max_cache_len: Have each thread's `generate()` calls use one cache of so many tokens, whose decoding
+            `generate()` can compile, see `ChunkReuseCache`; without effect on assisted decoding, and on calls that ask
+            for a kind of cache. A call that may take more tokens raises a `ValueError`.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: for a model that cannot be served, or a store that was made for another model.
+        ValueError: for a model that cannot be served, or not with `max_cache_len`; a store that was made for another
+            model; `live_quant` with `max_cache_len`.
 
     Example:
         >>> from transformers import pipeline
@@ -249,17 +291,39 @@ def attach(
     """
     inner = unwrapped(model)
     known = None if callable(salt) else salt
-    ChunkReuseCache(inner, store, policy, known, live_quant=live_quant)  # refuses now, not at the first call
+    # Refuses now, not at the first call.
+    ChunkReuseCache(inner, store, policy, known, max_cache_len=max_cache_len, live_quant=live_quant)
     install(inner)
-    _flush(inner)
-    ModelState.of(inner).attached = _Attachment(store, policy, salt, live_quant)
+    detach(inner)
+    if max_cache_len is not None:
+        # Whether decoding is compiled is decided before any forward, by the cache that this makes.
+        setattr(inner, PREPARE_CACHE, MethodType(_prepare_cache_for_generation, inner))
+    ModelState.of(inner).attached = _Attachment(store, policy, salt, live_quant, max_cache_len)
     return model
+
+
+def _prepare_cache_for_generation(
+    self: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: Kwargs,
+    generation_mode: GenerationMode,
+    *args: Any,
+) -> Any:
+    """Stands before the method of this name: a call goes on as if the cache had been passed to it."""
+    attached = ModelState.of(self).attached
+    if isinstance(attached, _Attachment):
+        cache = attached.cache_for(self, generation_config, model_kwargs, generation_mode)
+        if cache is not None:
+            model_kwargs["past_key_values"] = cache
+    prepare = getattr(type(self), PREPARE_CACHE)
+    return prepare(self, generation_config, model_kwargs, generation_mode, *args)
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`. Stored chunks, and caches that are passed by hand, stay as they are."""
     inner = unwrapped(model)
     _flush(inner)
+    inner.__dict__.pop(PREPARE_CACHE, None)
     ModelState.of(inner).attached = None
     return model
 

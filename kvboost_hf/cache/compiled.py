@@ -12,14 +12,17 @@ So the hook sees a prompt with its 2-D mask, as with any other cache, and a grap
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.arming import GenerateCall
 from kvboost_hf.cache.inputs import accepts_position_ids
+from kvboost_hf.cache.layers import ReuseLayer
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.static import StaticReuseLayer
-from kvboost_hf.cache.tape import DecodeTape, only_mask, visible
+from kvboost_hf.cache.tape import DecodeTape, Windows, is_of_all_columns, seen_columns
 from kvboost_hf.compat import cache_layers, known_reason, rope_regime
 from kvboost_hf.handles import ATTENTION
 
@@ -44,9 +47,14 @@ class StaticDecoding:
         if reason is not None:
             raise ValueError(f"`max_cache_len` is not for {type(model).__name__}: {reason}. Leave it out.")
         self.max_cache_len = max_cache_len
-        self.tape = DecodeTape(max_cache_len)
+        self._windows = _windows(model)
+        self.tape = DecodeTape(max_cache_len, self._windows)
         self.in_use = True  # the last generate() call was not told use_cache=False
         self._new = 0  # columns of the forward under way
+
+    def make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
+        """Empty layers."""
+        return [StaticReuseLayer(self.max_cache_len, _window(stock)) for stock in cache_layers(model)]
 
     def require_call_fits(self, call: GenerateCall, held: int) -> None:
         """Refuse a generate() call that may outgrow the cache.
@@ -81,30 +89,49 @@ class StaticDecoding:
                 "were passed. Make a cache with a larger `max_cache_len`, or pass fewer tokens."
             )
 
-    def read_mask(self, kwargs: dict[str, Any], held: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arguments to run a forward with, and the same with the 2-D mask that its 4-D mask was made from."""
-        mask = only_mask(kwargs.get("attention_mask"))
-        new = _columns(kwargs)
-        if mask is None:
-            kwargs = {**kwargs, "attention_mask": None}
-        if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or new == 0:
+    def read_mask(
+        self, kwargs: dict[str, Any], held: int, pads: NDArray[np.int64] | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments to run a forward with, and the same with the 2-D mask that its 4-D mask was made from.
+
+        Args:
+            kwargs: The arguments.
+            held: Columns before the forward.
+            pads: Of each row, the columns of padding, which may have left a window; None if they are not known.
+        """
+        mask, new = kwargs.get("attention_mask"), _columns(kwargs)
+        if isinstance(mask, dict) and all(mask.get(kind) is None for kind in self._windows):
+            kwargs, mask = {**kwargs, "attention_mask": None}, None
+        given = _tensors(mask)
+        if not given or given[0].ndim != 4 or new == 0:
             return kwargs, kwargs
-        seen = visible(mask)[:, 0, :, : held + new]
-        if seen.shape[1:] != (new, held + new):
+        own, windows = torch.arange(held, held + new, device=given[0].device), self._windows
+        if isinstance(mask, dict) and len(windows) > 1:
+            windows = {kind: size for kind, size in windows.items() if mask.get(kind) is not None}
+            mask = {kind: mask[kind] for kind in windows}
+        told = len(windows) == len(self._windows)  # if not, layers of some kind hide nothing
+        seen = seen_columns(mask, windows, own, self.max_cache_len)
+        if seen is None or seen.shape[1] != new or seen.shape[2] < held + new:
             return kwargs, kwargs
-        flat = {**kwargs, "attention_mask": seen[:, -1].long()}
-        if new == 1:
+        seen = seen[:, :, : held + new]
+        behind = own[:, None] - torch.arange(held + new, device=own.device)
+        window, kept = next(iter(windows.values())), seen.any(dim=1)
+        if window and pads is not None and len(pads) == len(kept):  # what has left the window of all queries
+            there = own[0] - behind[0] >= torch.from_numpy(pads).to(own.device)[:, None]
+            kept = kept | ((behind[0] >= window) & there)
+        flat = {**kwargs, "attention_mask": kept.long()}
+        if new == 1 and told and all(is_of_all_columns(mask, self.max_cache_len) for mask in given):
             return kwargs, flat  # a decoding step keeps its mask, whose shape a graph may count on
-        columns = torch.arange(held + new, device=seen.device)
-        causal = columns[None, :] <= columns[held:, None]
-        return (flat, flat) if bool((seen == (seen[:, -1:] & causal)).all()) else (kwargs, kwargs)
+        within = (behind >= 0) & (behind < window) if window else behind >= 0
+        fits = (seen == (kept[:, None] & within)).all() & (kept.all() | told)
+        return (flat, flat) if bool(fits) else (kwargs, kwargs)
 
     def open(self, layers: Sequence[StaticReuseLayer], kwargs: dict[str, Any], *, step: bool) -> None:
         """An eager forward with `kwargs` is about to begin; `step` if it decodes a token."""
         self._new = _columns(kwargs)
-        mask = only_mask(kwargs.get("attention_mask"))
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-            step = mask.shape[-1] == self.max_cache_len
+        masks = [mask for mask in _tensors(kwargs.get("attention_mask")) if mask.ndim == 4]
+        if masks:
+            step = all(is_of_all_columns(mask, self.max_cache_len) for mask in masks)
         for layer in layers:
             layer.whole = step and not torch.is_grad_enabled()
         ids = kwargs.get("input_ids")
@@ -133,15 +160,34 @@ def _columns(kwargs: dict[str, Any]) -> int:
     return 0
 
 
+def _tensors(mask: Any) -> list[torch.Tensor]:
+    """The mask, or those of all kinds of layers."""
+    return [each for each in (mask.values() if isinstance(mask, dict) else [mask]) if isinstance(each, torch.Tensor)]
+
+
+def _window(stock: Any) -> int:
+    return stock.sliding_window if type(stock).__name__ == "DynamicSlidingWindowLayer" else 0
+
+
+def _windows(model: PreTrainedModel) -> Windows:
+    sizes = {_window(stock) for stock in cache_layers(model)}
+    return {"sliding_attention" if size else "full_attention": size for size in sorted(sizes)}
+
+
 def static_reason(model: PreTrainedModel, max_cache_len: int) -> str | None:
     """Why a model cannot decode in a cache of a fixed size here, or None."""
     reason = known_reason(model)
     if reason is not None:
         return reason
-    kinds = {type(layer).__name__ for layer in cache_layers(model)} - {"DynamicLayer"}
+    kinds = {type(layer).__name__ for layer in cache_layers(model)} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
     if kinds:
-        return f"its cache has layers other than full attention ({', '.join(sorted(kinds))})"
-    if getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None):
+        return f"its cache has layers other than full attention and windows ({', '.join(sorted(kinds))})"
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "attention_chunk_size", None):
+        return "tokens of its layers with chunks attend to no fixed number of columns"
+    if len({_window(layer) for layer in cache_layers(model)} - {0}) > 1:
+        return "its windows are of several sizes"
+    if getattr(config, "cross_attention_layers", None):
         return "layers that attend to an image hold that, and not the tokens"
     if rope_regime(model, max_cache_len) != b"":
         return f"its rotary frequencies depend on the length within {max_cache_len} tokens"

@@ -325,7 +325,7 @@ class HoldingCache(HookedCache):
 
     def _make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
         if self._static is not None:
-            return [StaticReuseLayer(self._static.max_cache_len) for _ in cache_layers(model)]
+            return self._static.make_layers(model)
         return make_layers(model, self._live_quant) if self._plain is None else []
 
     def _native_layers(self, model: PreTrainedModel) -> list[Any]:

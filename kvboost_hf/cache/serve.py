@@ -129,7 +129,8 @@ class ServingCache(BlendingCache):
         """The same for a cache of a fixed size, where generate() may have made a 4-D mask."""
         start = 0 if armed else held
         static.require_fits(kwargs, start)
-        kwargs, seen = static.read_mask(kwargs, start)
+        pads = self._ledger.log.pads if self._ledger is not None else None
+        kwargs, seen = static.read_mask(kwargs, start, pads)
         inputs = read_inputs(model, seen)
         if start:
             kwargs = self._continue(model, kwargs, inputs, held)

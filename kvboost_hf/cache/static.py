@@ -7,7 +7,8 @@
     whole = True    decoding steps: tensor operations alone; attention sees all `max_cache_len` columns
 
 What steps of the second kind have appended is known to the tensor `length_tensor`; the host reads it when somebody
-asks.
+asks. A layer with a window has as many columns as one without: its mask, or an attention that is told the window,
+leaves out those that have left it.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import cast
 import torch
 
 from kvboost_hf.cache.layers import GrowingLayer, GrowingTensor, Piece
+from kvboost_hf.cache.windows import SlidingLayer
 
 
 class _FixedTensor(GrowingTensor):
@@ -39,6 +41,13 @@ class _FixedTensor(GrowingTensor):
             self.buffer[:, :, length : self.stop].zero_()
             self.seal()
         super().truncate(length)
+
+    def skip_to(self, length: int, batch: int) -> None:
+        """Begin anew with `batch` rows and columns up to `length` that nobody will look at: zeros."""
+        self.truncate(0)
+        if self.buffer is not None and self.buffer.shape[0] != batch:
+            self.buffer = None
+        self.stop = length
 
     def share(self) -> "_FixedTensor":
         """One that holds the same, in a buffer of its own: these must not move."""
@@ -93,18 +102,22 @@ class _FixedTensor(GrowingTensor):
 
 
 class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Full-attention K/V of one layer in buffers that never move: the graph and its guards outlive prompts.
+    """K/V of one layer in buffers that never move: the graph and its guards outlive prompts.
 
     Args:
         max_cache_len: Columns of the buffers.
+        window: Columns that a token can attend to, itself included; 0 for all.
     """
 
     is_compileable = True
     can_branch = False
 
-    def __init__(self, max_cache_len: int) -> None:
+    def __init__(self, max_cache_len: int, window: int = 0) -> None:
         super().__init__()
         self.max_cache_len = max_cache_len
+        self.is_sliding = window > 0
+        self._window = window
+        self._first = 0  # the first column that was filled: those before it had left the window
         self.whole = True
         self._tensors = [_FixedTensor(max_cache_len) for _ in range(self._num_tensors)]
         with torch.inference_mode(False):
@@ -116,7 +129,20 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
 
     def fresh(self) -> GrowingLayer:
         """An empty layer for rows that are computed ahead, eagerly."""
-        return GrowingLayer()
+        return SlidingLayer(self._window) if self.is_sliding else GrowingLayer()
+
+    @property
+    def first(self) -> int:
+        """The first column that is still held."""
+        return self._first
+
+    def needed_from(self, length: int) -> int:
+        """See `ReuseLayer.needed_from`."""
+        return max(0, length - self._window + 1) if self.is_sliding else 0
+
+    def can_rewind(self, length: int) -> bool:
+        """See `ReuseLayer.can_rewind`."""
+        return self._first <= self.needed_from(length)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Note dtype and device."""
@@ -180,11 +206,24 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns that attention will see, and where they begin."""
-        return (self.max_cache_len if self.whole else self.length + query_length), 0
+        if self.whole:
+            return self.max_cache_len, 0
+        start = self.needed_from(self.length)
+        return self.length - start + query_length, start
 
     def get_max_length(self) -> int:
         """Columns of the buffers."""
         return self.max_cache_len
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `GrowingLayer.crop`."""
+        change = int(tokens_to_remove)
+        if not self.can_rewind(change if change > 0 else max(0, self.length + change)):
+            raise RuntimeError(
+                f"`crop({change})` goes back further than this sliding-window layer remembers. Call "
+                "`reset()` on the cache, and pass the whole text."
+            )
+        super().crop(change)
 
     def truncate(self, length: int) -> None:
         """Forget all columns from `length` on."""
@@ -195,6 +234,7 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
     def reset(self) -> None:
         """Forget everything; the buffers stay where they are."""
         self.truncate(0)
+        self._first = 0
         kept = self._fixed
         super().reset()
         if any(tensor.shared for tensor in kept):
@@ -206,7 +246,7 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
 
     def share(self) -> "StaticReuseLayer":
         """A layer that holds the same, in buffers of its own."""
-        twin = StaticReuseLayer(self.max_cache_len)
+        twin = StaticReuseLayer(self.max_cache_len, self._window)
         twin.__dict__.update(self.__dict__)
         twin._tensors = [tensor.share() for tensor in self._fixed]
         with torch.inference_mode(False), torch.no_grad():
@@ -216,6 +256,10 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
 
     def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
         """See `ReuseLayer.fill`."""
+        if start > self.length:
+            self._first = start
+            for tensor in self._fixed:
+                tensor.skip_to(start, len(rows))
         super().fill(start, stop, rows)
         self.length_tensor.fill_(self.length)
 
@@ -225,15 +269,24 @@ class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __
         self.length_tensor.fill_(self.length)
         return opened
 
+    def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.needed_from(held)
+        return self._tensors[0].view(start), self._tensors[1].view(start)
+
+    def _shown_from(self) -> int:
+        return max(self._first, self.needed_from(self.length))
+
     def _adopt(self, index: int, new: torch.Tensor | None) -> None:
-        columns = new.shape[2] if new is not None else 0
-        if columns > self.max_cache_len:
+        tensor, columns = self._fixed[index], new.shape[2] if new is not None else 0
+        stop = max(tensor.stop, columns) if self.is_sliding and columns else columns
+        if stop > self.max_cache_len:
             raise ValueError(
-                f"A cache with `max_cache_len`={self.max_cache_len} holds so many columns at most, got {columns}."
+                f"A cache with `max_cache_len`={self.max_cache_len} holds so many columns at most, got {stop}."
             )
-        tensor = self._fixed[index]
+        self._first = stop - columns
         tensor.truncate(0)
         if new is not None:
+            tensor.skip_to(self._first, new.shape[0])
             tensor.append(new)
         tensor.tampered = True
         self.length_tensor.fill_(self.length)

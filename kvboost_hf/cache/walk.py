@@ -49,10 +49,12 @@ _ADAPTER_STATE = frozenset(("_active_adapter", "_disable_adapters"))  # read thr
 _RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` from `weight_orig` at each forward
 # What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
 # is found by; hooks that only look are put in place when hidden states are first asked for, as with a first image;
-# generate() notes the size of the static cache that it has made; and what is compiled is the same code.
+# generate() notes the size of the static cache that it has made; what is compiled is the same code; and `attach` puts
+# a method before the one that makes caches.
+PREPARE_CACHE = "_prepare_cache_for_generation"
 _NOTES = frozenset(
     (
-        *("rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length", "_cache"),
+        *(PREPARE_CACHE, "rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length", "_cache"),
         *("_compiled_call", "_last_compile_config", "_compiled_call_impl"),
     )
 )

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, detach
 from tests import multimodal
 from tests.conftest import STATEFUL, WINDOWED, left_pad, make_model, random_ids
 
@@ -44,15 +45,38 @@ def test_windows_and_states(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])  # the second one replays CUDA graphs
-def test_compiled_decoding(mode: str) -> None:
-    model = make_model("llama").cuda()
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "sdpa"), ("llama", "kvboost_fa2"), ("mistral", "sdpa"), ("gemma2", "kvboost_fa2")],
+)
+def test_compiled_decoding(name: str, attention: str, mode: str) -> None:
+    model = make_model(name).cuda()
+    model.set_attn_implementation(attention)
     check_model_compatibility(model)
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32), max_cache_len=256)
+    counters.clear()
+    graphs = []
     for ids in (BASE, BASE[:, :90], torch.cat([BASE[:, :90], OTHER[:, :60]], dim=1), OTHER[:, :100]):
         expected = generate(model, left_pad(ids))
         found = generate(model, left_pad(ids), past_key_values=cache, compile_config=CompileConfig(mode=mode))
         assert torch.equal(found, expected)
+        graphs.append(counters["stats"]["unique_graphs"])
     assert cache.report.forwarded_tokens <= 100
+    assert graphs[0] > 0
+    assert graphs == graphs[:1] * 4  # nothing is compiled again
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert not counters["graph_break"]
+
+
+def test_attached_with_a_size() -> None:
+    """generate() compiles by itself, without a cache that is passed, or a configuration."""
+    model = attach(make_model("mistral").cuda(), max_cache_len=256)
+    counters.clear()
+    for ids in (BASE[:, :90], torch.cat([BASE[:, :90], OTHER[:, :60]], dim=1)):
+        assert torch.equal(generate(model, left_pad(ids)), generate(make_model("mistral").cuda(), left_pad(ids)))
+    assert counters["stats"]["unique_graphs"] > 0
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    detach(model)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])

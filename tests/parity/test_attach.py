@@ -355,7 +355,7 @@ def test_what_generate_passes_on_is_known() -> None:
     assert own <= OF_GENERATE
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "mistral", "gemma2"])
 def test_a_static_cache(name: str) -> None:
     plain, model = make_model(name), make_model(name)
     check_model_compatibility(model)
@@ -389,8 +389,9 @@ def test_a_call_that_is_not_served_says_why(attached: PreTrainedModel) -> None:
 
     assert "StaticCache" in why(past_key_values=StaticCache(attached.config, max_cache_len=300))
     mistral = attach(make_model("mistral"))
-    mistral.generate(**as_inputs(BASE), max_new_tokens=3, cache_implementation="static")
-    assert "layers other than full attention" in str(report(mistral).bypass_reason)
+    stock = StaticCache(mistral.config, max_cache_len=300)
+    mistral(input_ids=BASE, past_key_values=stock, logits_to_keep=1)
+    assert "whose layers all have a window" in str(report(mistral).bypass_reason)
     handle = attached.model.layers[0].register_forward_hook(  # type: ignore[union-attr, index]
         lambda module, args, kwargs, output: None, with_kwargs=True
     )

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -240,3 +241,18 @@ def test_tiles_fit(device: Device, dim: int) -> None:
             held = padded * itemsize * (tiling.block_m + 2 * tiling.block_n * tiling.stages)
             assert held <= device.shared_bytes
             assert tiling.block_m < 2 * max(rows, 16)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_columns_behind_the_queries_are_not_read(window: int) -> None:
+    """A cache of a fixed size hides most of its columns: parts that have none of the others say nothing."""
+    problem = Problem(queries=1, columns=160, heads=4, kv_heads=2, window=window)
+    query, key, value = problem.tensors()
+    columns = torch.full((len(query), 1), 37, dtype=torch.int32)
+    expected = solve(problem, visibility=replace(problem.visibility(), columns=columns))
+    start = 48 if knobs.runtime.interpret else 64  # what is behind the block of the query
+    key[:, :, start:] = value[:, :, start:] = float("nan")
+    if window:
+        key[:, :, : 37 - window - 16] = value[:, :, : 37 - window - 16] = float("nan")
+    found = solve(problem, 5, visibility=replace(problem.visibility(), columns=columns), tensors=(query, key, value))
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
