@@ -9,10 +9,9 @@ from transformers import CompileConfig, PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests import multimodal
 from tests.conftest import STATEFUL, WINDOWED, left_pad, make_model, random_ids
+from tests.gpu.device import DEVICE
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore"),
 ]
 BASE, OTHER = random_ids(200, seed=1), random_ids(200, seed=2)
@@ -20,13 +19,13 @@ NEW = 8
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Any], **kwargs: Any) -> Any:
-    on_gpu = {name: value.cuda() for name, value in inputs.items()}
+    on_gpu = {name: value.to(DEVICE) for name, value in inputs.items()}
     return model.generate(**on_gpu, max_new_tokens=NEW, do_sample=False, **kwargs)
 
 
 @pytest.mark.parametrize("name", [*WINDOWED, *STATEFUL])
 def test_windows_and_states(name: str) -> None:
-    model = make_model(name).cuda()
+    model = make_model(name).to(DEVICE)
     check_model_compatibility(model)
     store = ChunkStore(model, chunk_size=32)
     cache = ChunkReuseCache(model, store, ReusePolicy(audit_rate=1.0))
@@ -45,7 +44,7 @@ def test_windows_and_states(name: str) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])  # the second one replays CUDA graphs
 def test_compiled_decoding(mode: str) -> None:
-    model = make_model("llama").cuda()
+    model = make_model("llama").to(DEVICE)
     check_model_compatibility(model)
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32), max_cache_len=256)
     for ids in (BASE, BASE[:, :90], torch.cat([BASE[:, :90], OTHER[:, :60]], dim=1), OTHER[:, :100]):
@@ -57,7 +56,7 @@ def test_compiled_decoding(mode: str) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
 def test_images(name: str) -> None:
-    model = multimodal.make_model(name).cuda()
+    model = multimodal.make_model(name).to(DEVICE)
     store = ChunkStore(model, chunk_size=16)
     parts = [multimodal.text(30, 1), 1, multimodal.text(20, 2)]
     other = [multimodal.text(30, 1), 2, multimodal.text(20, 2)]

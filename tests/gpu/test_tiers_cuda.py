@@ -9,20 +9,17 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, check_model_compatibility
 from kvboost_hf.cache.pace import ComputePace
 from tests.conftest import counted, left_pad, make_model, random_ids
+from tests.gpu.device import DEVICE, ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 BASE = random_ids(2000, seed=1)
 
 
 def on_gpu(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: value.cuda() for name, value in left_pad(ids).items()}
+    return {name: value.to(DEVICE) for name, value in left_pad(ids).items()}
 
 
 def reader(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model = make_model("llama").to("cuda", dtype)
+    model = make_model("llama").to(DEVICE, dtype)
     check_model_compatibility(model)
     return model
 
@@ -38,7 +35,7 @@ def test_what_is_stored_is_in_pinned_memory_and_arrives_whole() -> None:
     tokens(model, BASE, cache)
     held = cache._layers[0].columns(0, 64, 128)
     chunk = next(chunk for chunk in store._chunks.values() if chunk.start == 64)
-    assert all(plane.is_pinned() for plane in chunk.kv.tensors)
+    assert all(plane.is_pinned() == ON_GPU for plane in chunk.kv.tensors)
     for found, expected in zip(chunk.kv.reader().layer(0) or (), held or (), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -64,7 +61,7 @@ def test_a_restart(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.Monke
             if dtype == torch.float32:
                 assert torch.equal(found, plain)
             store.flush()
-        assert all(plane.is_pinned() for chunk in store._chunks.values() for plane in chunk.kv.tensors)
+        assert all(plane.is_pinned() == ON_GPU for chunk in store._chunks.values() for plane in chunk.kv.tensors)
         store.close()
 
 
@@ -88,7 +85,7 @@ def test_codecs_give_on_the_device_what_they_give_on_the_host(codec: str) -> Non
     tokens(model, BASE, on_device)
     block = next(iter(store._chunks.values())).kv.blocks[0]
     run = block.run(0)
-    decoded = block.decode({name: plane.cuda() for name, plane in block.planes.items()}, run)
+    decoded = block.decode({name: plane.to(DEVICE) for name, plane in block.planes.items()}, run)
     torch.testing.assert_close(decoded.cpu(), block.decode(block.planes, run), rtol=1e-3, atol=1e-3)
     again = ChunkReuseCache(model, store)
     tokens(model, BASE, again)

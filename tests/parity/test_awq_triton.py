@@ -43,7 +43,7 @@ class Product:
     dtype: torch.dtype = F16
     levels: tuple[int, int] = (0, 16)
     size: float = 0.02
-    device: str = "cpu"
+    device: torch.device | str = "cpu"
 
     def drawn(self) -> tuple[torch.Tensor, Weight]:
         """Rows and weights."""
