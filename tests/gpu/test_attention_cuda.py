@@ -173,7 +173,8 @@ def test_tokens_are_those_of_eager_attention(name: str) -> None:
     eager, ours = (make_model(name).to(DEVICE) for _ in range(2))
     eager.set_attn_implementation("eager")
     ours.set_attn_implementation("kvboost_fa2")
-    inputs = {key: each.to(DEVICE) for key, each in left_pad(random_ids(4 * NEW + 10, 1), random_ids(3 * NEW + 1, 2)).items()}
+    rows = random_ids(4 * NEW + 10, 1), random_ids(3 * NEW + 1, 2)
+    inputs = {key: each.to(DEVICE) for key, each in left_pad(*rows).items()}
     before = kernel_calls()
     found = ours.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
     assert dict(kernel_calls() - before) == {"triton.attend": NEW * ours.config.num_hidden_layers}
