@@ -46,11 +46,11 @@ def on_gpu(value: Any) -> Any:
     """A tensor, or a dataclass, list or tuple of tensors."""
     if isinstance(value, torch.Tensor):
         return value.to(DEVICE)
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         given = {each.name: on_gpu(getattr(value, each.name)) for each in fields(value) if each.name != "places"}
         if "rows" in given:  # stay in host memory; where the pieces are has changed
             given |= {"rows": value.rows, "places": None}  # type: ignore[attr-defined]
-        return replace(value, **given)  # type: ignore[type-var]
+        return replace(value, **given)
     return type(value)(map(on_gpu, value)) if isinstance(value, tuple | list) else value
 
 

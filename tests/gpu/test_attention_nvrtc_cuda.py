@@ -70,7 +70,11 @@ def test_what_is_not_taken(changes: dict[str, Any]) -> None:
 
 def test_in_a_graph() -> None:
     problem = replace(PROBLEMS["splits"], device=DEVICE)
-    given = {"scale": problem.scale, "visibility": problem.visibility(), "sinks": problem.sink_logits()}
+    given: dict[str, Any] = {
+        "scale": problem.scale,
+        "visibility": problem.visibility(),
+        "sinks": problem.sink_logits(),
+    }
     query, key, value = problem.tensors()
     with use_tier("cuda"):
         expected, _ = attend(query, key, value, **given)

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from kvboost_hf.attention import kernel_calls
+from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.matmul import awq_matmul
 from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
 from kvboost_hf.offload.awq.triton.tiling import plan_tiling
+from tests.awq import Packed
 from tests.gpu.device import COMPILER, DEVICE, ON_GPU, needs_gpu
 from tests.parity.test_awq_triton import BF16, CASES, F16, F32, Product, check
 
@@ -30,7 +32,7 @@ LARGE = [
 ]
 if not ON_GPU:
     LARGE = [replace(product, in_features=256, out_features=72, dtype=F16) for product in LARGE]
-KERNEL = "auto" if ON_GPU else "triton"  # which is what it chooses there
+KERNEL: QuantKernel = "auto" if ON_GPU else "triton"  # which is what it chooses there
 WIDE, LONG = (1024, 5120) if ON_GPU else (128, 256)
 
 
@@ -103,7 +105,8 @@ def test_it_can_be_captured(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_compiled_by_inductor(rows: int) -> None:
-    x, *weights = Product(rows=rows, in_features=WIDE, out_features=WIDE, device=DEVICE).tensors()
+    x, *packed = Product(rows=rows, in_features=WIDE, out_features=WIDE, device=DEVICE).tensors()
+    weights = Packed(*packed)
     compiled = torch.compile(lambda x: awq_matmul(2 * x, *weights, KERNEL) + 1, fullgraph=True, backend=COMPILER)
     torch.testing.assert_close(compiled(x), awq_matmul(2 * x, *weights, KERNEL) + 1)
 
@@ -112,7 +115,8 @@ def test_compiled_by_inductor(rows: int) -> None:
 def test_rows_that_are_far_apart() -> None:
     """The last one begins after more numbers than 32 bits can count."""
     product = Product(rows=16, in_features=WIDE, out_features=WIDE, device=DEVICE)
-    x, *weights = product.tensors()
+    x, *packed = product.tensors()
+    weights = Packed(*packed)
     wide = torch.empty(16, 2**31 // 15 + 8, dtype=F16, device=DEVICE)
     wide[:, :1024] = x
     check(product, awq_matmul(wide[:, :1024], *weights, "triton"))

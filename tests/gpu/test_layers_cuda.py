@@ -61,7 +61,7 @@ def test_images(name: str) -> None:
     parts = [multimodal.text(30, 1), 1, multimodal.text(20, 2)]
     other = [multimodal.text(30, 1), 2, multimodal.text(20, 2)]
     for shown in (parts, parts, other):
-        inputs = multimodal.prompt(name, *shown)
+        inputs = multimodal.prompt(name, *shown)  # type: ignore[arg-type]
         cache = ChunkReuseCache(model, store)
         assert torch.equal(generate(model, inputs, past_key_values=cache), generate(model, inputs))
     assert cache.report.reused_tokens <= 32  # the text before the image

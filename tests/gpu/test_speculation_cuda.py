@@ -1,7 +1,9 @@
 """Drafts for a target with streamed layers on a CUDA device."""
 
+from typing import Any
+
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvboost_hf import ChunkReuseCache, StreamingConfig, load_assistant, speculation_stats, stream_layers
 from tests.conftest import as_inputs, counted, random_ids
@@ -10,7 +12,7 @@ from tests.gpu.device import DEVICE, ON_GPU
 LAYERS, NEW = 8, 40
 
 
-def make(layers: int) -> PreTrainedModel:
+def make(layers: int) -> Any:
     """The first layers of a model; all but the first one say little, so that a short one drafts well."""
     torch.manual_seed(0)
     config = Qwen2Config(

@@ -283,7 +283,7 @@ def test_edges(spec: str | KVQuantConfig, head_dim: int, dtype: torch.dtype) -> 
         random * 1e-7,
     ):
         for role in ("keys", "values"):
-            found = through(codec, x, role, rotation)  # type: ignore[arg-type]
+            found = through(codec, x, role, rotation)
             assert found.isfinite().all()
             assert (found.shape, found.dtype) == (x.shape, x.dtype)
             if codec.lossless:
