@@ -1,5 +1,6 @@
 """How these tests run: all of them on a GPU; without one, two cases of each on the host, in Triton's interpreter."""
 
+import warnings
 from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,7 +37,13 @@ def _cuda_is_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("synchronize", "_sleep", "Stream", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, _does_nothing)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", _warns)
 
 
 def _does_nothing(*args: Any, **kwargs: Any) -> None:
     """Stand in for a function of CUDA."""
+
+
+def _warns(mode: str) -> None:
+    """Stand in for `set_sync_debug_mode`, which warns of itself, whatever the mode."""
+    warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
@@ -47,11 +48,13 @@ def test_compiled_decoding(mode: str) -> None:
     model = make_model("llama").to(DEVICE)
     check_model_compatibility(model)
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32), max_cache_len=256)
+    skipped = counters["inductor"]["cudagraph_skips"]
     for ids in (BASE, BASE[:, :90], torch.cat([BASE[:, :90], OTHER[:, :60]], dim=1), OTHER[:, :100]):
         expected = generate(model, left_pad(ids))
         found = generate(model, left_pad(ids), past_key_values=cache, compile_config=CompileConfig(mode=mode))
         assert torch.equal(found, expected)
     assert cache.report.forwarded_tokens <= 100
+    assert counters["inductor"]["cudagraph_skips"] == skipped
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])

@@ -26,7 +26,7 @@ from tests.conftest import as_inputs, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
 from tests.offload.at_once import HostRuntime
 
-LAYERS, SIZE, NEW = (8, 32, 12) if ON_GPU else (4, 4, 3)
+LAYERS, SIZE, NEW = (8, 32, 12) if ON_GPU else (6, 4, 3)
 IDS = random_ids(60, seed=1)
 
 
@@ -159,6 +159,7 @@ def test_embeddings_in_host_memory(checkpoint: str) -> None:
 def test_stopped(checkpoint: str) -> None:
     """Layers get their weights back in host memory, and everything else can follow them."""
     model = load(checkpoint, keep_first_k=2)
+    assert streaming_stats(model) is not None
     wanted = generate(model)
     model = stop_streaming(model).to(DEVICE)
     assert streaming_stats(model) is None
