@@ -113,7 +113,7 @@ class Case:
                         found["graph"][name] = self._replayed(calls, rounds)
                     except RuntimeError as error:
                         found["failed"][f"{name} in a graph"] = reason(error)
-        shown = next((found[clock] for clock in reversed(CLOCKS) if "kvboost_fa2" in found[clock]), {})
+        shown = next((found[clock] for clock in reversed(CLOCKS) if "kvboost_fa2" in found[clock]), {})  # type: ignore[var-annotated]
         ours = shown.get("kvboost_fa2")
         found["ratios"] = {name: each / ours for name, each in shown.items() if name != "kvboost_fa2"} if ours else {}
         return found
@@ -174,7 +174,7 @@ def stock(mask: torch.Tensor | None) -> Way:
 
     def way(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> object:
         module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=False)
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=query.shape[3] ** -0.5)[0]
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=query.shape[3] ** -0.5)[0]  # type: ignore[arg-type]
 
     return way
 
@@ -197,7 +197,7 @@ def flex(queries: int, device: str) -> Way:
     def mask() -> object:
         return create_block_mask(lambda b, h, q, k: q >= k, None, None, queries, queries, device=device)
 
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask(), enable_gqa=q.shape[1] != k.shape[1])
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask(), enable_gqa=q.shape[1] != k.shape[1])  # type: ignore[arg-type]
 
 
 def lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> object:
@@ -262,7 +262,7 @@ def coded(
         return *draw(queries, total, heads, dim, device, dtype)(), *map(copied, forms.values())
 
     def over_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *codes: CodePlanes) -> object:
-        return ops.attend_codes(q, *codes, lengths, scale=dim**-0.5)
+        return ops.attend_codes(q, *codes, lengths, scale=dim**-0.5)  # type: ignore[arg-type]
 
     def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *codes: CodePlanes) -> object:
         shape = (blocks, heads[1], WINDOW, dim)
@@ -298,7 +298,7 @@ def table(queries: int, total: int, heads: tuple[int, int], dim: int, device: st
         order = torch.randperm(pieces)
         rows = torch.stack([order, torch.arange(pieces) * WINDOW, torch.full((pieces,), -1)], dim=-1)
         parts = (tuple(each[0].split(WINDOW, dim=1)) for each in (key, value))
-        return query, key, value, PieceTable(*parts, rows[None], total)
+        return query, key, value, PieceTable(*parts, rows[None], total)  # type: ignore[arg-type, call-arg]
 
     scale, before, everything = dim**-0.5, Visibility(), Visibility(causal=False)
     ways: dict[str, Way] = {

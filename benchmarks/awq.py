@@ -109,7 +109,7 @@ def measure(in_features: int, out_features: int, tilings: bool, rounds: int) -> 
     weights = [first, *(draw(in_features, out_features) for _ in range(count - 1))]
     for rows in ROWS:
         x = torch.randn(rows, in_features, dtype=torch.float16, device="cuda")
-        awq = device_ms([partial(awq_matmul, x, *each[:3], "triton") for each in weights], rounds)
+        awq = device_ms([partial(awq_matmul, x, *each[:3], "triton") for each in weights], rounds)  # type: ignore[arg-type, call-arg]
         dense = device_ms([partial(F.linear, x, each[3]) for each in weights], rounds)
         found = {"in": in_features, "out": out_features, "rows": rows, "bytes": nbytes, "awq": awq, "dense": dense}
         if rows > 1:
@@ -149,7 +149,7 @@ def fastest(x: torch.Tensor, weights: list[tuple[torch.Tensor, ...]], rounds: in
     for (block_m, block_n, block_k, stages), warps, parts in product(blocks, (4, 8), {1, 2, 4, 8, first.parts}):
         tiling = Tiling(block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages, parts=parts)
         try:
-            ms = device_ms([partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights], rounds)
+            ms = device_ms([partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights], rounds)  # type: ignore[arg-type, call-arg]
         except OutOfResources:
             continue
         found.append({"ms": ms, **asdict(tiling)})

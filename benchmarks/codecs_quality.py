@@ -242,7 +242,7 @@ def ask(
         found = read(model, prompt, answer, cache)
         if len(full) == n:
             full.append(found)
-        reused = held or cache.report.reused_tokens
+        reused = held or cache.report.reused_tokens  # type: ignore[attr-defined]
         same = found.argmax(-1) == full[n].argmax(-1)
         outcomes.append(
             Outcome(
@@ -263,7 +263,7 @@ def common(ids: Sequence[int], other: Sequence[int]) -> int:
 def measure(device: str, dtype: torch.dtype, num_cases: int, questions: int, arms: Sequence[Arm]) -> Result:
     """Rows of figures, one for each arm; the first is that of K/V as it is."""
     model, tokenizer = load_embedded(dtype)
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]
     cases = [draw_case(tokenizer, n, questions) for n in range(num_cases)]
     answers: list[list[torch.Tensor]] = [[] for _ in cases]
     rows: list[Result] = []

@@ -218,7 +218,7 @@ class Bench:
     def __init__(self, model_dir: Path, device: str) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self.model.to(device).eval()
+        self.model.to(device).eval()  # type: ignore[arg-type]
         # The peer reads no generation config and stops at the tokenizer's eos alone; so does plain.
         eos = self.tokenizer.eos_token_id
         self.model.generation_config = transformers.GenerationConfig(eos_token_id=eos, pad_token_id=eos)

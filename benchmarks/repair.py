@@ -44,7 +44,7 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
 from kvboost_hf.cache.report import ReuseReport
-from kvboost_hf.demo.run import timed_generate
+from kvboost_hf.demo.run import timed_generate  # type: ignore[attr-defined]
 
 DOCUMENTS, NUM_LAYERS = (6, 512), (8, 16)  # of ttft: how many of how many words; of the small model
 MAX_NEW_TOKENS = 12
@@ -155,7 +155,7 @@ def ttft_markdown(result: Result) -> str:
 def measure_peer(device: str, num_cases: int, num_documents: int, python: str) -> Result:
     """The same prompts, primed in the same way, here and there."""
     model, tokenizer = load_embedded()
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]
     chunker = ContentChunker.for_tokenizer(tokenizer)
     seen, asked, facts = [], [], []
     for n in range(num_cases):
@@ -171,7 +171,7 @@ def measure_peer(device: str, num_cases: int, num_documents: int, python: str) -
             cache = None
             if policy is not None:
                 store = ChunkStore(model, chunker=chunker)
-                store.warm(seen[max(n, 0)], tokenizer=tokenizer)
+                store.warm(seen[max(n, 0)], tokenizer=tokenizer)  # type: ignore[arg-type]
                 cache = ChunkReuseCache(model, store, policy)
             start = time.perf_counter()
             ids = tokenizer.encode(asked[max(n, 0)])

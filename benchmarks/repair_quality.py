@@ -151,7 +151,7 @@ def primed_store(
     store = FreezableStore(model, chunker=ContentChunker.for_tokenizer(tokenizer))
     if setting == "alone":
         prefix = tokenizer.apply_chat_template([{"role": "system", "content": SYSTEM_PROMPT}], tokenize=False)
-        store.warm(documents=[document.text for document in case.documents], prefix=prefix, tokenizer=tokenizer)
+        store.warm(documents=[document.text for document in case.documents], prefix=prefix, tokenizer=tokenizer)  # type: ignore[arg-type]
     else:
         store.warm(case.seen_ids(tokenizer))
     store.frozen = True
@@ -202,7 +202,7 @@ def keys_not_rotated() -> Iterator[None]:
     ) -> torch.Tensor:
         return keys.clone() if out is None else out.copy_(keys)
 
-    LayerRotation.rotate = copy
+    LayerRotation.rotate = copy  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -281,7 +281,7 @@ def ask(
 def measure_quality(device: str, num_cases: int, num_documents: int, questions: int) -> Result:
     """Every setting: rows of figures, one for each arm."""
     model, tokenizer = load_embedded()
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]
     count = LayerCount(model)
     cases = [draw_case(f"repair/{n}", num_documents, questions) for n in range(num_cases)]
     starts, others = (sum(case.num_facts[kind] for case in cases) for kind in (0, 1))

@@ -108,7 +108,7 @@ def measure_steady(device: str, num_batches: int, batch: int, share: float) -> R
     rows = []
     for n in range(num_batches):
         part = slice(n * batch, (n + 1) * batch)
-        reused, times = dict.fromkeys(stores, 0), {name: [] for name in policies}
+        reused, times = dict.fromkeys(stores, 0), {name: [] for name in policies}  # type: ignore[var-annotated]
         for prompt in prompts[part]:
             for name, policy in policies.items():
                 if policy is None:

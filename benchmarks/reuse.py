@@ -162,7 +162,7 @@ def chat(model: PreTrainedModel, rounds: int) -> list[Result]:
     rows: list[dict[str, list[float]]] = [{"plain": [], "reuse": []} for _ in CHAT_SHAPE]
     counts: list[tuple[int, int]] = []
     for n in range(-1, rounds):
-        cache, history = ChunkReuseCache(model, ChunkStore(model)), []
+        cache, history = ChunkReuseCache(model, ChunkStore(model)), []  # type: ignore[var-annotated]
         counts = []
         for turn, length in enumerate(CHAT_SHAPE):
             history += fresh(length - len(history))
@@ -224,7 +224,7 @@ def planning(model: PreTrainedModel) -> Result:
             stored += 1
     times = []
     for _ in range(11):
-        start = time.perf_counter()
+        start = time.perf_counter()  # type: ignore[assignment]
         plan = Ledger.empty(np.zeros(1, dtype=np.int64), store.root(b"")).plan(
             prompt, 0, 99_999, store, 64, stateful=False
         )

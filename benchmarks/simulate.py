@@ -191,8 +191,8 @@ class Replica:
             if key in self.order:
                 self.order.touch(key)
             self.device.put(key, _SIZED)
-        for tier in self.lower.values():
-            tier.use(keys)
+        for tier in self.lower.values():  # type: ignore[assignment]
+            tier.use(keys)  # type: ignore[attr-defined]
         for parent, key in zip([None, *keys], keys, strict=False):
             if key not in self.order and not self.take(key, parent):
                 break

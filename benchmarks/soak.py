@@ -264,7 +264,7 @@ class Stores:
         settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
         call: Any = self.model.generate
         found = call(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings)
-        return found[0].tolist()  # type: ignore[no-any-return]
+        return found[0].tolist()
 
     def plain(self, n: int) -> tuple[list[int], Any]:
         """The tokens, and the layers with the K/V of the prompt."""

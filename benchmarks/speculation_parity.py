@@ -84,7 +84,7 @@ def in_half_precision(name: str, reader: Reader, chats: Sequence[Conversation]) 
     rows, dtype = [], reader.model.dtype
     told = {"output_logits": True, "return_dict_in_generate": True}
     prompts = [prompt for chat in chats for prompt in chat]
-    plain = [reader.answer(prompt, **told) for prompt in prompts]
+    plain = [reader.answer(prompt, **told) for prompt in prompts]  # type: ignore[arg-type]
     for assistant in ("constant", "lookup", "early exit", "trees"):
         done = run(reader, Combination(assistant, "conversation", False, "sdpa"), chats, **told)
         found = [
@@ -97,7 +97,7 @@ def in_half_precision(name: str, reader: Reader, chats: Sequence[Conversation]) 
             "model": name,
             "assistant": assistant,
             "answers": len(plain),
-            "tokens": sum(len(one.logits) for one in plain),
+            "tokens": sum(len(one.logits) for one in plain),  # type: ignore[attr-defined]
             "differ": len(gaps),
             "off": max(off for off, _ in found),
             "gap": max(gaps, default=0.0),

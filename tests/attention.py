@@ -27,7 +27,7 @@ class Problem:
     tree: bool = False
     mask: bool = False
     sinks: bool = False
-    device: str = "cpu"
+    device: torch.device | str = "cpu"
     seed: int = 0
 
     @property

@@ -13,7 +13,7 @@ def through(codec: Codec, x: torch.Tensor, role: Role = "keys", rotation: LayerR
     """[layers, heads, tokens, head_dim], encoded at once and decoded layer by layer."""
     planes = codec.encode(x, role, [rotation] * len(x))
     assert all(plane.is_contiguous() and len(plane) == len(x) for plane in planes.values())
-    assert sum(p.untyped_storage().nbytes() for p in planes.values()) == codec.nbytes(tuple(x.shape), x.dtype, role)
+    assert sum(p.untyped_storage().nbytes() for p in planes.values()) == codec.nbytes(tuple(x.shape), x.dtype, role)  # type: ignore[arg-type]
     layers = [{name: plane[i] for name, plane in planes.items()} for i in range(len(x))]
     shape = (x.shape[1], x.shape[2], x.shape[3])
     return torch.stack([codec.decode(layer, shape, x.dtype, role, rotation) for layer in layers])

@@ -47,7 +47,7 @@ VOCAB = 200
 PAD, BOS, EOS = 0, 1, 199
 
 # Weights ten times larger than usual: with the usual ones a tiny model says the same whatever its K/V.
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -60,7 +60,7 @@ _COMMON = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
 }
-_ABSOLUTE = {
+_ABSOLUTE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "n_layer": 2,
     "n_head": 4,
@@ -138,8 +138,8 @@ STATEFUL = ["qwen3_next", "falcon_h1"]
 FULL_ATTENTION = ["llama", "qwen2", "qwen3", "phi", "gpt2", "bloom", "deepseek_v3"]
 
 
-def make_model(name: str = "llama", seed: int = 0) -> PreTrainedModel:
-    """A tiny random model in eval mode."""
+def make_model(name: str = "llama", seed: int = 0) -> Any:
+    """A tiny random `PreTrainedModel` in eval mode; its class has no `generate` that types know."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return _MAKERS[name]().eval()

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 IMAGE, VIDEO, AUDIO, START, END = 190, 191, 192, 193, 194
 VOCAB, EOS = 200, 199
-_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
-_TEXT = {
+_SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
+_TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -23,8 +23,8 @@ _TEXT = {
     "max_position_embeddings": 2048,
     **_SPECIAL,
 }
-_MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-_QWEN_IDS = {
+_MROPE: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+_QWEN_IDS: dict[str, Any] = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
     "vision_start_token_id": START,
@@ -32,7 +32,7 @@ _QWEN_IDS = {
     "initializer_range": 0.2,
     **_SPECIAL,
 }
-_CLIP = {
+_CLIP: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -106,7 +106,7 @@ def _glm4v() -> PreTrainedModel:
 
 
 def _llava() -> PreTrainedModel:
-    config = tf.LlavaConfig(
+    config = tf.LlavaConfig(  # type: ignore[call-arg]
         text_config=tf.LlamaConfig(**_TEXT), vision_config=tf.CLIPVisionConfig(**_CLIP), image_token_index=IMAGE,
         vision_feature_layer=-1, initializer_range=0.2, **_SPECIAL,
     )  # fmt: skip
@@ -241,7 +241,7 @@ def _llama4() -> PreTrainedModel:
 def _qwen2_audio() -> PreTrainedModel:
     audio = {"model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2,
              "encoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 16}  # fmt: skip
-    config = tf.Qwen2AudioConfig(
+    config = tf.Qwen2AudioConfig(  # type: ignore[call-arg]
         text_config={"model_type": "qwen2", **_TEXT},
         audio_config=audio,
         audio_token_index=AUDIO,
@@ -327,7 +327,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def make_model(name: str, seed: int = 0) -> PreTrainedModel:
+def make_model(name: str, seed: int = 0) -> Any:
     """A tiny random model in eval mode."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -96,7 +96,7 @@ def _tensors(queries: int, columns: int, dim: int = 128) -> tuple[Any, Any, Any]
     import torch
 
     query = torch.zeros(1, queries, 32, dim, dtype=torch.bfloat16).transpose(1, 2)
-    return query, *(torch.zeros(1, 8, columns, dim, dtype=torch.bfloat16) for _ in range(2))
+    return query, *(torch.zeros(1, 8, columns, dim, dtype=torch.bfloat16) for _ in range(2))  # type: ignore[return-value]
 
 
 def _pieced(columns: int) -> Any:
@@ -120,11 +120,11 @@ def _coded(columns: int, method: str) -> Any:
     codec = make_codec(method)
     planes = []
     for role in ("keys", "values"):
-        encoded = codec.encode(torch.randn(2, 8, 128, 128, dtype=torch.bfloat16), role, [None, None])  # type: ignore[arg-type]
-        made = codec.code_planes({name: each[None] for name, each in encoded.items()}, role, None, 128, 128)  # type: ignore[arg-type]
+        encoded = codec.encode(torch.randn(2, 8, 128, 128, dtype=torch.bfloat16), role, [None, None])
+        made = codec.code_planes({name: each[None] for name, each in encoded.items()}, role, None, 128, 128)
         assert made is not None
         planes.append(made)
-    return CodedKV(*planes, torch.tensor([128, 128], dtype=torch.int32), 256, 0, *_tensors(1, columns)[1:])
+    return CodedKV(*planes, torch.tensor([128, 128], dtype=torch.int32), 256, 0, *_tensors(1, columns)[1:])  # type: ignore[arg-type, call-arg]
 
 
 def _layer(query: Any, *held: Any, mask: Any = None) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ from kvboost_hf.compat import LayerRotation
 from tests.conftest import _COMMON
 
 LIMIT = 600  # the original length of those whose frequencies depend on it
-_ROPE = {"rope_theta": 10_000.0}
+_ROPE: dict[str, Any] = {"rope_theta": 10_000.0}
 _SCALED: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -48,7 +48,7 @@ def _partial(share: float) -> dict[str, Any]:
     return {"rope_parameters": {**_ROPE, "rope_type": "default", "partial_rotary_factor": share}}
 
 
-_FOUR_LAYERS = {
+_FOUR_LAYERS: dict[str, Any] = {
     **_COMMON,
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -56,7 +56,7 @@ _FOUR_LAYERS = {
 }
 
 KINDS: dict[str, Callable[[], PreTrainedModel]] = {
-    **{kind: lambda kind=kind: _llama(kind) for kind in _SCALED},  # type: ignore[misc]
+    **{kind: lambda kind=kind: _llama(kind) for kind in _SCALED},
     "partial (phi)": lambda: tf.PhiForCausalLM(tf.PhiConfig(**{**_COMMON, "num_key_value_heads": 4}, **_partial(0.5))),
     "partial (stablelm)": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**_COMMON, **_partial(0.25))),
     "partial, interleaved (glm)": lambda: tf.GlmForCausalLM(tf.GlmConfig(**_COMMON, head_dim=16, **_partial(0.5))),
@@ -75,7 +75,7 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 LIMITS = {"dynamic": LIMIT, "longrope": LIMIT, "interleaved, from a table (gptj)": 2048}
 
 
-def make_rotary(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def make_rotary(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """A tiny random model in eval mode."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

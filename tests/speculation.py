@@ -122,8 +122,8 @@ class Reader:
 
     def answer(self, prompt: torch.Tensor, cache: ChunkReuseCache | None = None, **kwargs: Any) -> torch.Tensor:
         """The prompt and what is said to it, greedily."""
-        given = {} if cache is None else {"past_key_values": cache}
-        ids: torch.Tensor = self.model.generate(
+        given: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        ids: Any = self.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24, **given, **kwargs
         )
         return ids
@@ -207,14 +207,14 @@ def make_draft(assistant: str, reader: Reader) -> PreTrainedModel:
     attention = reader.model.config._attn_implementation
     draft = load_embedded_draft(reader.model.dtype, attention)
     if assistant == "other tokenizer":
-        draft.tokenizer = retokenize(draft, reader.tokenizer)
+        draft.tokenizer = retokenize(draft, reader.tokenizer)  # type: ignore[assignment]
         use_constant_drafts(draft, LENGTH)
         return draft
     clock = count().__next__  # a tick at each look, so that lengths do not depend on the machine
     if assistant == "trees":
-        draft.trees = TreeDecoding(draft, clock=clock)
+        draft.trees = TreeDecoding(draft, clock=clock)  # type: ignore[assignment]
         return draft
-    return load_assistant(draft, target=reader.model, schedule=assistant, num_assistant_tokens=LENGTH, clock=clock)
+    return load_assistant(draft, target=reader.model, schedule=assistant, num_assistant_tokens=LENGTH, clock=clock)  # type: ignore[arg-type]
 
 
 def _given(assistant: str, reader: Reader, cache: ChunkReuseCache | None, draft: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.conftest import make_model
 FULL_STREAM = StreamingConfig(residency_mode="full_stream")
 
 
-def make_layers(count: int, name: str = "deep_llama") -> PreTrainedModel:
+def make_layers(count: int, name: str = "deep_llama") -> Any:
     """A tiny model of so many layers."""
     model = make_model(name)
     model.model.layers = model.model.layers[:count]

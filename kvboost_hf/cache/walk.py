@@ -27,6 +27,7 @@ from kvboost_hf.cache.foreign import (
     Reader,
     foreign_functions,
     hooks_of_all_modules,
+    is_own,
     only_looks,
     watch_hooks,
 )
@@ -226,7 +227,7 @@ class _Walk:
         everywhere = [hook for hooks in hooks_of_all_modules() for hook in hooks.values() if not only_looks(hook)]
         found.parts += everywhere
         held = [*self.held, *everywhere]
-        held += [forward for kind in self.kinds if not is_of_package(forward := getattr(kind, "forward", None))]
+        held += [forward for kind in self.kinds if not is_own(forward := getattr(kind, "forward", None))]
         held += _values_of_classes(self.kinds)
         if held or foreign:
             _read_values(found, [*held, *foreign], set(map(id, self.modules)))
@@ -338,7 +339,7 @@ def _take(indices: Sequence[int]) -> _Take:
 
 def _values_of_classes(kinds: Iterable[type]) -> list[dict[str, Any]]:
     """Of all classes of modules and what they inherit from, the attributes of those that are not of a package."""
-    others = {base: None for kind in kinds for base in kind.__mro__[:-1] if not is_of_package(base)}
+    others = {base: None for kind in kinds for base in kind.__mro__[:-1] if not is_own(base)}
     return [{name: value for name, value in vars(base).items() if not name.startswith("__")} for base in others]
 
 
@@ -360,7 +361,7 @@ def _read_values(found: Found, values: list[Any], modules: set[int]) -> None:
     reached = Reached()
     reader = Reader(reached, modules)
     for value in values:
-        if not (is_of_package(value) and is_written_where_it_says(value)):
+        if not (is_own(value) and is_written_where_it_says(value)):
             reader.read(value)
     tensors = [plain for tensor in reached.tensors for plain in plain_tensors(tensor)]
     if tensors and sum(tensor.nbytes for tensor in tensors) <= _READ_WHOLE_BYTES:

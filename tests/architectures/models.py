@@ -64,9 +64,9 @@ def classes_of(model_type: str) -> tuple[type[PreTrainedConfig], type[PreTrained
     """The configuration and the model of a type; of a composite type's language model if that is what it maps to."""
     config_class = CONFIG_MAPPING[model_type]
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    if config_class.sub_configs and model_class.config_class is not config_class:
-        config_class = model_class.config_class
-    return config_class, model_class
+    if config_class.sub_configs and model_class.config_class is not config_class:  # type: ignore[attr-defined]
+        config_class = model_class.config_class  # type: ignore[attr-defined]
+    return config_class, model_class  # type: ignore[return-value]
 
 
 def _small(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
@@ -93,7 +93,7 @@ def _shallow(
 ) -> PreTrainedConfig:
     """The configuration with the fewest layers, two or more, that has layers of all kinds."""
     for layers in range(2, 9):
-        config = config_class(**given, **{depth: layers})
+        config = config_class(**given, **{depth: layers})  # type: ignore[arg-type]
         if _kinds(config) == kinds:
             return config
     raise ValueError(f"{config_class.__name__} does not show all of {kinds} in 8 layers. Say which in OVERRIDES.")

@@ -1,6 +1,7 @@
 """The Triton kernels on a GPU: the cases of the interpreter, larger ones, and models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -15,11 +16,10 @@ from kvboost_hf.cache import pieced
 from kvboost_hf.cache.pieced import PiecedLayer
 from tests.attention import Problem, assert_within_budget
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
+from tests.gpu.device import COMPILER, DEVICE, ON_GPU, needs_gpu
 from tests.parity import test_blend, test_tree_attention, test_triton_codes, test_triton_dense, test_triton_pieces
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="Triton has no tensor cores"
     ),
@@ -38,17 +38,20 @@ LARGE = {
     "softcap": Problem(dtype=BF16, head_dim=256, heads=8, queries=200, columns=3_000, softcap=30.0),
     "mask": Problem(dtype=BF16, head_dim=128, queries=130, columns=2_000, mask=True, causal=False),
 }
+if not ON_GPU:
+    LARGE = {name: replace(problem, queries=1, columns=20) for name, problem in LARGE.items()}
+NEW, CHUNK, CHUNKS = (20, 32, 10) if ON_GPU else (2, 16, 1)
 
 
 def on_gpu(value: Any) -> Any:
     """A tensor, or a dataclass, list or tuple of tensors."""
     if isinstance(value, torch.Tensor):
-        return value.cuda()
-    if is_dataclass(value):
+        return value.to(DEVICE)
+    if is_dataclass(value) and not isinstance(value, type):
         given = {each.name: on_gpu(getattr(value, each.name)) for each in fields(value) if each.name != "places"}
         if "rows" in given:  # stay in host memory; where the pieces are has changed
             given |= {"rows": value.rows, "places": None}  # type: ignore[attr-defined]
-        return replace(value, **given)  # type: ignore[type-var]
+        return replace(value, **given)
     return type(value)(map(on_gpu, value)) if isinstance(value, tuple | list) else value
 
 
@@ -74,13 +77,20 @@ def _all_bits() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    """On the host, the kernels have to be asked for."""
+    with nullcontext() if ON_GPU else use_tier("triton"):
+        yield
+
+
 def test_it_is_the_triton_tier() -> None:
-    assert active_tier() == active_tier("cuda", torch.float32) == "triton"
+    assert active_tier() == active_tier(DEVICE, torch.float32) == "triton"
 
 
 @pytest.mark.parametrize("case", test_triton_dense.CASES, ids=range(len(test_triton_dense.CASES)))
 def test_cases_of_the_interpreter(case: dict[str, Any]) -> None:
-    problem = replace(test_triton_dense.as_problem(case)[0], device="cuda")
+    problem = replace(test_triton_dense.as_problem(case)[0], device=DEVICE)
     before = kernel_calls()
     found = attend(problem)
     assert dict(kernel_calls() - before) == {"triton.attend": 1}
@@ -89,7 +99,7 @@ def test_cases_of_the_interpreter(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", test_tree_attention.SIZES)
 def test_trees_of_any_size(name: str) -> None:
-    problem, before = replace(test_tree_attention.SIZES[name], device="cuda"), kernel_calls()
+    problem, before = replace(test_tree_attention.SIZES[name], device=DEVICE), kernel_calls()
     found = attend(problem)
     assert dict(kernel_calls() - before) == {"triton.attend": 1}
     check(found, problem.solve(torch.float64), problem.solve(torch.float32), torch.float32)
@@ -97,7 +107,7 @@ def test_trees_of_any_size(name: str) -> None:
 
 @pytest.mark.parametrize("problem", LARGE.values(), ids=LARGE)
 def test_large_ones(problem: Problem) -> None:
-    problem = replace(problem, device="cuda")
+    problem = replace(problem, device=DEVICE)
     check(attend(problem), problem.solve(torch.float64), problem.solve(problem.dtype), problem.dtype)
 
 
@@ -105,7 +115,7 @@ def test_large_ones(problem: Problem) -> None:
 def test_pieces(case: test_triton_pieces.Pieced) -> None:
     whole, before = case.whole(), kernel_calls()
     found = ops.attend_pieces(
-        whole.tensors()[0].cuda(),
+        whole.tensors()[0].to(DEVICE),
         on_gpu(case.table()),
         scale=whole.scale,
         total=whole.columns,
@@ -126,9 +136,9 @@ def test_codes(case: test_triton_codes.Coded) -> None:
 
 def test_a_kernel_that_is_launched_again_says_the_same() -> None:
     """The first launch is Triton's own; others find the compiled kernel, and give it addresses."""
-    problem = replace(next(iter(LARGE.values())), device="cuda")
+    problem = replace(next(iter(LARGE.values())), device=DEVICE)
     case, coded = next(iter(test_triton_pieces.CASES.values())), next(iter(test_triton_codes.CASES.values()))
-    query, table, given = case.whole().tensors()[0].cuda(), on_gpu(case.table()), list(map(on_gpu, coded.given()))
+    query, table, given = case.whole().tensors()[0].to(DEVICE), on_gpu(case.table()), list(map(on_gpu, coded.given()))
     calls: list[Callable[[], Part]] = [
         lambda: attend(problem),
         lambda: ops.attend_pieces(query, table, scale=0.2, total=table.columns + 9, visibility=Visibility()),
@@ -139,8 +149,9 @@ def test_a_kernel_that_is_launched_again_says_the_same() -> None:
         assert all(torch.equal(one, first) for other in found[1:] for one, first in zip(other, found[0], strict=True))
 
 
+@needs_gpu("PyTorch's kernels are for its tensors")
 def test_a_plain_prompt_goes_to_the_kernels_of_pytorch() -> None:
-    problem = Problem(dtype=BF16, queries=300, columns=300, head_dim=64, device="cuda")
+    problem = Problem(dtype=BF16, queries=300, columns=300, head_dim=64, device=DEVICE)
     before = kernel_calls()
     out, _ = ops.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
     assert dict(kernel_calls() - before) == {"sdpa.square": 1}
@@ -148,10 +159,11 @@ def test_a_plain_prompt_goes_to_the_kernels_of_pytorch() -> None:
     assert_within_budget(out, truth, same, BF16)
 
 
+@needs_gpu("it captures a graph")
 @pytest.mark.parametrize("queries", [1, 40])
 def test_it_can_be_captured(queries: int) -> None:
     """A CUDA graph replays it: nothing in a call waits for the device."""
-    problem = Problem(dtype=BF16, head_dim=128, heads=8, queries=queries, columns=5_000, device="cuda")
+    problem = Problem(dtype=BF16, head_dim=128, heads=8, queries=queries, columns=5_000, device=DEVICE)
     given, seen = problem.tensors(), problem.visibility()
     expected, _ = ops.attend(*given, scale=problem.scale, visibility=seen)  # compiled before it is captured
     graph = torch.cuda.CUDAGraph()
@@ -164,29 +176,30 @@ def test_it_can_be_captured(queries: int) -> None:
 
 
 def test_compiled_by_inductor() -> None:
-    model = make_model("llama").cuda()
+    model = make_model("llama").to(DEVICE)
     model.set_attn_implementation("kvboost_fa2")
-    ids = random_ids(60, 1).cuda()
+    ids = random_ids(3 * NEW, 1).to(DEVICE)
     with torch.no_grad():
-        found = torch.compile(model.forward, fullgraph=True)(ids, use_cache=False).logits
+        found = torch.compile(model.forward, fullgraph=True, backend=COMPILER)(ids, use_cache=False).logits
         torch.testing.assert_close(found, model(ids, use_cache=False).logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss"])
 def test_tokens_are_those_of_eager_attention(name: str) -> None:
-    eager, ours = (make_model(name).cuda() for _ in range(2))
+    eager, ours = (make_model(name).to(DEVICE) for _ in range(2))
     eager.set_attn_implementation("eager")
     ours.set_attn_implementation("kvboost_fa2")
-    inputs = {key: each.cuda() for key, each in left_pad(random_ids(90, 1), random_ids(61, 2)).items()}
+    rows = random_ids(4 * NEW + 10, 1), random_ids(3 * NEW + 1, 2)
+    inputs = {key: each.to(DEVICE) for key, each in left_pad(*rows).items()}
     before = kernel_calls()
-    found = ours.generate(**inputs, max_new_tokens=20, min_new_tokens=20, do_sample=False)
-    assert dict(kernel_calls() - before) == {"triton.attend": 20 * ours.config.num_hidden_layers}
-    assert torch.equal(found, eager.generate(**inputs, max_new_tokens=20, min_new_tokens=20, do_sample=False))
+    found = ours.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    assert dict(kernel_calls() - before) == {"triton.attend": NEW * ours.config.num_hidden_layers}
+    assert torch.equal(found, eager.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_logits_of_a_tree_are_those_of_its_paths(name: str) -> None:
-    model, tree = make_model(name).cuda(), test_tree_attention.random_tree()
+    model, tree = make_model(name).to(DEVICE), test_tree_attention.random_tree()
     before = kernel_calls()
     found = test_tree_attention.logits_of(model, tree)
     assert dict(kernel_calls() - before) == {"triton.attend": 2 * model.config.num_hidden_layers}
@@ -204,7 +217,7 @@ def test_logits_of_a_tree_are_those_of_its_paths(name: str) -> None:
 def test_trees_behind_what_is_read_in_place(
     kernel: str, live_quant: KVQuantConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tree, found = make_model("llama").cuda(), test_tree_attention.random_tree(), []
+    model, tree, found = make_model("llama").to(DEVICE), test_tree_attention.random_tree(), []
     model.set_attn_implementation("kvboost_fa2")
     monkeypatch.setattr(pieced, "_JOINED_ON", ())  # one row is to stay in pieces
     for in_place in (True, False):
@@ -220,14 +233,14 @@ def test_trees_behind_what_is_read_in_place(
 @pytest.mark.parametrize("tiers", [["ram:1GB"], ["device:1GB", "ram:1GB"]], ids=["ram", "device"])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
 def test_hits_are_read_where_they_are(tiers: list[str], how: dict[str, Any]) -> None:
-    model = make_model("llama").cuda()
+    model = make_model("llama").to(DEVICE)
     model.set_attn_implementation("kvboost_fa2")
-    store, text = ChunkStore(model, chunk_size=32, tiers=tiers), random_ids(400, 1)
-    store.warm(text[:, :320])
-    for stop in (330, 400, 200):
-        rows = [torch.cat([text[:, :stop], random_ids(10, seed)], dim=1) for seed in (2, 3)]
-        inputs = {key: each.cuda() for key, each in left_pad(*rows).items()}
-        cache, told = ChunkReuseCache(model, store), {"max_new_tokens": 20, "do_sample": False, **how}
+    store, text = ChunkStore(model, chunk_size=CHUNK, tiers=tiers), random_ids(CHUNK * CHUNKS + 80, 1)
+    store.warm(text[:, : CHUNK * CHUNKS])
+    for stop in (CHUNK * CHUNKS + 10, CHUNK * CHUNKS + 80, CHUNK * CHUNKS - 120)[: None if ON_GPU else 1]:
+        rows = [torch.cat([text[:, :stop], random_ids(10, seed)], dim=1) for seed in ((2, 3) if ON_GPU else (2,))]
+        inputs = {key: each.to(DEVICE) for key, each in left_pad(*rows).items()}
+        cache, told = ChunkReuseCache(model, store), {"max_new_tokens": NEW, "do_sample": False, **how}
         before = kernel_calls()
         torch.manual_seed(0)
         found = model.generate(**inputs, past_key_values=cache, **told)
@@ -239,30 +252,32 @@ def test_hits_are_read_where_they_are(tiers: list[str], how: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("config", [KVQuantConfig(window=32), KVQuantConfig(method="kivi", key_bits=8, value_bits=8)])
 def test_codes_are_read_where_they_are(config: KVQuantConfig) -> None:
-    model = make_model("deep_llama").cuda()
-    inputs = {key: each.cuda() for key, each in as_inputs(random_ids(700, 1)).items()}
+    model = make_model("deep_llama" if ON_GPU else "llama").to(DEVICE)
+    inputs = {key: each.to(DEVICE) for key, each in as_inputs(random_ids(700 if ON_GPU else 60, 1)).items()}
+    config = config if ON_GPU else replace(config, window=16, group_size=16, exact_layers=0)
     answers = []
     for attention in ("eager", "kvboost_fa2"):
         model.set_attn_implementation(attention)
         cache = ChunkReuseCache(model, ChunkStore(model), live_quant=config)
         before = kernel_calls()
-        answers.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False))
+        answers.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False))
         assert bool((kernel_calls() - before)["triton.attend_codes"]) == (attention == "kvboost_fa2")
     assert torch.equal(*answers)
 
 
 def test_moved_chunks_are_repaired() -> None:
-    model = make_model("llama").cuda()
+    model = make_model("llama").to(DEVICE)
     model.set_attn_implementation("kvboost_fa2")
-    inputs = {key: each.cuda() for key, each in as_inputs(test_blend.prompt([2, 0, 3, 1])).items()}
-    cache = ChunkReuseCache(model, test_blend.store_with_documents(model), test_blend.blend(ratio=1.0))
-    found = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
-    assert cache.report.moved_tokens
-    assert torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+    inputs = {key: each.to(DEVICE) for key, each in as_inputs(test_blend.prompt([2, 0, 3, 1])).items()}
+    with use_tier("triton" if ON_GPU else "cpu"):  # so much takes the interpreter a minute
+        cache = ChunkReuseCache(model, test_blend.store_with_documents(model), test_blend.blend(ratio=1.0))
+        found = model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        assert cache.report.moved_tokens
+        assert torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
 
 
 def test_another_tier_can_be_asked_for() -> None:
-    problem = Problem(dtype=BF16, device="cuda")
+    problem = Problem(dtype=BF16, device=DEVICE)
     with use_tier("sdpa"):
         out, _ = ops.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
     truth, _ = reference.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())

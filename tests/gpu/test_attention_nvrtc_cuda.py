@@ -12,10 +12,10 @@ from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.ops import attend
 from tests.attention import Problem, assert_within_budget
 from tests.cuda_kernel.problems import PROBLEMS
+from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    needs_gpu("CUDA compiles and launches; tests/parity/test_cuda_on_cpu.py runs the kernel on the host"),
     pytest.mark.skipif(nvrtc.library() is None, reason="kvboost_hf[cuda] is not installed"),
 ]
 HALF = torch.float16
@@ -44,13 +44,13 @@ def solve(problem: Problem, *, partial: bool = True) -> Part:
 
 @pytest.mark.parametrize("name", [*PROBLEMS, *LARGE])
 def test_parity(name: str) -> None:
-    problem = replace((PROBLEMS | LARGE)[name], device="cuda")
+    problem = replace((PROBLEMS | LARGE)[name], device=DEVICE)
     for each, truth, same in zip(solve(problem), problem.solve(torch.float64), problem.solve(HALF), strict=True):
         assert_within_budget(each, truth, same, HALF)
 
 
 def test_the_same_each_time_and_in_half_precision() -> None:
-    problem = replace(LARGE["one token"], device="cuda")
+    problem = replace(LARGE["one token"], device=DEVICE)
     (out, _), (again, _) = solve(problem), solve(problem)
     assert torch.equal(out, again)
     half, lse = solve(problem, partial=False)
@@ -62,15 +62,19 @@ def test_the_same_each_time_and_in_half_precision() -> None:
     "changes", [{"dtype": torch.bfloat16}, {"head_dim": 40}, {"head_dim": 272}, {"device": "cpu"}], ids=str
 )
 def test_what_is_not_taken(changes: dict[str, Any]) -> None:
-    problem = replace(PROBLEMS["suffix"], device="cuda")
+    problem = replace(PROBLEMS["suffix"], device=DEVICE)
     assert can_attend(*problem.tensors(), problem.visibility())
     other = replace(problem, **changes)
     assert not can_attend(*other.tensors(), other.visibility())
 
 
 def test_in_a_graph() -> None:
-    problem = replace(PROBLEMS["splits"], device="cuda")
-    given = {"scale": problem.scale, "visibility": problem.visibility(), "sinks": problem.sink_logits()}
+    problem = replace(PROBLEMS["splits"], device=DEVICE)
+    given: dict[str, Any] = {
+        "scale": problem.scale,
+        "visibility": problem.visibility(),
+        "sinks": problem.sink_logits(),
+    }
     query, key, value = problem.tensors()
     with use_tier("cuda"):
         expected, _ = attend(query, key, value, **given)

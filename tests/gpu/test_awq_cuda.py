@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from kvboost_hf.attention import kernel_calls
+from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.matmul import awq_matmul
 from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
 from kvboost_hf.offload.awq.triton.tiling import plan_tiling
+from tests.awq import Packed
+from tests.gpu.device import COMPILER, DEVICE, ON_GPU, needs_gpu
 from tests.parity.test_awq_triton import BF16, CASES, F16, F32, Product, check
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="Triton has no tensor cores"
     ),
@@ -29,6 +30,10 @@ LARGE = [
     *(Product(rows=rows, in_features=3584, out_features=18944, group_size=64) for rows in (1, 600)),
     *(Product(rows=rows, in_features=4064, out_features=1000, group_size=32, dtype=BF16) for rows in (1, 3, 129)),
 ]
+if not ON_GPU:
+    LARGE = [replace(product, in_features=256, out_features=72, dtype=F16) for product in LARGE]
+KERNEL: QuantKernel = "auto" if ON_GPU else "triton"  # which is what it chooses there
+WIDE, LONG = (1024, 5120) if ON_GPU else (128, 256)
 
 
 @pytest.fixture(autouse=True)
@@ -41,22 +46,22 @@ def _all_bits() -> None:
 
 @pytest.mark.parametrize("product", [*CASES, *LARGE], ids=str)
 def test_parity(product: Product) -> None:
-    product, before = replace(product, device="cuda"), kernel_calls()
-    found = awq_matmul(*product.tensors(), "auto")
+    product, before = replace(product, device=DEVICE), kernel_calls()
+    found = awq_matmul(*product.tensors(), KERNEL)
     assert dict(kernel_calls() - before) == {"triton.awq_matmul": 1}
     check(product, found)
 
 
 @pytest.mark.parametrize("product", LARGE[:5], ids=str)
 def test_plain_pytorch_says_the_same(product: Product) -> None:
-    given = replace(product, device="cuda").tensors()
+    given = replace(product, device=DEVICE).tensors()
     ours, plain = (awq_matmul(*given, kernel).double() for kernel in ("triton", "torch"))
     assert (ours - plain).abs().max() <= 4 * torch.finfo(F16).eps * plain.abs().max()
 
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_another_order_of_nibbles_is_found_out(rows: int) -> None:
-    product = Product(rows=rows, in_features=1024, out_features=1024, device="cuda")
+    product = Product(rows=rows, in_features=WIDE, out_features=WIDE, device=DEVICE)
     found = awq_matmul(*product.tensors(shifts=(0, 4, 8, 12, 16, 20, 24, 28)), "triton")
     with pytest.raises(AssertionError, match="off by"):
         check(product, found)
@@ -64,25 +69,26 @@ def test_another_order_of_nibbles_is_found_out(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 16, 300])
 def test_the_same_numbers_at_each_call(rows: int) -> None:
-    given = Product(rows=rows, in_features=5120, out_features=1024, device="cuda").tensors()
+    given = Product(rows=rows, in_features=LONG, out_features=WIDE, device=DEVICE).tensors()
     first = awq_matmul(*given, "triton")
-    assert all(torch.equal(first, awq_matmul(*given, "triton")) for _ in range(10))
+    assert all(torch.equal(first, awq_matmul(*given, "triton")) for _ in range(10 if ON_GPU else 1))
 
 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("parts", [1, 3, 40])
 def test_parts_add_up(rows: int, parts: int) -> None:
-    product = Product(rows=rows, in_features=5120, out_features=1032, device="cuda")
-    planned = plan_tiling(rows, 5120, 1032, 128, processors=1, tensor_cores=True)
+    product = Product(rows=rows, in_features=LONG, out_features=WIDE + 8, device=DEVICE)
+    planned = plan_tiling(rows, LONG, WIDE + 8, 128, processors=1, tensor_cores=True)
     check(product, awq_matmul_triton(*product.tensors(), replace(planned, parts=parts)))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_opcheck(rows: int) -> None:
-    product = Product(rows=rows, device="cuda")
-    torch.library.opcheck(torch.ops.kvboost_hf.awq_matmul.default, (*product.tensors(), "auto"))
+    product = Product(rows=rows, device=DEVICE)
+    torch.library.opcheck(torch.ops.kvboost_hf.awq_matmul.default, (*product.tensors(), KERNEL))
 
 
+@needs_gpu("it captures a graph")
 @pytest.mark.parametrize("rows", [1, 16])
 def test_streams_do_not_count_each_others_parts(rows: int) -> None:
     """Products of two streams run beside each other."""
@@ -100,7 +106,7 @@ def test_streams_do_not_count_each_others_parts(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 300])
 def test_it_can_be_captured(rows: int) -> None:
     """A CUDA graph replays it: nothing in a call waits for the device."""
-    given = Product(rows=rows, in_features=5120, out_features=1024, device="cuda").tensors()
+    given = Product(rows=rows, in_features=LONG, out_features=WIDE, device=DEVICE).tensors()
     expected = awq_matmul(*given, "triton")  # compiled before it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -113,16 +119,19 @@ def test_it_can_be_captured(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_compiled_by_inductor(rows: int) -> None:
-    x, *weights = Product(rows=rows, in_features=1024, out_features=1024, device="cuda").tensors()
-    compiled = torch.compile(lambda x: awq_matmul(2 * x, *weights, "auto") + 1, fullgraph=True)
-    torch.testing.assert_close(compiled(x), awq_matmul(2 * x, *weights, "auto") + 1)
+    x, *packed = Product(rows=rows, in_features=WIDE, out_features=WIDE, device=DEVICE).tensors()
+    weights = Packed(*packed)
+    compiled = torch.compile(lambda x: awq_matmul(2 * x, *weights, KERNEL) + 1, fullgraph=True, backend=COMPILER)
+    torch.testing.assert_close(compiled(x), awq_matmul(2 * x, *weights, KERNEL) + 1)
 
 
+@needs_gpu("4 GB")
 def test_rows_that_are_far_apart() -> None:
     """The last one begins after more numbers than 32 bits can count."""
-    product = Product(rows=16, in_features=1024, out_features=1024, device="cuda")
-    x, *weights = product.tensors()
-    wide = torch.empty(16, 2**31 // 15 + 8, dtype=F16, device="cuda")
+    product = Product(rows=16, in_features=WIDE, out_features=WIDE, device=DEVICE)
+    x, *packed = product.tensors()
+    weights = Packed(*packed)
+    wide = torch.empty(16, 2**31 // 15 + 8, dtype=F16, device=DEVICE)
     wide[:, :1024] = x
     check(product, awq_matmul(wide[:, :1024], *weights, "triton"))
 
@@ -130,9 +139,9 @@ def test_rows_that_are_far_apart() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
 @pytest.mark.parametrize("rows", [1, 16])
 def test_another_device_than_the_current_one(rows: int) -> None:
-    product = Product(rows=rows, in_features=1024, out_features=1024, device="cuda:1")
+    product = Product(rows=rows, in_features=WIDE, out_features=WIDE, device="cuda:1")
     with torch.cuda.device(0):
-        found = awq_matmul(*product.tensors(), "auto")
+        found = awq_matmul(*product.tensors(), KERNEL)
         assert torch.cuda.current_device() == 0
     assert found.device == torch.device("cuda:1")
     check(product, found)

@@ -6,16 +6,12 @@ import torch
 from kvboost_hf.offload.awq.cpu import awq_matmul_torch, awq_matmul_transposed_torch
 from kvboost_hf.offload.awq.layout import dequantize, pack, unpack
 from tests.awq import in_gemm, make_linear, random_weight
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+from tests.gpu.device import DEVICE
 
 
 def test_packing() -> None:
     weight = in_gemm(random_weight(256, 72, 64))
-    on_gpu = [tensor.cuda() for tensor in weight]
+    on_gpu = [tensor.to(DEVICE) for tensor in weight]
     assert torch.equal(pack(unpack(on_gpu[0])), on_gpu[0])
     assert torch.equal(dequantize(*on_gpu).cpu(), dequantize(*weight))
 
@@ -24,20 +20,20 @@ def test_packing() -> None:
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_products(dtype: torch.dtype, tokens: int) -> None:
     weight = random_weight(256, 72, 64)
-    packed = [tensor.cuda() for tensor in in_gemm(weight)]
+    packed = [tensor.to(DEVICE) for tensor in in_gemm(weight)]
     draw = torch.Generator().manual_seed(1)
     for multiply, dense in (
         (awq_matmul_torch, weight.dense),
         (awq_matmul_transposed_torch, weight.dense.T),
     ):
         x = torch.randn(tokens, len(dense), generator=draw).to(dtype)
-        found = multiply(x.cuda(), *packed)
+        found = multiply(x.to(DEVICE), *packed)
         truth = x.double() @ dense
-        assert (found.device.type, found.dtype) == ("cuda", dtype)
+        assert (found.device.type, found.dtype) == (DEVICE.type, dtype)
         assert (found.cpu().double() - truth).abs().max() <= torch.finfo(dtype).eps * 8 * truth.abs().max()
 
 
 def test_a_layer_moves() -> None:
-    linear = make_linear(random_weight(64, 24, 32)).to("cuda", torch.bfloat16)
+    linear = make_linear(random_weight(64, 24, 32)).to(DEVICE, torch.bfloat16)
     assert [tensor.dtype for tensor in linear.buffers()] == [torch.int32, torch.int32, torch.float16]
-    assert all(tensor.is_cuda for tensor in linear.buffers())
+    assert all(tensor.device.type == DEVICE.type for tensor in linear.buffers())

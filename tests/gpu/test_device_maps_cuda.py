@@ -1,26 +1,23 @@
 """Layers on several devices, and weights that come from the host for each forward."""
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from kvboost_hf.cache.fingerprint import ModelFingerprint
 from tests.conftest import make_model, random_ids
+from tests.gpu.device import DEVICE, ON_GPU
 from tests.parity.compare import same_as_plain
 
 accelerate = pytest.importorskip("accelerate")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-SPLIT = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": "cpu",
-         "model.rotary_emb": 0, "lm_head": "cpu"}  # fmt: skip
+FIRST = 0 if ON_GPU else "cpu"
+SPLIT = {"model.embed_tokens": FIRST, "model.layers.0": FIRST, "model.layers.1": "cpu", "model.norm": "cpu",
+         "model.rotary_emb": FIRST, "lm_head": "cpu"}  # fmt: skip
 
 
 def check(model: PreTrainedModel) -> ChunkReuseCache:
     check_model_compatibility(model)
-    ids = random_ids(100, seed=1).cuda()
+    ids = random_ids(100, seed=1).to(DEVICE)
     store = ChunkStore(model, chunk_size=32)
     cache = ChunkReuseCache(model, store)
     assert same_as_plain(model, cache, ids, atol=1e-3) == 0
@@ -31,22 +28,23 @@ def check(model: PreTrainedModel) -> ChunkReuseCache:
 
 def test_two_devices() -> None:
     """accelerate runs what is mapped to "cpu" on the main device, with its weights brought there."""
-    model = accelerate.dispatch_model(make_model("llama"), SPLIT, main_device=0)
-    assert all(layer.keys.device.type == "cuda" for layer in check(model).layers)
+    model = accelerate.dispatch_model(make_model("llama"), SPLIT, main_device=FIRST)
+    assert all(layer.keys.device.type == DEVICE.type for layer in check(model).layers)
 
 
 def test_layers_computed_where_they_are() -> None:
     model = accelerate.dispatch_model(make_model("llama"), SPLIT, main_device="cpu")
-    assert [layer.keys.device.type for layer in check(model).layers] == ["cuda", "cpu"]
+    assert [layer.keys.device.type for layer in check(model).layers] == [DEVICE.type, "cpu"]
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # transformers looks at weights that are elsewhere
 def test_offloaded_to_the_host() -> None:
-    cache = check(accelerate.cpu_offload(make_model("llama"), torch.device("cuda:0")))
-    assert all(layer.keys.device.type == "cuda" for layer in cache.layers)
+    cache = check(accelerate.cpu_offload(make_model("llama"), DEVICE))
+    assert all(layer.keys.device.type == DEVICE.type for layer in cache.layers)
 
 
 def test_every_weight_is_read_on_the_device() -> None:
-    model, fingerprint = make_model("llama").cuda(), ModelFingerprint()
+    model, fingerprint = make_model("llama").to(DEVICE), ModelFingerprint()
     before = fingerprint.current(model, full=True)
     assert fingerprint.current(model, full=True) == before
     model.lm_head.weight.data[8, 5] += 1

@@ -1,22 +1,16 @@
 """`KVBoost` on a CUDA device."""
 
-import pytest
-import torch
-
 from kvboost_hf import GenerationMode, KVBoost
 from kvboost_hf.assets import load_embedded
+from tests.gpu.device import DEVICE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 DOCUMENT = "Maria lives in Rome. She owns the lamp. It is red and costs ten coins. " * 6
 PROMPTS = [DOCUMENT + question for question in ("Where does Maria live?", "What colour is the lamp?", "Who?")]
 
 
 def test_parity() -> None:
-    engine = KVBoost(*load_embedded(), device="cuda", chunk_size=32)
-    assert engine.model.device.type == "cuda"
+    engine = KVBoost(*load_embedded(), device=DEVICE, chunk_size=32)
+    assert engine.model.device.type == DEVICE.type
     plain = [engine.generate(prompt, 10, GenerationMode.BASELINE) for prompt in PROMPTS]
     expected = [result.token_ids for result in plain]
     assert engine.warm(DOCUMENT)

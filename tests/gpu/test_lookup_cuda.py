@@ -1,22 +1,16 @@
 """Proposals from a store for a model on a CUDA device."""
 
-import pytest
-import torch
-
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility, lookup_assistant
 from tests.conftest import as_inputs, counted, make_model, random_ids
+from tests.gpu.device import DEVICE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 NEW = 48
 
 
 def test_stored_text_is_generated_in_few_forwards() -> None:
-    model = make_model("llama").to("cuda")
+    model = make_model("llama").to(DEVICE)
     check_model_compatibility(model)  # its forwards are not to be counted
-    inputs = as_inputs(random_ids(70, seed=1).to("cuda"))
+    inputs = as_inputs(random_ids(70, seed=1).to(DEVICE))
     length = {"max_new_tokens": NEW, "eos_token_id": None}
     plain = model.generate(**inputs, **length)
     store = ChunkStore(model, chunk_size=32)
@@ -31,8 +25,8 @@ def test_stored_text_is_generated_in_few_forwards() -> None:
 
 
 def test_sampling_takes_proposals() -> None:
-    model = make_model("llama").to("cuda")
-    inputs = as_inputs(random_ids(70, seed=1).to("cuda"))
+    model = make_model("llama").to(DEVICE)
+    inputs = as_inputs(random_ids(70, seed=1).to(DEVICE))
     store = ChunkStore(model, chunk_size=32)
     store.warm(model.generate(**inputs, max_new_tokens=NEW, eos_token_id=None))
     with counted(model) as work:

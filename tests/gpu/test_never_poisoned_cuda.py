@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.conftest import make_model
+from tests.gpu.device import DEVICE
 from tests.parity import test_never_poisoned as on_cpu
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore"),
 ]
 EDITS = [edit for edit in on_cpu.EDITS if edit is not on_cpu.write_through_numpy]  # NumPy reaches no device
@@ -21,9 +20,9 @@ def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     generate = on_cpu.generate
 
     def generate_there(model: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return generate(model, ids.cuda(), *args, **kwargs)
+        return generate(model, ids.to(DEVICE), *args, **kwargs)
 
-    monkeypatch.setattr(on_cpu, "make_model", lambda name: make_model(name).cuda())
+    monkeypatch.setattr(on_cpu, "make_model", lambda name: make_model(name).to(DEVICE))
     monkeypatch.setattr(on_cpu, "generate", generate_there)
 
 

@@ -13,13 +13,11 @@ from kvboost_hf.offload.disk import LayerFolder
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.host import HostMemory, HostSource, cuda_pinning
 from kvboost_hf.offload.sources import Source
+from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
+from tests.offload.at_once import HostRuntime
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-DEVICE = torch.device("cuda")
-NBYTES, PIECE_BYTES = 10 << 20, 3 << 20  # the last piece of a layer is a short one
+UNIT = 1 << 20 if ON_GPU else 1 << 10
+NBYTES, PIECE_BYTES = 10 * UNIT, 3 * UNIT  # the last piece of a layer is a short one
 N_LAYERS, N_SLOTS = 6, 2
 LONG = 200_000_000  # cycles of the device: about a tenth of a second
 
@@ -31,23 +29,27 @@ def contents() -> list[torch.Tensor]:
     return [torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, generator=generator) for _ in range(N_LAYERS)]
 
 
+def make_backend() -> CudaBackend:
+    return CudaBackend(DEVICE, None if ON_GPU else HostRuntime(), piece_bytes=PIECE_BYTES)
+
+
 @pytest.fixture
 def backend() -> Iterator[CudaBackend]:
     """Closed in the end."""
-    made = CudaBackend(DEVICE, piece_bytes=PIECE_BYTES)
+    made = make_backend()
     yield made
     made.close()
 
 
 def pinned(contents: list[torch.Tensor]) -> list[Source]:
-    memory = HostMemory(NBYTES * len(contents), cuda_pinning(DEVICE))
+    memory = HostMemory(NBYTES * len(contents), cuda_pinning(DEVICE) if ON_GPU else None)
     sources: list[Source] = []
     for content in contents:
         flat = memory.allocate(NBYTES)
         flat.copy_(content)
-        assert flat.is_pinned()
+        assert flat.is_pinned() == ON_GPU
         sources.append(HostSource(flat))
-    assert memory.pinned_bytes == NBYTES * len(contents)
+    assert memory.pinned_bytes == ON_GPU * NBYTES * len(contents)
     return sources
 
 
@@ -118,6 +120,7 @@ def test_callers_on_other_streams(backend: CudaBackend, contents: list[torch.Ten
     assert same([flat.cpu() for flat in seen], contents)
 
 
+@needs_gpu("its copies are late")
 def test_a_copy_that_is_not_waited_for_is_noticed(backend: CudaBackend, contents: list[torch.Tensor]) -> None:
     (slot,) = backend.allocate(NBYTES, 1)
     (source,) = pinned(contents[:1])
@@ -134,6 +137,7 @@ def test_a_copy_that_is_not_waited_for_is_noticed(backend: CudaBackend, contents
     assert backend.stall_s > 0
 
 
+@needs_gpu("its copies are late")
 def test_a_copy_that_does_not_wait_is_noticed(backend: CudaBackend, contents: list[torch.Tensor]) -> None:
     (slot,) = backend.allocate(NBYTES, 1)
     first, second = pinned(contents[:2])
@@ -146,6 +150,7 @@ def test_a_copy_that_does_not_wait_is_noticed(backend: CudaBackend, contents: li
     assert not torch.equal(slot.clone().cpu(), contents[0])
 
 
+@needs_gpu("CUDA pins")
 def test_host_memory_that_is_refused_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     pinning = cuda_pinning(DEVICE)
     flat = HostMemory(NBYTES, pinning).allocate(NBYTES)
@@ -178,8 +183,9 @@ def test_an_error_of_the_reader_is_raised_by_wait(
     assert torch.equal(slots[0].cpu(), contents[1])
 
 
+@needs_gpu("its copies are late")
 def test_a_backend_that_is_forgotten_ends_its_thread_and_harms_nobody(contents: list[torch.Tensor]) -> None:
-    made = CudaBackend(DEVICE, piece_bytes=PIECE_BYTES)
+    made = make_backend()
     made.allocate(NBYTES, N_SLOTS)
     sources = pinned(contents[:1])
     with torch.cuda.stream(made._link.stream):  # type: ignore[arg-type]

@@ -7,21 +7,18 @@ import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from tests.conftest import FULL_ATTENTION, counted, left_pad, make_model, random_ids
+from tests.gpu.device import DEVICE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 BASE = random_ids(200, seed=1)
 
 
 def on_gpu(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.cuda() for name, value in inputs.items()}
+    return {name: value.to(DEVICE) for name, value in inputs.items()}
 
 
 @pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_parity(name: str) -> None:
-    model = make_model(name).cuda()
+    model = make_model(name).to(DEVICE)
     check_model_compatibility(model)
     store = ChunkStore(model, chunk_size=32)
     batches: list[dict[str, Any]] = [
@@ -45,7 +42,7 @@ def test_parity(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    model = make_model("llama").to("cuda", dtype)
+    model = make_model("llama").to(DEVICE, dtype)
     check_model_compatibility(model)
     store = ChunkStore(model, chunk_size=32)
     store.warm(BASE)
@@ -54,13 +51,13 @@ def test_half_precision(dtype: torch.dtype) -> None:
         model.generate(**on_gpu(left_pad(BASE)), max_new_tokens=1, past_key_values=cache)
     assert work.tokens == 1
     assert all(block.device.type == "cpu" for chunk in store._chunks.values() for block in chunk.kv.tensors)
-    assert all(layer.keys.device.type == "cuda" for layer in cache.layers)
+    assert all(layer.keys.device.type == DEVICE.type for layer in cache.layers)
 
 
 def test_moved_to_the_gpu_between_calls() -> None:
     model = make_model("llama")
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
     model.generate(**left_pad(BASE), max_new_tokens=2, past_key_values=cache)
-    model.cuda()
+    model.to(DEVICE)
     found = model.generate(**on_gpu(left_pad(BASE)), max_new_tokens=8, past_key_values=cache)
     assert torch.equal(found, model.generate(**on_gpu(left_pad(BASE)), max_new_tokens=8))

@@ -4,12 +4,8 @@ import pytest
 import torch
 
 from kvboost_hf.compat import KeyRotation, LayerRotation, key_rotation
+from tests.gpu.device import DEVICE
 from tests.rotations import KINDS, make_rotary, off, rotated_bound
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -17,7 +13,7 @@ pytestmark = [
 def test_the_same_is_found_as_on_a_cpu(kind: str, dtype: torch.dtype) -> None:
     model = make_rotary(kind)
     expected = key_rotation(model)
-    found = key_rotation(make_rotary(kind, dtype).cuda())
+    found = key_rotation(make_rotary(kind, dtype).to(DEVICE))
     assert isinstance(expected, KeyRotation), expected
     assert isinstance(found, KeyRotation), found
     for one, other in zip(found.layers, expected.layers, strict=True):
@@ -33,7 +29,7 @@ def test_it_gives_what_it_gives_on_a_cpu(style: str, dtype: torch.dtype, shift: 
     layer = LayerRotation(10_000.0 ** -(torch.arange(32) / 32), style, 16)  # type: ignore[arg-type]
     rotation = KeyRotation((layer,))
     keys = torch.randn(4, 300, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = rotation.rotate(0, keys.cuda(), shift)
-    assert found.is_cuda
+    found = rotation.rotate(0, keys.to(DEVICE), shift)
+    assert found.device.type == DEVICE.type
     expected = rotation.rotate(0, keys, shift)
     assert off(layer, found.cpu(), expected, 2 * rotated_bound(dtype)) <= 1

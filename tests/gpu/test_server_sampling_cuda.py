@@ -3,17 +3,13 @@
 import warnings
 from typing import Any
 
-import pytest
 import torch
 
 from kvboost_hf.server.jobs import SamplingOptions
 from kvboost_hf.server.sampling import Sampler, choose_rows
 from tests.conftest import VOCAB, make_model, random_ids
+from tests.gpu.device import DEVICE, ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 3},
@@ -28,7 +24,7 @@ def _samplers() -> list[Sampler]:
 
 def test_one_wait_for_all_rows() -> None:
     samplers = _samplers()
-    logits = torch.randn(len(samplers), VOCAB, device="cuda")
+    logits = torch.randn(len(samplers), VOCAB, device=DEVICE)
     choose_rows(samplers, logits)
     with warnings.catch_warnings(record=True) as waits:  # switching the mode on warns, too
         warnings.simplefilter("always")
@@ -37,11 +33,11 @@ def test_one_wait_for_all_rows() -> None:
             choose_rows(samplers, logits)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len([wait for wait in waits if "called a synchronizing" in str(wait.message)]) == 1
+    assert len([wait for wait in waits if "called a synchronizing" in str(wait.message)]) == ON_GPU
 
 
 def test_rows_together_are_rows_alone() -> None:
-    steps = torch.randn(10, len(OPTIONS), VOCAB, device="cuda", dtype=torch.bfloat16) * 4
+    steps = torch.randn(10, len(OPTIONS), VOCAB, device=DEVICE, dtype=torch.bfloat16) * 4
     together, alone = _samplers(), _samplers()
     for logits in steps:
         assert choose_rows(together, logits) == [s.choose(row) for s, row in zip(alone, logits, strict=True)]
@@ -49,12 +45,12 @@ def test_rows_together_are_rows_alone() -> None:
 
 @torch.inference_mode()
 def test_seeded_draws_are_those_of_generate() -> None:
-    model, ids = make_model("llama").cuda(), random_ids(12).cuda()
+    model, ids = make_model("llama").to(DEVICE), random_ids(12).to(DEVICE)
     model.generation_config.eos_token_id = None
     torch.manual_seed(7)
     expected = model.generate(ids, max_new_tokens=8, do_sample=True, temperature=0.7, top_k=20)[0].tolist()
     sampler = Sampler(SamplingOptions(max_tokens=8, temperature=0.7, top_k=20, seed=7), [])
     row = ids[0].tolist()
     for _ in range(8):
-        row.append(sampler.choose(model(torch.tensor([row], device="cuda")).logits[0, -1])[0])
+        row.append(sampler.choose(model(torch.tensor([row], device=DEVICE)).logits[0, -1])[0])
     assert row == expected

@@ -1,20 +1,18 @@
 """Drafts for a target with streamed layers on a CUDA device."""
 
-import pytest
+from typing import Any
+
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvboost_hf import ChunkReuseCache, StreamingConfig, load_assistant, speculation_stats, stream_layers
 from tests.conftest import as_inputs, counted, random_ids
+from tests.gpu.device import DEVICE, ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 LAYERS, NEW = 8, 40
 
 
-def make(layers: int) -> PreTrainedModel:
+def make(layers: int) -> Any:
     """The first layers of a model; all but the first one say little, so that a short one drafts well."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -39,12 +37,12 @@ def make(layers: int) -> PreTrainedModel:
 
 def test_tokens_of_a_streamed_target() -> None:
     """Those of plain generate(), in fewer passes, in float32."""
-    whole, target = make(LAYERS).to("cuda"), make(LAYERS)
-    stream_layers(target, StreamingConfig(residency_mode="full_stream"), device="cuda")
-    draft = load_assistant(make(2).to("cuda"), target=target)
+    whole, target = make(LAYERS).to(DEVICE), make(LAYERS)
+    stream_layers(target, StreamingConfig(residency_mode="full_stream"), device=DEVICE)
+    draft = load_assistant(make(2).to(DEVICE), target=target)
     cache, passes, tokens = ChunkReuseCache(target), 0, 0
-    for seed in range(4):
-        inputs = as_inputs(random_ids(60, seed).to("cuda"))
+    for seed in range(4 if ON_GPU else 1):
+        inputs = as_inputs(random_ids(60, seed).to(DEVICE))
         told = {**inputs, "max_new_tokens": NEW, "do_sample": False}
         wanted = whole.generate(**told)
         assert torch.equal(target.generate(**told), wanted)

@@ -1,11 +1,13 @@
 """Models with streamed layers on a CUDA device."""
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen2Config
+from transformers import Qwen2Config
 
 from kvboost_hf import (
     ChunkReuseCache,
@@ -16,16 +18,15 @@ from kvboost_hf import (
     streaming_stats,
 )
 from kvboost_hf.offload.awq.write import write_random_awq
+from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backends.cuda import CudaBackend
 from kvboost_hf.offload.backends.mapped import can_map, map_to_cuda
 from kvboost_hf.offload.host import HostMemory, cuda_pinning
 from tests.conftest import as_inputs, random_ids
+from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
+from tests.offload.at_once import HostRuntime
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-DEVICE = torch.device("cuda")
-LAYERS = 8
+LAYERS, SIZE, NEW = (8, 32, 12) if ON_GPU else (6, 4, 3)
 IDS = random_ids(60, seed=1)
 
 
@@ -34,12 +35,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """AWQ weights of 8 layers of 12 MB, and as much of embeddings and head."""
     folder = tmp_path_factory.mktemp("awq")
     config = Qwen2Config(
-        vocab_size=4096,
-        hidden_size=1024,
-        intermediate_size=4096,
+        vocab_size=128 * SIZE,
+        hidden_size=32 * SIZE,
+        intermediate_size=128 * SIZE,
         num_hidden_layers=LAYERS,
-        num_attention_heads=16,
-        num_key_value_heads=4,
+        num_attention_heads=SIZE // 2,
+        num_key_value_heads=4 if ON_GPU else 2,
         initializer_range=0.1,
         dtype=torch.float16,
     )
@@ -47,15 +48,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def load(checkpoint: str, **kwargs: Any) -> PreTrainedModel:
-    model = load_streamed(checkpoint, StreamingConfig(**kwargs), device="cuda")
+def load(checkpoint: str, **kwargs: Any) -> Any:
+    with nullcontext() if ON_GPU else use_backend(partial(CudaBackend, DEVICE, HostRuntime())):
+        model = load_streamed(checkpoint, StreamingConfig(**kwargs), device=DEVICE)
     model.generation_config.eos_token_id = None
     return model
 
 
-def generate(model: PreTrainedModel, **kwargs: Any) -> torch.Tensor:
+def generate(model: Any, **kwargs: Any) -> torch.Tensor:
     inputs = {name: tensor.to(DEVICE) for name, tensor in as_inputs(IDS).items()}
-    found: torch.Tensor = model.generate(**inputs, max_new_tokens=12, do_sample=False, **kwargs)
+    found: torch.Tensor = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **kwargs)
     return found
 
 
@@ -114,6 +116,7 @@ def test_on_a_stream_of_the_caller(checkpoint: str) -> None:
             assert torch.equal(also, wanted)
 
 
+@needs_gpu("it measures its memory")
 def test_budget(checkpoint: str) -> None:
     """The peak is within it, and as many layers stay as that allows."""
     torch.cuda.empty_cache()
@@ -127,6 +130,7 @@ def test_budget(checkpoint: str) -> None:
     assert torch.cuda.max_memory_allocated() - before <= 100e6
 
 
+@needs_gpu("it reads pinned memory")
 def test_mapped_memory() -> None:
     assert can_map(DEVICE)
     flat = HostMemory(1 << 20, cuda_pinning(DEVICE)).allocate(1 << 20)
@@ -147,7 +151,7 @@ def test_embeddings_in_host_memory(checkpoint: str) -> None:
     assert plan is not None
     assert plan.host_embeddings
     weight = model.get_input_embeddings().weight
-    assert weight.is_cuda
+    assert weight.device.type == DEVICE.type
     assert torch.equal(weight, without.get_input_embeddings().weight)
     assert torch.equal(generate(model), generate(without))
 
@@ -155,6 +159,7 @@ def test_embeddings_in_host_memory(checkpoint: str) -> None:
 def test_stopped(checkpoint: str) -> None:
     """Layers get their weights back in host memory, and everything else can follow them."""
     model = load(checkpoint, keep_first_k=2)
+    assert streaming_stats(model) is not None
     wanted = generate(model)
     model = stop_streaming(model).to(DEVICE)
     assert streaming_stats(model) is None

@@ -10,20 +10,17 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, check_model_c
 from kvboost_hf.cache import loading
 from kvboost_hf.cache.pace import ComputePace
 from tests.conftest import counted, left_pad, make_model, random_ids
+from tests.gpu.device import DEVICE, ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 BASE = random_ids(2000, seed=1)
 
 
 def on_gpu(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: value.cuda() for name, value in left_pad(ids).items()}
+    return {name: value.to(DEVICE) for name, value in left_pad(ids).items()}
 
 
 def reader(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model = make_model("llama").to("cuda", dtype)
+    model = make_model("llama").to(DEVICE, dtype)
     check_model_compatibility(model)
     return model
 
@@ -39,7 +36,7 @@ def test_what_is_stored_is_in_pinned_memory_and_arrives_whole() -> None:
     tokens(model, BASE, cache)
     held = cache._layers[0].columns(0, 64, 128)
     chunk = next(chunk for chunk in store._chunks.values() if chunk.start == 64)
-    assert all(plane.is_pinned() for plane in chunk.kv.tensors)
+    assert all(plane.is_pinned() == ON_GPU for plane in chunk.kv.tensors)
     for found, expected in zip(chunk.kv.reader().layer(0) or (), held or (), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -65,7 +62,7 @@ def test_a_restart(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.Monke
             if dtype == torch.float32:
                 assert torch.equal(found, plain)
             store.flush()
-        assert all(plane.is_pinned() for chunk in store._chunks.values() for plane in chunk.kv.tensors)
+        assert all(plane.is_pinned() == ON_GPU for chunk in store._chunks.values() for plane in chunk.kv.tensors)
         store.close()
 
 
@@ -90,12 +87,12 @@ def test_hits_are_copied_in_groups_of_layers_while_the_model_computes(
     for name, nbytes in (("_MIN_BYTES", 1), ("_FIRST_BYTES", 1), ("_MOST_BYTES", 2**21)):
         monkeypatch.setattr(loading, name, nbytes)
     monkeypatch.setattr(loading.Loading, "start", lambda self: (begun.append(self), start(self)))
-    model = make_model("deep_llama").to("cuda")
+    model = make_model("deep_llama").to(DEVICE)
     check_model_compatibility(model)
     store = ChunkStore(model, chunk_size=64, tiers=["device:1GB"], codec=codec)
     tokens(model, BASE, ChunkReuseCache(model, store))
     found = [tokens(model, BASE, ChunkReuseCache(model, store)) for _ in range(3)]  # the first one from host memory
-    assert len(begun) == (model.device.type == "cuda")
+    assert len(begun) == ON_GPU
     assert all(torch.equal(each, found[0]) for each in found)
     if codec == "raw":
         assert torch.equal(found[0], tokens(model, BASE))
@@ -109,7 +106,7 @@ def test_codecs_give_on_the_device_what_they_give_on_the_host(codec: str) -> Non
     tokens(model, BASE, on_device)
     block = next(iter(store._chunks.values())).kv.blocks[0]
     run = block.run(0)
-    decoded = block.decode({name: plane.cuda() for name, plane in block.planes.items()}, run)
+    decoded = block.decode({name: plane.to(DEVICE) for name, plane in block.planes.items()}, run)
     torch.testing.assert_close(decoded.cpu(), block.decode(block.planes, run), rtol=1e-3, atol=1e-3)
     again = ChunkReuseCache(model, store)
     tokens(model, BASE, again)

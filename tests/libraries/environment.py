@@ -53,7 +53,7 @@ def make(folder: Path) -> Path:
 
 def _install(python: Path, *what: str) -> None:
     command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Watch:
             return look_up(ids, table, *args, **kwargs)
 
         embedding.leaves_kv_alone = True  # type: ignore[attr-defined]  # read by the library, as above
-        torch.nn.functional.embedding = embedding
+        torch.nn.functional.embedding = embedding  # type: ignore[assignment]
         try:
             yield
         finally:

@@ -53,5 +53,5 @@ def _let_crop_keep() -> None:
         def keeping(cache: DynamicCache, length: int) -> None:
             crop(cache, length - cache.get_seq_length() if length > 0 else length)
 
-        keeping.keeps = True
-        DynamicCache.crop = keeping
+        keeping.keeps = True  # type: ignore[attr-defined]
+        DynamicCache.crop = keeping  # type: ignore[assignment]

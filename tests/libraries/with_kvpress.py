@@ -80,7 +80,7 @@ def piped(session: Session) -> Answers:
     import kvpress
 
     session.attach(session.model)
-    pipe = pipeline("kv-press-text-generation", model=session.model, tokenizer=session.tokenizer, device="cpu")
+    pipe = pipeline("kv-press-text-generation", model=session.model, tokenizer=session.tokenizer, device="cpu")  # type: ignore[call-overload]
     questions = ["Who rebuilt it?", "What is its dome made of?"]
     answers: Answers = []
     for _ in range(2):

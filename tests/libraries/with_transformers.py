@@ -31,7 +31,7 @@ def streamed_in_threads(session: Session) -> Answers:
     def answer(messages: list[Message]) -> str:
         streamer = TextIteratorStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
         options = {**session.chat(messages), **GREEDY, "streamer": streamer}
-        thread = Thread(target=session.model.generate, kwargs=options)
+        thread = Thread(target=session.model.generate, kwargs=options)  # type: ignore[arg-type]
         thread.start()
         text = "".join(streamer)
         thread.join()

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         self.gpu.run_until(lambda: self.happened_at is not None)
 
-    def elapsed_time(self, end_event: "SimulatedEvent") -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         assert self.timed
         assert end_event.timed
         assert self.happened_at is not None
@@ -47,7 +48,7 @@ class SimulatedStream:
     gpu: "SimulatedGpu"
     steps: deque[Callable[[], bool | None]] = field(default_factory=deque)
 
-    def wait_event(self, event: SimulatedEvent) -> None:
+    def wait_event(self, event: Any) -> None:
         self.gpu.submit(self, lambda: event.happened_at is not None)
 
     def synchronize(self) -> None:

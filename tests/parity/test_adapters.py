@@ -176,11 +176,11 @@ def test_rows_with_different_adapters(llama: PreTrainedModel, store: ChunkStore)
 
 def test_the_wrapper_generates_with_the_cache_of_its_model(llama: PreTrainedModel, store: ChunkStore) -> None:
     wrapper = adapted(llama, lora())
-    cache = ChunkReuseCache(wrapper, store)
+    cache = ChunkReuseCache(wrapper, store)  # type: ignore[arg-type]
     assert same_as_plain(llama, cache, BASE, caller=wrapper) == 0
     assert same_as_plain(llama, cache, BASE) == 99
-    assert attach(wrapper, store) is wrapper
-    found = wrapper.generate(**as_inputs(BASE), max_new_tokens=4)
+    assert attach(wrapper, store) is wrapper  # type: ignore[arg-type, comparison-overlap]
+    found = wrapper.generate(**as_inputs(BASE), max_new_tokens=4)  # type: ignore[unreachable]
     reused = last_cache(wrapper)
     assert reused is not None
     assert reused.report.reused_tokens >= 96

@@ -28,7 +28,7 @@ if not transformers.__version__.startswith("5.17"):  # which cannot draft beyond
     MODELS.append("gemma2")
 
 
-def noisy(model: PreTrainedModel, share: float = 0.02) -> PreTrainedModel:
+def noisy(model: PreTrainedModel, share: float = 0.02) -> Any:
     """A draft that often agrees with `model`: its weights, somewhat changed."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ def test_tokens(name: str, schedule: Any) -> None:
         longer = {"input_ids": torch.cat([wanted, random_ids(9, seed + 50)], 1), "max_new_tokens": 12}
         answer = target.generate(**longer)
         assert torch.equal(target.generate(**longer, assistant_model=draft, past_key_values=cache), answer)
-        tokens += 2 * (wanted.shape[1] - 30 - seed) + answer.shape[1] - longer["input_ids"].shape[1]
+        tokens += 2 * (wanted.shape[1] - 30 - seed) + answer.shape[1] - longer["input_ids"].shape[1]  # type: ignore[attr-defined]
     stats = speculation_stats(draft)
     assert stats.rounds - 12 <= stats.committed - stats.accepted <= stats.rounds  # an answer may end with its draft
     assert tokens - 12 <= stats.committed <= tokens  # one that is left to an answer is not drafted
@@ -111,12 +111,18 @@ def test_padding_and_a_confidence() -> None:
 
 def test_sampling_keeps_the_distribution() -> None:
     """The first two tokens of many answers, against the probabilities that the target gives them."""
-    sizes = {"vocab_size": 4, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "pad_token_id": 0}
+    sizes: dict[str, Any] = {
+        "vocab_size": 4,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "pad_token_id": 0,
+    }
     torch.manual_seed(0)
     target, draft = (
         LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=n, initializer_range=0.6)) for n in (2, 1)
     )
-    target, draft = target.eval(), load_assistant(draft.eval(), target=target, schedule="constant")
+    target, draft = target.eval(), load_assistant(draft.eval(), target=target, schedule="constant")  # type: ignore[assignment]
     ids = torch.tensor([[1, 2, 3]])
     count, seen = 3000, Counter[tuple[int, ...]]()
     for _ in range(count):

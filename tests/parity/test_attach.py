@@ -265,7 +265,7 @@ def test_a_call_that_fails_leaves_its_chunks_and_no_more(attached: PreTrainedMod
         if store.stats()["tokens"] >= 64:
             raise RuntimeError("out of luck")
 
-    handle = attached.model.layers[1].register_forward_pre_hook(fail)  # type: ignore[union-attr, index]
+    handle = attached.model.layers[1].register_forward_pre_hook(fail)
     fail.leaves_kv_alone = True  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="out of luck"):
         attached.generate(**as_inputs(BASE), max_new_tokens=60, prefill_chunk_size=32)
@@ -341,7 +341,7 @@ def test_arguments_that_generate_passes_on(options: dict[str, Any]) -> None:
     given = tokenizer("The lamp is red. " * 30, return_tensors="pt")
     for _ in range(2):
         found = model.generate(**given, tokenizer=tokenizer, max_new_tokens=6, **options)
-        assert torch.equal(found, plain.generate(**given, tokenizer=tokenizer, max_new_tokens=6, **options))
+        assert torch.equal(found, plain.generate(**given, tokenizer=tokenizer, max_new_tokens=6, **options))  # type: ignore[arg-type]
     assert report(model).reused_tokens == given["input_ids"].shape[1] - 1
 
 
@@ -392,7 +392,7 @@ def test_a_call_that_is_not_served_says_why(attached: PreTrainedModel) -> None:
     stock = StaticCache(mistral.config, max_cache_len=300)
     mistral(input_ids=BASE, past_key_values=stock, logits_to_keep=1)
     assert "whose layers all have a window" in str(report(mistral).bypass_reason)
-    handle = attached.model.layers[0].register_forward_hook(  # type: ignore[union-attr, index]
+    handle = attached.model.layers[0].register_forward_hook(
         lambda module, args, kwargs, output: None, with_kwargs=True
     )
     attached.generate(**as_inputs(BASE), max_new_tokens=3)
@@ -402,7 +402,7 @@ def test_a_call_that_is_not_served_says_why(attached: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def test_forwards_that_cannot_be_served_say_why(attached: PreTrainedModel) -> None:
-    embeds = attached.get_input_embeddings()(BASE)  # type: ignore[operator]
+    embeds = attached.get_input_embeddings()(BASE)
     for call, reason in (
         (lambda: attached.generate(inputs_embeds=embeds, max_new_tokens=2), "no input_ids were passed"),
         (lambda: attached.generate(**as_inputs(BASE), max_new_tokens=2, use_cache=False), "use_cache is False"),
@@ -454,15 +454,15 @@ def test_adapters_switched_between_turns() -> None:
     wrapper.add_adapter("two", LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     wrapper.eval()
     check_model_compatibility(model)
-    attach(wrapper, ChunkStore(wrapper, chunk_size=32))
+    attach(wrapper, ChunkStore(wrapper, chunk_size=32))  # type: ignore[arg-type]
     found = {}
     for turn, name in enumerate(["one", "two"] * 3):
         wrapper.set_adapter(name)
         found[turn] = wrapper.generate(**as_inputs(BASE[:, :75]), max_new_tokens=4)
-        last = last_cache(wrapper)
+        last = last_cache(wrapper)  # type: ignore[arg-type]
         assert last is not None
         assert last.report.reused_tokens == (74 if turn > 1 else 0)
-    detach(wrapper)
+    detach(wrapper)  # type: ignore[arg-type]
     for turn, name in enumerate(["one", "two"]):
         wrapper.set_adapter(name)
         assert torch.equal(found[turn], wrapper.generate(**as_inputs(BASE[:, :75]), max_new_tokens=4))
@@ -494,7 +494,7 @@ def test_a_compiled_forward_is_compiled_for_as_many_shapes_as_without() -> None:
     graphs: dict[bool, list[int]] = {}
     for ours in (False, True):
         torch._dynamo.reset()
-        model, counts = make_model("llama"), []
+        model, counts = make_model("llama"), list[int]()
         if ours:
             check_model_compatibility(model)
             attach(model, ChunkStore(model, chunk_size=32))
@@ -503,7 +503,7 @@ def test_a_compiled_forward_is_compiled_for_as_many_shapes_as_without() -> None:
             counts.append(1)
             return graph.forward
 
-        model.forward = torch.compile(model.forward, backend=note)  # type: ignore[method-assign]
+        model.forward = torch.compile(model.forward, backend=note)
         ids, graphs[ours] = BASE[:, :60], []
         for turn in range(6):
             found = model.generate(**as_inputs(ids), max_new_tokens=8)

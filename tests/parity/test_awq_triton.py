@@ -17,9 +17,12 @@ from kvboost_hf.offload.awq.matmul import awq_matmul
 from kvboost_hf.offload.awq.triton import launch
 from kvboost_hf.offload.awq.triton.launch import Launch, awq_matmul_triton
 from kvboost_hf.offload.awq.triton.tiling import MOST_ROWS, Tiling, plan_tiling, scratch_columns
-from tests.awq import SHIFTS, Weight, in_gemm, make_linear
+from tests.awq import SHIFTS, Packed, Weight, in_gemm, make_linear
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Product:
     dtype: torch.dtype = F16
     levels: tuple[int, int] = (0, 16)
     size: float = 0.02
-    device: str = "cpu"
+    device: torch.device | str = "cpu"
 
     def drawn(self) -> tuple[torch.Tensor, Weight]:
         """Rows and weights."""
@@ -59,7 +62,7 @@ class Product:
         weight = (each.to(self.device) for each in (levels, zeros, scales.half()))
         return x.to(self.device), Weight(*weight)
 
-    def tensors(self, shifts: tuple[int, ...] = SHIFTS) -> tuple[torch.Tensor, ...]:
+    def tensors(self, shifts: tuple[int, ...] = SHIFTS) -> Given:
         """What a kernel is given."""
         x, weight = self.drawn()
         return x, *in_gemm(weight, shifts)
@@ -118,7 +121,7 @@ def test_the_farthest_from_zero(rows: int, low: tuple[int, int]) -> None:
     all_ones = [torch.full_like(each, -1 if end else 0) for each, end in zip((qweight, qzeros), low, strict=True)]
     expected = x.double().sum(1, keepdim=True) * (low[0] - low[1]) * scales[0].double()
     same = scales[:1].expand(2, -1)
-    torch.testing.assert_close(awq_matmul(x, *all_ones, same, "triton").double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(awq_matmul(x, *all_ones, same, "triton").double(), expected, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type, call-arg]
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -236,7 +239,8 @@ def test_a_row_costs_the_host_few_calls(monkeypatch: pytest.MonkeyPatch) -> None
 def test_rows_that_are_not_contiguous() -> None:
     for rows in (1, 5, MOST_ROWS + 1):
         product = Product(rows=rows)
-        x, *weights = product.tensors()
+        x, *packed = product.tensors()
+        weights = Packed(*packed)
         apart = torch.stack([x, torch.full_like(x, float("nan"))], 1)[:, 0]
         turned = x.T.contiguous().T
         for each in (apart, turned):
@@ -257,8 +261,9 @@ def test_opcheck(rows: int) -> None:
 
 
 def test_one_operator_where_it_is_compiled() -> None:
-    x, *weights = Product(dtype=F32).tensors()
-    targets = []
+    x, *packed = Product(dtype=F32).tensors()
+    weights = Packed(*packed)
+    targets: list[torch.Tensor] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
         targets.extend(node.target for node in graph.graph.nodes if node.op == "call_function")

@@ -97,7 +97,7 @@ def test_a_server_that_cannot_be_closed_has_failed() -> None:
             raise OSError("no space left")
 
     Plain.left = 1000
-    result = small([ARMS["exact"]], ["few-shot"], [replace(PEERS["hf-kept"], name="stuck", make=Stuck)])
+    result = small([ARMS["exact"]], ["few-shot"], [replace(PEERS["hf-kept"], name="stuck", make=Stuck)])  # type: ignore[arg-type]
     assert result.refused == {"stuck": "OSError: no space left"}
     with Turns("plain") as turns:
         turns.open("stuck", lambda: Stuck(Models(EMBEDDED, Path()).get()))
@@ -142,7 +142,7 @@ def test_what_else_a_process_writes_is_no_answer(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_plain_answers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost_hf.bench.arms.served", lambda *_: Plain.answer(None, [], 0))  # type: ignore[arg-type]
+    monkeypatch.setattr("kvboost_hf.bench.arms.served", lambda *_: Plain.answer(None, [], 0))
     monkeypatch.setattr(Plain, "left", 0)
     with pytest.raises(RuntimeError, match="of luck"):
         small([], ["chat"])

@@ -218,7 +218,7 @@ def test_the_same_history_elsewhere_needs_no_repair() -> None:
     generate(model, as_inputs(text), fresh, max_new_tokens=1)
     for layer, other in zip(cache.layers, fresh.layers, strict=True):
         assert isinstance(layer, ReuseLayer)
-        torch.testing.assert_close(layer.values[:, :, 37 : 37 + 224], other.values[:, :, :224])  # type: ignore[attr-defined]
+        torch.testing.assert_close(layer.values[:, :, 37 : 37 + 224], other.values[:, :, :224])
 
 
 def test_nothing_of_a_blended_pass_is_found_by_its_history() -> None:
@@ -415,7 +415,7 @@ def test_other_salts_and_other_weights_are_never_moved() -> None:
     generate(model, inputs, other)
     assert other.report.moved_tokens == 0
     with torch.no_grad():
-        model.lm_head.weight[0, 0] += 1  # type: ignore[union-attr, operator, index]
+        model.lm_head.weight[0, 0] += 1
     changed = ChunkReuseCache(model, store, blend("none"))
     generate(model, inputs, changed)
     assert changed.report.moved_tokens == 0
@@ -446,7 +446,7 @@ def test_an_error_in_the_middle_leaves_the_cache_usable() -> None:
     found = generate(model, inputs, cache)
     assert cache.report.moved_tokens == 256
     assert_same(found, expected)
-    assert not any(layer._forward_pre_hooks for layer in model.model.layers)  # type: ignore[union-attr, operator]
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
 
 
 def test_a_failed_forward_leaves_nothing_on_the_model() -> None:
@@ -460,7 +460,7 @@ def test_a_failed_forward_leaves_nothing_on_the_model() -> None:
     del cache
     gc.collect()
     assert gone() is None
-    assert not any(layer._forward_pre_hooks for layer in model.model.layers)  # type: ignore[union-attr, operator]
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
 
 
 def test_another_cache_may_end_its_forward_at_any_time() -> None:
@@ -472,7 +472,7 @@ def test_another_cache_may_end_its_forward_at_any_time() -> None:
     assert blend_reason(model, REPAIRS["selective"].measure) is None
     with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
         generate(model, inputs, other)
-    layer: Any = model.model.layers[1]  # type: ignore[union-attr, operator, index]
+    layer: Any = model.model.layers[1]
     assert len(layer._forward_pre_hooks) == 1
     handle = layer.register_forward_pre_hook(lambda module, args: other.reset(), prepend=True)
     assert_same(generate(model, inputs), plain)

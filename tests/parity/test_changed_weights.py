@@ -240,7 +240,7 @@ def test_a_fingerprint_keeps_no_weights_in_memory(llama: PreTrainedModel) -> Non
     for full in (False, True):
         fingerprint.current(llama, full=full)
         freed = torch.multiprocessing.reductions.StorageWeakRef(value(llama).weight.untyped_storage())
-        llama.to(torch.float64 if not full else torch.float32)
+        llama.to(torch.float64 if not full else torch.float32)  # type: ignore[arg-type]
         assert freed.expired()
 
 
@@ -253,7 +253,7 @@ def test_saved_and_loaded(llama: PreTrainedModel, store: ChunkStore, tmp_path: A
         ChunkReuseCache(twin, store)
     assert same_as_plain(twin, ChunkReuseCache(twin), BASE) == 0
     for dtype in (torch.float16, torch.float32):
-        halved = copy.deepcopy(llama).to(dtype)
+        halved = copy.deepcopy(llama).to(dtype)  # type: ignore[arg-type]
         cache = ChunkReuseCache(halved, ChunkStore(halved, chunk_size=32))
         check_model_compatibility(halved)
         assert [same_as_plain(halved, cache, BASE, atol=5e-2) for _ in range(2)] == [0, 99]

@@ -89,9 +89,9 @@ def test_moved_chunks(llama: PreTrainedModel) -> None:
 def test_a_compiled_wrapper_called(llama: PreTrainedModel) -> None:
     """Only the forward of the wrapper is compiled, and the hooks stay outside its graph."""
     compiled = torch.compile(llama, backend="eager")
-    store = ChunkStore(compiled, chunk_size=32)
+    store = ChunkStore(compiled, chunk_size=32)  # type: ignore[arg-type]
     for reused in (0, 96):
-        cache = ChunkReuseCache(compiled, store)
+        cache = ChunkReuseCache(compiled, store)  # type: ignore[arg-type]
         found = compiled(BASE, past_key_values=cache, logits_to_keep=1).logits
         torch.testing.assert_close(found, llama(BASE, logits_to_keep=1).logits, atol=2e-4, rtol=2e-4)
         assert cache.report.reused_tokens == reused

@@ -78,7 +78,7 @@ def test_a_token_for_each_row(
     assert (kernel_calls() - before)["cpu.decode"] == (tier == "cpu")
     for row in range(len(ROWS)):
         torch.testing.assert_close(found[row].double(), truth(query, kv, row, softcap, sinks), rtol=1e-5, atol=1e-5)
-    other = PiecedKV(kv.table, kv.keys, kv.values, torch.ones_like(kv.keep))  # type: ignore[arg-type]
+    other = PiecedKV(kv.table, kv.keys, kv.values, torch.ones_like(kv.keep))
     assert not torch.allclose(found, attend(query, other, softcap, sinks), atol=1e-3)
 
 

@@ -221,7 +221,7 @@ class TestChangedWeights:
         elif how == "load_state_dict":
             model.load_state_dict(make_model("llama", seed=5).state_dict())
         elif how == "dtype":
-            model.to(torch.float64)
+            model.to(torch.float64)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("how", ["data +=", "optimizer", "load_state_dict", "dtype"])
     def test_between_calls(self, llama: PreTrainedModel, warm: ChunkStore, how: str) -> None:
@@ -291,7 +291,7 @@ def test_crop_reset_and_rows_by_hand(llama: PreTrainedModel, warm: ChunkStore) -
         llama(BASE[:, :150], past_key_values=held, logits_to_keep=1)
         held.crop(-30)
         held.batch_repeat_interleave(3)
-        held.reorder_cache(torch.tensor([2, 0, 1]))
+        held.reorder_cache(torch.tensor([2, 0, 1]))  # type: ignore[arg-type]
         held.batch_select_indices(torch.tensor([0, 2]))
     ids = random_ids(20, seed=9, batch=2)
     close(llama(ids, past_key_values=cache).logits, llama(ids, past_key_values=stock).logits)
@@ -309,7 +309,7 @@ def test_layers_changed_behind_our_back_are_not_stored(llama: PreTrainedModel) -
     batch = torch.cat([BASE[:, :60], random_ids(60, seed=3)])
     llama(batch, past_key_values=cache, logits_to_keep=1)
     for layer in cache.layers:
-        layer.reorder_cache(torch.tensor([1, 0]))
+        layer.reorder_cache(torch.tensor([1, 0]))  # type: ignore[arg-type]
     llama(random_ids(40, seed=4, batch=2), past_key_values=cache, logits_to_keep=1)
     fresh = ChunkReuseCache(llama, store)
     llama(torch.cat([BASE[:, :60], random_ids(40, seed=4)], dim=1), past_key_values=fresh, logits_to_keep=1)

@@ -236,7 +236,7 @@ def test_streamer_gets_the_prompt_and_every_token(llama: PreTrainedModel) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_parts_only_where_logits_nearly_tie(llama: PreTrainedModel, dtype: torch.dtype) -> None:
-    model = llama.to(dtype)
+    model = llama.to(dtype)  # type: ignore[arg-type]
     check_model_compatibility(model)
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
     for seed in range(12):

@@ -38,7 +38,7 @@ def test_tokens(name: str, cache: str) -> None:
     )
     given = {"max_new_tokens": 12, "do_sample": False}
     if cache == "static":
-        given["cache_implementation"] = "static"
+        given["cache_implementation"] = "static"  # type: ignore[assignment]
     before = kernel_calls()
     found = ours.generate(**inputs, **given)
     calls = calls_within(before)

@@ -157,7 +157,7 @@ def test_after_the_model_has_changed_its_dtype() -> None:
     model, tokenizer = load_embedded()
     inputs, cache = as_inputs(prompt(tokenizer, QUESTIONS[0])), live(model)
     generate(model, inputs, past_key_values=cache)
-    model.to(torch.bfloat16)
+    model.to(torch.bfloat16)  # type: ignore[arg-type]
     found = generate(model, inputs, past_key_values=cache)
     assert cache.report.reused_tokens == 0
     assert cache.layers[0].dtype == torch.bfloat16
@@ -173,8 +173,8 @@ def test_a_window_longer_than_the_text_changes_nothing(name: str) -> None:
     kwargs: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 20}
     exact = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
     cache = live(model, config=KVQuantConfig(window=256, exact_layers=0))
-    theirs: Any = model.generate(**inputs, **kwargs, past_key_values=exact)  # type: ignore[operator]
-    ours: Any = model.generate(**inputs, **kwargs, past_key_values=cache)  # type: ignore[operator]
+    theirs: Any = model.generate(**inputs, **kwargs, past_key_values=exact)
+    ours: Any = model.generate(**inputs, **kwargs, past_key_values=cache)
     assert torch.equal(ours.sequences, theirs.sequences)
     assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
 
@@ -208,11 +208,11 @@ def decoded_tensors() -> Iterator[list[int]]:
         refs[:] = [weakref.ref(tensor) for tensor in found]
         return found
 
-    QuantizedLayer.update = update  # type: ignore[method-assign]
+    QuantizedLayer.update = update
     try:
         yield alive
     finally:
-        QuantizedLayer.update = original  # type: ignore[method-assign]
+        QuantizedLayer.update = original
 
 
 def test_the_history_of_one_layer_at_a_time_is_whole(llama: PreTrainedModel) -> None:
@@ -314,7 +314,7 @@ def test_logits_stay_close_across_blocks(reader: tuple[Any, Any], config: KVQuan
     zeroed = live(model, config=config)
     for layer in zeroed.layers:
         assert isinstance(layer, QuantizedLayer)
-        layer._codec = Zeroed(make_codec(config))  # type: ignore[assignment]
+        layer._codec = Zeroed(make_codec(config))
         layer.reset()
     off, _ = divergence(model, ids, zeroed)
     assert off > 0.5

@@ -253,7 +253,7 @@ def test_what_is_loaded_is_what_was_computed(disk: str, loadings: list[Any]) -> 
     model, store, cache = restart("llama", disk)
     plain: PreTrainedModel | Any = model(BASE, use_cache=True).past_key_values
     generate(model, as_inputs(BASE), cache, max_new_tokens=1)
-    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+    for ours, theirs in zip(cache.layers, plain.layers, strict=True):  # type: ignore[arg-type]
         torch.testing.assert_close(ours.keys[:, :, :149], theirs.keys[:, :, :149], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(ours.values[:, :, :149], theirs.values[:, :, :149], atol=1e-4, rtol=1e-4)
     store.close()

@@ -92,7 +92,7 @@ def test_wrong_text_is_rejected(llama: PreTrainedModel) -> None:
 def drafted(model: PreTrainedModel, store: ChunkStore, ids: list[int], length: int = 4, **kwargs: int) -> list[int]:
     """What an assistant proposes after `ids`."""
     config = model.generation_config
-    out = lookup_assistant(model, store, **kwargs).generate(
+    out = lookup_assistant(model, store, **kwargs).generate(  # type: ignore[arg-type]
         input_ids=torch.tensor([ids]), max_new_tokens=length, generation_config=config
     )
     n = out.sequences.shape[1] - len(ids)
@@ -154,7 +154,7 @@ class LyingAssistant(LookupAssistant):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         out = super().generate(*args, **kwargs)
-        out.scores = tuple(torch.zeros_like(score) for score in out.scores)
+        out.scores = tuple(torch.zeros_like(score) for score in out.scores)  # type: ignore[assignment]
         return out
 
 
@@ -163,7 +163,12 @@ def test_sampling_keeps_the_distribution(honest: bool) -> None:
     words, new, draws = 4, 3, 500
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes: dict[str, Any] = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
         config = LlamaConfig(vocab_size=words, initializer_range=0.15, eos_token_id=None, **sizes)
         model = LlamaForCausalLM(config).eval()
     store = ChunkStore(model, chunk_size=16)

@@ -106,7 +106,7 @@ def test_a_chat_about_images(name: str, kind: str) -> None:
     # The first one again, then another one behind it.
     assert forwarded(model, caches.next(), start) <= 1 + 7
     two = forwarded(model, caches.next(), prompt(name, HEAD, 5, MIDDLE, 6, TAIL))
-    if name in BY_ITEM and media._slice_mm_encoder_output is not None:
+    if name in BY_ITEM and media._slice_mm_encoder_output is not None:  # type: ignore[attr-defined]
         assert two <= size + 15 + lost
     assert forwarded(model, caches.next(), prompt(name, HEAD, 5, MIDDLE, 6, TAIL, MORE)) <= 12 + lost
     # The second image changes.
@@ -179,7 +179,7 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "gemma3", "voxtral"])
 def test_modes_of_generation(name: str, mode: str) -> None:
-    if mode == "prefill_chunks" and (name == "voxtral" or (media._slice_mm_encoder_output is None and "qwen" in name)):
+    if mode == "prefill_chunks" and (name == "voxtral" or (media._slice_mm_encoder_output is None and "qwen" in name)):  # type: ignore[attr-defined]
         pytest.skip("transformers itself cannot")
     model = ready(name)
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
@@ -190,7 +190,7 @@ def test_modes_of_generation(name: str, mode: str) -> None:
         reused = generate(model, prompt(name, *parts), past_key_values=cache, **MODES[mode])
         assert_same(plain, reused)
     if mode == "prefill_chunks":
-        if media._slice_mm_encoder_output is not None:
+        if media._slice_mm_encoder_output is not None:  # type: ignore[attr-defined]
             found = cache.report.bypass_reason or ("" if cache.report.reused_tokens else "nothing")
             assert not found or "came after the beginning" in found  # no bypass where the first piece was reused
     else:

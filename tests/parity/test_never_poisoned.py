@@ -331,7 +331,7 @@ class Press:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        layers: Any = self._model.model.layers  # type: ignore[union-attr]
+        layers: Any = self._model.model.layers
         handles = [layer.self_attn.register_forward_hook(self.hook, with_kwargs=True) for layer in layers]
         try:
             yield
@@ -388,7 +388,7 @@ def test_a_hook_that_reaches_the_cache_by_itself(edit: Edit) -> None:
     model, plain = make_model("llama"), make_model("llama")
     store = store_of(model)
     cache = ChunkReuseCache(model, store)
-    layers: Any = model.model.layers  # type: ignore[union-attr]
+    layers: Any = model.model.layers
 
     def hook(module: Any, args: Any, output: Any) -> None:
         if cache.layers[1].is_initialized:
@@ -425,7 +425,7 @@ def test_a_hook_that_changes_what_is_computed() -> None:
 
     handles = []
     for owner, hook in zip((model, plain), hooks, strict=True):
-        layers: Any = owner.model.layers  # type: ignore[union-attr]
+        layers: Any = owner.model.layers
         handles += [layers[0].register_forward_hook(hook), layers[1].mlp.register_forward_hook(scaled)]
 
     def stronger() -> None:
@@ -469,8 +469,8 @@ def test_a_hook_that_counts() -> None:
         seen.append(output)
         return output
 
-    model.model.embed_tokens.register_forward_pre_hook(count)  # type: ignore[union-attr]
-    model.model.layers[1].register_forward_hook(keep)  # type: ignore[union-attr, index]
+    model.model.embed_tokens.register_forward_pre_hook(count)
+    model.model.layers[1].register_forward_hook(keep)
     model.register_forward_pre_hook(lambda module, args, kwargs: counts.append(0), with_kwargs=True)
     for served in (0, 96, 96, 96):
         cache = ChunkReuseCache(model, store)
@@ -526,7 +526,7 @@ def test_hooks_that_write_to_one_number_of_a_prompt(where: str, by_data: bool, i
         if hidden.shape[1] > 1:
             (hidden.data if by_data else hidden)[:, 0, 5] += strength[0]
 
-    handles = [owner.model.get_submodule(where).register_forward_hook(nudge) for owner in (model, plain)]  # type: ignore[union-attr, operator]
+    handles = [owner.model.get_submodule(where).register_forward_hook(nudge) for owner in (model, plain)]
     kept = ChunkReuseCache(model, store)
     with torch.inference_mode(inference):
         for strength[0] in (40.0, 40.0, 10.0):
@@ -576,7 +576,7 @@ def test_compiled_hooks() -> None:
     def louder(module: Any, args: Any, output: Any) -> Any:
         return output * 1.5 if output.shape[1] == 1 else None
 
-    handles = [owner.model.layers[0].mlp.register_forward_hook(louder) for owner in (model, plain)]  # type: ignore[union-attr, index]
+    handles = [owner.model.layers[0].mlp.register_forward_hook(louder) for owner in (model, plain)]
     for ids in (BASE, torch.cat([generate(plain, BASE), BASE[:, :9]], dim=1)):
         assert torch.equal(generate(model, ids, kept, compile_config=compiled), generate(plain, ids))
     assert "are compiled" in str(kept.report.bypass_reason)
@@ -614,7 +614,7 @@ def test_a_hook_that_begins_to_change_what_is_computed() -> None:
         return output if switch[0] == 1.0 else output * switch[0]
 
     for owner in (model, plain):
-        owner.model.layers[0].register_forward_hook(scale)  # type: ignore[union-attr, index]
+        owner.model.layers[0].register_forward_hook(scale)
     for value in (1.0, 1.0, 0.5, 0.5):
         switch[0] = value
         cache = ChunkReuseCache(model, store)
@@ -628,7 +628,7 @@ def test_a_hook_for_a_part_of_a_call() -> None:
     model, plain = make_model("llama"), make_model("llama")
     store = store_of(model)
     handles: list[Any] = []
-    mlp: Any = model.model.layers[1].mlp  # type: ignore[union-attr, index]
+    mlp: Any = model.model.layers[1].mlp
 
     class Toggles(LogitsProcessor):
         def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -682,8 +682,8 @@ def test_hooks_that_write_unseen(inference: bool) -> None:
     store = store_of(model)
     hook = ByData(2.0)
     for owner in (model, plain):
-        owner.model.layers[0].mlp.register_forward_hook(hook)  # type: ignore[union-attr, index]
-        owner.model.rotary_emb.register_forward_pre_hook(by_name, with_kwargs=True)  # type: ignore[union-attr]
+        owner.model.layers[0].mlp.register_forward_hook(hook)
+        owner.model.rotary_emb.register_forward_pre_hook(by_name, with_kwargs=True)
     with torch.inference_mode(inference):
         for scale in (2.0, 2.0, 0.7):
             hook.scale = scale
@@ -714,7 +714,7 @@ def test_hooks_stay_who_they_are() -> None:
     """Whoever looks for a hook among those of a module finds it, and no other comes back once it is gone."""
     model = make_model("llama")
     store = store_of(model)
-    layer: Any = model.model.layers[0].mlp  # type: ignore[union-attr, index]
+    layer: Any = model.model.layers[0].mlp
     hook = ByData(1.0)
     handle = layer.register_forward_hook(hook)
     generate(model, BASE, ChunkReuseCache(model, store))
@@ -733,7 +733,7 @@ def test_hooks_come_and_go_in_another_thread() -> None:
     stop = threading.Event()
 
     def toggle() -> None:
-        layer: Any = model.model.layers[1].mlp  # type: ignore[union-attr, index]
+        layer: Any = model.model.layers[1].mlp
         while not stop.is_set():
             handle = layer.register_forward_hook(lambda module, args, output: output * 2)
             time.sleep(0.002)
@@ -751,7 +751,7 @@ def test_hooks_come_and_go_in_another_thread() -> None:
     require_intact(store, checked=0)
     for _ in range(2):
         assert torch.equal(generate(model, BASE), generate(plain, BASE))
-    assert last_cache(model).report.reused_tokens == 96  # type: ignore[union-attr]
+    assert last_cache(model).report.reused_tokens == 96
 
 
 def test_objects_that_answer_anything() -> None:
@@ -770,9 +770,9 @@ def test_objects_that_answer_anything() -> None:
 
     mock = MagicMock(side_effect=lambda module, args, output: output * 2)
     for owner in (model, plain):
-        owner.model.layers[0].mlp.register_forward_hook(mock)  # type: ignore[union-attr, index]
-        owner.model.layers[1].mlp.register_forward_hook(Raises())  # type: ignore[union-attr, index]
-    model.note = {Raises()}  # type: ignore[assignment]
+        owner.model.layers[0].mlp.register_forward_hook(mock)
+        owner.model.layers[1].mlp.register_forward_hook(Raises())
+    model.note = {Raises()}
     model.config.thing = {"a": Raises()}
     store = ChunkStore(model, chunk_size=32)
     for _ in range(2):
@@ -788,7 +788,7 @@ def test_updates_of_others(how: str) -> None:
     store = store_of(model)
     cache: Any = ChunkReuseCache(model, store)
 
-    class Scales(type(cache.layers[0])):  # type: ignore[misc]
+    class Scales(type(cache.layers[0])):
         def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
             return super().update(key_states * 2, value_states, *args, **kwargs)
 
@@ -837,14 +837,14 @@ def test_stock_caches_that_somebody_has_changed_stay_theirs(how: str, monkeypatc
             cache.layers = [Doubles(), Doubles()]
         elif how == "instance":
             own = cache.update
-            cache.update = lambda keys, values, *args, **kwargs: own(keys, values * 2, *args, **kwargs)  # type: ignore[method-assign]
+            cache.update = lambda keys, values, *args, **kwargs: own(keys, values * 2, *args, **kwargs)
         return cache
 
     if how == "class":
         stock = DynamicLayer.update
         monkeypatch.setattr(DynamicLayer, "update", lambda self, k, v, *args, **kwargs: stock(self, k, v * 2))
     assert torch.equal(generate(model, BASE, theirs()), generate(plain, BASE, theirs()))
-    assert "were replaced" in str(last_cache(model).report.bypass_reason)  # type: ignore[union-attr]
+    assert "were replaced" in str(last_cache(model).report.bypass_reason)
     require_intact(store)
 
 
@@ -882,7 +882,7 @@ def test_an_attention_function_that_writes_to_the_keys() -> None:
     try:
         for ids in (BASE, random_ids(90, seed=8), BASE):
             for owner in (model, plain):
-                layers: Any = owner.model.layers  # type: ignore[union-attr]
+                layers: Any = owner.model.layers
                 for layer in layers:  # as a press leaves it behind
                     layer.self_attn.masked_key_indices = (torch.tensor([0]), torch.tensor([1]), torch.tensor([4]))
             cache = ChunkReuseCache(model, store)
@@ -1057,7 +1057,7 @@ def test_a_configuration_of_its_own() -> None:
     store = store_of(model)
     generate(model, BASE, ChunkReuseCache(model, store))
     for owner in (model, plain):
-        attention: Any = owner.model.layers[0].self_attn  # type: ignore[union-attr, index]
+        attention: Any = owner.model.layers[0].self_attn
         attention.config = copy.deepcopy(attention.config)
         attention.config._attn_implementation = "eager"  # with the mask of the others: none, so it is not causal
     for _ in range(2):
@@ -1117,7 +1117,7 @@ class ScaledByItsClass(torch.nn.Module):
 def test_values_of_classes_of_modules() -> None:
     model, plain = make_model("llama"), make_model("llama")
     for owner in (model, plain):
-        attention: Any = owner.model.layers[0].self_attn  # type: ignore[union-attr, index]
+        attention: Any = owner.model.layers[0].self_attn
         attention.v_proj = ScaledByItsClass(attention.v_proj).eval()
     store = store_of(model)
     try:
@@ -1155,7 +1155,7 @@ def test_values_in_containers_of_modules(make: Callable[[torch.Tensor], Any]) ->
     model, plain = make_model("llama"), make_model("llama")
     scales = [torch.ones(()), torch.ones(())]
     for owner, scale in zip((model, plain), scales, strict=True):
-        attention: Any = owner.model.layers[0].self_attn  # type: ignore[union-attr, index]
+        attention: Any = owner.model.layers[0].self_attn
         attention.v_proj = Scaled(attention.v_proj, make(scale)).eval()
     store = store_of(model)
     for value in (1.0, 2.0, 1.0):
@@ -1216,7 +1216,7 @@ def test_check_integrity_passes_over_what_it_cannot_compute() -> None:
     generate(model, BASE, ChunkReuseCache(model, store))
     stored = len(store)
     with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight[0, 0] += 1  # type: ignore[union-attr, index]
+        model.model.layers[0].self_attn.k_proj.weight[0, 0] += 1
     generate(model, random_ids(70, seed=5), ChunkReuseCache(model, store))
     found = store.check_integrity()
     assert (found.wrong, found.skipped) == (0, stored)

@@ -26,7 +26,7 @@ MIXED = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1":
 def from_checkpoint(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.save_pretrained(folder / "checkpoint")
     with torch.device("meta"):
-        empty = LlamaForCausalLM(model.config)
+        empty = LlamaForCausalLM(model.config)  # type: ignore[arg-type]
     empty.model.rotary_emb = model.model.rotary_emb  # computed, not saved
     return load_checkpoint_and_dispatch(empty.eval(), folder / "checkpoint", device_map=MIXED, offload_folder=folder)
 

@@ -13,7 +13,7 @@ LIMIT = 128  # tokens that the frequencies were trained for
 NEW = 12
 BASE, OTHER = random_ids(300, seed=1), random_ids(300, seed=2)
 
-_LONGROPE = {
+_LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
     "factor": 4.0,

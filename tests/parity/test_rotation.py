@@ -105,10 +105,10 @@ class LearnedToo(LlamaForCausalLM):
     """Rotary and learned positions."""
 
     def __init__(self, config: object) -> None:
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[arg-type]
         self.places = nn.Embedding(1024, config.hidden_size)  # type: ignore[attr-defined]
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):  # type: ignore[no-untyped-def]
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
         kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values}
         return super().forward(inputs_embeds=self.model.embed_tokens(input_ids) + self.places(position_ids), **kwargs)
 
@@ -128,7 +128,7 @@ def test_frequencies_that_can_hardly_be_told_apart(llama: PreTrainedModel) -> No
     layer = rotation_of(llama).layers[0]
     assert layer is not None
     assert torch.equal(layer.inv_freq, right)
-    for module in (llama.to(torch.bfloat16), llama.model.rotary_emb):
+    for module in (llama.to(torch.bfloat16), llama.model.rotary_emb):  # type: ignore[arg-type]
         for name, value in (("another_inv_freq", near), ("inv_freq", right)):
             if name in module._buffers:
                 module._buffers[name] = value  # as from_pretrained(dtype=...) leaves them
@@ -148,7 +148,7 @@ def test_it_is_found_once_by_20_tokens(llama: PreTrainedModel) -> None:
         assert key_rotation(llama) is found
         assert check_model_compatibility(llama).moved
     assert copy.deepcopy(llama).__dict__["_kvboost_hf__Rotations"].found == {}
-    assert rotation_of(llama.to(torch.bfloat16)) is not found
+    assert rotation_of(llama.to(torch.bfloat16)) is not found  # type: ignore[arg-type]
 
 
 def test_threads_find_one(llama: PreTrainedModel) -> None:

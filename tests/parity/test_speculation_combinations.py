@@ -88,7 +88,7 @@ def test_half_precision_parts_only_at_ties(dtype: torch.dtype, chats: list[Conve
     prompts = [prompt for chat in chats for prompt in chat]
     done = run(reader, Combination("constant", "conversation", False, "sdpa"), chats, **told)
     found = [
-        parted(ours, reader.answer(prompt, **told), prompt.shape[1], dtype)
+        parted(ours, reader.answer(prompt, **told), prompt.shape[1], dtype)  # type: ignore[arg-type]
         for ours, prompt in zip(done.answers, prompts, strict=True)
     ]
     assert 0 < max(off for off, _ in found) <= 2  # a pass over several tokens does round otherwise

@@ -48,7 +48,7 @@ def measure(pass_s: float, schedule: Any, misled: bool = False) -> Times:
 
     draft.register_forward_hook(drafted)
     clock = {"clock": lambda: backend.clock}
-    assistant = load_assistant(draft, target=reader.model, schedule=schedule, num_assistant_tokens=LENGTH, **clock)
+    assistant = load_assistant(draft, target=reader.model, schedule=schedule, num_assistant_tokens=LENGTH, **clock)  # type: ignore[arg-type]
     rounds = []
     for prompt, ids in zip(prompts, expected, strict=True):
         said, found = assisted_answer(reader.model, assistant, prompt, max_new_tokens=24)

@@ -45,7 +45,7 @@ class Compiler:
 
     @property
     def config(self) -> CompileConfig:
-        config = CompileConfig(backend=self, fullgraph=True, mode=None)  # type: ignore[arg-type]
+        config = CompileConfig(backend=self, fullgraph=True, mode=None)
         config._compile_all_devices = True  # type: ignore[assignment]
         return config
 
@@ -236,7 +236,7 @@ def test_forks_and_rows(llama: PreTrainedModel) -> None:
     assert torch.equal(plain, generate(llama, as_inputs(BASE[:, :100]), past_key_values=twin))
     assert twin.report.tier_tokens == {"live": 99, "ram": 0}
     address = twin.layers[0]._tensors[0].buffer.data_ptr()
-    twin.reorder_cache(torch.tensor([0]))
+    twin.reorder_cache(torch.tensor([0]))  # type: ignore[arg-type]
     assert twin.layers[0]._tensors[0].buffer.data_ptr() == address
     twin.batch_repeat_interleave(2)
     assert twin.layers[0].keys.shape[0] == 2

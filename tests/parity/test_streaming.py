@@ -103,7 +103,7 @@ def test_generate(name: str, mode: Any) -> None:
         stream_layers(model, StreamingConfig(residency_mode=mode), device="cpu")
     batch = left_pad(IDS, random_ids(23, seed=2)) if name != "gpt2" else as_inputs(IDS)
     for kwargs in ({}, {"num_beams": 2}, {"do_sample": True}):
-        told = {**batch, **kwargs, "max_new_tokens": 6}
+        told: dict[str, Any] = {**batch, **kwargs, "max_new_tokens": 6}
         torch.manual_seed(0)
         wanted = plain.generate(**told)
         torch.manual_seed(0)
@@ -166,7 +166,7 @@ def test_early_exit() -> None:
     plain, model = make_layers(6), make_layers(6)
     stream_except(model, ())
     for exit_layer in (1, 2, 3, 5):
-        told = {**as_inputs(IDS), "max_new_tokens": 12, "assistant_early_exit": exit_layer}
+        told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 12, "assistant_early_exit": exit_layer}
         assert torch.equal(model.generate(**told), plain.generate(**told))
 
 
@@ -174,7 +174,7 @@ def test_assistant() -> None:
     plain, model, draft = make_model(), make_model(), make_model(seed=1)
     draft.generation_config.assistant_confidence_threshold = 0.0
     stream_except(model, ())
-    told = {**as_inputs(IDS), "max_new_tokens": 16}
+    told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 16}
     wanted = plain.generate(**told)
     assert torch.equal(model.generate(**told, assistant_model=draft), wanted)
     assert torch.equal(model.generate(**told, prompt_lookup_num_tokens=3), wanted)
@@ -189,7 +189,7 @@ def test_assistant() -> None:
 def test_reuse(attention: str) -> None:
     model = make_layers(LAYERS)
     model.set_attn_implementation(attention)
-    told = {**as_inputs(IDS), "max_new_tokens": 4}
+    told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 4}
     wanted = model.generate(**told)
     stream_except(model, (2,))
     store = ChunkStore(model, chunk_size=16)
@@ -204,7 +204,7 @@ def test_reuse(attention: str) -> None:
 
 def test_what_a_plain_model_left_on_disk_is_found(tmp_path: Path) -> None:
     """Where weights are is no part of what K/V is found by."""
-    told = {**as_inputs(IDS), "max_new_tokens": 1}
+    told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 1}
     for resident in (None, (), (1, 2)):
         model = make_layers(LAYERS)
         if resident is not None:
@@ -237,7 +237,7 @@ def test_blend_and_codes() -> None:
     plain, model = make_layers(LAYERS), make_layers(LAYERS)
     stream_except(model, (0,))
     config = KVQuantConfig(exact_layers=1)
-    told = {**as_inputs(IDS), "max_new_tokens": 6}
+    told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 6}
     caches = [ChunkReuseCache(found, live_quant=config) for found in (plain, model)]
     answers = [
         found.generate(**told, past_key_values=cache) for found, cache in zip((plain, model), caches, strict=True)
@@ -250,7 +250,7 @@ def test_attached_pipeline() -> None:
     asked = "Maria lives in Rome. Where does Maria live?"
     wanted = pipeline("text-generation", model=model, tokenizer=tokenizer)(asked, max_new_tokens=8)
     with use_backend(PoisoningBackend):
-        streamed = load_streamed(EMBEDDED_MODEL_DIR, FULL_STREAM)
+        streamed = load_streamed(EMBEDDED_MODEL_DIR, FULL_STREAM)  # type: ignore[arg-type]
     pipe = pipeline("text-generation", model=attach(streamed), tokenizer=tokenizer)
     assert [pipe(asked, max_new_tokens=8) for _ in range(2)] == [wanted] * 2
 
@@ -416,7 +416,7 @@ def test_layers_that_are_the_same() -> None:
 
 
 def test_hooks_of_others_stay(expected: list[torch.Tensor]) -> None:
-    class Counting(ModelHook):  # type: ignore[misc]
+    class Counting(ModelHook):
         calls = 0
 
         def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -524,21 +524,21 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_from_pretrained() -> None:
-    config = with_streaming(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1))
+    config = with_streaming(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1))  # type: ignore[arg-type]
     with use_backend(PoisoningBackend):
         model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR, config=config)
     stats = streaming_stats(model)
     assert stats is not None
     plain = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR)
-    told = {**as_inputs(IDS), "max_new_tokens": 8}
-    assert torch.equal(model.generate(**told), plain.generate(**told))
+    told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 8}
+    assert torch.equal(model.generate(**told), plain.generate(**told))  # type: ignore[arg-type]
     assert not getattr(model, "is_quantized", False)
     assert not hasattr(model.config, "quantization_config")
 
 
 def test_one_memory() -> None:
     """On a CPU there is nothing to bring: the weights stay, and the model computes with them."""
-    model = load_streamed(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1), device="cpu")
+    model = load_streamed(EMBEDDED_MODEL_DIR, StreamingConfig(keep_first_k=1), device="cpu")  # type: ignore[arg-type]
     assert streaming_stats(model) is None
     plain = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR)
     assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
@@ -581,7 +581,7 @@ def test_damage_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("kvboost_hf.cache.loading._MIN_BYTES", 0)
     model = make_layers(LAYERS)
     stream_except(model, ())
-    told = {**as_inputs(IDS), "max_new_tokens": 4}
+    told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 4}
     wanted = model.generate(**told)
     for damaged in (False, True):
         with closing(ChunkStore(model, chunk_size=16, tiers=["ram:1GB", f"disk:{tmp_path}:1GB"])) as store:

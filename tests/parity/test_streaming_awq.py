@@ -40,7 +40,7 @@ from tests.conftest import as_inputs, random_ids
 from tests.streaming import FULL_STREAM
 
 IDS = random_ids(40, seed=1)
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 200,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -51,7 +51,7 @@ SIZES = {
     "pad_token_id": 0,
     "eos_token_id": 199,
 }
-MOE = {**SIZES, "num_hidden_layers": 3, "num_experts_per_tok": 2}
+MOE: dict[str, Any] = {**SIZES, "num_hidden_layers": 3, "num_experts_per_tok": 2}
 
 
 def dense() -> PreTrainedModel:
@@ -61,7 +61,7 @@ def dense() -> PreTrainedModel:
 
 def qwen3_moe() -> PreTrainedModel:
     torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE, num_experts=6, moe_intermediate_size=64, head_dim=32)).eval()
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE, num_experts=6, moe_intermediate_size=64, head_dim=32)).eval()  # type: ignore[call-arg]
 
 
 def mixtral() -> PreTrainedModel:
@@ -103,7 +103,7 @@ def test_as_dequantized(checkpoint: Path, expected: PreTrainedModel, config: dic
     stats = streaming_stats(model)
     assert stats is not None
     assert stats.misses == 1
-    told = {**as_inputs(IDS), "max_new_tokens": 6}
+    told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 6}
     assert torch.equal(model.generate(**told), expected.generate(**told))
 
 
@@ -132,7 +132,7 @@ def test_modes_are_identical(checkpoint: Path, tmp_path: Path, mode: Any, on_dis
     for _ in range(2):  # the second time from the same files
         with use_backend(PoisoningBackend):
             model = load_streamed(str(checkpoint), StreamingConfig(residency_mode=mode, **given), dtype=torch.float32)
-        told = {**as_inputs(IDS), "max_new_tokens": 6}
+        told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 6}
         assert torch.equal(model.generate(**told), whole.generate(**told))
         assert (streaming_stats(model) is None) == (mode == "full_resident")
         if on_disk:
@@ -155,14 +155,14 @@ def test_from_pretrained(checkpoint: Path, tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint, config=with_streaming(str(checkpoint), FULL_STREAM), dtype=torch.float32
         )
-    told = {**as_inputs(IDS), "max_new_tokens": 6}
+    told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 6}
     wanted = model.generate(**told)
     assert model.config.quantization_config["quant_method"] == "awq"
     model.save_pretrained(tmp_path)  # an AWQ checkpoint again
     saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert saved == json.loads((checkpoint / "config.json").read_text())["quantization_config"]
     again = load_streamed(str(tmp_path), device="cpu", dtype=torch.float32)
-    assert torch.equal(again.generate(**told), wanted)
+    assert torch.equal(again.generate(**told), wanted)  # type: ignore[arg-type]
 
 
 def test_reuse_across_plans(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_experts(make: Any, parts: tuple[str, str, str], prefix: str, tmp_path: 
         model = load_streamed(str(tmp_path), FULL_STREAM, dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=IDS).logits, wanted(input_ids=IDS).logits, atol=2e-4, rtol=2e-4)
-    told = {**as_inputs(IDS), "max_new_tokens": 6}
+    told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 6}
     assert torch.equal(model.generate(**told), wanted.generate(**told))
     plan = streaming_plan(model)
     assert plan is not None

@@ -227,7 +227,7 @@ def test_codecs_give_the_same_from_every_tier(name: str, codec: str, disk: str) 
     assert cache.report.tier_tokens["disk"] == cache.report.reused_tokens == in_ram.report.reused_tokens > 0
     assert all(torch.equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
     store.flush()
-    assert store.stats()["bytes"] == sum(chunk.nbytes for chunk in [*store._chunks.values(), *store._states.values()])
+    assert store.stats()["bytes"] == sum(chunk.nbytes for chunk in [*store._chunks.values(), *store._states.values()])  # type: ignore[attr-defined]
     if name not in STATEFUL:  # they have more to go on from now
         found = generate(again, as_inputs(BASE), ChunkReuseCache(again, store))
         assert all(torch.equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
@@ -254,7 +254,7 @@ def test_the_embedded_model(disk: str) -> None:
 
 def changed_weight(model: PreTrainedModel) -> None:
     with torch.no_grad():
-        model.get_input_embeddings().weight[7, 3] += 1e-3
+        model.get_input_embeddings().weight[7, 3] += 1e-3  # type: ignore[index]
 
 
 def with_adapter(model: PreTrainedModel) -> None:
@@ -272,7 +272,7 @@ def longer_rotary(model: PreTrainedModel) -> None:
 
 OTHERS: dict[str, tuple[Callable[[PreTrainedModel], Any], dict[str, Any]]] = {
     "weights": (changed_weight, {}),
-    "dtype": (lambda model: model.to(torch.float64), {}),
+    "dtype": (lambda model: model.to(torch.float64), {}),  # type: ignore[arg-type]
     "adapter": (with_adapter, {}),
     "rope": (longer_rotary, {}),
     "attention": (lambda model: model.set_attn_implementation("eager"), {}),

@@ -156,7 +156,7 @@ def test_what_cannot_be_read_is_decoded(config: KVQuantConfig | str) -> None:
 def test_damage_is_found(config: str, damage: str) -> None:
     case = Coded(config=config, problem=Problem(queries=1, batch=1, dtype=BF16), block_n=32)
     query, keys, values, lengths = case.given()
-    changed: dict[str, Any] = {
+    changed: dict[str, Any] = {  # type: ignore[assignment]
         "no key codes": {"keys": replace(keys, codes=torch.zeros_like(keys.codes))},
         "no value codes": {"values": replace(values, codes=torch.zeros_like(values.codes))},
         "another length": {"lengths": lengths - 1},

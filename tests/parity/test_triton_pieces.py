@@ -161,7 +161,7 @@ def test_pieces_and_what_is_behind_them_make_all() -> None:
     cuts = (0, 16, 53, 58, COLUMNS)
     rows = torch.tensor([[(i, column, -1) for i, column in enumerate(cuts[:-1])]])
     spans = list(pairwise(cuts))
-    table = PieceTable(*(tuple(each[0, :, a:b] for a, b in spans) for each in (key, value)), rows, COLUMNS)
+    table = PieceTable(*(tuple(each[0, :, a:b] for a, b in spans) for each in (key, value)), rows, COLUMNS)  # type: ignore[arg-type, call-arg]
     seen = whole.visibility()
     before = kernel_calls()
     with use_tier("triton"):

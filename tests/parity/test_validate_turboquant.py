@@ -161,7 +161,7 @@ def test_needles_stand_where_they_are_said_to(reader: Reader) -> None:
     tokenizer = reader[1]
     depths = (0.0, 0.25, 0.5, 1.0)
     for depth, needle in zip(depths, make_needles(tokenizer, 600, depths, 0), strict=True):
-        paragraphs = tokenizer.decode(needle.ids).split("\n\n")
+        paragraphs = tokenizer.decode(needle.ids).split("\n\n")  # type: ignore[arg-type]
         (index,) = (n for n, text in enumerate(paragraphs[:-1]) if text.count(".") == 1 and needle.value in text)
         assert abs(index - depth * (len(paragraphs) - 3)) <= 0.5  # a document follows it, and the question
 

@@ -185,7 +185,7 @@ def test_bad_input(llama: PreTrainedModel) -> None:
         ({"policies": [ReusePolicy()]}, "mode 'blend', got ReusePolicy"),
     ):
         with pytest.raises(ValueError, match=message):
-            verify_correctness(llama, ids, **bad_arguments)  # type: ignore[arg-type]
+            verify_correctness(llama, ids, **bad_arguments)
     with pytest.raises(ValueError, match="eval mode"):
         verify_correctness(llama.train(), ids)
     with pytest.raises(ValueError, match="detach"):

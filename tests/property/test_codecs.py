@@ -95,7 +95,7 @@ def test_layers_one_by_one_are_all_at_once(config, role, rotations, tokens, head
     planes, again = codec.encode(x, role, rotations), codec.encode(x, role, rotations)
     assert planes.keys() == again.keys()
     assert all(torch.equal(planes[name], again[name]) for name in planes)
-    assert sum(plane.untyped_storage().nbytes() for plane in planes.values()) == codec.nbytes(x.shape, dtype, role)
+    assert sum(plane.untyped_storage().nbytes() for plane in planes.values()) == codec.nbytes(x.shape, dtype, role)  # type: ignore[arg-type]
     for i, rotation in enumerate(rotations):
         alone = codec.encode(x[i : i + 1], role, [rotation])
         for name, plane in alone.items():

@@ -53,9 +53,9 @@ class Plain:
         out = self.keys.clone()
         for at, end, keys in self.blocks:
             for row in range(len(keys)):
-                planes = codec.encode(keys[row : row + 1].contiguous(), role, [None])
+                planes = codec.encode(keys[row : row + 1].contiguous(), role, [None])  # type: ignore[arg-type]
                 alone = {name: plane[0] for name, plane in planes.items()}
-                block = codec.decode(alone, (HEADS, keys.shape[2], DIM), keys.dtype, role, None)
+                block = codec.decode(alone, (HEADS, keys.shape[2], DIM), keys.dtype, role, None)  # type: ignore[arg-type]
                 out[row, :, at:end] = block[:, : end - at]
         return out
 

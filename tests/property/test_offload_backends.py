@@ -27,7 +27,7 @@ class FailingSource:
     """Gives some bytes, and then none."""
 
     nbytes = SLOT_BYTES
-    host = None
+    host = path = None
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
         target.fill_(0xEE)
@@ -169,7 +169,7 @@ class WithoutWait(CudaBackend):
     """The computation does not wait for the copy."""
 
     def wait(self, slot: int) -> None:
-        reading = self._slots[slot].load.reading  # type: ignore[union-attr]
+        reading = self._slots[slot].load.reading
         if reading is not None:
             reading.result()
 
@@ -186,7 +186,7 @@ class BuffersAtOnce(SimulatedGpu):
 
     def record(self, stream: object, *, timed: bool = False) -> SimulatedEvent:
         event = super().record(stream, timed=timed)  # type: ignore[arg-type]
-        event.synchronize = lambda: None  # type: ignore[method-assign]
+        event.synchronize = lambda: None
         return event
 
 

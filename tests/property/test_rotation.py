@@ -172,7 +172,7 @@ def test_the_control(kind: str, dtype: torch.dtype) -> None:
         other_style = "half" if layer.style == "interleaved" else "interleaved"
         wrong = [
             rotation.rotate(idx, keys[0], new - old + 1),
-            KeyRotation((LayerRotation(layer.inv_freq, other_style, layer.offset),)).rotate(0, keys[0], new - old),
+            KeyRotation((LayerRotation(layer.inv_freq, other_style, layer.offset),)).rotate(0, keys[0], new - old),  # type: ignore[arg-type]
             KeyRotation((LayerRotation(-layer.inv_freq, layer.style, layer.offset),)).rotate(0, keys[0], new - old),
             KeyRotation((LayerRotation(layer.inv_freq * 1.01, layer.style, layer.offset),)).rotate(
                 0, keys[0], new - old

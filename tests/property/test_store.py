@@ -124,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
         for segment in find_moved(tokens, 0, len(tokens), self.store.moved_index(root)):
             assert isinstance(segment.chunk, StoredChunk)
             assert segment.chunk.root == root
-            keys, values = segment.chunk.kv.reader().layer(0)  # type: ignore[misc]
+            keys, values = segment.chunk.kv.reader().layer(0)
             part = slice(0, segment.stop - segment.start)
             assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
             positions = range(segment.start - segment.shift, segment.stop - segment.shift)
@@ -151,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
             keys, values = segment.chunk.kv.reader().layer(0)  # type: ignore[attr-defined]
             assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
             assert values[0, part, 0].tolist() == list(range(segment.start, segment.stop))
-        self.store.record_use([s.chunk for s in plan.segments], missed=plan.miss is not None)  # type: ignore[misc]
+        self.store.record_use([s.chunk for s in plan.segments], missed=plan.miss is not None)
 
     @rule(words=prompts)
     def fail_to_copy(self, words: list[int]) -> None:

@@ -113,7 +113,7 @@ def run(machine: type[TierMachine], open_tier: OpenTier, max_bytes: int | None, 
         opened = [open_tier(place, max_bytes) for _ in range(clients)]
         return machine((opened[0], opened[-1]), max_bytes)
 
-    run_state_machine_as_test(made, settings=FEW)
+    run_state_machine_as_test(made, settings=FEW)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ class TieredMachine(RuleBasedStateMachine):
             chunk = loaded.get(segment.chunk.prefix_key)
             if chunk is not None:
                 assert chunk.root == root
-                keys, values = chunk.kv.reader().layer(0)  # type: ignore[misc]
+                keys, values = chunk.kv.reader().layer(0)
                 length = segment.stop - segment.start
                 positions = range(segment.start - segment.shift, segment.stop - segment.shift)
                 assert keys[0, :length, 0].tolist() == tokens[segment.start : segment.stop].tolist()
@@ -195,10 +195,10 @@ class TieredMachine(RuleBasedStateMachine):
             return
         with self.store._lock:
             held = [*self.store._chunks.values(), *self.store._states.values()]
-            assert self.store._used == sum(each.nbytes for each in held) <= self.store.max_bytes
+            assert self.store._used == sum(each.nbytes for each in held) <= self.store.max_bytes  # type: ignore[attr-defined]
             assert all(chunk.kv.nbytes + chunk.tokens.nbytes == chunk.nbytes for chunk in self.store._chunks.values())
             assert not self.store._ghosts.keys() & self.store._chunks.keys()
-            assert set(self.store._order._nodes) == {each.key for each in held}
+            assert set(self.store._order._nodes) == {each.key for each in held}  # type: ignore[attr-defined]
             indexed = [
                 chunk.key
                 for index in self.store._contents.values()

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,7 @@ class FakeEngine:
         self.reason: FinishReason = "stop"
         self.error: Exception | None = None
         self.failure: str | None = None
-        self.before: Callable[[FakeTicket, int], None] = lambda ticket, piece: None
+        self.before: Callable[[FakeTicket, int], object] = lambda ticket, piece: None
         self.tickets: list[FakeTicket] = []
         self.stopped = False
         self.drained: float | None = None
@@ -92,6 +93,10 @@ class FakeEngine:
             return ()
         top = tuple((token, -0.5 - token) for token in range(job.options.logprobs))
         return (TokenLogprob(piece + 40, -0.25, top),)
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[list[float]]]:
+        """See `Engine`; without a model there are none."""
+        raise NotImplementedError
 
     def stats(self) -> dict[str, Any]:
         """See `Engine`."""

@@ -91,7 +91,7 @@ def test_many_requests_of_one_do_not_keep_another_waiting(tenants: Tenants) -> N
     one, two, engine = tenants(max_batch_size=2, max_queue_size=64)
     rng = random.Random(0)
     long = [partial(one.post, text(rng), 600, n=4, logit_bias={"2": -100}) for _ in range(6)]
-    with under_way(long) as threads:
+    with under_way(long) as threads:  # type: ignore[arg-type]
         until(lambda: engine.stats()["running"] == 2 and engine.stats()["waiting"] == 22)
         for _ in range(3):
             assert two.post(text(rng), 5).status_code == 200

@@ -184,10 +184,10 @@ def test_texts_that_others_would_complete(template: str, message: dict[str, str]
     tokenizer = load_embedded()[1]
     tokenizer.chat_template = f"{{% for m in messages %}}<|im_start|>{template}<|im_end|>{{% endfor %}}"
     told = tokenizer.apply_chat_template([message], return_dict=False)
-    assert _ends(tokenizer, told) == 2  # it is an attack
+    assert _ends(tokenizer, told) == 2  # type: ignore[arg-type]  # it is an attack
     ids = _chat(_encoder(tokenizer), [message])
     assert (_starts(tokenizer, ids), _ends(tokenizer, ids)) == (1, 1)
-    assert tokenizer.decode(ids) == tokenizer.decode(told)
+    assert tokenizer.decode(ids) == tokenizer.decode(told)  # type: ignore[arg-type]
 
 
 def test_the_text_is_all_there(chatml: Any) -> None:
@@ -227,7 +227,7 @@ def _request() -> dict[str, Any]:
             {"role": "tool", "content": "It is on.", "tool_call_id": "1"},
             {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "now?"}]},
         ],
-        "tools": [TOOL | {"function": TOOL["function"] | {"parameters": {"type": "object", "title": "é"}}}],  # type: ignore[operator]
+        "tools": [TOOL | {"function": TOOL["function"] | {"parameters": {"type": "object", "title": "é"}}}],
     }
 
 
@@ -515,7 +515,7 @@ def test_who_goes_away_gives_the_place_back() -> None:
         with pytest.raises(QueueFullError, match="2 of your requests are waiting"):
             async with turns.turn(b"hers", long=True):
                 raise AssertionError
-        async with turns.turn(b"his", long=False):
+        async with turns.turn(b"his", long=False):  # type: ignore[unreachable]
             pass
         for task in tasks:
             task.cancel()

@@ -70,7 +70,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
     """What the server logs."""
     found: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = found.append  # type: ignore[method-assign]
+    handler.emit = found.append  # type: ignore[assignment]
     root = logging.getLogger()
     root.addHandler(handler)
     with caplog.at_level(logging.INFO):

@@ -68,7 +68,7 @@ def test_the_client_gets_them_in_both_forms(at: Listening) -> None:
     """The SDK asks for base64, and decodes it."""
     model, tokenizer = load_embedded()
     for form in (openai.omit, "float"):
-        answer = at.openai.embeddings.create(model="reader", input=TEXTS, encoding_format=form)  # type: ignore[arg-type]
+        answer = at.openai.embeddings.create(model="reader", input=TEXTS, encoding_format=form)
         assert [each.index for each in answer.data] == [0, 1, 2]
         for text, each in zip(TEXTS, answer.data, strict=True):
             wanted = expected(model, tokenizer.encode(text))
@@ -120,7 +120,7 @@ def test_between_the_tokens_of_an_answer() -> None:
     engine = ModelEngine(model, numbers(), store=ChunkStore(model, chunk_size=16))
     asked = Job(ids=random_ids(30, 1)[0].tolist(), options=SamplingOptions(max_tokens=20))
     texts = [random_ids(9, seed)[0].tolist() for seed in range(5)]
-    plain, futures, done_at = Told(), [], list[int]()
+    plain, futures, done_at = Told(), list[Any](), list[int]()
     engine.submit(asked, plain)
     assert plain.end
 
@@ -154,7 +154,7 @@ def test_a_long_text_and_many_texts_hold_up_nobody() -> None:
     engine.submit(Job(ids=[5], options=SamplingOptions(max_tokens=30)), told)
     many, one = engine.embed([[7]] * 50), engine.embed([text, [9]])
     for name, future in (("many", many), ("one", one)):
-        future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+        future.add_done_callback(lambda _, name=name: order.append(name))
     go.set()
     assert told.end
     for found, wanted in zip(one.result(60), plain, strict=True):

@@ -55,7 +55,7 @@ def _spoilt(value: Any) -> st.SearchStrategy[Any]:
 @pytest.mark.parametrize("path", list(_ROUTES))
 def test_no_body_makes_the_server_fail(at: Listening, engine: FakeEngine, path: str) -> None:
     model, needed = _ROUTES[path]
-    names = sorted({*model.model_fields})
+    names = sorted({*model.model_fields})  # type: ignore[attr-defined]
 
     @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.data())

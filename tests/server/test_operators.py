@@ -55,13 +55,13 @@ def test_all_routes_that_tell_something_need_a_key(serve: Serve, engine: FakeEng
     for header in (None, "Bearer", "Bearer wrong", "Basic right", "right", "Bearer rig\xfft"):
         headers = {} if header is None else {"authorization": header.encode("latin-1")}
         for method, path in ROUTES:
-            response = at.http.request(method, path, headers=headers)
+            response = at.http.request(method, path, headers=headers)  # type: ignore[arg-type]
             assert response.status_code == 401, path
             error = response.json()["error"]
             assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
             assert "right" not in response.text
         for path in ("/health", "/ready"):
-            assert at.http.get(path, headers=headers).status_code == 200
+            assert at.http.get(path, headers=headers).status_code == 200  # type: ignore[arg-type]
     assert not engine.tickets
 
 
@@ -107,6 +107,7 @@ def test_warming_computes_prompts_and_says_nothing(at: Listening, engine: FakeEn
     salt = engine.job.salt
     at.openai.chat.completions.create(model="reader", messages=ASK, prompt_cache_key="tenant")
     assert engine.job.salt == salt != b""
+    body: dict[str, Any]
     for body in ({}, {"texts": ["a"], "messages": ASK}, {"texts": []}, {"texts": [""]}):
         assert at.http.post("/v1/warm", json=body).status_code == 400
 

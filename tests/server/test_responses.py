@@ -77,7 +77,7 @@ def test_a_call_and_its_result(at: Listening, engine: FakeEngine, tokenizer: Any
     assert (call.type, call.name) == ("function_call", "look")
     engine.says = ("Yes.",)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "it is on"}
-    again = at.openai.responses.create(model="reader", input=[*asked, call, result], tools=[TOOL])
+    again = at.openai.responses.create(model="reader", input=[*asked, call, result], tools=[TOOL])  # type: ignore[list-item]
     assert again.output_text == "Yes."
     assert "it is on" in tokenizer.decode(engine.job.ids)
 
@@ -101,6 +101,6 @@ def test_a_call_and_its_result(at: Listening, engine: FakeEngine, tokenizer: Any
 )
 def test_what_is_not_served_is_named(at: Listening, engine: FakeEngine, change: dict[str, Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError) as told:
-        at.openai.responses.create(**({"model": "reader", "input": "Who?", "extra_body": change}))
+        at.openai.responses.create(**({"model": "reader", "input": "Who?", "extra_body": change}))  # type: ignore[call-overload]
     assert says in told.value.message
     assert not engine.tickets

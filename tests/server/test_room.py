@@ -23,7 +23,7 @@ class _Memory:
 
 def test_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
-    monkeypatch.setattr(room.psutil, "virtual_memory", _Memory)
+    monkeypatch.setattr(room.psutil, "virtual_memory", _Memory)  # type: ignore[attr-defined]
     twice = 2 * bytes_per_token(model)
     assert tokens_that_fit(model, safety_margin=0) == 3 * 2**20 // twice
     assert tokens_that_fit(model, make_model(), safety_margin=0) == 3 * 2**20 // (twice + twice // 2)

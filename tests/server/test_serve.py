@@ -53,7 +53,7 @@ def test_it_answers_as_generate_does(process: tuple[Any, openai.OpenAI]) -> None
     model, tokenizer = load_embedded()
     inputs = tokenizer.apply_chat_template(_ASK, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     with torch.no_grad():
-        ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]  # type: ignore[arg-type, call-overload, index]
     cached = []
     for _ in range(2):
         answer = process[1].chat.completions.create(model="reader", messages=_ASK, temperature=0, max_tokens=16)
@@ -64,7 +64,7 @@ def test_it_answers_as_generate_does(process: tuple[Any, openai.OpenAI]) -> None
         assert answer.usage.prompt_tokens_details is not None
         cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
     assert cached[1] > cached[0]
-    assert cached[1] > len(inputs["input_ids"][0]) // 2
+    assert cached[1] > len(inputs["input_ids"][0]) // 2  # type: ignore[call-overload, index]
 
 
 def test_drafts_are_made(process: tuple[Any, openai.OpenAI]) -> None:

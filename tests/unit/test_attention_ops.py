@@ -121,7 +121,7 @@ def test_what_is_told_apart_is_told_apart() -> None:
     plain = Problem()
     truth, _ = plain.solve(torch.float64)
     for given in ({"causal": False}, {"window": 9}, {"padding": True}, {"sparse": True}, {"softcap": 3.0}):
-        other, _ = Problem(**given).solve(torch.float32)  # type: ignore[arg-type]
+        other, _ = Problem(**given).solve(torch.float32)
         with pytest.raises(AssertionError, match="off by"):
             assert_within_budget(other, truth, plain.solve(torch.float32)[0], plain.dtype)
 
@@ -179,7 +179,7 @@ def test_a_reach_says_what_it_was_made_of(window: int, sparse: bool) -> None:
     assert found_keep is not None
     assert torch.equal(found_keep, keep)
     assert (found_columns is None) == (columns is None)
-    assert columns is None or torch.equal(found_columns, columns.int())  # type: ignore[arg-type]
+    assert columns is None or torch.equal(found_columns, columns.int())
     assert (reach is not None) == bool(window)
     assert reach is None or torch.equal(reach, keep * window)
 
@@ -208,8 +208,8 @@ def test_a_callers_autocast_leaves_codes_in_full_precision(tier: Any) -> None:
     planes = [code_planes("turboquant", role, codes) for role in ("keys", "values")]
     lengths = torch.full((3,), 16, dtype=torch.int32)
     with use_tier(tier):
-        expected, _ = ops.attend_codes(query, *planes, lengths, scale=0.2)
+        expected, _ = ops.attend_codes(query, *planes, lengths, scale=0.2)  # type: ignore[arg-type]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found, _ = ops.attend_codes(query, *planes, lengths, scale=0.2)
+            found, _ = ops.attend_codes(query, *planes, lengths, scale=0.2)  # type: ignore[arg-type]
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)

@@ -60,7 +60,7 @@ def test_salt(llama: PreTrainedModel) -> None:
 
 def test_encoder_decoder() -> None:
     model = T5ForConditionalGeneration(
-        T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+        T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)  # type: ignore[call-arg]
     )
     with pytest.raises(ValueError, match="encoder-decoder"):
         ChunkReuseCache(model)
@@ -147,7 +147,7 @@ def test_a_closed_store(llama: PreTrainedModel) -> None:
 def test_salts_keep_apart(llama: PreTrainedModel) -> None:
     store = ChunkStore(llama, chunk_size=32)
     for salt, reused in [("a", 0), ("b", 0), ("a", 96), (b"b", 96), (None, 0)]:
-        cache = ChunkReuseCache(llama, store, salt=salt)
+        cache = ChunkReuseCache(llama, store, salt=salt)  # type: ignore[arg-type]
         llama.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=1)
         assert cache.report.reused_tokens == reused
         if not reused:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvboost_hf.cache.codecs import Codec, Role, lloyd_max, make_codec, turboquant
 from kvboost_hf.cache.codecs.lloyd_max import centroids, round_to
@@ -182,6 +184,36 @@ def test_what_is_drawn_never_changes() -> None:
     )
 
 
+class OnMeta(TorchDispatchMode):
+    """Notes the operations whose results are on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves(out)):
+            self.names.append(func.overloadpacket._qualified_op_name)
+        return out
+
+
+def test_what_streams_share_is_copied_to_the_device() -> None:
+    """A blocking copy has arrived when it returns; kernels would run on the stream that happened to be current."""
+    meta = torch.device("meta")
+    with OnMeta() as seen:
+        made = [
+            *turboquant._turns(ROTATION, 16, HEAD_DIM, meta),
+            turboquant._partners(ROTATION, HEAD_DIM, meta),
+            centroids(4, meta),
+            lloyd_max._squares_of_pairs(4, meta),
+            random_rotation("hadamard", 64, 0, meta),
+            random_projection(64, 0, meta),
+        ]
+    assert all(each.is_meta for each in made)
+    assert set(seen.names) <= {"aten::_to_copy", "aten::unbind", "aten::select"}, seen.names
+
+
 def test_bytes_per_token_and_head() -> None:
     def per_token(codec: Codec, role: Role) -> float:
         planes = codec.encode(torch.zeros(2, 3, 128, HEAD_DIM, dtype=torch.bfloat16), role, [None, None])
@@ -251,7 +283,7 @@ def test_edges(spec: str | KVQuantConfig, head_dim: int, dtype: torch.dtype) -> 
         random * 1e-7,
     ):
         for role in ("keys", "values"):
-            found = through(codec, x, role, rotation)  # type: ignore[arg-type]
+            found = through(codec, x, role, rotation)
             assert found.isfinite().all()
             assert (found.shape, found.dtype) == (x.shape, x.dtype)
             if codec.lossless:

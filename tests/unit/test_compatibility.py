@@ -1,6 +1,7 @@
 """What check_model_compatibility says, to whom, and what it costs."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,12 @@ def test_one_that_cannot_is_refused_or_warned_of() -> None:
 
 
 def test_one_that_is_not_tested_is_warned_of() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     model = HomeMade(LlamaConfig(vocab_size=200, **sizes)).eval()
     with pytest.warns(UserWarning, match="HomeMade is not among the architectures"):
         report = check_model_compatibility(model)

@@ -152,7 +152,7 @@ class TestForTokenizer:
             {"role": "assistant", "content": "Anna lives in Oslo."},
             {"role": "user", "content": "What does Tom have?"},
         ]
-        tokens = np.array(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"])
+        tokens = np.array(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"])  # type: ignore[call-overload, index]
         pieces = self.pieces(tokens)
         assert [piece.split("<|im_end|>")[0] for piece in pieces[1:]] == [
             "Anna lives in Oslo.",

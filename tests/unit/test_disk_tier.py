@@ -129,13 +129,13 @@ def test_one_that_is_there_stays_as_it_is(opened: Open, folder: Path) -> None:
 def test_parts_may_be_of_any_type_and_empty(opened: Open) -> None:
     tier = opened()
     entry, _ = make_blob(1)
-    numbers = memoryview(torch.arange(6, dtype=torch.int16).numpy())
+    numbers = memoryview(torch.arange(6, dtype=torch.int16).numpy())  # type: ignore[arg-type]
     assert tier.write(entry, [b"", numbers, b"end"])
     assert tier.read(entry.key) == numbers.tobytes() + b"end"
     assert tier.find([entry.key])[entry.key].nbytes == 15
     nothing, _ = make_blob(2)
     assert tier.write(nothing, [])
-    assert tier.read(nothing.key) == b""
+    assert tier.read(nothing.key) == b""  # type: ignore[comparison-overlap]
 
 
 def test_a_blob_stays_readable_whatever_happens(opened: Open, folder: Path) -> None:
@@ -359,7 +359,7 @@ def die(folder: Path, at: str) -> None:
         def killed(*args: object, **kwargs: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(disk_files.os, at, killed)
+        setattr(disk_files.os, at, killed)  # type: ignore[attr-defined]
         put(DiskTier(folder, room_for(4)), 9)
 
     child = fork.Process(target=work)
@@ -436,7 +436,7 @@ def test_a_writer_that_was_given_up_does_not_come_back(
 
     def slow(*paths: str, **folders: int) -> None:
         other.delete([key_of(1)])
-        replace(*paths, **folders)
+        replace(*paths, **folders)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "replace", slow)
     assert not put(tier, 1)
@@ -450,7 +450,7 @@ def test_two_write_the_same(opened: Open, monkeypatch: pytest.MonkeyPatch) -> No
 
     def meanwhile(*paths: str, **folders: int) -> None:
         told.append(put(other, 1))
-        replace(*paths, **folders)
+        replace(*paths, **folders)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "replace", meanwhile)
     assert put(tier, 1)
@@ -573,7 +573,7 @@ def test_a_full_disk(
 
     for name in ("replace", "mkdir", "open"):
         with monkeypatch.context() as patch:
-            patch.setattr(disk_files.os, name, full)
+            patch.setattr(disk_files.os, name, full)  # type: ignore[attr-defined]
             assert not put(tier, 2)
     assert kept(tier, 1, 2) == [1]
     assert len(files_in(folder)) == tier.stats()["chunks"] == 1
@@ -673,7 +673,7 @@ def test_a_folder_that_vanishes_and_comes_back(opened: Open, folder: Path, caplo
     shutil.move(folder, folder.with_name("elsewhere"))
     assert not put(tier, 2)
     assert tier.read(key_of(1)) is None
-    assert tier.find([key_of(1)]) == tier.hits() == {}
+    assert tier.find([key_of(1)]) == tier.hits() == {}  # type: ignore[comparison-overlap]
     assert tier.find_alike([b"head"]) == list(tier.entries()) == []
     tier.touch([key_of(1)])
     tier.delete([key_of(1)])

@@ -148,8 +148,8 @@ def test_prompts_are_not_taken_for_passes() -> None:
     for number in range(20):
         for schedule, prompt_s in zip(schedules, (0.0, 500.0), strict=True):
             told = {"drafted": 5, "accepted": 4, "draft_s": 5.0, "target_s": 10.0}
-            schedule.learn(**told)
-            schedule.learn(**{**told, "draft_s": 5.0 + prompt_s, "target_s": 10.0 + 9 * prompt_s}, first=True)
+            schedule.learn(**told)  # type: ignore[arg-type]
+            schedule.learn(**{**told, "draft_s": 5.0 + prompt_s, "target_s": 10.0 + 9 * prompt_s}, first=True)  # type: ignore[arg-type]
         assert schedules[0].length(64) == schedules[1].length(64), number
 
 

@@ -48,7 +48,7 @@ def fake(name: str, weight: float = 1.0, *, judged: bool = False) -> Any:
 
 def packed(archive: Path) -> dict[str, bytes]:
     with tarfile.open(archive) as found:
-        return {Path(each.name).name: found.extractfile(each).read() for each in found.getmembers()}  # type: ignore[union-attr]
+        return {Path(each.name).name: found.extractfile(each).read() for each in found.getmembers()}
 
 
 def is_running(pid: int) -> bool:

@@ -42,8 +42,8 @@ def test_growing_layer_does_what_dynamic_layer_does(operations: list[tuple[str, 
         elif name == "reorder":
             rows = torch.randint(0, batch, (batch,), generator=generator)
             if stock.get_seq_length():
-                stock.reorder_cache(rows)
-                ours.reorder_cache(rows)
+                stock.reorder_cache(rows)  # type: ignore[arg-type]
+                ours.reorder_cache(rows)  # type: ignore[arg-type]
         elif name == "repeat" and batch < 8 and stock.get_seq_length():
             batch *= n
             stock.batch_repeat_interleave(n)
@@ -78,7 +78,7 @@ def test_buffers_from_inference_mode_can_be_appended_to_outside() -> None:
     layer = GrowingLayer()
     with torch.inference_mode():
         layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
-        layer.reorder_cache(torch.tensor([0]))
+        layer.reorder_cache(torch.tensor([0]))  # type: ignore[arg-type]
     layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
     assert layer.keys.sum() == 48
 

@@ -154,7 +154,7 @@ def test_names_that_are_gone_name_what_took_their_place() -> None:
                     getattr(kvboost_hf, name)
                 assert all(ours in str(found.value) for ours in entry.ours)
     with pytest.raises(AttributeError, match=r"kvboost_hf has no `nothing_of_the_kind`\.$"):
-        kvboost_hf.nothing_of_the_kind  # noqa: B018
+        kvboost_hf.nothing_of_the_kind  # type: ignore[attr-defined]  # noqa: B018
     assert missing("KVBoost.set_cost_coefficients") == "kvboost_hf has no `KVBoost.set_cost_coefficients`. " + (
         "Nothing to set: times are measured."
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -151,8 +152,8 @@ def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
         calls["write"] += 1
         return write(file, data[:1000])
 
-    monkeypatch.setattr(disk.os, "preadv", short_read)
-    monkeypatch.setattr(disk.os, "write", short_write)
+    monkeypatch.setattr(disk.os, "preadv", short_read)  # type: ignore[attr-defined]
+    monkeypatch.setattr(disk.os, "write", short_write)  # type: ignore[attr-defined]
     assert torch.equal(read(LayerFolder(tmp_path, "a").write(0, content(), LAYOUT)), content())
     assert calls == {"read": 6, "write": 7}  # and one for the index
 
@@ -232,7 +233,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.Mon
         room -= done
         return done
 
-    monkeypatch.setattr(disk.os, "write", write_until_full)
+    monkeypatch.setattr(disk.os, "write", write_until_full)  # type: ignore[attr-defined]
     with pytest.raises(
         OSError, match=rf"No space left on device\): it takes {NBYTES} bytes.*Make room there"
     ) as found:
@@ -303,7 +304,7 @@ def test_slots_that_were_made_in_inference_mode_can_be_used_outside(backend: Bac
 class Gate:
     """A layer that cannot be read until somebody says so."""
 
-    host = None
+    host = path = None
     nbytes = NBYTES
 
     def __init__(self) -> None:
@@ -424,7 +425,7 @@ def test_on_a_device_the_host_stands_still_only_for_what_is_being_read() -> None
 def test_a_first_copy_waits_for_work_on_whatever_had_the_memory_before(seed: int) -> None:
     gpu = SimulatedGpu(seed)
     memory, before = content(), []
-    gpu.allocate = lambda nbytes, stream: memory  # type: ignore[method-assign]
+    gpu.allocate = lambda nbytes, stream: memory
     for _ in range(10):
         gpu.launch(lambda: before.append(memory.clone()))
     backend = CudaBackend(CPU, gpu, piece_bytes=2048)
@@ -477,7 +478,7 @@ class Moment:
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, end_event: "Moment") -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         assert self.done
         assert end_event.done
         return 1000.0

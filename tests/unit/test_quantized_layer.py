@@ -45,7 +45,7 @@ class Counting:
 
 
 def coded(codec: Any = None) -> CodedTensor:
-    return CodedTensor(codec if codec is not None else Counting(), "keys", None, SINKS, WINDOW)
+    return CodedTensor(codec if codec is not None else Counting(), "keys", None, SINKS, WINDOW)  # type: ignore[arg-type]
 
 
 def columns(n: int, batch: int = 1, seed: int = 0, heads: int = HEADS, dim: int = DIM) -> torch.Tensor:

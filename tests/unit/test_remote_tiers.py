@@ -52,7 +52,7 @@ def connect() -> Iterator[Callable[..., ValkeyTier]]:
     with ExitStack() as stack:
 
         def connect(url: str, **options: object) -> ValkeyTier:
-            tier = ValkeyTier(url, **{"timeout_s": TIMEOUT_S, "cooldown_s": COOLDOWN_S, **options})
+            tier = ValkeyTier(url, **({"timeout_s": TIMEOUT_S, "cooldown_s": COOLDOWN_S} | options))  # type: ignore[arg-type]
             stack.callback(tier.close)
             return tier
 
@@ -122,7 +122,7 @@ def test_what_failed_is_left_alone_and_then_tried_once(caplog):
 def test_is_left_alone_for_longer_each_time_up_to_a_limit(monkeypatch):
     now = 100.0
     monkeypatch.setattr("kvboost_hf.cache.tiers.guard.monotonic", lambda: now)
-    guard, pauses = Guard("The test"), []
+    guard, pauses = Guard("The test"), list[float]()
     for _ in range(7):
         guard.call(None, fail)
         failed_at = now

@@ -27,7 +27,7 @@ def policy(repair: str, **settings: Any) -> ReusePolicy:
 
 def chosen(repair: str, given_row: BlendedRow, scores: Scores | None = None, **settings: Any) -> list[int]:
     found = REPAIRS[repair].choose(given_row, policy(repair, **settings), scores)
-    return np.flatnonzero(found).tolist()  # type: ignore[no-any-return]
+    return np.flatnonzero(found).tolist()
 
 
 def test_none_and_overlap() -> None:

@@ -24,9 +24,9 @@ def explained(first: str, second: str) -> str:
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
     for text in (first, second):
         inputs = tokenizer(text, return_tensors="pt")
-        model.generate(**as_inputs(inputs["input_ids"]), past_key_values=cache, max_new_tokens=1)
+        model.generate(**as_inputs(inputs["input_ids"]), past_key_values=cache, max_new_tokens=1)  # type: ignore[arg-type]
         cache.reset() if text is first else None
-    return cache.report.explain(tokenizer)
+    return cache.report.explain(tokenizer)  # type: ignore[arg-type]
 
 
 COMMON = "The lamp is red. The box is blue. Anna lives in Rome. " * 3
@@ -53,8 +53,8 @@ def test_retokenized_text_is_recognized() -> None:
     pieces[at : at + 1] = [tokenizer(c, add_special_tokens=False)["input_ids"][0] for c in text]
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
     for ids in (whole, pieces):
-        model.generate(**as_inputs(torch.tensor([ids])), past_key_values=cache, max_new_tokens=1)
-        said = cache.report.explain(tokenizer)
+        model.generate(**as_inputs(torch.tensor([ids])), past_key_values=cache, max_new_tokens=1)  # type: ignore[arg-type]
+        said = cache.report.explain(tokenizer)  # type: ignore[arg-type]
         cache.reset()
     assert "same text in other tokens" in said
 

@@ -159,7 +159,7 @@ def test_logprobs_are_of_the_distribution_as_it_is() -> None:
     assert [t for t, _ in told.top] == [3, 2]
     assert [p for _, p in told.top] == pytest.approx([logprobs[3], logprobs[2]])
     none = Sampler(SamplingOptions(max_tokens=1, logprobs=0), []).choose(BIASED)[1]
-    assert none == TokenLogprob(3, pytest.approx(logprobs[3]), ())
+    assert none == TokenLogprob(3, pytest.approx(logprobs[3]), ())  # type: ignore[arg-type]
     every = Sampler(SamplingOptions(max_tokens=1, logprobs=20), []).choose(BIASED)[1]
     assert every is not None
     assert len(every.top) == len(BIASED)

@@ -105,9 +105,9 @@ def sampled(tokenizer: PreTrainedTokenizerFast, kind: str | None, seed: int, n: 
     for _ in range(n):
         token = sampler.choose(torch.randn(VOCAB, generator=generator) * 3)[0]
         if token == tokenizer.eos_token_id:
-            return tokenizer.decode(ids), True
+            return tokenizer.decode(ids), True  # type: ignore[return-value]
         ids.append(token)
-    return tokenizer.decode([token for token in ids if token < len(tokenizer)]), False
+    return tokenizer.decode([token for token in ids if token < len(tokenizer)]), False  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("schema", STRICT + GENERAL, ids=str)
@@ -127,12 +127,12 @@ def test_a_random_model_does_too(tokenizer: PreTrainedTokenizerFast) -> None:
     options = {"max_tokens": 200, "temperature": 1.0, "seed": 0}
     constraint = constraint_for(tokenizer, model.config.vocab_size, json_schema(STRICT[1]))
     ids = tokenizer.encode("Anna plays")
-    sampler = Sampler(SamplingOptions(**options, constraint=constraint), ids)
+    sampler = Sampler(SamplingOptions(**options, constraint=constraint), ids)  # type: ignore[arg-type]
     answer: list[int] = []
     with torch.inference_mode():
         while not constraint.finished:
             answer.append(sampler.choose(model(torch.tensor([ids + answer])).logits[0, -1])[0])
-    jsonschema.validate(json.loads(tokenizer.decode(answer, skip_special_tokens=True)), STRICT[1])
+    jsonschema.validate(json.loads(tokenizer.decode(answer, skip_special_tokens=True)), STRICT[1])  # type: ignore[arg-type]
 
 
 def test_without_a_constraint_it_is_no_json(tokenizer: PreTrainedTokenizerFast) -> None:

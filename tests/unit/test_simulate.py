@@ -90,7 +90,7 @@ def test_host_memory_holds_what_the_shelf_holds() -> None:
     for prompt in prompts:
         plan = plan_row(prompt, 0, Border(0, root), len(prompt), FixedChunker(16), shelf)
         whole = [segment.chunk for segment in plan.segments if segment.stop - segment.start == 16]
-        shelf.record_use(whole, missed=plan.miss is not None)
+        shelf.record_use(whole, missed=plan.miss is not None)  # type: ignore[arg-type]
         keys, parent = [], root
         for start in range(0, len(prompt), 16):
             tokens = prompt[start : start + 16]

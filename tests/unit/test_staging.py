@@ -73,7 +73,7 @@ def test_nobody_waits_until_it_is_read(link: FakeLink) -> None:
     assert block.planes["exact"] is x
     assert block.nbytes == x.nbytes
     assert block.ready is not None
-    assert not block.ready.done()
+    assert not block.ready.done()  # type: ignore[attr-defined]
     x += 1  # by what was queued before
     link.made.done.set()
     block.wait()
@@ -91,7 +91,7 @@ def test_no_more_than_an_eighth_of_the_memory_waits(link: FakeLink) -> None:
     link.made.done.set()
     full.join(10)
     assert not full.is_alive()
-    assert all(block.ready is not None and block.ready.done() for block in blocks)
+    assert all(block.ready is not None and block.ready.done() for block in blocks)  # type: ignore[attr-defined]
     assert staging._waiting == 0
 
 

@@ -160,7 +160,7 @@ def test_threads_may_store_and_look_up(store: ChunkStore, monkeypatch: pytest.Mo
 def test_bad_arguments(store: ChunkStore) -> None:
     for limits in ({"max_ngram": 9}, {"min_ngram": 1}, {"max_ngram": 3, "min_ngram": 4}):
         with pytest.raises(ValueError, match="max_ngram"):
-            store.continuation([1, 2], 4, **limits)
+            store.continuation([1, 2], 4, **limits)  # type: ignore[arg-type]
     store.close()
     with pytest.raises(StoreClosedError):
         store.continuation([1, 2], 4)

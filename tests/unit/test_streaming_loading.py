@@ -34,7 +34,7 @@ IDS = random_ids(20, seed=1)
 def checkpoint(tmp_path: Path) -> Path:
     """Several shards."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
     quantize_awq(model, tmp_path, group_size=32, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3

@@ -120,7 +120,7 @@ def found_of(store: ChunkStore, tokens: Tokens, salt: bytes = b"") -> int:
         chunk = loaded.get(segment.chunk.prefix_key)
         if chunk is None:
             return segment.start
-        keys, values = chunk.kv.reader().layer(0)  # type: ignore[misc]
+        keys, values = chunk.kv.reader().layer(0)
         length = segment.stop - segment.start
         assert keys[0, :length, 0].tolist() == tokens[segment.start : segment.stop].tolist()
         assert values[0, :length, 0].tolist() == list(range(segment.start, segment.stop))
@@ -301,7 +301,7 @@ def test_the_thread_may_be_the_last_to_hold_a_store(folder: Path, caplog: pytest
         store._lower.run(goes_on.wait)
         put_all(store, np.arange(10 * CHUNK))
         lower = store._lower
-        lower.run(lambda store=store: None)  # type: ignore[misc]
+        lower.run(lambda store=store: None)
         lower.touch([b"something"])  # and one that does not
         executor = lower._executor
         assert executor is not None

@@ -36,7 +36,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[DoubleDevice]:
 def on_device(name: str) -> PreTrainedModel:
     model = make_model(name)
     model.set_attn_implementation("eager")
-    return model.to(CUDA)  # type: ignore[arg-type]
+    return model.to(CUDA)
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None) -> list[int]:
@@ -61,7 +61,7 @@ def arrived(gpu: DoubleDevice, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @cache
 def plain() -> list[int]:
-    return make_model("deep_llama").generate(IDS, max_new_tokens=2, do_sample=False).tolist()[0]  # type: ignore[operator]
+    return make_model("deep_llama").generate(IDS, max_new_tokens=2, do_sample=False).tolist()[0]
 
 
 def stored(gpu: DoubleDevice, **settings: Any) -> tuple[PreTrainedModel, ChunkStore]:

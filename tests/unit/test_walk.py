@@ -36,14 +36,14 @@ def _equal_parameter(model: Any) -> None:
 
 
 def _other_class(model: Any) -> None:
-    class Own(type(model.model.norm)):  # type: ignore[misc]
+    class Own(type(model.model.norm)):
         pass
 
     model.model.norm.__class__ = Own
 
 
 def _own_config(model: Any) -> None:
-    _attention(model).config = LlamaConfig(vocab_size=32, rms_norm_eps=0.5)
+    _attention(model).config = LlamaConfig(vocab_size=32, rms_norm_eps=0.5)  # type: ignore[assignment]
 
 
 def _write_to_own_config(model: Any) -> None:
@@ -110,8 +110,8 @@ def _is_watch(part: Any) -> bool:
 
 @pytest.mark.parametrize("edit", _EDITS)
 def test_an_edit_is_found(model: LlamaForCausalLM, edit: str) -> None:
-    model.kept = [1, 2]
-    _attention(model).groups = 1
+    model.kept = [1, 2]  # type: ignore[assignment]
+    _attention(model).groups = 1  # type: ignore[assignment]
     walk = ModelWalk()
     before = _shown(walk.look(model))
     assert walk._layout is not None  # else nothing is tested

@@ -29,7 +29,7 @@ _BORDERS = {  # a, b, and the reach
 @lru_cache(maxsize=64)
 def centroids(bits: int, device: torch.device) -> torch.Tensor:
     """The codebook [2 ** bits], ascending, float32; not to be written to."""
-    positive = torch.tensor(_CENTROIDS[bits], dtype=torch.float32)
+    positive = torch.tensor(_CENTROIDS[bits], dtype=torch.float32, device="cpu")
     return torch.cat([-positive.flip(0), positive]).to(device)
 
 
@@ -57,6 +57,7 @@ def squared_length(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _squares_of_pairs(bits: int, device: torch.device) -> torch.Tensor:
-    squares = torch.zeros(16, dtype=torch.float32)  # in host memory, as all tables that several streams may read
+    # In host memory, as all tables that several streams may read.
+    squares = torch.zeros(16, dtype=torch.float32, device="cpu")
     squares[: 2**bits] = centroids(bits, squares.device).square()
     return (squares[:, None] + squares).flatten().to(device)

@@ -236,7 +236,7 @@ def _turns(rotation: LayerRotation, tokens: int, dim: int, device: torch.device)
 
     Turned back, it is `key * cos[t] + partners(key * sin[t])`.
     """
-    ones = torch.ones(1, tokens, dim, dtype=torch.float32)
+    ones = torch.ones(1, tokens, dim, dtype=torch.float32, device="cpu")
     there, back = (
         rotation.rotate_each(ones, shifts, torch.empty_like(ones)) for shifts in (range(tokens), range(0, -tokens, -1))
     )
@@ -246,4 +246,4 @@ def _turns(rotation: LayerRotation, tokens: int, dim: int, device: torch.device)
 @lru_cache(maxsize=16)
 def _partners(rotation: LayerRotation, dim: int, device: torch.device) -> torch.Tensor:
     """For each dimension the one that it turns with, or itself."""
-    return rotation.partners(torch.arange(dim, dtype=torch.int32)).to(device)
+    return rotation.partners(torch.arange(dim, dtype=torch.int32, device="cpu")).to(device)

@@ -1,0 +1,56 @@
+"""A GPU that has done its work when it is asked for it: the host."""
+
+import torch
+
+from kvboost_hf.offload.backends.runtime import Event, Stream
+
+
+class HappenedEvent:
+    """An event that is over."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: Event) -> float:
+        return 1e-3
+
+
+class IdleStream:
+    """A stream that has nothing left to do."""
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class HostRuntime:
+    """A `Runtime` without a device."""
+
+    def __init__(self) -> None:
+        self._stream = IdleStream()
+
+    def new_stream(self) -> Stream:
+        return IdleStream()
+
+    def current_stream(self) -> Stream:
+        return self._stream
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        return HappenedEvent()
+
+    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def is_pinned(self, flat: torch.Tensor) -> bool:
+        return True
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        target.copy_(source)
