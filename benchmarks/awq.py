@@ -20,7 +20,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -35,6 +35,7 @@ from targets import AWQ_COPY_RATE, Result
 from kvboost_hf.offload.awq.matmul import awq_matmul
 
 Call = Callable[[], object]
+Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # codes, zeros, scales, and the weight as it is
 
 GROUP = 128
 ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096)
@@ -48,7 +49,7 @@ MOST_WEIGHTS = 64
 LAUNCH_CYCLES = 1 << 20  # of a GPU, about half a millisecond: in which the host launches one call
 
 
-def device_ms(calls: list[Call], rounds: int) -> float:
+def device_ms(calls: Sequence[Call], rounds: int) -> float:
     """Milliseconds of a call on the device."""
     times = []
     for each in calls:
@@ -88,7 +89,7 @@ def rates(rounds: int) -> dict[str, float]:
     return {"copy": 2 * here.nbytes / copy / 1e6, "link": host.nbytes / link / 1e6}
 
 
-def draw(in_features: int, out_features: int) -> tuple[torch.Tensor, ...]:
+def draw(in_features: int, out_features: int) -> Drawn:
     """qweight, qzeros, scales, and dense weights, which are others: their numbers take no time."""
     groups, words = in_features // GROUP, out_features // 8
     qweight, qzeros = (
@@ -109,7 +110,7 @@ def measure(in_features: int, out_features: int, tilings: bool, rounds: int) -> 
     weights = [first, *(draw(in_features, out_features) for _ in range(count - 1))]
     for rows in ROWS:
         x = torch.randn(rows, in_features, dtype=torch.float16, device="cuda")
-        awq = device_ms([partial(awq_matmul, x, *each[:3], "triton") for each in weights], rounds)  # type: ignore[arg-type, call-arg]
+        awq = device_ms([partial(awq_matmul, x, *each[:3], "triton") for each in weights], rounds)
         dense = device_ms([partial(F.linear, x, each[3]) for each in weights], rounds)
         found = {"in": in_features, "out": out_features, "rows": rows, "bytes": nbytes, "awq": awq, "dense": dense}
         if rows > 1:
@@ -130,10 +131,11 @@ def planned(x: torch.Tensor, out_features: int) -> Any:
     from kvboost_hf.offload.awq.triton.tiling import plan_tiling
 
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    return plan_tiling(*x.shape, out_features, GROUP, processors=processors, tensor_cores=True)
+    rows, in_features = x.shape
+    return plan_tiling(rows, in_features, out_features, GROUP, processors=processors, tensor_cores=True)
 
 
-def fastest(x: torch.Tensor, weights: list[tuple[torch.Tensor, ...]], rounds: int) -> Result | None:
+def fastest(x: torch.Tensor, weights: list[Drawn], rounds: int) -> Result | None:
     """The best of some tilings; those that a GPU has no room for are left out."""
     from triton import OutOfResources
 
@@ -149,7 +151,7 @@ def fastest(x: torch.Tensor, weights: list[tuple[torch.Tensor, ...]], rounds: in
     for (block_m, block_n, block_k, stages), warps, parts in product(blocks, (4, 8), {1, 2, 4, 8, first.parts}):
         tiling = Tiling(block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages, parts=parts)
         try:
-            ms = device_ms([partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights], rounds)  # type: ignore[arg-type, call-arg]
+            ms = device_ms([partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights], rounds)
         except OutOfResources:
             continue
         found.append({"ms": ms, **asdict(tiling)})

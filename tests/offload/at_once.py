@@ -52,5 +52,5 @@ class HostRuntime:
     def is_pinned(self, flat: torch.Tensor) -> bool:
         return True
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
         target.copy_(source)

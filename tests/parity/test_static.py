@@ -278,7 +278,7 @@ def test_attached(compiler: Compiler) -> None:
     for ids, reused in ((BASE[:, :90], 64), (BASE[:, :77], 76), (OTHER[:, :50], 0), (BASE[:, :90], 89)):
         expected = generate(plain, as_inputs(ids))
         assert torch.equal(generate(model, as_inputs(ids), compile_config=compiler.config), expected)
-        report = last_cache(model).report  # type: ignore[union-attr]
+        report = last_cache(model).report
         assert (report.bypass_reason, report.reused_tokens) == (None, reused)
         graphs.append(compiler.graphs)
     assert graphs == [2] * 4

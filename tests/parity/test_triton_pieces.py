@@ -188,9 +188,13 @@ def test_pieces_and_what_is_behind_them_are_parts_of_one_tensor(
     query, key, value = whole.tensors()
     cuts = (0, 16, 53, 58, COLUMNS)
     rows = torch.tensor([[(i, column, -1) for i, column in enumerate(cuts[:-1])]])
-    table = PieceTable(*(tuple(each[0, :, a:b] for a, b in pairwise(cuts)) for each in (key, value)), rows, COLUMNS)
+    own = [tuple(each[0, :, a:b] for a, b in pairwise(cuts)) for each in (key, value)]
+    table = PieceTable(own[0], own[1], rows, COLUMNS)
     kv, seen = PiecedKV(table, key[:, :, COLUMNS:], value[:, :, COLUMNS:]), whole.visibility()
-    plans = pieces.plan(query, table, seen, held.device_of(query.device)), dense.plan(query, kv.keys, kv.values, seen)
+    plans = (
+        pieces.plan(query, table, seen, Device(12, 64 * 1024, interpreted=True)),
+        dense.plan(query, kv.keys, kv.values, seen),
+    )
     assert all(plan.splits > 1 for plan in plans)
     sinks = whole.sink_logits()
     found = held.attend(query, kv, scale=whole.scale, before=seen, behind=seen, softcap=whole.softcap, sinks=sinks)

@@ -87,7 +87,7 @@ def test_layers_spread_evenly_are_no_slower_than_fixed_ends(compute: float) -> N
 @pytest.mark.parametrize(("host_ms", "share"), [(0.5, 0.95), (1.7, 0.95), (2.87, 0.6)])
 def test_a_host_that_is_slow_leaves_the_link_idle(host_ms: float, share: float) -> None:
     """15 of 24 layers of 253 MB stay, and the link takes 54.8 GB/s: no copy is waited for where the host is slow."""
-    sizes, resident = [253.35e6] * 24, [i * 24 // 15 for i in range(15)]
+    sizes, resident = [253_350_000] * 24, [i * 24 // 15 for i in range(15)]
     found = simulate(sizes, [0.35e-3] * 24, resident, n_slots=2, link_bytes_per_s=54.8e9, host_s=host_ms / 1000)
     assert 9 * 253.35e6 / 54.8e9 / found.seconds == pytest.approx(share, abs=0.05)
     assert (found.stall_s == 0) == (host_ms > 2)

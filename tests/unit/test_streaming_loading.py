@@ -244,7 +244,7 @@ print(high() - before, now() - before)
 def test_embeddings_that_wait_take_no_room_of_the_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are loaded after the layers, to the host: beside the layers that stay, the device may have no room."""
     loads: list[dict[str, torch.device]] = []
-    load = checkpoints.convert_and_load_state_dict_in_model
+    load: Any = vars(checkpoints)["convert_and_load_state_dict_in_model"]
 
     def watch(model: Any, tensors: Any, settings: Any) -> Any:
         loads.append(settings.device_map)
@@ -253,7 +253,7 @@ def test_embeddings_that_wait_take_no_room_of_the_device(checkpoint: Path, monke
 
     monkeypatch.setattr(checkpoints, "convert_and_load_state_dict_in_model", watch)
     with use_backend(PoisoningBackend):
-        model = load_streamed(checkpoint, StreamingConfig(keep_first_k=1), device="cpu")
+        model = load_streamed(str(checkpoint), StreamingConfig(keep_first_k=1), device="cpu")
     assert len(loads) == model.config.num_hidden_layers + 1
     assert loads[-1].keys() - {""} == {"model.embed_tokens.weight"}
 
