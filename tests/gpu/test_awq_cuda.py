@@ -103,6 +103,7 @@ def test_streams_do_not_count_each_others_parts(rows: int) -> None:
     assert all(torch.equal(each, expected) for each in found)
 
 
+@needs_gpu("it captures a graph")
 @pytest.mark.parametrize("rows", [1, 16, 300])
 def test_it_can_be_captured(rows: int) -> None:
     """A CUDA graph replays it: nothing in a call waits for the device."""
