@@ -40,7 +40,7 @@ def is_traced(query: torch.Tensor) -> bool:
     """Whether an operator is wanted: by torch.compile, by a mode that sees all of them, or for shapes alone."""
     if torch.compiler.is_dynamo_compiling() or type(query) is not torch.Tensor:
         return True
-    return query.is_meta or is_in_torch_dispatch_mode()
+    return query.is_meta or is_in_torch_dispatch_mode() or torch._C._len_torch_function_stack() > 0
 
 
 def attend(

@@ -158,19 +158,17 @@ class Block:
             start: The first one.
             groups: Where they have to be moved, not all of them, so that those of the first layers are there early.
         """
-        stop = len(self.rotations)
-        if groups is not None and transfer.link.is_apart(self.device):
+        stop, is_apart = len(self.rotations), transfer.link.is_apart(self.device)
+        if is_apart and groups is not None:
             stop = min(stop, groups.end(start))
         elif self.codec.lossless:
             return range(stop)
-        if self.codec.lossless:
-            return range(start, stop)
-        if not transfer.link.is_apart(self.device):
+        elif not is_apart:
             stop = min(stop, start + max(1, _RUN // max(1, prod(self.shape))))
-        alike = start + 1
-        while alike < stop and self.rotations[alike] is self.rotations[start]:
-            alike += 1
-        return range(start, alike)
+        if not self.codec.lossless:
+            own = self.rotations[start]
+            stop = next((at for at in range(start, stop) if self.rotations[at] is not own), stop)
+        return range(start, stop)
 
     def decode(self, planes: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
         """Tensors [len(run), heads, tokens, head_dim], from planes that may have been moved."""
