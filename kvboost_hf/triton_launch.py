@@ -90,12 +90,12 @@ class Launcher:
         looked_at = filter(None, compress(addresses, self._aligned))
         if gcd(*looked_at, *strides) % _ALIGNMENT or max(0, *strides, *filter(None, numbers)) >> 31:
             return None, ()
-        there = [each for each in alone if each is not None]
         if tuple in kinds:
             pairs = zip(tensors, addresses, strict=True)
             addresses = [(at, *each[1:]) if type(each) is tuple else at for each, at in pairs]
         given = *addresses, *arguments[1], *numbers, *factors, *constants
-        return (constants, *kinds, *[each.dtype for each in there], *[each.device for each in there]), given
+        # With devices, so that Triton sees, and refuses, what is not on a GPU.
+        return (constants, *kinds, *[(each.dtype, each.device) for each in alone if each is not None]), given
 
 
 @cache

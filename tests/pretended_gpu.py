@@ -144,7 +144,7 @@ def _layer(query: Any, *held: Any, mask: Any = None) -> Callable[[], Any]:
 
 
 def python_calls() -> dict[str, int]:
-    """Functions of Python that one layer's attention calls, launches of kernels included, as a token is decoded."""
+    """Functions of Python that one layer's attention calls, with all launches, for a token or a short prompt."""
     import torch
 
     query, key, value = _tensors(1, 4096)
@@ -153,6 +153,7 @@ def python_calls() -> dict[str, int]:
         "dense": _layer(query, key, value),
         "padded": _layer(query, key, value, mask=keep),
         "suffix": _layer(*_tensors(128, 4096)),
+        "square": _layer(*_tensors(64, 64)),
         "pieces": _layer(query, _pieced(70)),
         "int4": _layer(query, _coded(70, "int4")),
         "turboquant": _layer(query, _coded(70, "turboquant")),

@@ -62,13 +62,7 @@ def make_mask(
                 columns = (torch.arange(q_length, dtype=torch.int32, device=device) + q_offset).expand(batch_size, -1)
                 return make_reach(_padding_ahead(attention_mask, columns, kv_length), window, device, columns)
         elif q_offset + q_length == kv_offset + kv_length:
-            keep = attention_mask[:, -kv_length:].bool() if attention_mask is not None else None
-            window = window if window < kv_length else 0
-            if keep is not None and _is_looked_at(keep, q_length, window) and bool(keep.all()):
-                keep = None
-            if keep is not None and q_length == 1 and not window and _are_read(keep.device):
-                return keep[:, None, None]
-            return make_reach(keep, window, device)
+            return _make_compact(attention_mask, q_length, kv_length, window, device)
     given = {**kwargs, "config": config, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make: Callable[..., Any] = eager_mask if form == "additive" else sdpa_mask
     found: torch.Tensor | None = make(
@@ -110,6 +104,19 @@ def _inner(function: Any, like: Any) -> Any:
         return ()
     (cell,) = function.__closure__
     return cell.cell_contents
+
+
+def _make_compact(
+    attention_mask: torch.Tensor | None, q_length: int, kv_length: int, window: int, device: torch.device | str
+) -> torch.Tensor | None:
+    """The mask of queries that are the last columns; bool, as layers read it, of one query without a window."""
+    keep = attention_mask[:, -kv_length:].bool() if attention_mask is not None else None
+    window = window if window < kv_length else 0
+    if keep is not None and _is_looked_at(keep, q_length, window) and bool(keep.all()):
+        keep = None
+    if keep is not None and q_length == 1 and not window and _are_read(keep.device):
+        return keep[:, None, None]
+    return make_reach(keep, window, device)
 
 
 def _is_looked_at(keep: torch.Tensor, queries: int, window: int) -> bool:

@@ -23,7 +23,7 @@ def test_a_token_takes_few_launches(figures: dict[str, Any]) -> None:
 
 def test_a_token_takes_few_calls_in_python(figures: dict[str, Any]) -> None:
     """There were 164, 178 with Triton 3.9, when decoding took twice as long on an H100 as with PyTorch's attention."""
-    most = {"dense": 40, "padded": 40, "suffix": 40, "pieces": 65, "int4": 80, "turboquant": 80}
+    most = {"dense": 40, "padded": 40, "suffix": 40, "square": 40, "pieces": 65, "int4": 80, "turboquant": 80}
     found = figures["python_calls"]
     assert found.keys() == most.keys()
     assert all(found[name] <= most[name] for name in most), found
