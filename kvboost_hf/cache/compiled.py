@@ -72,8 +72,8 @@ class StaticDecoding:
             proposed = f", with {call.candidates} proposed by prompt lookup," if call.candidates else ""
             raise ValueError(
                 f"`max_cache_len`={self.max_cache_len} is too small for this call: a prompt of {prompt} tokens and up "
-                f"to {new} new ones{proposed} take {needed}. Make a cache with a larger `max_cache_len`, pass a "
-                "smaller `max_new_tokens`, or shorten the prompt."
+                f"to {new} new ones{proposed} take {needed}. Make a cache with `max_cache_len={needed}` or "
+                "more, pass a smaller `max_new_tokens`, or shorten the prompt."
             )
 
     def require_fits(self, kwargs: dict[str, Any], held: int) -> None:
@@ -86,7 +86,7 @@ class StaticDecoding:
         if held + new > self.max_cache_len:
             raise ValueError(
                 f"`max_cache_len`={self.max_cache_len} is too small: the cache holds {held} tokens and {new} more "
-                "were passed. Make a cache with a larger `max_cache_len`, or pass fewer tokens."
+                f"were passed. Make a cache with `max_cache_len={held + new}` or more, or pass fewer tokens."
             )
 
     def read_mask(

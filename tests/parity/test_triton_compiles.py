@@ -23,6 +23,7 @@ CONFIGURATIONS = [(64, 512, "", BF16), (128, 512, "", BF16), (256, 512, "window,
 CASES = [
     *((capability, *each) for capability in MMA for each in CONFIGURATIONS),
     (90, 128, 1, "window, padding", BF16),
+    (90, 128, 1, "columns, window", BF16),
     (90, 64, 16, "tree, softcap, sinks", BF16),
     (80, 128, 64, "tree", BF16),
     (90, 128, 64, "tree, window", BF16),
@@ -49,7 +50,7 @@ def launch(capability: int, head_dim: int, queries: int, asked: str, dtype: torc
         visibility=Visibility(
             window=1024 if "window" in asked else 0,
             keep=empty(1, 4096, dtype=torch.bool) if "padding" in asked else None,
-            columns=empty(1, queries, dtype=torch.int32) if "tree, window" in asked else None,
+            columns=empty(1, queries, dtype=torch.int32) if "columns" in asked or "tree, window" in asked else None,
             tree=empty(1, queries, dtype=torch.int64) if "tree" in asked else None,
             mask=empty(1, 1, queries, 4096, dtype=torch.bool) if "mask" in asked else None,
         ),
