@@ -34,7 +34,7 @@ class CodePlanes:
         step: Like `least`.
         group_size: Tokens, or dimensions, in a group; the last one may be shorter.
         scale: [batch, blocks, heads, tokens].
-        codebook: [2 ** bits], float32.
+        codebook: [2 ** bits], float32, ascending; each number's opposite is in it, too.
         rotation: [head_dim, head_dim], float32.
         mean: [batch, blocks, heads, head_dim], or None.
         cos: [tokens, head_dim], float32, or None where the mean is the same at each position.

@@ -23,7 +23,7 @@ Arguments = tuple[
     tuple[int, ...],  # strides, for which Triton specializes the kernel
     tuple[int | None, ...],  # numbers, `do_not_specialize`
     tuple[float | None, ...],
-    tuple[int, ...],  # constants, `tl.constexpr`
+    tuple[int | str | None, ...],  # constants, `tl.constexpr`
 ]
 
 

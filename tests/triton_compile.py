@@ -23,6 +23,7 @@ _NAMES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }

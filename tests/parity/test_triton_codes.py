@@ -128,6 +128,9 @@ CASES = {
         rotated=False,
         block_n=32,
     ),
+    "int4, groups across halves": Coded(
+        config=replace(KIVI, group_size=48), problem=Problem(queries=1, head_dim=64, dtype=FP16, batch=1), tokens=48
+    ),
     "int4, one group": Coded(config=replace(KIVI, group_size=96), problem=Problem(queries=1, head_dim=80, batch=1)),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -184,6 +187,13 @@ def test_the_kernel_is_called() -> None:
 
 
 def test_groups_that_no_tile_fits_are_left_to_others() -> None:
-    case = Coded(config=replace(KIVI, group_size=48), problem=Problem(queries=1, head_dim=64))
-    query, *planes, _ = case.given()
-    assert not codes.can_attend(query, *planes)
+    case = Coded(config=KIVI, problem=Problem(queries=1, head_dim=64))
+    query, keys, values, _ = case.given()
+    assert codes.can_attend(query, keys, values)
+    assert not codes.can_attend(query, replace(keys, group_size=24), values)
+
+
+def test_codes_at_odd_bytes_are_left_to_others() -> None:
+    query, keys, values, _ = Coded(config="int4", problem=Problem(queries=1)).given()
+    odd = values.codes.new_empty(values.codes.numel() + 1)[1:].view(values.codes.shape)
+    assert not codes.can_attend(query, keys, replace(values, codes=odd))

@@ -1,10 +1,15 @@
-"""The kernels over pieces and over codes compiled for GPUs that are not here: on tensor cores, and in registers."""
+"""The kernels over pieces and over codes compiled for GPUs that are not here: on tensor cores, and in registers.
+
+What a warp issues for a tile of codes is counted against what the dense kernel issues for a tile of bfloat16, in the
+inner loop: codes are small, and would still be slow to read if they took many more instructions than numbers do.
+"""
 
 from collections.abc import Callable
 from itertools import chain
 
 import pytest
 import torch
+from triton import knobs
 
 from kvboost_hf.attention.triton import codes, pieces
 from kvboost_hf.attention.triton.tiling import Device
@@ -13,7 +18,8 @@ from kvboost_hf.cache.codecs import Role, make_codec
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.handles import CodePlanes, PieceTable
-from tests.triton_compile import Launch, compile_launches, pointer
+from tests.parity.test_triton_compiles import launch as dense_launch
+from tests.triton_compile import Compiled, Launch, compile_launches, pointer
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +59,7 @@ def over_codes(capability: int, head_dim: int, queries: int, config: KVQuantConf
         planes("keys"),
         planes("values"),
     )
-    tiling = codes.plan(query, keys, Device(132, SHARED[capability]))
+    tiling = codes.plan(query, keys, values, Device(132, SHARED[capability]))
     out, lse = parts(query, tiling.splits)
     lengths = torch.full((BLOCKS,), TOKENS, dtype=torch.int32)
     given = codes.launch_arguments(query, keys, values, lengths, out, lse, scale=1.0, softcap=0.0, tiling=tiling)
@@ -66,6 +72,11 @@ def parts(query: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.zeros(splits, batch, queries, heads, head_dim), torch.zeros(splits, batch, heads, queries)
 
 
+def over_numbers() -> Launch:
+    """The same columns in bfloat16."""
+    return dense_launch(90, 128, 1, "", torch.bfloat16)
+
+
 CASES: list[tuple[Callable[..., Launch], tuple[object, ...]]] = [
     *((over_pieces, (capability, 128, 128)) for capability in SHARED),
     (over_pieces, (90, 128, 1)),
@@ -76,12 +87,42 @@ CASES: list[tuple[Callable[..., Launch], tuple[object, ...]]] = [
     (over_codes, (90, 128, 1, "turboquant:3:1")),
     (over_codes, (90, 128, 1, KVQuantConfig(grouped_values=True, key_bits=2))),
 ]
+# How many times as many instructions as bfloat16 for as many columns, and how many were aimed at.
+BUDGETS = {"int8": (2.8, 1.7), "int4": (2.4, 2.0), "turboquant:4": (3.3, 3.0), "turboquant:3": (3.1, 3.0)}
 
 
-def test_kernels() -> None:
-    launches = [make(*given) for make, given in CASES]
-    for (make, given), made in zip(CASES, compile_launches(launches), strict=True):
+@pytest.fixture(scope="module")
+def compiled() -> list[Compiled]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knobs.runtime, "interpret", False)  # whose tiles are smaller
+        launches = [over_numbers(), *(over_codes(90, 128, 1, name) for name in BUDGETS)]
+        launches += [make(*given) for make, given in CASES]
+    return compile_launches(launches)
+
+
+def test_kernels(compiled: list[Compiled]) -> None:
+    for (make, given), made in zip(CASES, compiled[-len(CASES) :], strict=True):
         case = make.__name__, *given, made
         assert made.mma, case
         assert made.stack_bytes == 0, case
         assert made.shared_bytes <= SHARED[given[0]], case  # type: ignore[index]
+
+
+def inner_loop(made: Compiled) -> dict[str, int]:
+    """The loop with products that takes the fewest instructions: at borders there are more."""
+    return min(
+        (each for each in made.loops if any("MMA" in name for name in each)), key=lambda loop: sum(loop.values())
+    )
+
+
+def test_instructions_for_codes(compiled: list[Compiled]) -> None:
+    numbers = sum(inner_loop(compiled[0]).values())
+    assert numbers > 200
+    for (name, (budget, _)), made in zip(BUDGETS.items(), compiled[1:], strict=False):
+        loop = inner_loop(made)
+        times = sum(loop.values()) / numbers
+        assert times <= budget, (name, times, loop)
+        assert loop["LDGSTS"] >= 4, "tiles are copied ahead"
+        assert made.stack_bytes == 0, (name, made)
+        if name.startswith("int"):  # but for the length of a block, nothing waits for memory
+            assert loop.get("LDG", 0) <= 1, (name, loop)

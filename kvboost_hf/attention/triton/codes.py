@@ -6,14 +6,17 @@ are, behind. Scales of vectors are factors of logits and of weights, and the mea
 
 from dataclasses import replace
 from functools import lru_cache
+from math import gcd
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.triton.combine import combine
+from kvboost_hf.attention.triton.halfwords import count_of, halves, instructions, load_table, numbers, scaled
 from kvboost_hf.attention.triton.tile import LOG2E, softmax_end, softmax_step, tanh
 from kvboost_hf.attention.triton.tiling import (
     Device,
@@ -31,13 +34,13 @@ from kvboost_hf.triton_launch import Arguments, Launcher
 
 _BITS = (1, 2, 3, 4, 8)
 _MAX_ROWS = 32  # of a program: more would leave its registers no room for what codes become
+_MIN_RUN = 32  # columns: 8 for each warp
 
 
 def can_attend(query: torch.Tensor, keys: CodePlanes, values: CodePlanes) -> bool:
     """Whether `attend_codes` takes these."""
     head_dim = query.shape[3]
     whole = keys.least is None or _block_of(keys.group_size, keys.codes.shape[3]) >= 16
-    grouped = values.least is None or values.group_size >= head_dim or _is_power_of_2(values.group_size)
     return (
         is_taken(query, head_dim)
         and head_dim % 16 == 0
@@ -45,7 +48,14 @@ def can_attend(query: torch.Tensor, keys: CodePlanes, values: CodePlanes) -> boo
         and values.bits in _BITS
         and values.mean is None
         and whole
-        and grouped
+        and all(_is_even(plane) for each in (keys, values) for plane in (each.codes, each.least, each.step))
+    )
+
+
+def _is_even(plane: torch.Tensor | None) -> bool:
+    """Whether a plane can be read in words of two numbers, or as halfwords of codes."""
+    return plane is None or not (
+        plane.data_ptr() % 4 or any(at % 2 for at in (plane.storage_offset(), plane.stride(0), plane.stride(1)))
     )
 
 
@@ -60,7 +70,7 @@ def attend_codes(
     tiling: Tiling | None = None,
 ) -> Part:
     """See `ops.attend_codes`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
-    tiling = tiling or plan(query, keys, device_of(query.device))
+    tiling = tiling or plan(query, keys, values, device_of(query.device))
     batch, heads, queries, head_dim = query.shape
     out = query.new_empty((tiling.splits, batch, queries, heads, head_dim), dtype=torch.float32)
     lse = query.new_empty((tiling.splits, batch, heads, queries), dtype=torch.float32)
@@ -69,25 +79,36 @@ def attend_codes(
     return found if values.rotation is None else found @ values.rotation, log
 
 
-def plan(query: torch.Tensor, keys: CodePlanes, device: Device) -> Tiling:
+def plan(query: torch.Tensor, keys: CodePlanes, values: CodePlanes, device: Device) -> Tiling:
     """The tiling that `attend_codes` takes by itself."""
     (batch, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
     shape = batch * kv_heads, queries * (heads // kv_heads), head_dim, blocks, tokens
     most = _block_of(keys.group_size if keys.least is not None else tokens, tokens)
-    return _plan(*shape, most, query.itemsize, device)
+    return _plan(*shape, most, _run_of(values, head_dim), keys.mean is not None, query.itemsize, device)
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    heads: int, rows: int, head_dim: int, blocks: int, tokens: int, most: int, itemsize: int, device: Device
+    heads: int,
+    rows: int,
+    head_dim: int,
+    blocks: int,
+    tokens: int,
+    most: int,
+    run: int,
+    turned: bool,  # the mean of keys, which takes registers, and time enough for one tile ahead to arrive
+    itemsize: int,
+    device: Device,
 ) -> Tiling:
     tiling = plan_tiling(min(rows, _MAX_ROWS), head_dim, itemsize, device)
     largest = 64 if tiling.block_m * head_dim <= 16 * 128 else 32
     block_n = min(tiling.block_n, largest, most)
     programs = -(-rows // tiling.block_m) * heads
     columns = blocks * -(-tokens // block_n) * block_n
-    splits = plan_splits(programs, columns, block_n, device, per_processor=2)
-    return replace(tiling, block_n=block_n, splits=splits)
+    splits = plan_splits(programs, columns, block_n, device, per_processor=2 if turned else 3)
+    warps = min(tiling.warps, block_of(run) // 8)  # with 8 columns each
+    stages = min(tiling.stages, 2) if turned else tiling.stages
+    return replace(tiling, block_n=block_n, warps=warps, stages=stages, splits=splits)
 
 
 def _block_of(group: int, tokens: int) -> int:
@@ -95,8 +116,11 @@ def _block_of(group: int, tokens: int) -> int:
     return power_of_2(tokens) if group >= tokens else group & -group
 
 
-def _is_power_of_2(x: int) -> bool:
-    return x & (x - 1) == 0
+def _run_of(values: CodePlanes, head_dim: int) -> int:
+    """Columns that are taken at a time: those of one group if they are enough for a product, else all."""
+    columns: int = columns_of(head_dim, values.bits)
+    run = gcd(columns, values.group_size // 2)
+    return run if values.least is not None and run >= _MIN_RUN else columns
 
 
 def launch(
@@ -140,7 +164,12 @@ def launch_arguments(
         rotated = (query.float() @ keys.rotation.mT).to(query.dtype)
     cos = keys.cos.to(query.dtype) if keys.cos is not None else None
     sin = keys.sin.to(query.dtype) if keys.sin is not None else None
-    padded = padded_dim(head_dim)
+    packed = query.itemsize == 2 and not knobs.runtime.interpret and not torch.version.hip
+    packed = packed and all(each.step is None or each.step.dtype == query.dtype for each in (keys, values))
+    key_ptx, value_ptx = (
+        instructions(each.bits, query.dtype, codebook=each.codebook is not None) if packed else None
+        for each in (keys, values)
+    )
     return (
         (
             *(query if keys.mean is not None else None, rotated),
@@ -152,13 +181,15 @@ def launch_arguments(
         (scale / softcap if softcap else float(scale), softcap or None),
         (
             *(tokens, heads // kv_heads, head_dim, keys.bits, keys.group_size, values.bits),
-            *(padded if values.group_size >= head_dim else values.group_size, tiling.block_m, tiling.block_n, padded),
+            *(min(values.group_size, head_dim), _run_of(values, head_dim)),
+            *(tiling.block_m, tiling.block_n, padded_dim(head_dim), key_ptx, value_ptx),
         ),
     )
 
 
 def _planes(codes: CodePlanes) -> tuple[Any, ...]:
-    return _plane(codes.codes), _plane(codes.least), _plane(codes.step), _plane(codes.scale), codes.codebook
+    halfwords = codes.codes.view(torch.int16)
+    return _plane(halfwords), _plane(codes.least), _plane(codes.step), _plane(codes.scale), codes.codebook
 
 
 def _plane(x: torch.Tensor | None) -> tuple[torch.Tensor, int, int] | None:
@@ -199,30 +230,56 @@ def fwd_codes(
     KEY_GROUP: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
+    VALUE_RUN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    KEY_PTX: tl.constexpr,
+    VALUE_PTX: tl.constexpr,
 ):
     """One program for BLOCK_M rows of one head of keys, and one part of the tiles; row r is query r // GROUPS.
 
     A tile is BLOCK_N tokens of a block. First come the first ones of all blocks, then the second ones, and so on: what
     belongs to places in blocks is loaded once for many blocks.
+
+    Dimensions are in the order of `halfwords`: there is one product for each nibble and byte of a column.
     """
+    dtype: tl.constexpr = rotated.dtype.element_ty
     batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     i, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
     there = i < queries
-    d = tl.arange(0, BLOCK_D)
     heads = kv_heads * GROUPS
-    at = ((batch * heads + head) * queries + i)[:, None] * HEAD_DIM + d[None, :]
-    inside = there[:, None] & (d < HEAD_DIM)[None, :]
-    q = tl.load(rotated + at, mask=inside, other=0.0)
-    plain = q
+    at = ((batch * heads + head) * queries + i)[:, None] * HEAD_DIM
+
+    key_columns: tl.constexpr = columns_of(HEAD_DIM, KEY_BITS)
+    key_column = tl.arange(0, block_of(key_columns))
+    key_groups: tl.constexpr = 0 if key_least is None else (TOKENS + KEY_GROUP - 1) // KEY_GROUP
+    key_table, value_table = None, None
+    if key_codebook is not None:
+        key_table = load_table(key_codebook, KEY_BITS, dtype, KEY_PTX is not None)
+    if value_codebook is not None:
+        value_table = load_table(value_codebook, VALUE_BITS, dtype, VALUE_PTX is not None)
+    q: tl.tuple = ()
+    for n in tl.static_range(count_of(KEY_BITS)):
+        inside = there[:, None] & (key_column < key_columns)[None, :]
+        dim = dim_of(HEAD_DIM, n, 0) + 2 * key_column
+        q += (tl.load(rotated + at + dim[None, :], mask=inside, other=0.0),)
+    d = tl.arange(0, BLOCK_D)
+    plain: tl.tensor = None
+    partners: tl.tensor = None
+    if cos is not None:
+        partners = tl.load(partner + d, mask=d < HEAD_DIM, other=0)
     if mean is not None:
-        plain = tl.load(query + at, mask=inside, other=0.0)
-    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        plain = tl.load(query + at + d[None, :], mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+
+    runs: tl.constexpr = columns_of(HEAD_DIM, VALUE_BITS) // VALUE_RUN
+    value_column = tl.arange(0, block_of(VALUE_RUN))
+    sums: tl.tuple = ()
+    for _ in tl.static_range(runs * count_of(VALUE_BITS)):
+        sums += (tl.zeros([BLOCK_M, block_of(VALUE_RUN)], tl.float32),)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    norm = tl.zeros([BLOCK_M], tl.float32)
+    norm = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     tiles = tl.cdiv(TOKENS, BLOCK_N) * blocks
     part = tl.cdiv(tiles, tl.num_programs(2))
@@ -231,63 +288,102 @@ def fwd_codes(
     for place in range(low // blocks, tl.cdiv(high, blocks)):
         first = place * BLOCK_N
         token = first + tl.arange(0, BLOCK_N)
-        known = token < TOKENS
         cosines, sines = None, None
         if cos is not None:
-            turn = token[:, None] * HEAD_DIM + d[None, :]
-            turns = known[:, None] & (d < HEAD_DIM)[None, :]
+            turn = token[None, :] * HEAD_DIM + d[:, None]
+            turns = (token < TOKENS)[None, :] & (d < HEAD_DIM)[:, None]
             cosines = tl.load(cos + turn, mask=turns, other=0.0)
             sines = tl.load(sin + turn, mask=turns, other=0.0)
-        for block in range(tl.maximum(low - place * blocks, 0), tl.minimum(high - place * blocks, blocks)):
-            codes = load_codes(_start(key_codes, batch, block), kv_head, token, d, TOKENS, HEAD_DIM, KEY_BITS)
+        begin, end = tl.maximum(low - place * blocks, 0), tl.minimum(high - place * blocks, blocks)
+        factors = load_factors(
+            lengths, key_scale, value_scale, batch, begin, kv_head, token, TOKENS, BLOCK_N
+        )  # fmt: skip
+        for block in range(begin, end):
+            now = factors
+            # Loaded for the next block: they are too small for what copies tiles ahead.
+            factors = load_factors(
+                lengths, key_scale, value_scale, batch, tl.minimum(block + 1, end - 1), kv_head, token, TOKENS, BLOCK_N
+            )  # fmt: skip
+            h = load_halfwords(
+                key_codes, batch, block, kv_head, token[None, :], key_column[:, None], 0, key_columns,
+                TOKENS, BLOCK_N, HEAD_DIM, KEY_BITS,
+            )  # fmt: skip
+            k = numbers(h, key_table, KEY_BITS, dtype, KEY_PTX)
+            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             if key_least is not None:
-                key_groups: tl.constexpr = (TOKENS + KEY_GROUP - 1) // KEY_GROUP
-                at_group = (kv_head * key_groups + first // KEY_GROUP) * HEAD_DIM + d
-                least = tl.load(_start(key_least, batch, block) + at_group, mask=d < HEAD_DIM, other=0.0)
-                step = tl.load(_start(key_step, batch, block) + at_group, mask=d < HEAD_DIM, other=0.0)
-                k = as_float(codes) * step.to(tl.float32)[None, :] + least.to(tl.float32)[None, :]
-                scores = dot(q, tl.trans(k.to(q.dtype)))
+                group = (kv_head * key_groups + first // KEY_GROUP) * HEAD_DIM
+                steps, leasts = _start(key_step, batch, block) + group, _start(key_least, batch, block) + group
+                for nibble in tl.static_range(count_of(KEY_BITS) // 2):
+                    at_dim = nibble * (HEAD_DIM // 2)
+                    step = load_pairs(
+                        steps, at_dim, key_column, key_columns, key_step[0].dtype.element_ty, KEY_PTX is not None
+                    )
+                    least = load_pairs(
+                        leasts, at_dim, key_column, key_columns, key_least[0].dtype.element_ty, KEY_PTX is not None
+                    )
+                    for byte in tl.static_range(2):
+                        codes = k[2 * nibble + byte]
+                        keys = scaled(codes, step[byte], least[byte], dtype, KEY_PTX is not None)
+                        scores = dot(q[2 * nibble + byte], keys, scores)
             else:
-                scores = dot(q, tl.trans(look_up(codes, key_codebook, q.dtype, 0, KEY_BITS)))
-                size = tl.load(_start(key_scale, batch, block) + kv_head * TOKENS + token, mask=known, other=0.0)
-                scores *= size.to(tl.float32)[None, :]
+                for n in tl.static_range(count_of(KEY_BITS)):
+                    scores = dot(q[n], k[n], scores)
+            if key_scale is not None:
+                scores *= now[-1].to(tl.float32)[None, :]
             if mean is not None:
                 of_head = _start(mean, batch, block) + kv_head * HEAD_DIM
-                own = plain.to(tl.float32) * tl.load(of_head + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+                center = tl.load(of_head + d, mask=d < HEAD_DIM, other=0.0).to(dtype)[None, :]
                 if cos is not None:
-                    swapped = tl.load(partner + d, mask=d < HEAD_DIM, other=0)
-                    other = tl.load(of_head + swapped, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
-                    other = plain.to(tl.float32) * other[None, :]
-                    scores += dot(own.to(q.dtype), tl.trans(cosines)) + dot(other.to(q.dtype), tl.trans(sines))
+                    own = scaled(plain, center, tl.zeros_like(center), dtype, KEY_PTX is not None)
+                    center = tl.load(of_head + partners, mask=d < HEAD_DIM, other=0.0).to(dtype)[None, :]
+                    other = scaled(plain, center, tl.zeros_like(center), dtype, KEY_PTX is not None)
+                    scores = dot(other, sines, dot(own, cosines, scores))
                 else:
-                    scores += tl.sum(own, 1)[:, None]
+                    scores += tl.sum(plain.to(tl.float32) * center.to(tl.float32), 1)[:, None]
             factor = scale * LOG2E
             if softcap is not None:
                 scores, factor = tanh(scores * scale), softcap * LOG2E
-            seen = token < tl.minimum(tl.load(lengths + block), TOKENS)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            weights, fade, peak, norm = softmax_step(scores, factor, peak, norm)
+            scores = tl.where((token < tl.minimum(now[0], TOKENS))[None, :], scores, float("-inf"))
+            weights, fade, peak = softmax_step(scores, factor, peak)
+            norm = norm * fade[:, None] + weights
 
-            codes = load_codes(_start(value_codes, batch, block), kv_head, token, d, TOKENS, HEAD_DIM, VALUE_BITS)
-            if value_least is not None:
-                value_groups: tl.constexpr = (HEAD_DIM + VALUE_GROUP - 1) // VALUE_GROUP
-                group = tl.arange(0, BLOCK_D // VALUE_GROUP)
-                at_group = (kv_head * TOKENS + token)[:, None] * value_groups + group[None, :]
-                within = known[:, None] & (group < value_groups)[None, :]
-                least = tl.load(_start(value_least, batch, block) + at_group, mask=within, other=0.0).to(tl.float32)
-                step = tl.load(_start(value_step, batch, block) + at_group, mask=within, other=0.0).to(tl.float32)
-                v = tl.reshape(as_float(codes), [BLOCK_N, BLOCK_D // VALUE_GROUP, VALUE_GROUP])
-                v = tl.reshape(v * step[:, :, None] + least[:, :, None], [BLOCK_N, BLOCK_D]).to(q.dtype)
-            else:
-                v = look_up(codes, value_codebook, q.dtype, 0, VALUE_BITS)
-                size = tl.load(_start(value_scale, batch, block) + kv_head * TOKENS + token, mask=known, other=0.0)
-                weights *= size.to(tl.float32)[None, :]
-            sums = sums * fade[:, None] + dot(weights.to(q.dtype), v)
+            if value_scale is not None:
+                weights *= now[1].to(tl.float32)[None, :]
+            weights = weights.to(dtype)
+            summed: tl.tuple = ()
+            for run in tl.static_range(runs):
+                h = load_halfwords(
+                    value_codes, batch, block, kv_head, token[:, None], value_column[None, :], run * VALUE_RUN,
+                    VALUE_RUN, TOKENS, BLOCK_N, HEAD_DIM, VALUE_BITS,
+                )  # fmt: skip
+                v = numbers(h, value_table, VALUE_BITS, dtype, VALUE_PTX)
+                for nibble in tl.static_range(count_of(VALUE_BITS) // 2):
+                    if value_least is not None:
+                        step, least = load_grouped(
+                            _start(value_step, batch, block), _start(value_least, batch, block), kv_head, token,
+                            value_column, dim_of(HEAD_DIM, 2 * nibble, run * VALUE_RUN),
+                            TOKENS, BLOCK_N, HEAD_DIM, VALUE_GROUP, VALUE_RUN, VALUE_PTX is not None,
+                        )  # fmt: skip
+                    for byte in tl.static_range(2):
+                        values = v[2 * nibble + byte]
+                        if value_least is not None:
+                            values = scaled(values, step, least, dtype, VALUE_PTX is not None)
+                        before = sums[run * count_of(VALUE_BITS) + 2 * nibble + byte] * fade[:, None]
+                        summed += (dot(weights, values, before),)
+            sums = summed
 
-    found, log = softmax_end(sums, peak, norm, None)
-    batch += tl.program_id(2).to(tl.int64) * (tl.num_programs(1) // kv_heads)
-    tl.store(out + ((batch * queries + i) * heads + head)[:, None] * HEAD_DIM + d[None, :], found, mask=inside)
-    tl.store(lse + (batch * heads + head) * queries + i, log, mask=there)
+    norm = tl.sum(norm, 1)
+    part_batch = batch + tl.program_id(2).to(tl.int64) * (tl.num_programs(1) // kv_heads)
+    at = ((part_batch * queries + i) * heads + head)[:, None] * HEAD_DIM
+    for run in tl.static_range(runs):
+        for n in tl.static_range(count_of(VALUE_BITS)):
+            found = sums[run * count_of(VALUE_BITS) + n]
+            found, log = softmax_end(found, peak, norm, None)
+            dim = dim_of(HEAD_DIM, n, run * VALUE_RUN) + 2 * value_column
+            inside = there[:, None] & (value_column < VALUE_RUN)[None, :]
+            tl.store(out + at + dim[None, :], found, mask=inside)
+            if run == 0 and n == 0:
+                tl.store(lse + (part_batch * heads + head) * queries + i, log, mask=there)
 
 
 _launch = Launcher(fwd_codes)
@@ -300,35 +396,112 @@ def _start(plane, batch, block):
 
 
 @triton.jit
-def load_codes(start, head, token, d, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
-    """The codes [tokens, dims] of a block, int32, as `CodePlanes` says they are packed."""
-    width: tl.constexpr = HEAD_DIM * BITS // 8
-    row = start + (head * TOKENS + token)[:, None] * width
-    inside = (token < TOKENS)[:, None] & (d < HEAD_DIM)[None, :]
-    if BITS == 3:
-        return _load_part(row, d, inside, HEAD_DIM, 2) + 4 * _load_part(row + HEAD_DIM // 4, d, inside, HEAD_DIM, 1)
-    return _load_part(row, d, inside, HEAD_DIM, BITS)
+def load_factors(
+    lengths, key_scale, value_scale, batch, block, head, token, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The length of a block, and the sizes of its values and keys, of those that have any."""
+    found: tl.tuple = (tl.load(lengths + block),)
+    vector = head * TOKENS + token
+    if value_scale is not None:
+        size = _load(_start(value_scale, batch, block) + vector, token, 0, TOKENS, BLOCK_N, 16)
+        found += (size,)
+    if key_scale is not None:
+        size = _load(_start(key_scale, batch, block) + vector, token, 0, TOKENS, BLOCK_N, 16)
+        found += (size,)
+    return found
 
 
 @triton.jit
-def _load_part(row, d, inside, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
-    width: tl.constexpr = HEAD_DIM * BITS // 8
-    found = tl.load(row + (d % width)[None, :], mask=inside, other=0).to(tl.int32)
-    return (found >> (BITS * (d // width))[None, :]) & ((1 << BITS) - 1)
-
-
-@triton.jit
-def as_float(codes):
-    """Codes as float32, by way of the last bits of 2 ** 23: a conversion takes a GPU four times as long."""
-    return (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-
-
-@triton.jit
-def look_up(codes, codebook, dtype: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr):
-    """What the codes stand for, chosen bit by bit: the codebook stays in registers."""
-    if BITS > 1:
-        lower = look_up(codes, codebook, dtype, FIRST, BITS - 1)
-        upper = look_up(codes, codebook, dtype, FIRST + (1 << (BITS - 1)), BITS - 1)
+def load_grouped(
+    step, least, head, token, column, first: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Step and least of values, of dimension `first` and each second one behind it, as far as a run goes."""
+    groups: tl.constexpr = (HEAD_DIM + GROUP - 1) // GROUP
+    at = (head * TOKENS + token)[:, None] * groups
+    if first // GROUP != (first + 2 * RUN - 1) // GROUP:
+        at += (first + 2 * column)[None, :] // GROUP
+        found = (
+            _load(step + at, token[:, None], column[None, :], TOKENS, BLOCK_N, RUN),
+            _load(least + at, token[:, None], column[None, :], TOKENS, BLOCK_N, RUN),
+        )
+    elif groups == 2 and step.dtype.element_ty.primitive_bitwidth == 16:  # words are copied ahead
+        dtype: tl.constexpr = step.dtype.element_ty
+        upper: tl.constexpr = first // GROUP == 1
+        at = at // 2
+        steps = _load(_words(step) + at, token[:, None], 0, TOKENS, BLOCK_N, 16)
+        leasts = _load(_words(least) + at, token[:, None], 0, TOKENS, BLOCK_N, 16)
+        found = halves(steps, upper, dtype, PACKED), halves(leasts, upper, dtype, PACKED)
     else:
-        lower, upper = tl.load(codebook + FIRST).to(dtype), tl.load(codebook + FIRST + 1).to(dtype)
-    return tl.where((codes & (1 << (BITS - 1))) != 0, upper, lower)
+        at += first // GROUP
+        found = (
+            _load(step + at, token[:, None], 0, TOKENS, BLOCK_N, 16),
+            _load(least + at, token[:, None], 0, TOKENS, BLOCK_N, 16),
+        )
+    return found
+
+
+@triton.jit
+def _words(start):
+    return start.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def load_halfwords(
+    plane, batch, block, head, token, column, first, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS of the rows of tokens from `first` on, as `numbers` takes them."""
+    row = _start(plane, batch, block) + (head * TOKENS + token) * (HEAD_DIM * BITS // 16)
+    at = first + column
+    found: tl.tuple = ()
+    if BITS >= 4:
+        found = (_load(row + at, token, column, TOKENS, BLOCK_N, COLUMNS),)
+    else:
+        bits: tl.constexpr = 2 if BITS == 3 else BITS
+        width: tl.constexpr = HEAD_DIM * bits // 16
+        found = _load(row + at % width, token, column, TOKENS, BLOCK_N, COLUMNS), at // width * bits
+    if BITS == 3:
+        third: tl.constexpr = HEAD_DIM // 16
+        last = _load(row + HEAD_DIM // 8 + at % third, token, column, TOKENS, BLOCK_N, COLUMNS)
+        found += (last, at // third)
+    return found
+
+
+@triton.jit
+def _load(at, token, column, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
+    if TOKENS % BLOCK_N == 0 and COLUMNS == block_of(COLUMNS):
+        return tl.load(at)
+    return tl.load(at, mask=(token < TOKENS) & (column < COLUMNS), other=0)
+
+
+@triton.jit
+def load_pairs(plane, at, column, COLUMNS: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
+    """For each column the two numbers from `at` on, two tiles; as words, where two are as long as one."""
+    inside = column < COLUMNS
+    if dtype.primitive_bitwidth == 16:
+        pairs = tl.load(_words(plane + at) + column, mask=inside, other=0)
+        even, odd = halves(pairs, False, dtype, PACKED)[:, None], halves(pairs, True, dtype, PACKED)[:, None]
+    else:
+        even = tl.load(plane + at + 2 * column, mask=inside, other=0.0)[:, None]
+        odd = tl.load(plane + at + 2 * column + 1, mask=inside, other=0.0)[:, None]
+    return even, odd
+
+
+@triton.constexpr_function
+def columns_of(head_dim: int, bits: int) -> int:
+    """How many columns of `numbers` a row has."""
+    return head_dim // (2 if bits == 8 else 4)
+
+
+@triton.constexpr_function
+def block_of(columns: int) -> int:
+    """Of a tile, which products of matrices take."""
+    return max(16, 1 << (columns - 1).bit_length())
+
+
+@triton.constexpr_function
+def dim_of(head_dim: int, n: int, column: int) -> int:
+    """The dimension that tile n of `numbers` has in that column, or in the first one of a run that begins there."""
+    return n // 2 * (head_dim // 2) + n % 2 + 2 * column

@@ -270,6 +270,7 @@ def take_block(
     if mask is not None:
         shown = tl.load(mask[:, None] + column[None, :], mask=there[:, None] & (column < total)[None, :], other=0) != 0
         scores = tl.where(shown, scores, float("-inf"))
-    weights, fade, peak, norm = softmax_step(scores, factor, peak, norm)
+    weights, fade, peak = softmax_step(scores, factor, peak)
+    norm = norm * fade + tl.sum(weights, 1)
     v = load_rows(value + first * value_row, value_row, total - start, VALUE_DIM, BLOCK_N, BLOCK_V, not BORDER)
     return dot(weights.to(v.dtype), v, sums * fade[:, None]), peak, norm

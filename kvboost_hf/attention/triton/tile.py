@@ -31,23 +31,22 @@ def tanh(x):
 
 
 @triton.jit
-def softmax_step(scores, scale, peak, norm):
+def softmax_step(scores, scale, peak):
     """Take a block into a running softmax.
 
     Args:
         scores: [rows, columns], float32; -inf for what is not seen.
         scale: Factor of the scores, times log2(e); above 0.
         peak: [rows]: the largest of the scaled scores before; -inf if there was none.
-        norm: [rows]: the sum of 2 ** (scaled score - peak) before.
 
     Returns:
-        Weights [rows, columns] of the block; the factor of what was summed before; peak and norm.
+        Weights [rows, columns], 2 ** (scaled score - peak); the factor of what was summed before; the peak.
     """
     higher = tl.maximum(peak, tl.max(scores, 1) * scale)
     finite = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen nothing
     weights = tl.exp2(scores * scale - finite[:, None])
     fade = tl.exp2(peak - finite)
-    return weights, fade, higher, norm * fade + tl.sum(weights, 1)
+    return weights, fade, higher
 
 
 @triton.jit
@@ -57,7 +56,7 @@ def softmax_end(sums, peak, norm, logit):
     Args:
         sums: [rows, dims]: weighted values.
         peak: [rows]; see `softmax_step`.
-        norm: [rows].
+        norm: [rows]: the sum of the weights.
         logit: [rows], or None: of a column that everybody sees, without a value.
 
     Returns:
