@@ -34,7 +34,7 @@ def run(text: str, operands: list[np.ndarray]) -> None:
     registers: dict[str, np.ndarray] = {f"${i}": each for i, each in enumerate(operands)}
 
     def read(name: str) -> np.ndarray:
-        return registers[name] if name in registers else np.uint32(int(name, 0))
+        return registers[name] if name in registers else np.array([int(name, 0)], dtype=np.uint32)
 
     for line in text.strip("{}\n").splitlines():
         name, *given = re.findall(r"[\w.$]+", line)
@@ -46,7 +46,7 @@ def run(text: str, operands: list[np.ndarray]) -> None:
 
 
 def choose(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    eight, found = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32), np.uint32(0)
+    eight, found = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32), np.zeros_like(selector)
     for byte in range(4):
         nibble = selector >> np.uint32(4 * byte) & np.uint32(15)
         assert (nibble < 8).all(), "it would be a sign"
@@ -56,9 +56,9 @@ def choose(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
 
 
 def combine(a: np.ndarray, b: np.ndarray, c: np.ndarray, lut: np.ndarray) -> np.ndarray:
-    found = np.uint32(0)
+    found = np.zeros_like(a)
     for case in range(8):
-        if int(lut) >> case & 1:
+        if int(lut[0]) >> case & 1:
             x, y, z = (each if case >> bit & 1 else ~each for bit, each in ((2, a), (1, b), (0, c)))
             found = found | x & y & z
     return found
@@ -106,8 +106,8 @@ def made(
     if table is not None:
         used = table[8:] if bits == 4 else table
         stored = used.repeat(8 // len(used)).to(dtype).view(torch.uint8).view(8, 2).T  # lower bytes, upper ones
-        given += [np.uint32(word) for word in stored.reshape(4, 4).numpy().view(np.uint32)[:, 0] for _ in range(2)]
-    operands = [np.uint32(0)] * count + given
+        given += [word for word in stored.reshape(4, 4).numpy().view(np.uint32) for _ in range(2)]
+    operands = [np.zeros(1, np.uint32)] * count + given
     text = instructions(bits, dtype, codebook=table is not None)
     assert damage[0] in text
     run(text.replace(*damage) if damage[0] else text, operands)

@@ -49,7 +49,7 @@ def attend(
     """
     device, (batch, heads, queries, head_dim) = device_of(query.device), query.shape
     if isinstance(kv, CodedKV):
-        own, exact = codes.plan(query, kv.keys, device), (kv.exact_keys, kv.exact_values)
+        own, exact = codes.plan(query, kv.keys, kv.values, device), (kv.exact_keys, kv.exact_values)
     else:
         own, exact = pieces.plan(query, kv.table, before, device), (kv.keys, kv.values)
     tail = _limited(dense.plan(query, *exact, behind))
