@@ -5,7 +5,7 @@ are, behind. Scales of vectors are factors of logits and of weights, and the mea
 """
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import gcd
 from typing import Any
 
@@ -48,15 +48,18 @@ def can_attend(query: torch.Tensor, keys: CodePlanes, values: CodePlanes) -> boo
         and values.bits in _BITS
         and values.mean is None
         and whole
-        and all(_is_even(plane) for each in (keys, values) for plane in (each.codes, each.least, each.step))
+        and _are_even((keys.codes, keys.least, keys.step, values.codes, values.least, values.step))
     )
 
 
-def _is_even(plane: torch.Tensor | None) -> bool:
-    """Whether a plane can be read in words of two numbers, or as halfwords of codes."""
-    return plane is None or not (
-        plane.data_ptr() % 4 or any(at % 2 for at in (plane.storage_offset(), plane.stride(0), plane.stride(1)))
-    )
+def _are_even(planes: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether planes can be read in words of two numbers, or as halfwords of codes."""
+    for each in planes:
+        if each is None:
+            continue
+        if each.data_ptr() % 4 or (each.storage_offset() | each.stride(0) | each.stride(1)) % 2:
+            return False
+    return True
 
 
 def attend_codes(
@@ -84,7 +87,9 @@ def plan(query: torch.Tensor, keys: CodePlanes, values: CodePlanes, device: Devi
     (batch, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
     shape = batch * kv_heads, queries * (heads // kv_heads), head_dim, blocks, tokens
     most = _block_of(keys.group_size if keys.least is not None else tokens, tokens)
-    return _plan(*shape, most, _run_of(values, head_dim), keys.mean is not None, query.itemsize, device)
+    return _plan(
+        *shape, most, _run_of(values.bits, values.group_size, head_dim), keys.mean is not None, query.itemsize, device
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -116,11 +121,12 @@ def _block_of(group: int, tokens: int) -> int:
     return power_of_2(tokens) if group >= tokens else group & -group
 
 
-def _run_of(values: CodePlanes, head_dim: int) -> int:
-    """Columns that are taken at a time: those of one group if they are enough for a product, else all."""
-    columns: int = columns_of(head_dim, values.bits)
-    run = gcd(columns, values.group_size // 2)
-    return run if values.least is not None and run >= _MIN_RUN else columns
+@cache
+def _run_of(bits: int, group: int, head_dim: int) -> int:
+    """Columns of values that are taken at a time: those of one group if they are enough for a product, else all."""
+    columns: int = columns_of(head_dim, bits)
+    run = gcd(columns, group // 2)
+    return run if run >= _MIN_RUN else columns
 
 
 def launch(
@@ -165,11 +171,10 @@ def launch_arguments(
     cos = keys.cos.to(query.dtype) if keys.cos is not None else None
     sin = keys.sin.to(query.dtype) if keys.sin is not None else None
     packed = query.itemsize == 2 and not knobs.runtime.interpret and not torch.version.hip
-    packed = packed and all(each.step is None or each.step.dtype == query.dtype for each in (keys, values))
-    key_ptx, value_ptx = (
-        instructions(each.bits, query.dtype, codebook=each.codebook is not None) if packed else None
-        for each in (keys, values)
-    )
+    packed = packed and (keys.step is None or keys.step.dtype == query.dtype)
+    packed = packed and (values.step is None or values.step.dtype == query.dtype)
+    key_ptx = instructions(keys.bits, query.dtype, codebook=keys.codebook is not None) if packed else None
+    value_ptx = instructions(values.bits, query.dtype, codebook=values.codebook is not None) if packed else None
     return (
         (
             *(query if keys.mean is not None else None, rotated),
@@ -181,7 +186,7 @@ def launch_arguments(
         (scale / softcap if softcap else float(scale), softcap or None),
         (
             *(tokens, heads // kv_heads, head_dim, keys.bits, keys.group_size, values.bits),
-            *(min(values.group_size, head_dim), _run_of(values, head_dim)),
+            *(min(values.group_size, head_dim), _run_of(values.bits, values.group_size, head_dim)),
             *(tiling.block_m, tiling.block_n, padded_dim(head_dim), key_ptx, value_ptx),
         ),
     )
