@@ -1,6 +1,5 @@
 """Products with weights of four bits against float64, in Triton's interpreter."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +14,9 @@ from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq import dispatch
 from kvboost_hf.offload.awq.matmul import awq_matmul
 from kvboost_hf.offload.awq.triton import launch
-from kvboost_hf.offload.awq.triton.launch import Launch, awq_matmul_triton
+from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
 from kvboost_hf.offload.awq.triton.tiling import MOST_ROWS, Tiling, plan_tiling, scratch_columns
-from tests.awq import SHIFTS, Packed, Weight, in_gemm, make_linear
+from tests.awq import SHIFTS, Packed, Weight, in_gemm
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -178,62 +177,6 @@ def test_scratch() -> None:
     assert scratch_columns(5120, 27648, 2) == 9216
     assert scratch_columns(5120, 1024, 2) == 1024
     assert scratch_columns(1 << 20, 27648, 4) == 256
-
-
-class Kernel:
-    """A kernel under `triton.jit`, and what it was compiled to."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def front_end(*arguments: Any, **options: Any) -> "Compiled":
-            self.calls.append(("front end", arguments))
-            return Compiled(self.calls)
-
-        return front_end
-
-
-class Compiled:
-    def __init__(self, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
-        self.calls = calls
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, stream: self.calls.append((f"stream {stream}", arguments))
-
-
-def test_a_kernel_is_launched_without_the_front_end() -> None:
-    """But for the first time, and for tensors that begin elsewhere than those that it was compiled for."""
-    kernel, x = Kernel(), torch.zeros(64)
-    call = Launch(kernel, (3, 2), (128,), warps=4, stages=1)
-    for tensor in (x[1:], x, x, x[8:], x[1:]):
-        call(7, (tensor,), 5)
-    assert [name for name, _ in kernel.calls] == ["front end", "front end", "stream 7", "stream 7", "front end"]
-    assert [given for _, given in kernel.calls[2:4]] == [(x.data_ptr(), 5, 128), (x.data_ptr() + 32, 5, 128)]
-
-
-def test_a_row_costs_the_host_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions in Python, of which a layer has seven products: with 66 they took longer than all else of a layer."""
-    monkeypatch.setattr(launch, "gemv", Kernel())
-    monkeypatch.setattr(launch, "_device", lambda device: (132, True))
-    launch.planned.cache_clear()
-    linear = make_linear(Product(in_features=512).drawn()[1])
-    linear.quant_kernel = "triton"
-    x, calls = torch.zeros(1, 1, 512), 0
-
-    def watch(frame: Any, event: str, _: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    try:
-        with torch.no_grad():
-            linear(x)
-            sys.setprofile(watch)
-            linear(x)
-    finally:
-        sys.setprofile(None)
-        launch.planned.cache_clear()
-    assert calls <= 24
 
 
 def test_rows_that_are_not_contiguous() -> None:

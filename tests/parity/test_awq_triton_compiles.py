@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvboost_hf.offload.awq.triton.launch import Launch as Call
-from kvboost_hf.offload.awq.triton.launch import plan_dequantizing, planned
+from kvboost_hf.offload.awq.triton.launch import Planned, plan_dequantizing, planned
 from kvboost_hf.offload.awq.triton.tiling import plan_tiling
 from tests.triton_compile import Compiled, Launch, compile_launches, pointer
 
@@ -40,7 +39,7 @@ def launch(capability: int, rows: int, group_size: int, dtype: torch.dtype, **ti
     plan = planned(rows, 5120, 5120, groups, 27648, dtype, torch.device("cpu"), replace(tiling, **tiles))
     x, out = empty(rows, 5120, dtype=dtype), empty(rows, 27648, dtype=dtype)
     sums, arrived = empty(1, dtype=F32), empty(1, dtype=torch.int32)
-    return as_launch(plan.launch, (x, *weight(groups), out, sums, arrived), plan.numbers, capability)
+    return as_launch(plan, (x, *weight(groups), out, sums, arrived), plan.numbers, capability)
 
 
 def weight(groups: int) -> tuple[torch.Tensor, ...]:
@@ -48,19 +47,20 @@ def weight(groups: int) -> tuple[torch.Tensor, ...]:
     return words, words[:groups], scales
 
 
-def as_launch(call: Call, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...], capability: int) -> Launch:
+def as_launch(plan: Planned, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...], capability: int) -> Launch:
     """What a kernel is given, by the names of its parameters."""
-    given = dict(zip(call.kernel.arg_names, map(pointer, (*tensors, *numbers, *call.constants)), strict=True))
-    name = call.kernel.fn.__name__
-    warps, stages = call.options["num_warps"], call.options["num_stages"]
-    return Launch(f"kvboost_hf.offload.awq.triton.{name}:{name}", given, capability, warps, stages)
+    kernel = plan.launch._kernel
+    values = map(pointer, (*tensors, *plan.strides, *numbers, *plan.constants))
+    given = dict(zip(kernel.arg_names, values, strict=True))
+    name = kernel.fn.__name__
+    return Launch(f"kvboost_hf.offload.awq.triton.{name}:{name}", given, capability, plan.warps, plan.stages)
 
 
 def dequantizing(capability: int, group_size: int, dtype: torch.dtype) -> Launch:
     groups = 5120 // group_size
-    call = plan_dequantizing(5120, groups, 27648, 6400, dtype, torch.device("cpu"))
-    out = torch.empty(5120, 6400, dtype=dtype)
-    return as_launch(call, (*weight(groups), out), (27648 // 8, 0, 6400), capability)
+    plan = plan_dequantizing(5120, groups, 27648, 9216, dtype, torch.device("cpu"))
+    out = torch.empty(5120, 9216, dtype=dtype)
+    return as_launch(plan, (*weight(groups), out), (0,), capability)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from kvboost_hf.offload.awq.triton.words import weights_of
 
 @triton.jit(do_not_specialize=["first"])
 def dequantize(
-    qweight, qzeros, scales, out, words, first, width,
+    qweight, qzeros, scales, out, words, width, first,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_N of `width` columns, from the word `first` on, and one group of rows."""

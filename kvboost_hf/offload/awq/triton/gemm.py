@@ -8,9 +8,9 @@ from kvboost_hf.offload.awq.triton.words import weights_of
 from kvboost_hf.triton_dot import dot
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "groups"])
 def gemm(
-    x, qweight, qzeros, scales, out, sums, arrived, rows, stride, groups, words,
+    x, qweight, qzeros, scales, out, sums, arrived, stride, words, rows, groups,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_M rows and BLOCK_N columns, and one part of what is summed up.

@@ -11,9 +11,9 @@ _LOADS = tl.constexpr(8)  # of words, that are sent for before the first is mult
 _PARTS = tl.constexpr(16)  # that the last program reads at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def gemv(
-    x, qweight, qzeros, scales, out, sums, arrived, groups, words,
+    x, qweight, qzeros, scales, out, sums, arrived, words, groups,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_N columns, and one part of the groups; with SPLIT the last program adds the parts up.
