@@ -282,5 +282,41 @@ def _main(names: Sequence[str]) -> None:
     sys.stdout.write(json.dumps({name: globals()[name]() for name in names}) + "\n")
 
 
+def awq() -> dict[str, Any]:
+    """Kernels and Python's functions of a linear layer on weights of four bits, for one row."""
+    import torch
+
+    from kvboost_hf.offload.awq import dispatch
+    from kvboost_hf.offload.awq.linear import AwqLinear
+    from kvboost_hf.offload.awq.triton import launch
+
+    def runs(kernel: str, device: torch.device) -> bool:
+        return True
+
+    def captures() -> bool:
+        return False
+
+    linear, x = AwqLinear(1024, 1024, bias=False, group_size=128), torch.zeros(1, 1, 1024, dtype=torch.float16)
+    calls = 0
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    with (
+        pretended_gpu() as gpu,
+        torch.no_grad(),
+        mock.patch.object(dispatch, "runs_triton", runs),
+        mock.patch.object(launch, "_device", return_value=(132, True)),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", captures),
+    ):
+        linear(x)
+        gpu.launches.clear()
+        sys.setprofile(note)
+        linear(x)
+        sys.setprofile(None)
+        return {"launches": [kernel.name for kernel, _ in gpu.launches], "compiled": gpu.compiled, "calls": calls}
+
+
 if __name__ == "__main__":
     _main(sys.argv[1:])

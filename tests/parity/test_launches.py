@@ -9,7 +9,7 @@ from tests.pretended_gpu import figures_of
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    return figures_of("launches", "python_calls", "compilations", "generation")
+    return figures_of("launches", "python_calls", "compilations", "generation", "awq")
 
 
 def test_a_token_takes_few_launches(figures: dict[str, Any]) -> None:
@@ -60,3 +60,10 @@ def test_a_mask_of_ones_hides_no_path(figures: dict[str, Any], model: str) -> No
     assert prompt["looks"] == suffix["looks"] == (1 if plain else 2)  # at the mask of each kind
     assert prompt["masked"] == suffix["masked"] == 0
     assert token["looks"] == 0
+
+
+def test_a_product_of_awq_weights_is_one_launch(figures: dict[str, Any]) -> None:
+    """There were two, and 72 calls in Python: seven times a layer, they took a host longer than all else of it."""
+    found = figures["awq"]
+    assert found["launches"] == found["compiled"] == ["gemv"]
+    assert found["calls"] <= 32
