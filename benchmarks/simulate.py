@@ -142,7 +142,7 @@ class _Sized:
 
     nbytes = 1
 
-    def moved(self) -> "_Sized":
+    def promoted(self) -> "_Sized":
         """What a copy would be."""
         return self
 

@@ -167,7 +167,7 @@ def what_fits(
         >>> from transformers import LlamaConfig
         >>> plan = what_fits(LlamaConfig(), "4GB", streaming=StreamingConfig(max_tokens=2048))
         >>> len(plan.resident), len(plan.in_host)
-        (21, 11)
+        (20, 12)
     """
     asked = replace(streaming or StreamingConfig(), vram_budget=vram_budget)
     sizes = estimate_sizes(config, asked, bits=bits, group_size=group_size, dtype=dtype)
