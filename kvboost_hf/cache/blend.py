@@ -183,8 +183,9 @@ def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) 
                         for part, piece in zip(parts, pieces, strict=True)
                     ]
                     torch.cat(found, dim=1, out=out[row])
-            keys = opened[rotation.rotated(idx)][:, :, first : first + shifts.shape[1]]
-            rotation.rotate(idx, keys, turns, out=keys)
+            if shifts.size:  # else they all stand where they stood, behind another text
+                keys = opened[rotation.rotated(idx)][:, :, first : first + shifts.shape[1]]
+                rotation.rotate(idx, keys, turns, out=keys)
             layer.seal()
 
 

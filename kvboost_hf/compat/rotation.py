@@ -162,7 +162,7 @@ class Shifts:
         found: dict[LayerRotation, torch.Tensor] = {}
         for kind, table, host in zip(self._kinds, tables, self._tables, strict=True):
             each = table.view(torch.float32).view(host.shape).index_select(1, which)
-            found[kind] = each.view(2, self._shape[0], 1, self._shape[1], -1)
+            found[kind] = each.view(2, self._shape[0], 1, self._shape[1], host.shape[2])
         return found
 
 

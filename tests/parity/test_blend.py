@@ -81,6 +81,16 @@ def test_with_everything_repaired_it_is_plain_generate(name: str, repair: str, a
     assert_same(found, generate(model, inputs))
 
 
+def test_a_chunk_behind_another_text_that_stands_where_it_stood() -> None:
+    """Nothing is rotated."""
+    model = make_model("llama")
+    inputs = as_inputs(prompt([0], head=32))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("first_k", 1.0))
+    found = generate(model, inputs, cache)
+    assert cache.report.moved_tokens == cache.report.recomputed_tokens == 64, cache.report.moved_reason
+    assert_same(found, generate(model, inputs))
+
+
 @pytest.mark.parametrize("name", MOVABLE)
 @pytest.mark.parametrize("repair", [name for name in REPAIRS if name != "cacheblend"])
 def test_forwarded_tokens_are_those_counted(name: str, repair: str) -> None:
