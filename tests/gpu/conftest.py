@@ -1,4 +1,4 @@
-"""How these tests run: all of them on a GPU; without one, two cases of each on the host, in Triton's interpreter."""
+"""How these tests run: all of them on a GPU; without one, one case of each on the host, in Triton's interpreter."""
 
 import warnings
 from collections import defaultdict
@@ -14,7 +14,7 @@ from tests.gpu.device import ON_GPU
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark all that is in this folder where there is a GPU; without one, leave out all cases but the ends."""
+    """Mark all that is in this folder where there is a GPU; without one, leave out all cases but the first."""
     here = [item for item in items if item.path.parent == Path(__file__).parent]
     if ON_GPU:
         for item in here:
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in here:
         cases[item.nodeid.partition("[")[0]].append(item)
-    kept = {item for each in cases.values() for item in (each[0], each[-1])}
+    kept = {each[0] for each in cases.values()}
     left_out = [item for item in here if item not in kept]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
