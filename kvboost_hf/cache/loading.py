@@ -17,7 +17,7 @@ import torch
 from kvboost_hf.cache import transfer
 from kvboost_hf.cache.fill import pieces_of, spans_of, stored_chunk
 from kvboost_hf.cache.kv import Groups
-from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer
+from kvboost_hf.cache.layers import GrowingLayer, Piece, ReuseLayer, write_behind_padding
 from kvboost_hf.cache.pieced import PiecedLayer
 from kvboost_hf.cache.plan import ReusePlan
 from kvboost_hf.cache.shelf import StoredChunk
@@ -191,11 +191,7 @@ class Loading:
 def _write(opened: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
     """Write pieces to the ends of [heads, columns, dim], and zeros before them."""
     for at, out in enumerate(opened):
-        own = [piece[at] for piece in pieces]
-        padding = out.shape[1] - sum(part.shape[1] for part in own)
-        out[:, :padding].zero_()
-        if own:
-            torch.cat(own, dim=1, out=out[:, padding:])
+        write_behind_padding(out, [piece[at] for piece in pieces])
 
 
 def _chunks_of(plan: ReusePlan) -> list[StoredChunk]:
