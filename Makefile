@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo server test libraries libraries-quick style quality docs architectures bench bench-all soak attack dist dist-check gpu gpu-tests clean
+.PHONY: demo server browser npm clients test libraries libraries-quick style quality docs architectures bench bench-all soak attack dist dist-check gpu gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,15 +24,32 @@ server:
 		$(APT_GET) install --yes --no-install-recommends redis-server; } || \
 		echo "Neither valkey-server nor redis-server: the tests that need one are skipped."
 
-test: $(VENV)/installed
+# The tests of pages drive Chromium, and are skipped where there is none and none can be installed.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver || { test "$$(id -u)" = 0 && $(APT_GET) update && \
+		$(APT_GET) install --yes --no-install-recommends chromium chromium-driver; } || \
+		echo "Neither chromium nor chromedriver: the tests that need a browser are skipped."
+
+# The Vercel AI SDK, for the test that calls the server with it; skipped where there is no Node.js.
+npm: tests/server/vercel/node_modules
+tests/server/vercel/node_modules: tests/server/vercel/package.json
+	@{ cd $(@D) && npm install --silent --no-audit --no-fund && touch node_modules; } || \
+		echo "npm cannot install the Vercel AI SDK: its test is skipped."
+
+# LlamaIndex, Instructor and Ray, in an environment of their own: they need other releases than .venv has.
+.venv-clients/installed .venv-libraries/installed: .venv-%/installed: tests/environments.py $(VENV)/installed
+	$(BIN)/python -m tests.environments $*
+	touch $@
+
+clients: .venv-clients/installed
+	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q -n $(JOBS) --dist loadfile \
+		tests/server/test_clients.py tests/server/test_ray.py
+
+test: $(VENV)/installed server browser npm clients
 	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
 
 # Real libraries over a real model, in an environment of their own, which PyPI fills: 15 minutes on one core.
 LIBRARIES := .venv-libraries/bin/python
-.venv-libraries/installed: tests/libraries/environment.py $(VENV)/installed
-	$(BIN)/python -m tests.libraries.environment
-	touch $@
-
 libraries: .venv-libraries/installed
 	OMP_NUM_THREADS=1 $(LIBRARIES) -m tests.libraries --page docs/libraries.md
 
@@ -127,4 +144,4 @@ gpu-bench:
 		--html $${OUT:-benchmarks/results}/bench-cuda.html --json $${OUT:-benchmarks/results}/bench-cuda.json
 
 clean:
-	rm -rf $(VENV) .venv-libraries dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png bench.html bench.json
+	rm -rf $(VENV) .venv-clients .venv-libraries tests/server/vercel/node_modules dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png bench.html bench.json

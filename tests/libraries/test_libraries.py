@@ -1,6 +1,6 @@
 """Real libraries over a real model: the same answers, and hardly more tokens than there have to be.
 
-They are in an environment of their own: `make libraries`, or `python -m tests.libraries.environment`, and this file
+They are in an environment of their own: `make libraries`, or `python -m tests.environments libraries`, and this file
 with the interpreter that it names. Elsewhere all of this is skipped.
 """
 
@@ -20,7 +20,7 @@ from tests.libraries import real_model
 from tests.libraries.scenario import Scenario, scenarios
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("gguf") is None, reason="`python -m tests.libraries.environment` makes its place"),
+    pytest.mark.skipif(find_spec("gguf") is None, reason="`python -m tests.environments libraries` makes its place"),
     pytest.mark.slow,
 ]
 

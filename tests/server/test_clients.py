@@ -22,7 +22,7 @@ REFUSED = [
     ({"model": "writer"}, ASK, 404, "model_not_found"),
     ({}, LONG, 413, "context_length_exceeded"),
 ]
-OPENAI_2 = "it needs openai<3, which the tested set does not have: pip install 'kvboost_hf[clients-openai2]'"
+OPENAI_2 = "it needs openai<3, which this environment does not have: `make clients` runs it in one that does"
 
 
 class Lamp(BaseModel, extra="forbid"):
@@ -192,7 +192,7 @@ VERCEL = Path(__file__).parent / "vercel"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
-@pytest.mark.skipif(not (VERCEL / "node_modules").is_dir(), reason="run `npm install` in tests/server/vercel")
+@pytest.mark.skipif(not (VERCEL / "node_modules").is_dir(), reason="`make npm` installs the SDK")
 def test_vercel_ai_sdk(url: str) -> None:
     run = subprocess.run(["node", VERCEL / "ask.mjs", url], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

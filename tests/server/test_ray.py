@@ -14,8 +14,8 @@ from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.settings import ServerSettings
 from tests.servers import free_port
 
-ray = pytest.importorskip("ray", reason="needs the extra 'ray'")
-serve = pytest.importorskip("ray.serve", reason="needs the extra 'ray'")
+ray = pytest.importorskip("ray", reason="`make clients` runs it")
+serve = pytest.importorskip("ray.serve", reason="`make clients` runs it")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
