@@ -505,10 +505,10 @@ def test_a_compiled_forward_is_compiled_for_as_many_shapes_as_without() -> None:
 
         model.forward = torch.compile(model.forward, backend=note)
         ids, graphs[ours] = BASE[:, :60], []
-        for turn in range(6):
+        for turn in range(4):
             found = model.generate(**as_inputs(ids), max_new_tokens=8)
             graphs[ours].append(len(counts))
             ids = torch.cat([found, random_ids(23 + turn, seed=turn)], dim=1)
     torch._dynamo.reset()
     assert graphs[True][-1] <= graphs[False][-1]
-    assert graphs[True][2:] == [graphs[True][-1]] * 4  # none for later turns
+    assert graphs[True][2:] == [graphs[True][-1]] * 2  # none for later turns
