@@ -1,6 +1,7 @@
 """Models with `attn_implementation="kvboost_fa2"` say what they say with eager attention."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,23 @@ def test_compiles_as_one_graph(padded: bool) -> None:
         found = compiled(**inputs, use_cache=False).logits
         assert (kernel_calls() - before)["cpu.attend"] == model.config.num_hidden_layers
         torch.testing.assert_close(found, model(**inputs, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])  # by `sdpa`, and by `reference`
+def test_compiles_as_one_graph_with_gradients(name: str) -> None:
+    model = make_model(name)
+    model.set_attn_implementation("kvboost_fa2")
+    inputs = left_pad(random_ids(24, 1), random_ids(19, 2))
+
+    def gradient(forward: Callable[..., Any]) -> torch.Tensor:
+        weight = model.get_input_embeddings().weight
+        weight.grad = None
+        forward(**inputs, use_cache=False).logits.logsumexp(-1).sum().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    torch.testing.assert_close(gradient(compiled), gradient(model.forward), rtol=1e-3, atol=1e-4)
 
 
 def test_the_tier_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
