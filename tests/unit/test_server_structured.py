@@ -142,6 +142,31 @@ def test_without_a_constraint_it_is_no_json(tokenizer: PreTrainedTokenizerFast) 
             json.loads(text)
 
 
+@pytest.mark.parametrize("favourite", ["\n", " "])
+@pytest.mark.parametrize("calling", [False, True])
+def test_a_model_that_prefers_space_comes_to_an_end(favourite: str, calling: bool) -> None:
+    """A double of a model: it says the token with most of its favourite among those of space alone, if it may."""
+    tokenizer = load_embedded()[1]
+    tokenizer.chat_template = TEMPLATES["hermes"]
+    schema = strict(name={"enum": ["Anna"]}, tags={"type": "array", "items": {"enum": [1]}, "maxItems": 1})
+    tool = {"type": "function", "function": {"name": "note", "parameters": schema}}
+    grammar = tool_calls(tokenizer, [tool], parallel=False) if calling else json_schema(schema)
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    order = sorted(range(len(texts)), key=lambda t: (-texts[t].count(favourite) if texts[t].isspace() else 0, t))
+    constraint, ids = constraint_for(tokenizer, VOCAB, grammar), list[int]()
+    while not constraint.finished:
+        allowed = constraint.allowed()
+        ids.append(next(token for token in order if allowed[token]))
+        constraint.advance(ids[-1])
+        assert len(ids) < 400, tokenizer.decode(ids)
+    text = str(tokenizer.decode(ids))
+    assert re.search(rf'{{\s*{favourite}\s*"name"', text)  # it was let have some
+    assert max(len(space) for space in re.findall(r"\s+", text)) <= 21
+    assert "\n\n" not in text
+    written = parse_tool_calls(text, tokenizer, [tool]).calls[0].arguments if calling else text
+    jsonschema.validate(json.loads(written), schema)
+
+
 def test_json_objects_begin_and_go_on_as_such(tokenizer: PreTrainedTokenizerFast) -> None:
     # Random logits nest ever deeper, so that the end may not come.
     constraint = constraint_for(tokenizer, VOCAB, json_schema({"type": "object"}))
@@ -156,15 +181,13 @@ def test_json_objects_begin_and_go_on_as_such(tokenizer: PreTrainedTokenizerFast
     assert not constraint.allowed()[tokenizer.encode("[")[0]]
 
 
-def test_spaces_have_an_end(tokenizer: PreTrainedTokenizerFast) -> None:
-    constraint, space = constraint_for(tokenizer, VOCAB, json_schema({"type": "object"})), tokenizer.encode(" ")[0]
-    constraint.advance(tokenizer.encode("{")[0])
-    spaces = 0
-    while constraint.allowed()[space]:
-        constraint.advance(space)
-        spaces += 1
-        assert spaces <= 40
-    assert spaces > 10
+@pytest.mark.parametrize("layout", [{}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 4}], ids=str)
+def test_usual_layouts_are_allowed(tokenizer: PreTrainedTokenizerFast, layout: dict[str, Any]) -> None:
+    constraint = constraint_for(tokenizer, VOCAB, json_schema({"type": "object"}))
+    text = json.dumps({"a": [1, {"b": {"c": [True, None]}}], "d": "e"}, **layout)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        assert constraint.allowed()[token]
+        constraint.advance(token)
 
 
 @pytest.mark.parametrize("pattern", ["yes|no", r"[0-9]{3}-[a-f]{2,4}", r"(ab)*c", "é{2}🙂"])
