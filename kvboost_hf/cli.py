@@ -19,13 +19,14 @@ from kvboost_hf.bench.arms import ARMS
 from kvboost_hf.bench.peers import PEERS
 from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.cache.chunks import FixedChunker
+from kvboost_hf.cache.codecs import live_config
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compatibility import check_model_compatibility
-from kvboost_hf.config import StreamingConfig
+from kvboost_hf.config import KVQuantConfig, StreamingConfig
 from kvboost_hf.contents import as_json, as_tables, contents
 from kvboost_hf.engine.load import load
 from kvboost_hf.errors import KVBoostError
@@ -130,6 +131,10 @@ def command_line() -> argparse.ArgumentParser:
         help="texts that the prompts hold, one in each file: measure a second time with these stored first, each "
         "computed alone",
     )
+    text = "judge codecs of stored K/V, too, read back from a store: int8, int4, turboquant:3.5, …"
+    verify.add_argument("--codec", nargs="+", default=[], metavar="CODEC", help=text)
+    text = "the same for K/V in use, by bits from 1 to 4, or by codec; and each pair of the two"
+    verify.add_argument("--live-quant", nargs="+", type=_live, default=[], metavar="BITS", help=text)
     verify.add_argument("--max-new-tokens", type=_positive, default=32, help="length of an answer (default: 32)")
     verify.add_argument("--max-kl", type=float, default=0.01, help="threshold: mean KL in nats (default: 0.01)")
     verify.add_argument("--min-agreement", type=float, default=0.99, help="threshold: share of steps (default: 0.99)")
@@ -211,6 +216,16 @@ def _figure(text: str) -> Path:
     if not text.endswith((".png", ".pdf", ".svg")):
         raise argparse.ArgumentTypeError(f"{text!r} is no figure: name a file that ends in .png, .pdf or .svg")
     return _output(text)
+
+
+def _live(text: str) -> KVQuantConfig:
+    try:
+        config = live_config(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if config is None:
+        raise argparse.ArgumentTypeError(f"must be bits from 1 to 4 or a lossy codec, got {text}")
+    return config
 
 
 def _positive(text: str) -> int:
@@ -360,6 +375,8 @@ def _verify(options: argparse.Namespace) -> int:
             prompts,
             tokenizer=tokenizer,
             documents=[path.read_text(encoding="utf-8").strip() for path in options.documents or ()],
+            codecs=options.codec,
+            live_quants=options.live_quant,
             max_new_tokens=options.max_new_tokens,
             make_store=lambda model: ChunkStore(model, chunker=chunker),
             max_kl=options.max_kl,
@@ -384,10 +401,12 @@ def _validate(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"`kvboost-hf verify` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
 
-    if options.figure is not None or options.documents is not None:
-        raise ValueError(
-            "`--figure` and `--documents` do not go with `--turboquant`: write the figures with `--json`."
-        )
+    for flag in ("figure", "documents", "codec", "live_quant"):
+        if getattr(options, flag):
+            raise ValueError(
+                f"`--{flag.replace('_', '-')}` does not go with `--turboquant`, which names codecs itself, and whose "
+                "figures `--json` writes. Leave out one of the two."
+            )
     console = Console(stderr=options.json == STANDARD_OUTPUT)
     model, tokenizer, name = _load(options)
     with Progress(console=console, transient=True) as progress:

@@ -88,6 +88,11 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         """Columns seen so far."""
         return self._tensors[0].stop
 
+    @property
+    def num_coded(self) -> int:
+        """Columns held as codes."""
+        return sum(self._tensors[0].blocks)
+
     def fresh(self) -> "QuantizedLayer":
         """An empty layer of the same kind."""
         return QuantizedLayer(self._codec, self._config, self._rotation)

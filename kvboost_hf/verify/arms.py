@@ -2,14 +2,33 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, get_args
 
-from kvboost_hf.config import Repair, ReusePolicy
+from kvboost_hf.cache.codecs import Codec, make_codec
+from kvboost_hf.config import KVQuantConfig, Repair, ReusePolicy
 
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 REPAIRS: tuple[Repair, ...] = ("query", "cacheblend", "first_k")
 
-Kind = Literal["full", "exact", "naive", "repaired"]
+_SPECS = ("int8", "int4", "int2", *(f"turboquant:{bits:g}" for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1)))
+
+Kind = Literal["full", "exact", "naive", "repaired", "coded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """K/V in fewer bits, at one place at least.
+
+    Args:
+        name: Such as `"int8"`, `"live turboquant:4"` or both.
+        codec: Of the store; None for K/V as it is.
+        live_quant: Of the caches; None for K/V as it is.
+    """
+
+    name: str
+    codec: Codec | None
+    live_quant: KVQuantConfig | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +38,18 @@ class Arm:
     Args:
         policy: How stored K/V may be used; None for plain generate().
         warmed: Whether documents were stored first, each computed alone.
+        coding: How K/V is kept, of an arm that measures just that; None for the codec of the store.
     """
 
     policy: ReusePolicy | None
     warmed: bool = False
+    coding: Coding | None = None
 
     @property
     def kind(self) -> Kind:
         """What is to be expected of it."""
+        if self.coding is not None:
+            return "coded"
         if self.policy is None:
             return "full"
         if self.policy.mode == "exact":
@@ -37,6 +60,8 @@ class Arm:
     def name(self) -> str:
         """The repair with its measure: `"query 15%"`, `"selective 16"`."""
         kind, policy = self.kind, self.policy
+        if self.coding is not None:
+            return self.coding.name
         if policy is None or kind == "exact":
             return kind
         name: str = kind
@@ -52,6 +77,40 @@ class Arm:
 
 FULL, EXACT = Arm(None), Arm(ReusePolicy())
 NAIVE = Arm(ReusePolicy(mode="blend", repair="none"))
+
+
+def coded_arms(
+    codecs: Sequence[str | KVQuantConfig], live_quants: Sequence[KVQuantConfig], own: Codec
+) -> tuple[Arm, ...]:
+    """Arms for each codec of stored K/V, each of live K/V, and each pair of the two.
+
+    Args:
+        codecs: As `ChunkStore` takes them.
+        live_quants: As `ChunkReuseCache` takes them.
+        own: That of the caller's stores; one more codec if it is lossy.
+
+    Raises:
+        ValueError: for what is no codec, or none that is lossy.
+    """
+    stored: dict[str, Coding] = {}
+    for codec in (*map(make_codec, codecs), *(() if own.lossless else (own,))):
+        if codec.lossless:
+            raise ValueError(
+                f"`codecs` must be lossy, got {codec.name!r}. K/V as it is is always measured: leave that out."
+            )
+        stored.setdefault(codec.name, Coding(_short(codec), codec, None))
+    live: dict[str, Coding] = {}
+    for config in live_quants:
+        if not isinstance(config, KVQuantConfig):
+            raise ValueError(f"`live_quants` must be KVQuantConfig objects, got {config!r}.")
+        live.setdefault(repr(config), Coding(f"live {_short(make_codec(config))}", None, config))
+    both = [Coding(f"{a.name}, {b.name}", a.codec, b.live_quant) for a, b in product(stored.values(), live.values())]
+    return tuple(Arm(ReusePolicy(), coding=coding) for coding in (*stored.values(), *live.values(), *both))
+
+
+def _short(codec: Codec) -> str:
+    """The name that users have for a codec, where there is one."""
+    return next((spec for spec in _SPECS if make_codec(spec).name == codec.name), codec.name)
 
 
 def default_policies() -> tuple[ReusePolicy, ...]:

@@ -46,7 +46,7 @@ def figure(path: Path | str, report: CorrectnessReport) -> None:
         axis.set_xlim(0, 103)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    lowest = min(100 * arm.agreement for arm in report.arms)
+    lowest = min(100 * arm.agreement for arms in _lines(report).values() for arm in arms)
     axes[1].set_ylim(min(95, lowest - 2), 100.3)
     axes[1].legend(frameon=False)
     prompts = len(report.exact.prompts)
@@ -58,7 +58,7 @@ def figure(path: Path | str, report: CorrectnessReport) -> None:
 def _lines(report: CorrectnessReport) -> dict[str, list[ArmResult]]:
     """Arms by the line that they are points of, from the lowest computed share to the highest."""
     lines: dict[str, list[ArmResult]] = {}
-    for arm in report.arms:
+    for arm in (arm for arm in report.arms if arm.arm.kind != "coded"):
         label = arm.policy.repair if arm.policy is not None and arm.arm.kind == "repaired" else arm.arm.kind
         lines.setdefault(f"{label}, warmed" if arm.arm.warmed else label, []).append(arm)
     return {label: sorted(arms, key=lambda arm: arm.forwarded_share) for label, arms in lines.items()}

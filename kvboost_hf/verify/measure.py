@@ -45,7 +45,7 @@ def answer(
     return Answer(out.sequences[0, ids.shape[1] :].tolist(), logits)
 
 
-def compare(prompt: int, full: Answer, found: Answer, report: ReuseReport) -> PromptResult:
+def compare(prompt: int, full: Answer, found: Answer, report: ReuseReport, coded_tokens: int = 0) -> PromptResult:
     """Measure an answer against the plain one, up to and including the first token that differs.
 
     Up to there the contexts are the same, so that every difference is the arm's.
@@ -55,6 +55,7 @@ def compare(prompt: int, full: Answer, found: Answer, report: ReuseReport) -> Pr
         full: The answer of plain generate().
         found: The answer of the arm.
         report: What the arm reused for it.
+        coded_tokens: Tokens of the prompt that were read as codes.
     """
     shared = min(len(full.ids), len(found.ids))
     parted = next((at for at in range(shared) if full.ids[at] != found.ids[at]), None)
@@ -83,4 +84,5 @@ def compare(prompt: int, full: Answer, found: Answer, report: ReuseReport) -> Pr
         recomputed_tokens=report.recomputed_tokens,
         bypass_reason=report.bypass_reason,
         moved_reason=report.moved_reason,
+        coded_tokens=coded_tokens,
     )

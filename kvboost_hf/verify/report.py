@@ -4,11 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.verify.arms import Arm
 from kvboost_hf.verify.words import table, verdict
+
+_CONFIDENCE = 0.95  # one-sided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class PromptResult:
         recomputed_tokens: Moved tokens that were computed again.
         bypass_reason: Why nothing, or no more, was reused, or None.
         moved_reason: Why nothing was moved, or None.
+        coded_tokens: In an arm that keeps K/V in fewer bits, tokens of the prompt that were read as codes: decoded
+            from the store, or held by live quantization; with both, the fewer.
     """
 
     prompt: int
@@ -44,6 +48,7 @@ class PromptResult:
     recomputed_tokens: int
     bypass_reason: str | None
     moved_reason: str | None
+    coded_tokens: int = 0
 
     @property
     def mean_kl(self) -> float:
@@ -74,8 +79,8 @@ class PromptResult:
 class ArmResult:
     """All prompts by one arm.
 
-    Quality is averaged over the prompts in which anything was moved, if there are any, so that prompts which had to be
-    computed anyway do not make it look better. Costs are over all prompts.
+    Quality is averaged over the prompts in which anything was moved, or read as codes, if there are any, so that
+    prompts which had to be computed anyway do not make it look better. Costs are over all prompts.
     """
 
     arm: Arm
@@ -94,7 +99,26 @@ class ArmResult:
     @property
     def judged(self) -> tuple[PromptResult, ...]:
         """The prompts that quality is averaged over."""
-        return tuple(prompt for prompt in self.prompts if prompt.moved_tokens) or self.prompts
+        return self.touched or self.prompts
+
+    @property
+    def touched(self) -> tuple[PromptResult, ...]:
+        """The prompts in which anything was moved, or read as codes."""
+        return tuple(prompt for prompt in self.prompts if prompt.moved_tokens or prompt.coded_tokens)
+
+    @property
+    def changed(self) -> int:
+        """How many of the answers to `judged` prompts differ."""
+        return sum(prompt.first_divergence is not None for prompt in self.judged)
+
+    @property
+    def changed_at_most(self) -> float:
+        """The highest share of all answers that `changed` of the judged prompts is compatible with, at 95%.
+
+        It is the upper end of the one-sided interval of Clopper and Pearson (Biometrika, 1934), for prompts that are
+        drawn like those to come; with none changed, about 3 by the number of prompts.
+        """
+        return highest_share(self.changed, len(self.judged))
 
     @property
     def mean_kl(self) -> float:
@@ -133,6 +157,11 @@ class ArmResult:
         return sum(prompt.moved_tokens for prompt in self.prompts)
 
     @property
+    def coded_tokens(self) -> int:
+        """Over all prompts; read as codes."""
+        return sum(prompt.coded_tokens for prompt in self.prompts)
+
+    @property
     def reused_tokens(self) -> int:
         """Over all prompts."""
         return sum(prompt.reused_tokens for prompt in self.prompts)
@@ -154,29 +183,41 @@ class ArmResult:
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
         names = ("mean_kl", "first_token_kl", "max_kl", "agreement", "diverged", "first_divergence")
-        costs = ("forwarded_tokens", "forwarded_share", "reused_tokens", "moved_tokens")
+        chances = ("changed", "changed_at_most")
+        costs = ("forwarded_tokens", "forwarded_share", "reused_tokens", "moved_tokens", "coded_tokens")
+        coding = self.arm.coding
         return {
             "name": self.name,
             "kind": self.arm.kind,
             "warmed": self.arm.warmed,
             "policy": asdict(self.policy) if self.policy is not None else None,
-            **{name: getattr(self, name) for name in (*names, *costs)},
+            "codec": coding.codec.name if coding is not None and coding.codec is not None else None,
+            "live_quant": asdict(coding.live_quant) if coding is not None and coding.live_quant is not None else None,
+            **{name: getattr(self, name) for name in (*names, *chances, *costs)},
             "prompts": [asdict(prompt) for prompt in self.prompts],
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectnessReport:
-    """What `verify_correctness` found. True if exact reuse is right and what is recommended meets the thresholds.
+    """What `verify_correctness` found.
+
+    True if exact reuse is right, and each codec and live quantization that was asked for was read from and meets the
+    thresholds.
 
     Args:
         model: Class name of the model.
         dtype: Of its weights, such as `"float32"`.
         tolerance: By how many standard deviations of the logits rounding may change one, in this dtype.
-        max_kl: Threshold: the highest mean KL divergence that a recommended policy may have, in nats.
+        max_kl: Threshold: the highest mean KL divergence that a recommended policy, or K/V in fewer bits, may have, in
+            nats.
         min_agreement: Threshold: the lowest share of steps with the same most likely token.
-        arms: Plain generate() first, exact reuse second, then the blended policies.
+        arms: Plain generate() first, exact reuse second, then the blended policies, then K/V in fewer bits.
+        min_prompts: How many prompts with moved tokens it takes to recommend a policy. Fewer than these 8 would let
+            one pass that changes every third answer.
     """
+
+    min_prompts: ClassVar[int] = 8
 
     model: str
     dtype: str
@@ -202,9 +243,27 @@ class CorrectnessReport:
         return tuple(p for p in found if not p.parts_by_rounding(self.tolerance, same_tokens=same_tokens))
 
     @property
+    def coded(self) -> tuple[ArmResult, ...]:
+        """The arms with K/V in fewer bits."""
+        return tuple(arm for arm in self.arms if arm.arm.kind == "coded")
+
+    @property
+    def blended(self) -> tuple[ArmResult, ...]:
+        """The arms that may move chunks."""
+        return tuple(arm for arm in self.arms if arm.arm.kind in ("naive", "repaired"))
+
+    def passes(self, arm: ArmResult) -> bool:
+        """Whether an arm with K/V in fewer bits was read from, and meets the thresholds."""
+        return bool(arm.touched) and arm.meets(self.max_kl, self.min_agreement)
+
+    @property
     def recommended_arm(self) -> ArmResult:
-        """The arm that computes the fewest tokens among those that meet the thresholds; else that of exact reuse."""
-        moving = [arm for arm in self.arms if arm.moved_tokens and arm.meets(self.max_kl, self.min_agreement)]
+        """The arm that computes the fewest tokens among those that meet the thresholds; else that of exact reuse.
+
+        An arm that has moved something in fewer than `min_prompts` prompts is not recommended.
+        """
+        measured = [arm for arm in self.blended if len(arm.touched) >= self.min_prompts]
+        moving = [arm for arm in measured if arm.meets(self.max_kl, self.min_agreement)]
         cheaper = [arm for arm in moving if arm.forwarded_tokens < self.exact.forwarded_tokens]
         return min(cheaper, key=lambda arm: (arm.forwarded_tokens, arm.mean_kl), default=self.exact)
 
@@ -215,7 +274,7 @@ class CorrectnessReport:
         return policy if policy is not None and not self.wrong else ReusePolicy()
 
     def __bool__(self) -> bool:
-        return not self.wrong
+        return not self.wrong and all(map(self.passes, self.coded))
 
     @property
     def verdict(self) -> str:
@@ -223,7 +282,8 @@ class CorrectnessReport:
         return verdict(self)
 
     def __str__(self) -> str:
-        return f"{table(self.arms)}\n\n{self.verdict}"
+        tables = [table(arms) for arms in (self.arms[: len(self.arms) - len(self.coded)], self.coded) if arms]
+        return "\n\n".join([*tables, self.verdict])
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON; what is no finite number is None."""
@@ -232,10 +292,26 @@ class CorrectnessReport:
             "verdict": self.verdict,
             "recommended": asdict(self.recommended),
             "recommended_arm": self.recommended_arm.name,
-            **{name: getattr(self, name) for name in ("model", "dtype", "tolerance", "max_kl", "min_agreement")},
+            **{name: getattr(self, name) for name in ("model", "dtype", "tolerance")},
+            **{name: getattr(self, name) for name in ("max_kl", "min_agreement", "min_prompts")},
             "arms": [arm.as_dict() for arm in self.arms],
         }
         return {key: _finite(value) for key, value in content.items()}
+
+
+def highest_share(found: int, of: int) -> float:
+    """The share at which no more than `found` of `of` draws have a property in just one of 20 cases.
+
+    Example:
+        >>> [round(highest_share(0, of), 2) for of in (1, 8, 16, 300)]
+        [0.95, 0.31, 0.17, 0.01]
+    """
+    low, high = found / of, 1.0
+    for _ in range(50 if found < of else 0):
+        share = (low + high) / 2
+        chance = sum(math.comb(of, n) * share**n * (1 - share) ** (of - n) for n in range(found + 1))
+        low, high = (share, high) if chance > 1 - _CONFIDENCE else (low, share)
+    return high
 
 
 def _finite(value: Any) -> Any:

@@ -8,19 +8,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.state import ModelState
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compat import require_cache, tolerance
-from kvboost_hf.config import ReusePolicy
-from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm, checked_policies, default_policies
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm, Coding, checked_policies, coded_arms, default_policies
+from kvboost_hf.verify.coded import CountedCodec, answer_from_codes
 from kvboost_hf.verify.measure import Answer, answer, compare
 from kvboost_hf.verify.prompts import Prompt, as_ids
 from kvboost_hf.verify.report import ArmResult, CorrectnessReport, PromptResult
 
 MakeStore = Callable[[PreTrainedModel], ChunkStore]
 Progress = Callable[[int, int], None]  # generate() calls done, and to do
+_Served = tuple[Answer, ReuseReport, int]  # the last: tokens of the prompt that were read as codes
+_Serve = Callable[[torch.Tensor], _Served]
 
 
 def verify_correctness(
@@ -30,6 +34,8 @@ def verify_correctness(
     tokenizer: Any = None,
     documents: Sequence[Prompt] | None = None,
     policies: Sequence[ReusePolicy] | None = None,
+    codecs: Sequence[str | KVQuantConfig] = (),
+    live_quants: Sequence[KVQuantConfig] = (),
     max_new_tokens: int = 32,
     max_kl: float = 0.01,
     min_agreement: float = 0.99,
@@ -43,9 +49,11 @@ def verify_correctness(
     and logits:
 
     - `full`: plain `generate()`;
-    - `exact`: `ReusePolicy()`, whose answers must be the same;
+    - `exact`: `ReusePolicy()` and K/V as it is, whose answers must be the same;
     - `naive`: chunks are moved and nothing is repaired;
-    - each of `policies`. If these are the default ones, they are left out where `naive` has moved nothing.
+    - each of `policies`. If these are the default ones, they are left out where `naive` has moved nothing;
+    - each of `codecs` and of `live_quants`, and each pair of them. Each prompt is stored first, and then answered
+      with a cache that holds nothing: all K/V but that of its last token comes out of the store, through the codec.
 
     The logits of the plain answers are kept in host memory: prompts x new tokens x vocabulary x 4 bytes.
 
@@ -58,19 +66,25 @@ def verify_correctness(
             of an earlier prompt. Computing them counts as no prompt's tokens.
         policies: Policies with mode `"blend"` to measure; None takes the repairs `"query"`, `"cacheblend"` and
             `"first_k"` at ratios from 0.05 to 0.5.
+        codecs: Codecs of stored K/V to judge by the thresholds, as `ChunkStore(codec=...)` takes them. That of the
+            stores that `make_store` makes is always one of them, if it is lossy.
+        live_quants: The same for K/V in use, as `ChunkReuseCache(live_quant=...)` takes them.
         max_new_tokens: New tokens for each prompt.
-        max_kl: The highest mean KL divergence from plain `generate()`, in nats, of a policy to recommend.
-        min_agreement: The lowest share of steps with the same most likely token, of a policy to recommend.
+        max_kl: The highest mean KL divergence from plain `generate()`, in nats, of a policy to recommend, and of K/V
+            in fewer bits.
+        min_agreement: The lowest share of steps with the same most likely token, likewise.
         make_store: Makes each arm's store: `lambda model: ChunkStore(model, chunk_size=64)`.
         progress: Called after each `generate()` call with how many are done and how many there will be.
 
     Returns:
-        The report: true if exact reuse is right; printed, a table and a verdict. `report.recommended` is the policy
-        that computes the fewest tokens within the thresholds, and `ReusePolicy()` where exact reuse is best.
+        The report: true if exact reuse is right, and all codecs are within the thresholds; printed, a table and a
+        verdict. `report.recommended` is the policy that computes the fewest tokens within the thresholds, and
+        `ReusePolicy()` where exact reuse is best, or where fewer than 8 prompts had anything that could be moved.
 
     Raises:
         ValueError: for no prompts, what is no prompt, a text without a tokenizer, policies without mode `"blend"`,
-            thresholds or counts out of range, a model that cannot be served, is in training mode or is attached.
+            codecs that are none or not lossy, thresholds or counts out of range, a model that cannot be served, is in
+            training mode or is attached.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -88,11 +102,13 @@ def verify_correctness(
     _require_between("min_agreement", min_agreement, 0, 1)
     chosen = default_policies() if policies is None else checked_policies(policies)
     service = _Service(model, as_ids(prompts, tokenizer), max_new_tokens, make_store, documents, tokenizer, progress)
+    coded = coded_arms(codecs, live_quants, make_store(model).codec)
     naive = [replace(NAIVE, warmed=warmed) for warmed in ((False, True) if documents else (False,))]
-    service.expect(2 + len(naive) * (1 + len(chosen)))
+    service.expect(2 + len(naive) * (1 + len(chosen)) + len(coded))
     results = [service.serve(arm) for arm in (FULL, EXACT, *naive)]
     if policies is not None or any(result.moved_tokens for result in results):
         results += [service.serve(Arm(policy, arm.warmed)) for arm in naive for policy in chosen]
+    results += [service.serve(arm) for arm in coded]
     return CorrectnessReport(
         model=type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -128,30 +144,48 @@ class _Service:
 
     def serve(self, arm: Arm) -> ArmResult:
         """All prompts by one arm."""
-        cache = self._cache(arm)
+        one = self._plainly if arm.policy is None else self._coded(arm.coding) if arm.coding else self._reused(arm)
         results: list[PromptResult] = []
         for index, ids in enumerate(self._prompts):
-            found = answer(self._model, ids, self._max_new_tokens, cache)
-            if cache is None:
-                self._plain.append(found)
-            report = cache.report if cache is not None else _computed_plainly(ids.shape[1])
-            results.append(compare(index, self._plain[index], found, report))
+            found, report, coded_tokens = one(ids)
+            results.append(compare(index, self._plain[index], found, report, coded_tokens))
             self._done += 1
             if self._progress is not None:
                 self._progress(self._done, self._total)
         return ArmResult(arm, tuple(results))
 
-    def _cache(self, arm: Arm) -> ChunkReuseCache | None:
-        if arm.policy is None:
-            return None
+    def _plainly(self, ids: torch.Tensor) -> _Served:
+        found = answer(self._model, ids, self._max_new_tokens)
+        self._plain.append(found)
+        return found, ReuseReport(prompt_tokens=ids.shape[1], forwarded_tokens=ids.shape[1]), 0
+
+    def _reused(self, arm: Arm) -> _Serve:
+        """By one cache, as a service would."""
         store = self._make_store(self._model)
+        if arm.kind == "exact" and not store.codec.lossless:
+            store.codec = make_codec("raw")  # nobody promises that codes are exact
         if arm.warmed:
             store.warm(documents=self._documents, tokenizer=self._tokenizer, policy=arm.policy)
-        return ChunkReuseCache(self._model, store, arm.policy)
+        cache = ChunkReuseCache(self._model, store, arm.policy)
 
+        def one(ids: torch.Tensor) -> _Served:
+            found = answer(self._model, ids, self._max_new_tokens, cache)
+            return found, cache.report, 0
 
-def _computed_plainly(tokens: int) -> ReuseReport:
-    return ReuseReport(prompt_tokens=tokens, forwarded_tokens=tokens)
+        return one
+
+    def _coded(self, coding: Coding) -> _Serve:
+        """By a cache for each prompt, which has nothing but what the store reads."""
+        store = self._make_store(self._model)
+        store.codec = CountedCodec(coding.codec) if coding.codec is not None else make_codec("raw")
+
+        def one(ids: torch.Tensor) -> _Served:
+            found, cache, coded_tokens = answer_from_codes(
+                self._model, store, coding.live_quant, ids, self._max_new_tokens
+            )
+            return found, cache.report, coded_tokens
+
+        return one
 
 
 def require_plain(model: PreTrainedModel) -> None:

@@ -11,9 +11,11 @@ from kvboost_hf import ChunkStore, ReusePolicy, attach, detach, verify_correctne
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.chat import encode
 from kvboost_hf.cache.cutting import ContentChunker
-from kvboost_hf.config import Repair
+from kvboost_hf.config import KVQuantConfig, Repair
 from kvboost_hf.demo.workloads import linked_documents, shuffled_documents
 from kvboost_hf.verify import CorrectnessReport
+from kvboost_hf.verify.sabotage import Damage, Sabotaged
+from tests.architectures.models import make_architecture
 from tests.conftest import counted, make_model, random_ids
 
 
@@ -156,11 +158,65 @@ def test_documents_are_warmed() -> None:
     assert [arm.name for arm in report.arms] == names
 
 
+def test_codecs_are_read_back_from_the_store() -> None:
+    """The same prompt again and again: a live cache has it, and says nothing of a codec."""
+    model, _ = load_embedded()
+    ids = [prompts(1)[0]] * 3
+    live = KVQuantConfig(window=32)
+    report = verify_correctness(model, ids, codecs=["int8", "int2"], live_quants=[live], max_new_tokens=6)
+    assert report.exact.max_kl < 1e-6
+    int8, int2, held, *both = report.coded
+    assert [arm.name for arm in (int8, held, *both)] == [
+        "int8",
+        "live turboquant:4",
+        "int8, live turboquant:4",
+        "int2, live turboquant:4",
+    ]
+    tokens = 3 * len(ids[0])
+    for arm in (int8, int2):
+        assert arm.coded_tokens == tokens - 3  # all but the last token of each
+        assert arm.forwarded_tokens == 3
+    assert 0.8 * tokens < held.coded_tokens < tokens - 3  # the last ones stay exact
+    assert 1e-10 < int8.mean_kl < 1e-4 < int2.mean_kl
+    assert 1e-10 < held.mean_kl < 0.1
+    assert report.passes(int8)
+    assert "int8 is within the thresholds" in report.verdict
+
+
+@pytest.mark.parametrize("damage", ["zeroed", "another seed"])
+def test_a_broken_codec_is_noticed(damage: Damage) -> None:
+    model, _ = load_embedded()
+
+    def store(model: PreTrainedModel) -> ChunkStore:
+        made = ChunkStore(model)
+        made.codec = Sabotaged(KVQuantConfig(), damage)
+        return made
+
+    report = verify_correctness(model, prompts(2), policies=[], max_new_tokens=4, make_store=store)
+    assert not report
+    assert not report.wrong  # that is for K/V as it is, which is not damaged
+    (arm,) = report.coded
+    assert arm.mean_kl > 1
+    assert "NOT within the thresholds" in report.verdict
+
+
+def test_no_verdict_without_codes(llama: PreTrainedModel) -> None:
+    report = verify_correctness(llama, [random_ids(60)], live_quants=[KVQuantConfig()], max_new_tokens=2)
+    assert not report
+    assert "live turboquant:4: NO VERDICT" in report.verdict
+    # Of a model that keeps no keys and values, states are read from the store; no codec has seen them.
+    report = verify_correctness(make_architecture("mamba2"), [random_ids(150)], codecs=["int8"], max_new_tokens=2)
+    assert report.coded[0].reused_tokens == 128
+    assert not report
+    assert "int8: NO VERDICT" in report.verdict
+
+
 def test_progress_counts_every_call(llama: PreTrainedModel) -> None:
     seen: list[tuple[int, int]] = []
     ids = [random_ids(20, seed=seed)[0].tolist() for seed in range(2)]
-    verify_correctness(llama, ids, policies=[blend("first_k")], max_new_tokens=2, progress=lambda *at: seen.append(at))
-    assert seen == [(at, 8) for at in range(1, 9)]
+    progress = lambda *at: seen.append(at)  # noqa: E731
+    verify_correctness(llama, ids, policies=[blend("first_k")], codecs=["int8"], max_new_tokens=2, progress=progress)
+    assert seen == [(at, 10) for at in range(1, 11)]
 
 
 def test_bad_input(llama: PreTrainedModel) -> None:
@@ -183,6 +239,9 @@ def test_bad_input(llama: PreTrainedModel) -> None:
         ({"max_kl": -1}, "`max_kl` must be at least 0, got -1"),
         ({"min_agreement": 2}, "from 0 to 1, got 2"),
         ({"policies": [ReusePolicy()]}, "mode 'blend', got ReusePolicy"),
+        ({"codecs": ["raw"]}, "`codecs` must be lossy, got 'raw'"),
+        ({"codecs": ["int3"]}, "A codec must be .* got 'int3'"),
+        ({"live_quants": [4]}, "`live_quants` must be KVQuantConfig objects, got 4"),
     ):
         with pytest.raises(ValueError, match=message):
             verify_correctness(llama, ids, **bad_arguments)

@@ -71,6 +71,27 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "query 15%, warmed" in names
 
 
+def test_verify_codecs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(["The lamp is red. It stands in the hall. " * 40 + "Where is it?"] * 2))
+    command = ["verify", "--prompts", str(prompts), "--max-new-tokens", "4"]
+    assert main([*command, "--codec", "int8", "--live-quant", "4", "--json", "-"]) == 0
+    told = capsys.readouterr()
+    assert "int8 is within the thresholds" in " ".join(told.err.split())
+    arms = {arm["name"]: arm for arm in json.loads(told.out)["arms"]}
+    assert list(arms) == ["full", "exact", "naive", "int8", "live turboquant:4", "int8, live turboquant:4"]
+    assert all(arm["coded_tokens"] for arm in list(arms.values())[3:])
+    assert 0 < arms["int8"]["mean_kl"] < 1e-3
+    assert main([*command, "--codec", "turboquant:1"]) == 1
+    assert "turboquant:1 is NOT within the thresholds" in " ".join(capsys.readouterr().out.split())
+    assert main([*command, "--codec", "int3"]) == 2
+    assert main([*command, "--codec", "int8", "--turboquant"]) == 2
+    assert "`--codec` does not go with `--turboquant`" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--live-quant", "8"])
+    assert "must have from 1 to 4 bits, got 8. Pass 'int8' for 8 bits" in capsys.readouterr().err
+
+
 def test_verify_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.json"
     for text, message in (("", "at least one prompt"), ("[1, ", "JSON list"), ("[1.5]", "text or token ids")):

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from kvboost_hf import CorrectnessReport, ReusePolicy, ReuseReport
-from kvboost_hf.config import Repair
+from kvboost_hf.cache.codecs import make_codec
+from kvboost_hf.config import KVQuantConfig, Repair
 from kvboost_hf.verify import ArmResult, PromptResult, figure
-from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm
+from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm, Coding
 from kvboost_hf.verify.measure import Answer, compare
+from kvboost_hf.verify.report import highest_share
+
+MIN_PROMPTS = CorrectnessReport.min_prompts
 
 PLAIN = PromptResult(
     prompt=0,
@@ -30,12 +34,13 @@ PLAIN = PromptResult(
 )
 
 
-def blended(ratio: float, kl: float, agreeing: int = 2, repair: Repair = "query") -> ArmResult:
-    """A cold prompt, and one of 100 tokens of which 80 were moved."""
+def blended(
+    ratio: float, kl: float, agreeing: int = 2, repair: Repair = "query", moving: int = MIN_PROMPTS
+) -> ArmResult:
+    """A cold prompt, and some of 100 tokens of which 80 were moved."""
     again = round(80 * ratio)
     moved = replace(
         PLAIN,
-        prompt=1,
         kl=(kl, kl),
         agreeing_steps=agreeing,
         reused_tokens=80 - again,
@@ -44,18 +49,18 @@ def blended(ratio: float, kl: float, agreeing: int = 2, repair: Repair = "query"
         recomputed_tokens=again,
     )
     policy = ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio)
-    return ArmResult(Arm(policy), (PLAIN, moved))
+    return ArmResult(Arm(policy), (PLAIN, *(replace(moved, prompt=1 + n) for n in range(moving))))
 
 
 def report_of(*arms: ArmResult, exact: PromptResult = PLAIN, dtype: str = "float32") -> CorrectnessReport:
-    plain = (PLAIN, replace(PLAIN, prompt=1))
+    plain = tuple(replace(PLAIN, prompt=n) for n in range(1 + MIN_PROMPTS))
     return CorrectnessReport(
         model="Model",
         dtype=dtype,
         tolerance=0.05,
         max_kl=0.01,
         min_agreement=0.99,
-        arms=(ArmResult(FULL, plain), ArmResult(EXACT, (PLAIN, replace(exact, prompt=1))), *arms),
+        arms=(ArmResult(FULL, plain), ArmResult(EXACT, (replace(exact, prompt=0), *plain[1:])), *arms),
     )
 
 
@@ -72,7 +77,60 @@ def test_quality_is_that_of_prompts_with_moved_tokens() -> None:
     arm = blended(0.15, 0.04, agreeing=1)
     assert arm.mean_kl == pytest.approx(0.04)  # not 0.02: the cold prompt does not count
     assert arm.agreement == 0.5
-    assert arm.forwarded_share == (100 + 32) / 200
+    assert arm.forwarded_share == (100 + 32 * MIN_PROMPTS) / (100 + 100 * MIN_PROMPTS)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.001])
+def test_few_prompts_recommend_nothing(kl: float) -> None:
+    naive = ArmResult(NAIVE, blended(0.0, kl, moving=MIN_PROMPTS - 1).prompts)
+    report = report_of(naive, blended(0.3, kl, moving=MIN_PROMPTS - 1))
+    assert report
+    assert report.recommended == ReusePolicy()
+    assert "something was moved in 7 of 9 prompts, and it takes 8 of them" in report.verdict
+    enough = report_of(ArmResult(NAIVE, blended(0.0, kl).prompts))
+    assert enough.recommended.repair == "none"
+    assert "None of 8 answers changed: with 95% confidence, no more than 31% of such answers do." in enough.verdict
+
+
+def test_how_many_answers_may_change() -> None:
+    assert highest_share(0, 8) == pytest.approx(1 - 0.05 ** (1 / 8))
+    assert highest_share(0, 300) == pytest.approx(3 / 300, rel=0.01)  # the rule of three
+    assert highest_share(1, 2) == pytest.approx(0.95**0.5)
+    assert highest_share(8, 8) == 1
+    assert [highest_share(n, 16) for n in range(17)] == sorted(highest_share(n, 16) for n in range(17))
+
+
+def coded(kl: float, agreeing: int = 2, tokens: int = 99, kept: Coding | None = None) -> ArmResult:
+    prompt = replace(PLAIN, kl=(kl, kl), agreeing_steps=agreeing, forwarded_tokens=1, coded_tokens=tokens)
+    kept = kept or Coding("int8", make_codec("int8"), None)
+    return ArmResult(Arm(ReusePolicy(), coding=kept), (prompt,))
+
+
+LIVE = Coding("live turboquant:4", None, KVQuantConfig())
+
+
+@pytest.mark.parametrize(
+    ("arm", "right", "said"),
+    [
+        (
+            coded(1e-8),
+            True,
+            "int8 is within the thresholds, with a mean KL of 1e-08 and an agreement of 100.0%. None of",
+        ),
+        (coded(0.011), False, "int8 is NOT within the thresholds, with a mean KL of 0.011"),
+        (coded(0.001, agreeing=1), False, "agreement must be 99.0%"),
+        (coded(float("nan")), False, "NOT within"),
+        (coded(0.0, tokens=0), False, "int8: NO VERDICT, for no K/V was read as codes."),
+        (coded(0.0, tokens=0, kept=LIVE), False, "of longer prompts than these"),
+    ],
+)
+def test_codecs_are_judged_by_the_thresholds(arm: ArmResult, right: bool, said: str) -> None:
+    report = report_of(arm)
+    assert bool(report) == right
+    assert said in str(report)
+    assert "WRONG" not in report.verdict  # that is for what promises to be exact
+    assert report.recommended == ReusePolicy()
+    assert report.as_dict()["ok"] == right
 
 
 @pytest.mark.parametrize(
@@ -129,7 +187,7 @@ def test_figure(tmp_path: Path) -> None:
     arms = [blended(ratio, 0.1 * (1 - ratio) ** 4, repair=repair) for ratio in (0.1, 0.5) for repair in REPAIRS]
     figure(tmp_path / "verify.png", report_of(ArmResult(NAIVE, blended(0, 0.3, 1).prompts), *arms))
     assert (tmp_path / "verify.png").read_bytes().startswith(b"\x89PNG")
-    figure(tmp_path / "nothing.png", report_of())
+    figure(tmp_path / "nothing.png", report_of(coded(0.1)))
     assert (tmp_path / "nothing.png").exists()
 
 

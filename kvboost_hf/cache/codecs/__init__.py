@@ -8,7 +8,7 @@ from kvboost_hf.cache.codecs.raw import Raw
 from kvboost_hf.cache.codecs.turboquant import TurboQuant
 from kvboost_hf.config import KVQuantConfig
 
-__all__ = ["Codec", "Planes", "Role", "config_of", "make_codec"]
+__all__ = ["Codec", "Planes", "Role", "config_of", "live_config", "make_codec"]
 
 _SPECS = "'raw', 'int8', 'int4', 'int2', 'turboquant', 'turboquant:BITS' or 'turboquant:KEY_BITS:VALUE_BITS'"
 
@@ -48,3 +48,24 @@ def config_of(spec: str | KVQuantConfig | None) -> KVQuantConfig | None:
         raise ValueError(f"A codec must be {_SPECS}, or a KVQuantConfig, got {spec!r}.")
     key_bits = float(bits[1] or 4)
     return KVQuantConfig(key_bits=key_bits, value_bits=float(bits[2] or key_bits))
+
+
+def live_config(spec: str | float | KVQuantConfig | None) -> KVQuantConfig | None:
+    """How a live cache holds K/V, for `ChunkReuseCache(live_quant=...)`.
+
+    Args:
+        spec: Bits of TurboQuant, as a number or as text; else as `make_codec` takes it. None and `"raw"`: as it is.
+
+    Raises:
+        ValueError: for another spec, or bits that the method does not have.
+
+    Example:
+        >>> live_config("3.5") == live_config(3.5) == live_config("turboquant:3.5")
+        True
+    """
+    text = str(spec)
+    if isinstance(spec, bool) or not re.fullmatch(r"\d+(?:\.\d+)?", text):
+        return config_of(spec)  # type: ignore[arg-type]
+    if not 1 <= float(text) <= 4:
+        raise ValueError(f"Live K/V must have from 1 to 4 bits, got {text}. Pass 'int8' for 8 bits.")
+    return config_of(f"turboquant:{text}")

@@ -1,0 +1,100 @@
+"""One prompt with K/V in fewer bits, which is read back from where it was kept, and counted."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.codecs import Codec, Planes, Role
+from kvboost_hf.cache.quantized import QuantizedLayer
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.compat import LayerRotation
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.handles import CodePlanes
+from kvboost_hf.verify.measure import Answer, answer
+
+
+class CountedCodec:
+    """A codec that counts how often it decodes.
+
+    Args:
+        codec: What it does.
+    """
+
+    lossless = False
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self.name = codec, codec.name
+        self.num_decoded = 0
+
+    def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
+        """See `Codec.encode`."""
+        return self._codec.encode(x, role, rotations)
+
+    def decode(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        role: Role,
+        rotation: LayerRotation | None,
+    ) -> torch.Tensor:
+        """See `Codec.decode`."""
+        self.num_decoded += 1
+        return self._codec.decode(planes, shape, dtype, role, rotation)
+
+    def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
+        """See `Codec.nbytes`."""
+        return self._codec.nbytes(shape, dtype, role)
+
+    def code_planes(
+        self,
+        planes: Mapping[str, torch.Tensor],
+        role: Role,
+        rotation: LayerRotation | None,
+        tokens: int,
+        head_dim: int,
+    ) -> CodePlanes | None:
+        """See `Codec.code_planes`; only layers ask for it, which have codecs of their own."""
+        return None
+
+
+def answer_from_codes(
+    model: PreTrainedModel,
+    store: ChunkStore,
+    live_quant: KVQuantConfig | None,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+) -> tuple[Answer, ChunkReuseCache, int]:
+    """Store a prompt, ids [1, n], and answer it with a cache that holds nothing but what the store gives it.
+
+    Args:
+        model: Answers.
+        store: With the codec in question, as a `CountedCodec`, or with K/V as it is.
+        live_quant: How both caches hold K/V, or None.
+        ids: The prompt.
+        max_new_tokens: At most so many.
+
+    Returns:
+        The answer, the cache that it came from, and how many tokens of the prompt were read as codes: decoded from
+        the store, or held by the layers; with both, the fewer.
+    """
+    before = ChunkReuseCache(model, store, live_quant=live_quant)
+    answer(model, ids, 1, before)
+    before.reset()  # the tail is stored, too
+    decoded = _num_decoded(store)
+    cache = ChunkReuseCache(model, store, ReusePolicy(min_prefill_saving=0), live_quant=live_quant)
+    found = answer(model, ids, max_new_tokens, cache)
+    read = []
+    if isinstance(store.codec, CountedCodec):
+        report = cache.report
+        read.append(report.reused_tokens - report.tier_tokens["live"] if _num_decoded(store) > decoded else 0)
+    if live_quant is not None:
+        held = (layer.num_coded for layer in cache.layers if isinstance(layer, QuantizedLayer))
+        read.append(min(max(held, default=0), ids.shape[1]))
+    return found, cache, min(read)
+
+
+def _num_decoded(store: ChunkStore) -> int:
+    return store.codec.num_decoded if isinstance(store.codec, CountedCodec) else 0
