@@ -20,11 +20,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.codes import shown_ids
 
+LEAST_CHUNK_SIZE = 32
 _SHORTEST = 8  # tokens before an explicit boundary: a shorter chunk could not be looked up (plan.HEAD_TOKENS)
 _SHORTEST_BY_CONTENT = 16
 _HASHED = 4  # tokens before a place that tell how good it is
@@ -61,8 +63,10 @@ class ContentChunker:
         sentence_ends: Iterable[int] = (),
         separators: Iterable[Sequence[int]] = (),
     ) -> None:
-        if not _is_int(chunk_size) or chunk_size < 32 or chunk_size % 16:
-            raise ValueError(f"`chunk_size` must be a multiple of 16 tokens, at least 32, got {chunk_size!r}.")
+        if not _is_int(chunk_size) or chunk_size < LEAST_CHUNK_SIZE or chunk_size % 16:
+            raise ValueError(
+                f"`chunk_size` must be a multiple of 16 tokens, at least {LEAST_CHUNK_SIZE}, got {chunk_size!r}."
+            )
         if not _is_int(boundary_window) or not 0 <= boundary_window < chunk_size:
             raise ValueError(
                 f"`boundary_window` must be from 0 to {chunk_size - 1} tokens, less than `chunk_size`, got "
@@ -125,7 +129,7 @@ class ContentChunker:
             chunk_size,
             boundary_window=boundary_window,
             sentence_ends=[i for i, text in enumerate(texts) if _ends_sentence(text)],
-            separators=sorted(parts | _message_headers(tokenizer)),
+            separators=sorted((parts | _message_headers(tokenizer)) - {()}),  # some have no tokens for white space
         )
 
     def next_cut(self, tokens: Tokens, start: int) -> int | None:
@@ -226,7 +230,10 @@ def _message_headers(tokenizer: Any) -> set[tuple[int, ...]]:
     special = set(tokenizer.get_added_vocab().values())
     said = ("4711", "8153", "6029")
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), said, strict=True)]
-    rest = tokenizer.apply_chat_template(turns, tokenize=False)
+    try:
+        rest = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (TemplateError, ValueError):  # a template that takes other chats, or one of several
+        return set()
     headers: set[tuple[int, ...]] = set()
     for text in said:
         before, _, rest = rest.partition(text)

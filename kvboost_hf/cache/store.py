@@ -58,8 +58,9 @@ class ChunkStore(TieredShelf):
             them. What is stored is written to all of them, and outlives the process on all others.
         tier_key: 32 bytes or more: blobs below host memory carry a seal that only whoever has this key can make, and
             what does not have it is never used. All who share a tier need the same key. None for no seals.
-        codec: How K/V is kept, in all tiers: `"raw"`, `"int8"`, `"int4"`, `"turboquant"`, `"turboquant:3.5"`, or a
-            `KVQuantConfig`. All but `"raw"` are lossy: what is reused is no longer exactly what was computed.
+        codec: How K/V is kept, in all tiers: `"raw"`, `"int8"`, `"int4"`, `"turboquant"`, `"turboquant:3.5"`, a
+            `KVQuantConfig`, or the codec of another store. All but `"raw"` are lossy: what is reused is no longer
+            exactly what was computed.
         salt: Separates those who must not see each other's prompts, not even by timing.
 
     Raises:
@@ -85,7 +86,7 @@ class ChunkStore(TieredShelf):
         salt: str | bytes = b"",
         tiers: Sequence[str | Tier] = (),
         tier_key: bytes | None = None,
-        codec: str | KVQuantConfig | None = None,
+        codec: str | KVQuantConfig | Codec | None = None,
     ) -> None:
         model = unwrapped(model)
         require_cache(model)
@@ -252,6 +253,7 @@ class ChunkStore(TieredShelf):
         policy: ReusePolicy | None = None,
         salt: str | bytes | None = None,
         progress: Callable[[int, int], None] | None = None,
+        live_quant: KVQuantConfig | None = None,
     ) -> "ReuseReport":
         """Compute and store K/V ahead of the first request: of the start of prompts, or of documents within them.
 
@@ -266,13 +268,14 @@ class ChunkStore(TieredShelf):
             policy: That of the caches that are to find it.
             salt: That of the caches that are to find it; None for the store's.
             progress: Called as texts are computed, with the tokens that are done, and how many there are in all.
+            live_quant: That of the caches that are to find it. Not with `documents`, for codes cannot be moved.
 
         Returns:
             What was already stored and what was computed, summed over the documents.
 
         Raises:
             ValueError: for both or neither of `text_or_ids` and `documents`, a text without a tokenizer, an empty one,
-                ids of a wrong shape, or documents for a model whose K/V cannot be moved.
+                ids of a wrong shape, documents for a model whose K/V cannot be moved, or with `live_quant`.
             StoreFullError: if what is to be pinned does not fit into the budget; nothing of it stays pinned.
             StoreClosedError: after `close()`.
         """
@@ -282,7 +285,13 @@ class ChunkStore(TieredShelf):
         model = self._require_model()
         if (text_or_ids is None) == (documents is None) or (prefix is not None and documents is None):
             raise ValueError("`warm` takes either `text_or_ids`, or `documents` and perhaps the `prefix` before them.")
-        settings = WarmSettings(tokenizer, pin, policy, self.salt if salt is None else salt_bytes(salt), progress)
+        if documents is not None and live_quant is not None:
+            raise ValueError(
+                "`live_quant` must be None with `documents`, for codes cannot be moved, got a "
+                f"{type(live_quant).__name__}. Make a store with a `codec` in its place."
+            )
+        own = self.salt if salt is None else salt_bytes(salt)
+        settings = WarmSettings(tokenizer, pin, policy, own, progress, live_quant)
         if documents is not None:
             return warm_documents(model, self, documents, prefix, settings)
         assert text_or_ids is not None

@@ -16,7 +16,7 @@ from kvboost_hf.cache.report import ReuseReport, Tally
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore, Put
 from kvboost_hf.compat import cache_argument, input_device, known_reason, probe_reason, rope_regime
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreFullError
 
 Progress = Callable[[int, int], None]  # tokens done, and tokens in all
@@ -33,6 +33,7 @@ class WarmSettings:
     policy: ReusePolicy | None
     salt: bytes
     progress: Progress | None
+    live_quant: KVQuantConfig | None
 
 
 @torch.no_grad()
@@ -44,7 +45,7 @@ def warm(
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
     ids = _as_ids(text_or_ids, settings.tokenizer)
-    cache = ChunkReuseCache(model, store, _exact(settings.policy), settings.salt)
+    cache = ChunkReuseCache(model, store, _exact(settings.policy), settings.salt, live_quant=settings.live_quant)
     done = _Done(settings.progress, ids.shape[1])
     # A text that is longer than what its rotary frequencies were trained for has others from its first token on.
     _run(model, ids, cache, ids.shape[1] if rope_regime(model, ids.shape[1]) else _TOKENS_PER_FORWARD, done)

@@ -19,14 +19,15 @@ from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compatibility import check_model_compatibility
-from kvboost_hf.config import StreamingConfig
+from kvboost_hf.config import ReusePolicy, StreamingConfig
 from kvboost_hf.engine.call import call_options, generate_rows
 from kvboost_hf.engine.grouping import group_by_prefix
 from kvboost_hf.engine.load import load
 from kvboost_hf.engine.prompts import CHECK_PROMPTS
 from kvboost_hf.engine.results import GenerationMode, GenerationResult, WarmResult
-from kvboost_hf.engine.settings import SETTINGS, EngineSettings, choice
+from kvboost_hf.engine.settings import SETTINGS, checked_settings, choice
 from kvboost_hf.engine.shared import store_shared, with_computed
 from kvboost_hf.engine.warm import warm
 from kvboost_hf.engine.watch import Watch
@@ -50,10 +51,13 @@ class KVBoost:
         device: Move the model there; None leaves it where it is.
         strict: Raise if the model cannot reuse K/V; else only warn.
         assistant: Drafts for single prompts: a model, its name, or a `TreeDecoding`.
+        policy: How stored K/V may be used, in place of `recompute_strategy` and the settings that go with it.
+        store: Made for the model; in place of the settings that one is made by, and the caller's to close.
         options: The fields of `kvboost_hf.engine.EngineSettings`, such as `recompute_strategy` and `chunk_size`.
 
     Raises:
-        ValueError: for settings that are none or that only the kvboost package has, and models that cannot be served.
+        ValueError: for settings that are none, that do not go together or that only the kvboost package has, models
+            that cannot be served, and a store of another model.
         TypeError: for names that neither has.
 
     Example:
@@ -76,23 +80,26 @@ class KVBoost:
         device: torch.device | str | None = None,
         strict: bool = True,
         assistant: str | PreTrainedModel | TreeDecoding | None = None,
+        policy: ReusePolicy | None = None,
+        store: ChunkStore | None = None,
         **options: Any,
     ) -> None:
         refuse("KVBoost", options)
-        self.settings = EngineSettings(**options)
+        self.settings = checked_settings(options, policy, store)
         if device is not None:
             model.to(torch.device(device))  # type: ignore[arg-type]
         require_plain(model)
         check_model_compatibility(model, strict=strict)
         self.model, self.tokenizer = model, tokenizer
-        self.policy = self.settings.policy()
-        self.store = self.settings.store(model, tokenizer)
+        self.policy = self.settings.policy() if policy is None else policy
+        self.store = self.settings.store(model, tokenizer) if store is None else store
         self.assistant: PreTrainedModel | TreeDecoding | None = None
         if isinstance(assistant, TreeDecoding):
             self.assistant = assistant
         elif assistant is not None:
             self.assistant = load_assistant(assistant, target=model)
-        exact = ChunkReuseCache(model, self.store, replace(self.policy, mode="exact"))
+        live = self.settings.live_config
+        exact = ChunkReuseCache(model, self.store, replace(self.policy, mode="exact"), live_quant=live)
         blend = exact if self.policy.mode == "exact" else ChunkReuseCache(model, self.store, self.policy)
         self._caches = {GenerationMode.PREFIX_CACHE: exact, GenerationMode.CHUNK_KV_REUSE: blend}
         self._lock = threading.RLock()
@@ -107,6 +114,7 @@ class KVBoost:
         device: torch.device | str | None = None,
         strict: bool = True,
         assistant: str | PreTrainedModel | TreeDecoding | None = None,
+        policy: ReusePolicy | None = None,
         **options: Any,
     ) -> Self:
         """Load a model and its tokenizer.
@@ -117,6 +125,7 @@ class KVBoost:
             device: Where the model computes; None for the accelerator, or the CPU where there is none.
             strict: See `KVBoost`.
             assistant: See `KVBoost`.
+            policy: See `KVBoost`.
             options: The fields of `EngineSettings`, and arguments for transformers' `from_pretrained()`.
 
         Raises:
@@ -130,10 +139,15 @@ class KVBoost:
             1
         """
         refuse("KVBoost", options)
+        if "store" in options:
+            raise ValueError(
+                "`store` must be made for the model, which is not there yet. Call KVBoost(model, tokenizer, "
+                "store=ChunkStore(model))."
+            )
         settings = {key: options.pop(key) for key in SETTINGS & options.keys()}
-        EngineSettings(**settings)  # refuses now, not when the model is there
+        checked_settings(settings, policy)  # refuses now, not when the model is there
         model, tokenizer = load(name, streaming_config, device, options)
-        return cls(model, tokenizer, strict=strict, assistant=assistant, **settings)
+        return cls(model, tokenizer, strict=strict, assistant=assistant, policy=policy, **settings)
 
     # Answers
 
@@ -226,7 +240,7 @@ class KVBoost:
             return []
         watch, mode = Watch(max(len(row) for row in rows)), GenerationMode.CHUNK_KV_REUSE
         with self._lock:
-            computed = store_shared(self.store, self.policy, rows)
+            computed = store_shared(self.store, self.policy, rows, self.settings.live_config)
             answers, report = self._run(rows, mode, options, watch)
         return self._results(prompts, rows, mode, answers, with_computed(report, computed), began, watch)
 
@@ -292,7 +306,8 @@ class KVBoost:
                 "texts that stand anywhere in prompts call engine.store.warm(documents=[text], tokenizer=tokenizer)."
             )
         with self._lock:
-            return warm(self.store, self.policy, self._encode(text), pin=pin)
+            live = self.settings.live_config
+            return warm(self.store, self.policy, self._encode(text), pin=pin, live_quant=live)
 
     def cache_stats(self) -> dict[str, Any]:
         """See `ChunkStore.stats`."""
@@ -327,7 +342,7 @@ class KVBoost:
                 tokenizer=self.tokenizer,
                 policies=[self.policy] if self.policy.mode == "blend" else [],
                 max_new_tokens=max_new_tokens,
-                make_store=lambda model: self.settings.store(model, self.tokenizer, tiers=False),
+                make_store=lambda model: ChunkStore(model, chunker=self.store.chunker, codec=self.store.codec),
             )
 
     def streaming_stats(self) -> StreamingStats | None:

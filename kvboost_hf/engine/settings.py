@@ -1,20 +1,22 @@
 """What may be chosen for a `KVBoost`, and the policy and store that follow from it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.chunks import Chunker, FixedChunker
+from kvboost_hf.cache.codecs import config_of, live_config
+from kvboost_hf.cache.cutting import LEAST_CHUNK_SIZE, ContentChunker
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compat import bytes_per_token
-from kvboost_hf.config import Repair, ReusePolicy
+from kvboost_hf.config import KVQuantConfig, Repair, ReusePolicy
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
@@ -37,6 +39,7 @@ _REPAIRS: dict[RecomputeStrategy, Repair] = {
     RecomputeStrategy.NONE: "none",
 }
 _CODECS = {16: "raw", 8: "int8", 4: "int4"}
+_BOUNDARY_WINDOW = 16  # tokens, where nobody says otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +52,15 @@ class EngineSettings:
             same, too, and answers are those of plain `generate()`.
         chunk_size: Tokens per chunk, a multiple of 16.
         chunk_boundary_window: Cut by content, and let cuts move up to so many tokens to the end of a sentence; 0 cuts
-            at multiples of `chunk_size`.
+            at multiples of `chunk_size`. None is 16 where the tokenizer is one of transformers and `chunk_size` is 32
+            or more, and else 0.
         max_cache_bytes: Host memory for K/V; None for 4 GiB.
         max_chunks: In place of it, room for so many chunks that are not compressed.
-        kv_cache_bits: 16 keeps K/V as it is, 8 and 4 as codes of so many bits, which is lossy.
+        kv_cache_bits: 16 keeps K/V as it is, 8 and 4 as codes of so many bits, which is lossy. None is 16, or what
+            `codec` says.
+        codec: In place of it, how stored K/V is kept, as `ChunkStore` takes it, such as `"turboquant:3.5"`.
+        live_quant: Hold K/V as codes while it is used, too, as `ChunkReuseCache` does: bits of `"turboquant"`, the
+            name of a codec, or a `KVQuantConfig`. Answers may differ. None holds it as it is.
         disk_cache_dir: A folder that keeps up to 10 GB of K/V for later processes.
         tiers: Other places for K/V, as `ChunkStore` takes them.
         tier_key: 32 bytes or more that seal what is written to `disk_cache_dir` and `tiers`, as `ChunkStore` takes it.
@@ -65,16 +73,19 @@ class EngineSettings:
         salt: Separates those who must not see each other's prompts.
 
     Raises:
-        ValueError: for an unknown strategy, other bits, counts or ratios that are none, or both of `max_cache_bytes`
-            and `max_chunks`.
+        ValueError: for an unknown strategy or codec, other bits, counts or ratios that are none, both of
+            `max_cache_bytes` and `max_chunks`, or of `codec` and `kv_cache_bits`, `live_quant` beside a strategy, and
+            a window that `chunk_size` has no room for.
     """
 
     recompute_strategy: RecomputeStrategy | str | None = None
     chunk_size: int = 128
-    chunk_boundary_window: int = 0
+    chunk_boundary_window: int | None = None
     max_cache_bytes: int | None = None
     max_chunks: int | None = None
-    kv_cache_bits: int | None = 16
+    kv_cache_bits: int | None = None
+    codec: str | KVQuantConfig | None = None
+    live_quant: str | float | KVQuantConfig | None = None
     disk_cache_dir: str | Path | None = None
     tiers: Sequence[str | Tier] = ()
     tier_key: bytes | None = field(default=None, repr=False)
@@ -93,8 +104,19 @@ class EngineSettings:
             )
         if self.kv_cache_bits not in (None, *_CODECS):
             raise ValueError(
-                f"`kv_cache_bits` must be 16, 8 or 4, got {self.kv_cache_bits!r}. For other codecs make a "
-                "ChunkStore(model, codec=...) and pass it to ChunkReuseCache."
+                f"`kv_cache_bits` must be 16, 8 or 4, got {self.kv_cache_bits!r}. Pass another `codec` in its place."
+            )
+        if self.codec is not None and self.kv_cache_bits is not None:
+            raise ValueError(
+                f"`kv_cache_bits` must be None beside a `codec` ({self.codec!r}), got {self.kv_cache_bits}. Pass one "
+                "of the two."
+            )
+        config_of(self.codec)  # refuses what is none
+        if self.live_config is not None and self.recompute_strategy is not None:
+            raise ValueError(
+                f"`live_quant` must be None with a `recompute_strategy` ({str(self.recompute_strategy)!r}), for codes "
+                f"cannot be moved, got {self.live_quant!r}. Leave out one of the two, or pass a `codec`, which is for "
+                "stored K/V."
             )
         if self.max_chunks is not None and self.max_cache_bytes is not None:
             raise ValueError(
@@ -105,7 +127,21 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(f"`{name}` must be an int of {least} or more, got {value!r}.")
+        self._require_cutting()
         self.policy()  # refuses the rest
+
+    def _require_cutting(self) -> None:
+        size, window = self.chunk_size, self.chunk_boundary_window
+        FixedChunker(size)
+        if window:
+            ContentChunker(size, boundary_window=window)
+        elif window is not None and (type(window) is not int or window < 0):
+            raise ValueError(f"`chunk_boundary_window` must be an int of 0 or more, or None, got {window!r}.")
+
+    @property
+    def live_config(self) -> KVQuantConfig | None:
+        """`live_quant`, as `ChunkReuseCache` takes it."""
+        return live_config(self.live_quant)
 
     def policy(self) -> ReusePolicy:
         """How stored K/V may be used."""
@@ -120,35 +156,74 @@ class EngineSettings:
             min_prefill_saving=self.min_prefill_saving,
         )
 
-    def store(self, model: PreTrainedModel, tokenizer: Any, *, tiers: bool = True) -> ChunkStore:
+    def store(self, model: PreTrainedModel, tokenizer: Any) -> ChunkStore:
         """A new store.
 
         Args:
             model: Whose K/V it holds.
             tokenizer: Of the model.
-            tiers: With what is below host memory; else host memory alone.
         """
-        window = self.chunk_boundary_window
-        chunker = ContentChunker.for_tokenizer(tokenizer, self.chunk_size, window) if window else None
         max_bytes = self.max_cache_bytes
         if self.max_chunks is not None:
             max_bytes = self.max_chunks * self.chunk_size * (bytes_per_token(model) + np.dtype(np.int64).itemsize)
-        lower = list(self.tiers) if tiers else []
-        if tiers and self.disk_cache_dir is not None:
+        lower = list(self.tiers)
+        if self.disk_cache_dir is not None:
             lower.append(f"disk:{self.disk_cache_dir}:{DEFAULT_DISK_BYTES}B")
         return ChunkStore(
             model,
-            chunk_size=self.chunk_size if chunker is None else None,
-            chunker=chunker,
+            chunker=self.chunker(tokenizer),
             max_bytes=max_bytes,
             salt=self.salt,
             tiers=lower,
             tier_key=self.tier_key,
-            codec=_CODECS[self.kv_cache_bits or 16],
+            codec=self.codec if self.codec is not None else _CODECS[self.kv_cache_bits or 16],
         )
+
+    def chunker(self, tokenizer: Any) -> Chunker:
+        """What cuts the prompts of a tokenizer."""
+        size, window = self.chunk_size, self.chunk_boundary_window
+        if window is None and isinstance(tokenizer, PreTrainedTokenizerBase) and size >= LEAST_CHUNK_SIZE:
+            window = _BOUNDARY_WINDOW
+        return ContentChunker.for_tokenizer(tokenizer, size, window) if window else FixedChunker(size)
 
 
 SETTINGS = frozenset(field.name for field in fields(EngineSettings))
+_OF_POLICY = frozenset(
+    ("recompute_strategy", "recompute_overlap", "recompute_ratio", "sink_tokens", "overlap_k", "min_prefill_saving")
+)
+_OF_STORE = SETTINGS - _OF_POLICY - {"prefill_chunk_size", "live_quant"}
+
+
+def checked_settings(
+    given: Mapping[str, Any], policy: ReusePolicy | None, store: ChunkStore | None = None
+) -> EngineSettings:
+    """Settings that were given by name, beside what may be given in place of some of them.
+
+    Raises:
+        ValueError: for settings beside a policy or a store that has them, and settings that do not go together.
+        TypeError: for a name that is none.
+    """
+    for name, whole, kind, own in (
+        ("policy", policy, ReusePolicy, _OF_POLICY),
+        ("store", store, ChunkStore, _OF_STORE),
+    ):
+        if whole is None:
+            continue
+        if not isinstance(whole, kind):
+            remedy = " Pass ReusePolicy(mode='blend') or ReusePolicy()." if kind is ReusePolicy else ""
+            raise ValueError(f"`{name}` must be a {kind.__name__}, got {whole!r}.{remedy}")
+        if beside := sorted(key for key in own & given.keys() if given[key] is not None):
+            raise ValueError(
+                f"{', '.join(f'`{key}`' for key in beside)} must be left out beside a `{name}`, which has its own. "
+                f"Pass what is meant to {kind.__name__}, or leave out the `{name}`."
+            )
+    settings = EngineSettings(**given)
+    if policy is not None and policy.mode == "blend" and settings.live_quant is not None:
+        raise ValueError(
+            f"`live_quant` must be None with a policy of mode 'blend', for codes cannot be moved, got "
+            f"{settings.live_quant!r}. Leave out one of the two."
+        )
+    return settings
 
 
 def choice(kind: type[ChoiceT], name: str, value: object, remedy: str = "") -> ChoiceT:

@@ -7,21 +7,25 @@ from kvboost_hf.cache.chunks import Tokens, common_length
 from kvboost_hf.cache.plan import HEAD_TOKENS
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 
-def store_shared(store: ChunkStore, policy: ReusePolicy, rows: Sequence[Tokens]) -> int:
+def store_shared(
+    store: ChunkStore, policy: ReusePolicy, rows: Sequence[Tokens], live_quant: KVQuantConfig | None
+) -> int:
     """Store what all rows begin with, if that saves anything; returns how many tokens were computed.
 
     Args:
         store: Where to.
         policy: Of the cache that is to find it.
         rows: Token ids [n] of each prompt.
+        live_quant: Of that cache.
     """
     shared = min(min(common_length(rows[0], row), len(row) - 1) for row in rows)
     if shared < HEAD_TOKENS or shared * (len(rows) - 1) < policy.min_prefill_saving:
         return 0
-    return store.warm(rows[0][:shared].tolist(), pin=False, policy=policy).forwarded_tokens
+    first = rows[0][:shared].tolist()
+    return store.warm(first, pin=False, policy=policy, live_quant=live_quant).forwarded_tokens
 
 
 def with_computed(report: ReuseReport, computed: int) -> ReuseReport:

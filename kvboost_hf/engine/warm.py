@@ -3,11 +3,13 @@
 from kvboost_hf.cache.chunks import Chunker, Tokens
 from kvboost_hf.cache.plan import HEAD_TOKENS
 from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.engine.results import WarmResult
 
 
-def warm(store: ChunkStore, policy: ReusePolicy, ids: Tokens, *, pin: bool) -> WarmResult:
+def warm(
+    store: ChunkStore, policy: ReusePolicy, ids: Tokens, *, pin: bool, live_quant: KVQuantConfig | None
+) -> WarmResult:
     """Store what prompts begin with; see `KVBoost.warm`.
 
     Args:
@@ -15,9 +17,10 @@ def warm(store: ChunkStore, policy: ReusePolicy, ids: Tokens, *, pin: bool) -> W
         policy: Of the cache that is to find it.
         ids: Token ids [n].
         pin: Never evict it.
+        live_quant: Of that cache.
     """
     before = store.stats()
-    report = store.warm(ids.tolist(), pin=pin, policy=policy)
+    report = store.warm(ids.tolist(), pin=pin, policy=policy, live_quant=live_quant)
     after = store.stats()
     chunk_size = store.chunker.chunk_size
     tail = len(ids) - _last_cut(store.chunker, ids)

@@ -339,8 +339,8 @@ def test_batches_leave_the_assistant_out(
 # The store
 
 
-def test_warm_tells_what_it_stored(engine: KVBoost) -> None:
-    document = DOCUMENTS[0]
+def test_warm_tells_what_it_stored(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine, document = KVBoost(*embedded, chunk_size=32, chunk_boundary_window=0), DOCUMENTS[0]
     first, second = engine.warm(document), engine.warm(document)
     tokens = tokens_of(engine, document)
     assert first
@@ -363,7 +363,7 @@ def test_a_text_that_is_too_short_to_be_stored(engine: KVBoost) -> None:
 
 
 def test_a_text_that_fills_its_chunks_warns_of_nothing() -> None:
-    result = words_engine("llama", chunk_size=32).warm(words(64, seed=1))
+    result = words_engine("llama", chunk_size=32, chunk_boundary_window=0).warm(words(64, seed=1))
     assert result.chunk_boundary_aligned
     assert (result.chunks_stored, result.partial_tail_tokens, result.alignment_warning) == (2, 0, None)
 

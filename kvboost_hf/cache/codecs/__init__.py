@@ -13,13 +13,13 @@ __all__ = ["Codec", "Planes", "Role", "config_of", "live_config", "make_codec"]
 _SPECS = "'raw', 'int8', 'int4', 'int2', 'turboquant', 'turboquant:BITS' or 'turboquant:KEY_BITS:VALUE_BITS'"
 
 
-def make_codec(spec: str | KVQuantConfig | None) -> Codec:
+def make_codec(spec: str | KVQuantConfig | Codec | None) -> Codec:
     """The codec that is meant.
 
     Args:
         spec: None or `"raw"`: K/V as it is. `"int8"`, `"int4"`, `"int2"`: KIVI. `"turboquant"`: TurboQuant with 4
             bits; `"turboquant:3.5"` with as many as that, `"turboquant:4:2"` with 4 for keys and 2 for values.
-            Anything else is set by a `KVQuantConfig`.
+            Anything else is set by a `KVQuantConfig`. A codec is meant itself.
 
     Raises:
         ValueError: for another spec, or bits that the method does not have.
@@ -29,7 +29,9 @@ def make_codec(spec: str | KVQuantConfig | None) -> Codec:
         >>> make_codec("int4").nbytes((1, 2, 128, 128), torch.bfloat16, "values")
         18432
     """
-    config = config_of(spec)
+    if isinstance(spec, Raw | Kivi | TurboQuant):
+        return spec
+    config = config_of(spec)  # type: ignore[arg-type]
     if config is None:
         return Raw()
     if config.method == "kivi":

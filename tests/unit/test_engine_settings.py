@@ -1,0 +1,146 @@
+"""What a `KVBoost` is given in place of settings, and what does not go together."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from kvboost_hf import ChunkStore, ContentChunker, GenerationMode, KVBoost, KVQuantConfig, ReusePolicy
+from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.cache.chunks import FixedChunker
+from kvboost_hf.demo.workloads import shuffled_documents
+from kvboost_hf.engine import EngineSettings
+
+NEW = 6
+DOCUMENT = "Maria lives in Rome. She owns the lamp. It is red and costs ten coins. " * 12
+QUESTION = "Where does Maria live?"
+
+
+@pytest.fixture(scope="module")
+def embedded() -> tuple[PreTrainedModel, Any]:
+    return load_embedded()
+
+
+def plain(engine: KVBoost, prompt: str) -> tuple[int, ...]:
+    inputs = engine.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    out = engine.model.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+    return tuple(out[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def test_a_codec_is_that_of_the_store(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine = KVBoost(*embedded, codec="turboquant:3.5")
+    assert engine.cache_stats()["codec"].startswith("turboquant:3.5")
+    engine.warm(DOCUMENT)
+    raw = KVBoost(*embedded)
+    raw.warm(DOCUMENT)
+    assert engine.cache_stats()["bytes"] < raw.cache_stats()["bytes"] / 2
+    assert engine.generate(DOCUMENT + QUESTION, NEW).kv_reuse_ratio > 0.9
+
+
+def test_live_codes_are_found_by_what_warmed_them(embedded: tuple[PreTrainedModel, Any]) -> None:
+    config = KVQuantConfig(window=16, exact_layers=0)
+    engine, raw = KVBoost(*embedded, live_quant=config), KVBoost(*embedded)
+    for each in (engine, raw):
+        each.warm(DOCUMENT)
+        assert each.generate(DOCUMENT + QUESTION, NEW).kv_reuse_ratio > 0.9
+        assert all(one.cached_tokens for one in each.generate_batch([DOCUMENT + QUESTION, DOCUMENT + "Who?"], 1))
+    held = [each._caches[GenerationMode.PREFIX_CACHE].nbytes for each in (engine, raw)]
+    assert held[0] < held[1] / 2
+    assert EngineSettings(live_quant=3.5).live_config == KVQuantConfig(key_bits=3.5, value_bits=3.5)
+
+
+def test_a_store_that_is_given_is_used_and_shared(embedded: tuple[PreTrainedModel, Any]) -> None:
+    model, tokenizer = embedded
+    store = ChunkStore(model, chunk_size=64, codec="int8")
+    first, second = KVBoost(model, tokenizer, store=store), KVBoost(model, tokenizer, store=store)
+    first.warm(DOCUMENT)
+    assert second.store is store
+    assert second.generate(DOCUMENT + QUESTION, NEW).kv_reuse_ratio > 0.9
+    assert second.verify_correctness([DOCUMENT + QUESTION, DOCUMENT + "Who?"], 1).exact.reused_tokens > 100
+
+
+def test_a_policy_that_is_given_is_used(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine = KVBoost(*embedded, policy=ReusePolicy(mode="blend", repair="none", min_prefill_saving=0))
+    engine.store.warm(documents=[DOCUMENT], tokenizer=engine.tokenizer)
+    assert engine.generate("It is noon. " * 4 + DOCUMENT + QUESTION, NEW).report.moved_tokens > 100
+    full = KVBoost(*embedded, policy=ReusePolicy(weights_check="full"))
+    full.warm(DOCUMENT)
+    result = full.generate(DOCUMENT + QUESTION, NEW)
+    assert result.kv_reuse_ratio > 0.9
+    assert result.token_ids == plain(full, DOCUMENT + QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"codec": "zip"}, "'int8'"),
+        ({"codec": "int8", "kv_cache_bits": 8}, "one of the two"),
+        ({"live_quant": 8}, "Pass 'int8'"),
+        ({"live_quant": "zip"}, "'int8'"),
+        ({"live_quant": 4, "recompute_strategy": "query"}, "cannot be moved"),
+        ({"live_quant": 4, "policy": ReusePolicy(mode="blend")}, "cannot be moved"),
+        ({"policy": "blend"}, r"Pass ReusePolicy\(mode='blend'\)"),
+        ({"policy": ReusePolicy(), "recompute_ratio": 0.3}, "`recompute_ratio` must be left out beside a `policy`"),
+        ({"chunk_boundary_window": 200}, "less than `chunk_size`"),
+        ({"chunk_boundary_window": 8, "chunk_size": 16}, "at least 32"),
+        ({"chunk_boundary_window": -1}, "got -1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    embedded: tuple[PreTrainedModel, Any], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        KVBoost(*embedded, **options)
+    with pytest.raises(ValueError, match=says):
+        KVBoost.from_pretrained(EMBEDDED_MODEL_DIR, device="cpu", **options)
+
+
+def test_a_store_beside_what_it_has_itself_is_refused(embedded: tuple[PreTrainedModel, Any]) -> None:
+    store = ChunkStore(embedded[0])
+    for more in ({"codec": "int8"}, {"salt": "me"}, {"chunk_size": 64}, {"tiers": ["ram:1GB"]}):
+        with pytest.raises(ValueError, match=f"`{next(iter(more))}` must be left out beside a `store`"):
+            KVBoost(*embedded, store=store, **more)
+    with pytest.raises(ValueError, match="another model"):
+        KVBoost(*load_embedded(), store=store)
+    with pytest.raises(ValueError, match="must be a ChunkStore"):
+        KVBoost(*embedded, store="disk:/tmp/x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not there yet"):
+        KVBoost.from_pretrained(EMBEDDED_MODEL_DIR, device="cpu", store=store)
+    lossy = ChunkStore(embedded[0], codec="int8")
+    with pytest.raises(ValueError, match="audit_rate"):
+        KVBoost(*embedded, store=lossy, policy=ReusePolicy(audit_rate=0.1))
+
+
+def test_cuts_are_by_content_where_the_tokenizer_allows_it(embedded: tuple[PreTrainedModel, Any]) -> None:
+    tokenizer = embedded[1]
+    by_content = EngineSettings().chunker(tokenizer)
+    assert isinstance(by_content, ContentChunker)
+    assert by_content.boundary_window == 16
+    for settings, known in (
+        (EngineSettings(chunk_boundary_window=0), tokenizer),
+        (EngineSettings(chunk_size=16), tokenizer),
+        (EngineSettings(), object()),
+    ):
+        assert isinstance(settings.chunker(known), FixedChunker)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0]['content'][0]['text'] }}"])
+def test_a_chat_template_that_takes_other_chats_keeps_nothing_from_starting(template: str) -> None:
+    model, tokenizer = load_embedded()
+    tokenizer.chat_template = template
+    assert KVBoost(model, tokenizer).generate(QUESTION, 1).generated_tokens == 1
+
+
+def test_shuffled_documents_are_found_cut_by_content(embedded: tuple[PreTrainedModel, Any]) -> None:
+    """And a chat that grows is reused to the token, whichever way it is cut."""
+    shuffled = [question.text for question in shuffled_documents(embedded[1], 1000, 6, seed=1)]
+    documents = shuffled[0].split("\n\n")
+    found: dict[int, int] = {}
+    for window in (16, 0):
+        blend = KVBoost(*embedded, recompute_strategy="none", chunk_boundary_window=window)
+        found[window] = sum(blend.generate(prompt, 1).cached_tokens for prompt in shuffled)
+        exact = KVBoost(*embedded, chunk_boundary_window=window)
+        for before, after in pairwise(exact.generate("\n\n".join(documents[:at]), 1) for at in range(1, 6)):
+            assert after.cached_tokens >= before.prompt_tokens - 1
+    assert found[16] > 1.05 * found[0]
