@@ -49,7 +49,8 @@ def _flag(action: argparse.Action) -> str:
     choices = "|".join(map(str, action.choices or ()))
     value = action.metavar or choices or action.dest.upper().split("_")[-1]
     shown = {"+": f"{value} ...", "*": f"[{value} ...]"}.get(str(action.nargs), str(value))
-    return f"`{' '.join([*action.option_strings[-1:], shown])}`".replace("|", r"\|")
+    names = ", ".join([*(f"`{name}`" for name in action.option_strings[:-1]), ""])
+    return names + f"`{' '.join([*action.option_strings[-1:], shown])}`".replace("|", r"\|")
 
 
 def _sentence(text: str) -> str:

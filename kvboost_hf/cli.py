@@ -18,7 +18,6 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.bench.arms import ARMS
 from kvboost_hf.bench.peers import PEERS
 from kvboost_hf.bench.workloads import WORKLOADS
-from kvboost_hf.cache.chunks import FixedChunker
 from kvboost_hf.cache.codecs import live_config
 from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.cache.report import ReuseReport
@@ -33,16 +32,20 @@ from kvboost_hf.errors import KVBoostError
 from kvboost_hf.offload.awq.swap import AwqSettings
 from kvboost_hf.offload.sizes import what_fits
 from kvboost_hf.outputs import STANDARD_OUTPUT, output_path, write
+from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.options import (
+    add_api_keys,
+    add_kept,
     add_options,
     add_secrets,
-    add_tier_key,
+    add_streaming,
     draft_trees,
     engine_settings,
+    kept_settings,
     server_settings,
     streaming_config,
-    tier_key,
 )
+from kvboost_hf.server.sharing import choose_attention
 from kvboost_hf.verify import figure as draw_report
 from kvboost_hf.verify import validate_turboquant, verify_correctness
 from kvboost_hf.verify.turboquant import CODECS
@@ -161,11 +164,12 @@ def command_line() -> argparse.ArgumentParser:
     warm.add_argument("files", type=Path, nargs="+", metavar="FILE", help="texts; each is the start of prompts")
     warm.add_argument("--documents", action="store_true", help="they may stand anywhere in prompts (mode 'blend')")
     warm.add_argument("--prefix", type=Path, metavar="FILE", help="with --documents: a text that stands before each")
-    _add_tiers(warm, "where to keep it, such as disk:~/.cache/kvboost_hf:50GB or redis://localhost:6379")
-    add_tier_key(warm)
-    warm.add_argument("--codec", default="raw", help="raw, int8, int4, turboquant, turboquant:3.5, … (default: raw)")
-    warm.add_argument("--chunk-size", type=_positive, help="tokens (default: 128); with --documents cut by content")
-    warm.add_argument("--salt", default="", help="whose prompts they are (default: nobody's)")
+    finding = warm.add_argument_group(
+        "what a server must have alike to find it, by the same flags with the same defaults"
+    )
+    add_api_keys(finding)
+    add_kept(finding)
+    add_streaming(warm)
     warm.set_defaults(run=_warm)
 
     serve = commands.add_parser("serve", help="answer requests as OpenAI's API does")
@@ -254,6 +258,16 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
 
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
     return model, AutoTokenizer.from_pretrained(options.model), Path(options.model).name
+
+
+def _load_served(options: argparse.Namespace) -> tuple[Any, Any, str]:
+    """As `_load`, for a server or what is warmed for one: perhaps with streamed layers."""
+    streaming = streaming_config(options)
+    if streaming is None:
+        return _load(options)
+    if options.model is None:
+        raise ValueError("`--awq-streaming` needs `--model`: the embedded model fits any device.")
+    return *load(options.model, streaming, options.device, {"dtype": options.dtype}), Path(options.model).name
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -433,17 +447,16 @@ def _warm(options: argparse.Namespace) -> int:
 
     if options.prefix is not None and not options.documents:
         raise ValueError("`--prefix` needs `--documents`: what prompts start with has nothing before it.")
-    _require_lasting(options.tiers)
-    key = tier_key(options)
+    _require_lasting([*options.tiers, *([f"disk:{options.disk_cache_dir}"] if options.disk_cache_dir else [])])
+    add_secrets(options, os.environ, ["api_key"])
+    kept = kept_settings(options)
     texts = [_read_text(path) for path in options.files]
     prefix = _read_text(options.prefix) if options.prefix is not None else None
     console = Console()
-    model, tokenizer, name = _load(options)
-    size = options.chunk_size or 128
-    chunker = ContentChunker.for_tokenizer(tokenizer, chunk_size=size) if options.documents else FixedChunker(size)
-    store = ChunkStore(
-        model, chunker=chunker, tiers=options.tiers, tier_key=key, codec=options.codec, salt=options.salt
-    )
+    model, tokenizer, name = _load_served(options)
+    choose_attention(model, options.attn_implementation)
+    store = kept.store(model, tokenizer)
+    salts = [prompt_salt(options.salt, key) for key in options.api_key or (None,)]
     reports: list[tuple[str, ReuseReport]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("computing", total=None)
@@ -451,14 +464,15 @@ def _warm(options: argparse.Namespace) -> int:
         def advance(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        if options.documents:
-            what = f"{len(texts)} documents"
-            found = store.warm(documents=texts, prefix=prefix, tokenizer=tokenizer, pin=False, progress=advance)
-            reports.append((what, found))
-        else:
+        given = {"tokenizer": tokenizer, "pin": False, "progress": advance, "live_quant": kept.live_config}
+        for salt in salts:
+            if options.documents:
+                found = store.warm(documents=texts, prefix=prefix, salt=salt, **given)
+                reports.append((f"{len(texts)} documents", found))
+                continue
             for path, text in zip(options.files, texts, strict=True):
                 progress.update(task, description=path.name)
-                reports.append((path.name, store.warm(text, tokenizer=tokenizer, pin=False, progress=advance)))
+                reports.append((path.name, store.warm(text, salt=salt, **given)))
         progress.update(task, description="writing", total=None)
         store.flush()
         written = store.stats()["tiers"]
@@ -479,16 +493,11 @@ def _serve(options: argparse.Namespace) -> int:
         raise ValueError(f"`kvboost-hf serve` needs {error.name}: pip install 'kvboost_hf[server]'") from error
 
     add_secrets(options, os.environ)
-    kept, streaming, trees = engine_settings(options), streaming_config(options), draft_trees(options)
+    kept, trees = engine_settings(options), draft_trees(options)
     # Both refuse now, not when the model is there.
     if (tls := server_settings(options, "model", None).tls) is not None:
         tls.context()
-    if streaming is None:
-        model, tokenizer, _ = _load(options)
-    elif options.model is None:
-        raise ValueError("`--awq-streaming` needs `--model`: the embedded model fits any device.")
-    else:
-        model, tokenizer = load(options.model, streaming, options.device, {"dtype": options.dtype})
+    model, tokenizer, _ = _load_served(options)
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     settings = server_settings(options, _model_name(options.model), positions)
     draft = None

@@ -122,6 +122,10 @@ class TieredShelf(Shelf):
                 found.setdefault(each.entry.key, _unloaded_states(each) if states else unloaded_chunk(each))
         return list(found.values())
 
+    def entries_below(self) -> Iterator[Entry]:
+        """What lower tiers keep, of other models, weights, salts and codecs, too."""
+        return (found.entry for found in self._lower.entries())
+
     def lose(self, damaged: StoredChunk | StoredStates, error: DamagedBlobError) -> None:
         """Something found in a lower tier is not what was written there."""
         assert damaged.found is not None

@@ -141,9 +141,9 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
         ),
         _works("recompute_overlap, recompute_ratio, overlap_k"),
         _works("sink_tokens", "16 by default."),
-        _works("kv_cache_bits", "16, 8, 4. `ChunkStore(codec=...)` has others."),
+        _works("kv_cache_bits", "16, 8, 4; `codec` has others, and `live_quant` holds K/V under way as codes, too."),
         _works("disk_cache_dir", "Up to 10 GB, found by later processes; `tiers=` for another size or place."),
-        _works("chunk_boundary_window", "Cuts by content, as `ContentChunker` does."),
+        _works("chunk_boundary_window", "Cuts by content, as `ContentChunker` does: 16 by default, where 0 does not."),
         _works("prefill_chunk_size", "The most tokens of a forward; also an argument of `generate`."),
         _works("streaming_config", "Of `from_pretrained`."),
         _gone("awq_path", "Pass the folder as the name of the model, with a `streaming_config`.", "load_streamed"),
@@ -254,8 +254,14 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
             "--max-cache-bytes, --chunk-size, --recompute-strategy, --kv-cache-bits, --prefill-chunk-size",
             "As the settings of `KVBoost` of these names.",
         ),
-        _works("--sink-tokens, --overlap-k", "As the settings of `KVBoost` of these names."),
-        _works("--awq-streaming, --keep-first-k, --keep-last-k, --streaming-mode", "As `StreamingConfig`."),
+        _works(
+            "--sink-tokens, --overlap-k, --chunk-boundary-window, --recompute-ratio",
+            "As the settings of `KVBoost` of these names.",
+        ),
+        _works(
+            "--awq-streaming, --keep-first-k, --keep-last-k, --streaming-mode",
+            "As `StreamingConfig`; its other settings are `--n-staging-slots`, `--disk-folder`, `--host-budget`.",
+        ),
         _works(
             "--speculative-draft-model, --speculative-mode-policy, --speculative-tree-max-branching, "
             "--speculative-tree-max-depth, --speculative-tree-node-budget",

@@ -1,5 +1,6 @@
-"""Keys from files, which do not stand in the list of processes."""
+"""Keys of those who ask: from files, which do not stand in the list of processes, and what they make of prompts."""
 
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -34,3 +35,20 @@ def read_keys(path: Path) -> tuple[str, ...]:
     if not keys:
         raise ValueError(f"The file of keys {path} must hold a key a line, but there is none. Write one into it.")
     return keys
+
+
+def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None) -> bytes:
+    """Separates K/V of those who must not find each other's prompts.
+
+    Args:
+        salt: Of the server, or of what is warmed for it.
+        api_key: Who asks; None where nobody needs a key.
+        cache_key: A request's `prompt_cache_key`.
+
+    Returns:
+        For caches and stores; that of a `ChunkStore` without one if there is nothing to tell apart.
+    """
+    if api_key is None and cache_key is None:
+        return salt.encode()
+    told = (api_key, cache_key, salt) if salt else (api_key, cache_key)
+    return hashlib.sha256(repr(told).encode()).digest()

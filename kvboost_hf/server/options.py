@@ -1,11 +1,12 @@
 """The command line of the server, and the settings that follow from it."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, get_args
 
 from kvboost_hf.cache.tiers.sealed import read_tier_key
-from kvboost_hf.config import DraftTreeConfig, StreamingConfig, parse_size
+from kvboost_hf.config import DraftTreeConfig, ResidencyMode, StreamingConfig, parse_size
 from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
 from kvboost_hf.migration import TABLE, refuse
 from kvboost_hf.server.keys import read_keys
@@ -15,7 +16,13 @@ from kvboost_hf.server.tls import TlsFiles
 _FLAGS = "server flags"
 _POLICIES = ("auto", "chain", "tree", "none")
 _DEFAULTS, _KEPT, _TREES = ServerSettings(model_name="any"), EngineSettings(), DraftTreeConfig()
-_STREAMING = ("streaming_mode", "keep_first_k", "keep_last_k", "vram_budget")
+_STREAMED = StreamingConfig()
+_STREAMING = (
+    *("streaming_mode", "keep_first_k", "keep_last_k", "vram_budget"),
+    *("n_staging_slots", "disk_folder", "host_budget"),
+)
+_WITH_RATIO = (RecomputeStrategy.CACHEBLEND, RecomputeStrategy.QUERY, RecomputeStrategy.FIRST_K)
+_SECRETS = ("api_key", "operator_key")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,20 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--host", default=_DEFAULTS.host, help="address to listen at (default: %(default)s, this machine alone)"
     )
     http.add_argument("--port", default=_DEFAULTS.port, type=int, help="and its port (default: %(default)s)")
-    http.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="let in who sends it; repeatable, and that of the environment's KVBOOST_HF_API_KEY besides",
-    )
+    add_api_keys(http)
     http.set_defaults(operator_key=[], ssl_keyfile_password=None)  # of no flag: see `add_secrets`
-    http.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="with such keys, one a line; unlike --api-key it does not show them in the list of processes",
-    )
     http.add_argument(
         "--operator-key-file",
         type=Path,
@@ -130,12 +125,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="see to it before a request starts that its K/V has room (default: yes)",
     )
-    load.add_argument(
-        "--attn-implementation",
-        metavar="NAME",
-        help="of the model; with kvboost_fa2, requests read what they begin with together (default: kvboost_fa2 on a "
-        "CPU where the model allows it, else the model's own)",
-    )
     load.add_argument("--auto-truncate", action="store_true", help="leave out the beginning of prompts too long")
     load.add_argument(
         "--max-tokens",
@@ -159,10 +148,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     reuse = parser.add_argument_group("what is kept, and how it is used again")
     reuse.add_argument(
         "--recompute-strategy",
+        "--repair",
         choices=["exact", *RecomputeStrategy],
         default="exact",
         help="'exact' gives the answers of plain generate(); with the others K/V moves, and answers may differ "
         "(default: exact)",
+    )
+    reuse.add_argument(
+        "--recompute-ratio",
+        type=float,
+        metavar="SHARE",
+        help="of the moved tokens, that cacheblend, query and first_k compute again "
+        f"(default: {_KEPT.recompute_ratio})",
     )
     reuse.add_argument(
         "--sink-tokens",
@@ -176,32 +173,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="tokens before each seam that are computed again (default: %(default)s)",
     )
-    reuse.add_argument(
-        "--chunk-size", default=_KEPT.chunk_size, type=int, help="tokens, a multiple of 16 (default: %(default)s)"
-    )
-    reuse.add_argument(
-        "--kv-cache-bits",
-        default=_KEPT.kv_cache_bits,
-        type=int,
-        choices=(4, 8, 16),
-        help="of stored K/V (default: %(default)s)",
-    )
     reuse.add_argument("--max-cache-bytes", type=_size, metavar="SIZE", help="host memory for K/V (default: 4GiB)")
-    reuse.add_argument("--disk-cache-dir", metavar="FOLDER", help="keeps up to 10 GB of K/V for later processes")
+    add_kept(reuse)
     reuse.add_argument(
-        "--tiers", nargs="+", default=[], metavar="ADDRESS", help="other places for K/V, such as redis://…"
+        "--warm", action="append", default=[], metavar="TEXT", help="that prompts start with; pinned; repeatable"
     )
-    add_tier_key(reuse)
-    reuse.add_argument(
-        "--warm", action="append", default=[], metavar="TEXT", help="that prompts start with; repeatable"
-    )
-
-    streaming = parser.add_argument_group("a model larger than its device")
-    streaming.add_argument("--awq-streaming", action="store_true", help="stream layers that do not stay on the device")
-    streaming.add_argument("--streaming-mode", help="partial_resident, ffn_only_stream, full_stream or full_resident")
-    streaming.add_argument("--keep-first-k", type=int, metavar="LAYERS", help="that stay")
-    streaming.add_argument("--keep-last-k", type=int, metavar="LAYERS", help="that stay")
-    streaming.add_argument("--vram-budget", metavar="SIZE", help="as many layers stay as fit into it")
+    add_streaming(parser)
 
     drafts = parser.add_argument_group("drafts of a smaller model, for a request that runs alone")
     drafts.add_argument("--speculative-draft-model", metavar="NAME", help="a hub name or a folder (default: none)")
@@ -229,21 +206,64 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, action=_Refused, nargs="*", help=argparse.SUPPRESS)
 
 
-def add_secrets(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Add what does not stand in the command line: keys from files and from the environment.
+def add_api_keys(parser: argparse._ActionsContainer) -> None:
+    """Add the API keys, which separate prompts of those who ask; see `add_secrets`."""
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="of those who may ask; repeatable, and that of the environment's KVBOOST_HF_API_KEY besides",
+    )
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="with such keys, one a line; unlike --api-key it does not show them in the list of processes",
+    )
 
-    Raises:
-        ValueError: for a file that cannot be read, holds no key, or is open to others.
+
+def add_kept(parser: argparse._ActionsContainer) -> None:
+    """Add what K/V must have in common with that of another process to be found by it, and where it is kept.
+
+    `serve` and `warm` have it alike, with the same defaults; beside it the model, its device and type, and API keys.
     """
-    for name in ("api_key", "operator_key"):
-        file, value = getattr(options, f"{name}_file"), environment.get(f"KVBOOST_HF_{name.upper()}")
-        given = [*getattr(options, name), *(read_keys(file) if file is not None else ())]
-        setattr(options, name, [*given, value] if value else given)
-    options.ssl_keyfile_password = environment.get("KVBOOST_HF_SSL_KEYFILE_PASSWORD")
-
-
-def add_tier_key(parser: argparse._ActionsContainer) -> None:
-    """Add the file that holds the key of tiers."""
+    parser.add_argument(
+        "--attn-implementation",
+        metavar="NAME",
+        help="of the model, on which its K/V depends; with kvboost_fa2, requests of the server read what they begin "
+        "with together (default: kvboost_fa2 on a CPU where the model allows it, else the model's own)",
+    )
+    parser.add_argument(
+        "--chunk-size", default=_KEPT.chunk_size, type=int, help="tokens, a multiple of 16 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chunk-boundary-window",
+        type=int,
+        metavar="TOKENS",
+        help="cut by content, and let cuts move so far to the end of a sentence; 0 cuts at multiples of --chunk-size "
+        "(default: 16, or 0 with chunks of 16)",
+    )
+    parser.add_argument("--kv-cache-bits", type=int, choices=(4, 8, 16), help="of stored K/V (default: 16)")
+    parser.add_argument(
+        "--codec", help="of stored K/V, in place of --kv-cache-bits: raw, int8, int4, turboquant, turboquant:3.5, …"
+    )
+    parser.add_argument(
+        "--live-quant",
+        metavar="BITS",
+        help="hold K/V of requests under way as codes, too: bits of turboquant, or the name of a codec (default: no)",
+    )
+    parser.add_argument(
+        "--salt", default="", help="whose prompts they are, besides their API keys (default: nobody's)"
+    )
+    parser.add_argument("--disk-cache-dir", metavar="FOLDER", help="keeps up to 10 GB of K/V for later processes")
+    parser.add_argument(
+        "--tiers",
+        nargs="+",
+        default=[],
+        metavar="ADDRESS",
+        help="other places for K/V, such as disk:~/.cache/kvboost_hf:50GB or redis://localhost:6379",
+    )
     parser.add_argument(
         "--tier-key-file",
         metavar="FILE",
@@ -251,14 +271,52 @@ def add_tier_key(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def tier_key(options: argparse.Namespace) -> bytes | None:
-    """The key of tiers, or None for none.
+def add_streaming(parser: argparse.ArgumentParser) -> None:
+    """Add which layers of a model are streamed."""
+    streaming = parser.add_argument_group("a model larger than its device")
+    streaming.add_argument("--awq-streaming", action="store_true", help="stream layers that do not stay on the device")
+    streaming.add_argument(
+        "--streaming-mode",
+        "--residency-mode",
+        choices=get_args(ResidencyMode),
+        metavar="MODE",
+        help=f"{', '.join(get_args(ResidencyMode))} (default: {_STREAMED.residency_mode})",
+    )
+    streaming.add_argument("--keep-first-k", type=int, metavar="LAYERS", help="that stay")
+    streaming.add_argument("--keep-last-k", type=int, metavar="LAYERS", help="that stay")
+    streaming.add_argument("--vram-budget", metavar="SIZE", help="as many layers stay as fit into it")
+    streaming.add_argument(
+        "--n-staging-slots",
+        type=int,
+        metavar="SLOTS",
+        help=f"on the device, that streamed layers take in turn (default: {_STREAMED.n_staging_slots})",
+    )
+    streaming.add_argument(
+        "--disk-folder",
+        metavar="FOLDER",
+        help="for files of layers that are beyond --host-budget; without one, of all that are streamed",
+    )
+    streaming.add_argument(
+        "--host-budget", metavar="SIZE", help="of host memory, that streamed layers take; with --disk-folder"
+    )
+
+
+def add_secrets(options: argparse.Namespace, environment: Mapping[str, str], names: Sequence[str] = _SECRETS) -> None:
+    """Add what does not stand in the command line: keys from files and from the environment.
+
+    Args:
+        options: Parsed; what is found is added to it.
+        environment: Of the process.
+        names: Which kinds of keys there are.
 
     Raises:
-        ValueError: if its file is open to others, or holds no key.
-        OSError: if it cannot be read.
+        ValueError: for a file that cannot be read, holds no key, or is open to others.
     """
-    return read_tier_key(options.tier_key_file) if options.tier_key_file is not None else None
+    for name in names:
+        file, value = getattr(options, f"{name}_file"), environment.get(f"KVBOOST_HF_{name.upper()}")
+        given = [*getattr(options, name), *(read_keys(file) if file is not None else ())]
+        setattr(options, name, [*given, value] if value else given)
+    options.ssl_keyfile_password = environment.get("KVBOOST_HF_SSL_KEYFILE_PASSWORD")
 
 
 def server_settings(options: argparse.Namespace, name: str, positions: int | None) -> ServerSettings:
@@ -275,6 +333,7 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
         port=options.port,
         api_keys=tuple(options.api_key),
         operator_keys=tuple(options.operator_key),
+        salt=options.salt,
         allowed_hosts=tuple(options.allowed_host),
         tls=_tls_files(options),
         max_connections=options.max_connections,
@@ -294,23 +353,46 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
     )
 
 
-def engine_settings(options: argparse.Namespace) -> EngineSettings:
-    """What is kept, and how it is used again.
+def kept_settings(options: argparse.Namespace, **more: Any) -> EngineSettings:
+    """What `add_kept` has added, and other settings.
 
     Raises:
-        ValueError: for values that are none.
+        ValueError: for values that are none, or do not go together.
         OSError: if the file with the key of tiers cannot be read.
     """
     return EngineSettings(
-        recompute_strategy=None if options.recompute_strategy == "exact" else options.recompute_strategy,
-        sink_tokens=options.sink_tokens,
-        overlap_k=options.overlap_k,
         chunk_size=options.chunk_size,
+        chunk_boundary_window=options.chunk_boundary_window,
         kv_cache_bits=options.kv_cache_bits,
-        max_cache_bytes=options.max_cache_bytes,
+        codec=options.codec,
+        live_quant=options.live_quant,
         disk_cache_dir=options.disk_cache_dir,
         tiers=options.tiers,
-        tier_key=tier_key(options),
+        tier_key=read_tier_key(options.tier_key_file) if options.tier_key_file is not None else None,
+        **more,
+    )
+
+
+def engine_settings(options: argparse.Namespace) -> EngineSettings:
+    """What a server keeps, and how it is used again.
+
+    Raises:
+        ValueError: as `kept_settings`, and for a ratio that the strategy does not use.
+        OSError: as `kept_settings`.
+    """
+    strategy, ratio = options.recompute_strategy, options.recompute_ratio
+    if ratio is not None and strategy not in _WITH_RATIO:
+        raise ValueError(
+            f"`--recompute-ratio` must be left out with `--recompute-strategy {strategy}`, which does not use it, got "
+            f"{ratio}. Pass one of {', '.join(_WITH_RATIO)}."
+        )
+    return kept_settings(
+        options,
+        recompute_strategy=None if strategy == "exact" else strategy,
+        recompute_ratio=_KEPT.recompute_ratio if ratio is None else ratio,
+        sink_tokens=options.sink_tokens,
+        overlap_k=options.overlap_k,
+        max_cache_bytes=options.max_cache_bytes,
     )
 
 
@@ -326,7 +408,7 @@ def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ValueError(f"{flags} must be left out without `--awq-streaming`.")
         return None
-    mode = given.pop("streaming_mode", "partial_resident")
+    mode = given.pop("streaming_mode", _STREAMED.residency_mode)
     return StreamingConfig(residency_mode=mode, **given)
 
 

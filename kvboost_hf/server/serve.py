@@ -15,11 +15,12 @@ from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.guard import JsonLines
 from kvboost_hf.server.jobs import Engine, Event, Finished, Job, SamplingOptions
+from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.listen import FrontServer
 from kvboost_hf.server.room import tokens_that_fit
-from kvboost_hf.server.served import salt
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.sharing import choose_attention
+from kvboost_hf.server.stored import unfound
 from kvboost_hf.server.worker import ModelEngine
 
 _log = logging.getLogger("kvboost_hf.server")
@@ -66,8 +67,11 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             # Uvicorn answers all first, and then raises it again; what is kept is still to be written.
             signal.signal(number, _end)
+        salts = [prompt_salt(settings.salt, key) for key in settings.api_keys or (None,)]
+        if (reason := unfound(model, engine.store, kept.live_config, salts)) is not None:
+            _log.warning("%s", reason)
         for text in warm:
-            _warm(engine, tokenizer.encode(text), settings.api_keys or (None,))
+            _warm(engine, tokenizer.encode(text), salts)
         open_to = "" if settings.api_keys else ", without API keys"
         _log.info("serving %s at %s:%d%s", settings.model_name, settings.host, settings.port, open_to)
         FrontServer(front(engine, settings), engine, settings).run()
@@ -94,6 +98,7 @@ def start_engine(
         tokenizer,
         store=store,
         policy=kept.policy(),
+        live_quant=kept.live_config,
         max_batch_size=settings.max_batch_size,
         max_queue_size=settings.max_queue_size,
         prefill_chunk_size=settings.prefill_chunk_size,
@@ -124,10 +129,10 @@ def _live_tokens(
     return tokens_that_fit(model, draft, reserved=reserved, safety_margin=settings.safety_margin)
 
 
-def _warm(engine: Engine, ids: Sequence[int], api_keys: Sequence[str | None]) -> None:
-    for key in api_keys:
+def _warm(engine: Engine, ids: Sequence[int], salts: Sequence[bytes]) -> None:
+    for salt in salts:
         events: queue.Queue[Event] = queue.Queue()
-        engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=0), salt=salt(key, None)), events.put)
+        engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=0), salt=salt), events.put)
         while not isinstance(event := events.get(), Finished):
             pass
         if event.reason == "error":

@@ -1,6 +1,5 @@
 """What all routes share: the model's engine, its tokenizer, and how prompts become jobs."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.jobs import Constraint, Engine, Job, QueueFullError, SamplingOptions, TooLongError
 from kvboost_hf.server.json_text import LargeJsonError, require_few_parts
+from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import Message, Sampled, Tool
@@ -165,7 +165,7 @@ class Served:
 
     def salt(self, request: Request, cache_key: str | None) -> bytes:
         """Separates K/V of those with other API keys, or who gave another `prompt_cache_key`."""
-        return salt(request.scope.get("api_key"), cache_key)
+        return prompt_salt(self.settings.salt, request.scope.get("api_key"), cache_key)
 
     def job(
         self,
@@ -226,13 +226,6 @@ class Served:
 def client(request: Request) -> bytes:
     """Who asks: what is shared out among those that have API keys is shared out among these."""
     return str(request.scope.get("api_key", "")).encode()
-
-
-def salt(api_key: str | None, cache_key: str | None) -> bytes:
-    """See `Served.salt`; nothing for neither."""
-    if api_key is None and cache_key is None:
-        return b""
-    return hashlib.sha256(repr((api_key, cache_key)).encode()).digest()
 
 
 def _as_templates_have_them(

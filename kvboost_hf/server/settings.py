@@ -16,6 +16,7 @@ class ServerSettings:
         api_keys: Any of these opens all routes; without one they are open to everybody who reaches the address.
         operator_keys: Any of these opens all routes, too, and they alone `/v1/stats` and `/metrics`. Without one these
             figures are for whoever has the only API key, and closed where there are several.
+        salt: Separates prompts of this server from those of others who share a tier with it.
         allowed_hosts: Names in the header `Host` that are taken besides localhost and the address itself; `"*"` takes
             all. Empty takes all where there are API keys, and no other where there are none.
         tls: Certificate and key for HTTPS; None for plain HTTP.
@@ -51,6 +52,7 @@ class ServerSettings:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     operator_keys: tuple[str, ...] = ()
+    salt: str = ""
     allowed_hosts: tuple[str, ...] = ()
     tls: TlsFiles | None = None
     cors_origins: tuple[str, ...] = ()

@@ -34,7 +34,7 @@ from kvboost_hf.compat import (
     require_cache,
     rope_regime,
 )
-from kvboost_hf.config import DraftTreeConfig, ReusePolicy
+from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import common_prefix
 from kvboost_hf.server.batch import BatchKV
@@ -70,6 +70,7 @@ class ModelEngine:
         tokenizer: Its tokenizer.
         store: Where K/V is kept; None for a new one. Once it is closed jobs go on, and nothing is kept.
         policy: How stored K/V may be used.
+        live_quant: How texts under way hold K/V as codes, each in a cache of its own; None holds it as it is.
         max_batch_size: Texts under way at once, prompts included.
         max_queue_size: Jobs that may wait besides.
         prefill_chunk_size: Tokens of a prompt that are computed at once, at most.
@@ -91,6 +92,7 @@ class ModelEngine:
         *,
         store: ChunkStore | None = None,
         policy: ReusePolicy | None = None,
+        live_quant: KVQuantConfig | None = None,
         max_batch_size: int = 8,
         max_queue_size: int = 64,
         prefill_chunk_size: int = 256,
@@ -116,16 +118,17 @@ class ModelEngine:
             raise ValueError(f"`max_client_share` must be more than 0 and at most 1, got {max_client_share}.")
         self.model, self.tokenizer = model, tokenizer
         self.store = store if store is not None else ChunkStore(model)
-        self._policy = policy if policy is not None else ReusePolicy()
+        self._policy, self._live_quant = policy if policy is not None else ReusePolicy(), live_quant
         self._max_batch, self._max_queue, self._piece = max_batch_size, max_queue_size, prefill_chunk_size
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_len = max_model_len or positions or 2**31
         self._max_live, self._window_s = max_live_tokens, batch_window_ms / 1000
         self._share = max_client_share
-        cache = ChunkReuseCache(model, self.store)
+        cache = ChunkReuseCache(model, self.store, live_quant=live_quant)
         ModelState.of(model).fingerprint.look(model)
         self._takes_rows = (
             cache.lending_reason is None
+            and live_quant is None  # a batch would hold it as it is
             and rope_regime(model, self._max_len) == b""  # a long row would change the frequencies of the others
             and (probe_reason(model) or padding_reason(model)) is None
         )
@@ -439,7 +442,7 @@ class ModelEngine:
             cache = other.fork()
             cache.begin_anew()
             return cache, most
-        return ChunkReuseCache(self.model, self.store, self._policy, row.job.salt), 0
+        return ChunkReuseCache(self.model, self.store, self._policy, row.job.salt, live_quant=self._live_quant), 0
 
     def _begin_text(self, row: Row) -> None:
         report = row.begin(self.tokenizer)

@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 
-from kvboost_hf import DraftTreeConfig
+from kvboost_hf import ChunkStore, DraftTreeConfig
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, load_embedded
 from kvboost_hf.cli import main
 from kvboost_hf.engine import EngineSettings
@@ -33,7 +33,12 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     """`kvboost-hf serve`, and a client of it."""
     port, log = free_port(), tmp_path_factory.mktemp("serve") / "log"
     command = [sys.executable, "-c", "from kvboost_hf.cli import serve; raise SystemExit(serve())"]
+    folder = tmp_path_factory.mktemp("tier")
+    model, tokenizer = load_embedded()
+    with ChunkStore(model, tiers=[f"disk:{folder}"]) as store:  # by another attention
+        store.warm("The lamp is red. " * 40, tokenizer=tokenizer)
     options = f"--port {port} --chunk-size 16 --device cpu --speculative-draft-model {EMBEDDED_DRAFT_DIR}".split()
+    options += ["--disk-cache-dir", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KVBOOST_HF_API_KEY": "key"}
     with log.open("w") as stderr:
         server = subprocess.Popen(
@@ -47,6 +52,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     lines = [json.loads(line) for line in Path(log).read_text().splitlines() if line.startswith("{")]
     assert {"/v1/models", "/v1/chat/completions"} <= {line.get("path") for line in lines}
     assert "piano" not in Path(log).read_text()
+    assert "stored with --attn-implementation sdpa" in Path(log).read_text()
 
 
 def test_it_answers_as_generate_does(process: tuple[Any, openai.OpenAI]) -> None:
@@ -141,6 +147,16 @@ def test_too_long_prompts_are_refused_with_a_length(process: tuple[Any, openai.O
         (["--keep-first-k", "2"], "--awq-streaming"),
         (["--awq-streaming"], "--model"),
         (["--chunk-size", "100"], "chunk_size"),
+        (["--codec", "zip"], "'int8'"),
+        (["--codec", "int8", "--kv-cache-bits", "4"], "Pass one of the two"),
+        (["--live-quant", "4", "--repair", "query"], "cannot be moved"),
+        (["--recompute-ratio", "0.3"], "cacheblend, query, first_k"),
+        (["--repair", "none", "--recompute-ratio", "0.3"], "must be left out with `--recompute-strategy none`"),
+        (["--repair", "query", "--recompute-ratio", "3"], "from 0 to 1"),
+        (["--chunk-boundary-window", "128"], "less than `chunk_size`"),
+        (["--disk-folder", "x"], "--awq-streaming"),
+        (["--awq-streaming", "--host-budget", "1GB"], "Pass a folder"),
+        (["--awq-streaming", "--disk-folder", "x", "--n-staging-slots", "1"], "2 or more"),
         (["--max-batch-size", "0"], "max_batch_size"),
         (["--api-key", ""], "api_keys"),
     ],

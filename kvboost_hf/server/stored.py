@@ -1,0 +1,125 @@
+"""Whether a server can find what its tiers hold of its model; if not, what differs, and what to type."""
+
+from collections.abc import Sequence
+from itertools import islice, product
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.chunks import Chunker, root_key
+from kvboost_hf.cache.codecs import config_of, make_codec
+from kvboost_hf.cache.fingerprint import model_name
+from kvboost_hf.cache.quantized import mark
+from kvboost_hf.cache.state import ModelState
+from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.tiers.base import Entry, Kind
+from kvboost_hf.compat import attention_kind
+from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.handles import ATTENTION
+
+_OWN = "the --codec and --live-quant of this server"
+_LOOKED_AT = 10_000  # blobs
+_ATTENTIONS = ("sdpa", "eager", ATTENTION)
+_LOSSY = ("int8", "int4", "int2", "turboquant", "turboquant:3.5", "turboquant:3", "turboquant:2")
+
+
+def unfound(
+    model: PreTrainedModel, store: ChunkStore, live_quant: KVQuantConfig | None, salts: Sequence[bytes]
+) -> str | None:
+    """Why what tiers hold of a model cannot be found, or not all of it; None if it can, as far as is known.
+
+    Args:
+        model: With the attention that it is served with.
+        store: Of the server.
+        live_quant: Of its caches.
+        salts: Of its API keys, or the one of those who have none.
+    """
+    held = list(islice(store.entries_below(), _LOOKED_AT))
+    fingerprint = ModelState.of(model).fingerprint.durable(model) if held else None
+    if not isinstance(fingerprint, bytes):
+        return None
+    own = [entry for entry in held if entry.model == model_name(model)]
+    if not own:
+        return (
+            f"The tiers hold {len(held)} chunks, but none of this model: they are of others, or of this one with "
+            "another `--dtype`."
+        )
+    live = mark(live_quant) if live_quant is not None else b""
+    ours = {root_key(fingerprint, salt, live + store.codec.name.encode()) for salt in salts}
+    found = [entry for entry in own if entry.root in ours]
+    others = {entry.root for entry in own} - ours
+    told = _difference(model, store.codec.name, live, salts, others, attentions=not found) if others else None
+    if told is None and found:
+        return _cut_elsewhere(store.chunker, found)
+    return (
+        f"The tiers hold {len(own) - len(found)} chunks of this model that cannot be found by this server: they were "
+        "stored with "
+    ) + (
+        told
+        or "other weights, an API key or a `--salt` that it does not have, another `--codec`, or other versions of "
+        "PyTorch or transformers. Run `kvboost-hf warm` again, with its flags."
+    )
+
+
+def _difference(
+    model: PreTrainedModel, codec: str, live: bytes, salts: Sequence[bytes], roots: set[bytes], *, attentions: bool
+) -> str | None:
+    """With which flags something under one of `roots` was stored, and what to do; None where that is not known.
+
+    With `attentions`, others are tried, too: all weights are read again for each of them.
+    """
+    own = attention_kind(model)
+    codecs = {make_codec(spec).name: f"--codec {spec}" for spec in ("raw", *_LOSSY)}
+    lives = {b"": "no --live-quant"}
+    lives |= {mark(config): f"--live-quant {spec}" for spec in _LOSSY if (config := config_of(spec)) is not None}
+    tenants = dict.fromkeys([b"", *salts], "the --api-key and --salt of this server") | {b"": "no --api-key or --salt"}
+    for attention in [own, *(name for name in _ATTENTIONS if attentions and name != own)]:
+        fingerprint = _fingerprint_with(model, attention)
+        for tried in product([codec, *codecs], [live, *lives], [*salts, b""]):
+            if fingerprint is None or root_key(fingerprint, tried[2], tried[1] + tried[0].encode()) not in roots:
+                continue
+            pairs = [
+                (f"--attn-implementation {attention}", f"--attn-implementation {own}"),
+                (codecs.get(tried[0], _OWN), codecs.get(codec, _OWN)),
+                (lives.get(tried[1], _OWN), lives.get(live, _OWN)),
+                (tenants[tried[2]], tenants[tried[2] if tried[2] in salts else salts[0]]),
+            ]
+            differ = [pair for pair in pairs if pair[0] != pair[1]]
+            theirs, wanted = (", ".join(flags) for flags in zip(*differ, strict=True))
+            return f"{theirs}. Serve with that, or run `kvboost-hf warm` again with {wanted}."
+    return None
+
+
+def _fingerprint_with(model: PreTrainedModel, attention: str) -> bytes | None:
+    """The fingerprint of a model with another attention, which it has meanwhile; None where it does not take it."""
+    own = attention_kind(model)
+    try:
+        if attention != own:
+            model.set_attn_implementation(attention)
+        fingerprint = ModelState.of(model).fingerprint.durable(model)
+    except (ImportError, ValueError):
+        return None
+    finally:
+        if attention_kind(model) != own:
+            model.set_attn_implementation(own)
+    return fingerprint if isinstance(fingerprint, bytes) else None
+
+
+def _cut_elsewhere(chunker: Chunker, found: Sequence[Entry]) -> str | None:
+    """Whether chunks that prompts begin with end where others would; those that nothing continues tell nothing."""
+    following = {entry.parent: entry for entry in found if entry.kind is Kind.CHUNK}
+    for first in found:
+        if first.kind is not Kind.CHUNK or first.start:
+            continue
+        text, last = first.tokens, first
+        while len(text) <= 2 * chunker.chunk_size and last.key in following:
+            last = following[last.key]
+            text = np.concatenate([text, last.tokens])
+        cut = chunker.next_cut(text, 0)
+        if len(text) > len(first.tokens) and cut not in (None, len(first.tokens)):
+            return (
+                f"The tiers hold prompts of this model whose first chunk has {len(first.tokens)} tokens, where this "
+                f"server cuts after {cut}: less of them is found. Run `kvboost-hf warm` again with the --chunk-size "
+                "and --chunk-boundary-window of this server."
+            )
+    return None

@@ -1,0 +1,107 @@
+"""`kvboost-hf warm`, and then a server that has the same flags: it finds what was warmed, or says why not."""
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.cache.pace import ComputePace
+from kvboost_hf.cli import command_line, main
+from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
+from kvboost_hf.server.keys import prompt_salt
+from kvboost_hf.server.options import add_secrets, engine_settings, server_settings
+from kvboost_hf.server.serve import start_engine
+from kvboost_hf.server.stored import unfound
+from tests.server.test_worker import Told
+
+TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 12
+
+
+@pytest.fixture(autouse=True)
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model for which any loading pays."""
+    monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)
+    for name in ("KVBOOST_HF_API_KEY", "KVBOOST_HF_OPERATOR_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "handbook.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return str(path)
+
+
+def start(flags: list[str]) -> tuple[Finished, str | None]:
+    """A server with these flags is asked: how that ended, and what it says of what it has found."""
+    options: argparse.Namespace = command_line().parse_args(["serve", "--device", "cpu", "--dtype", "float32", *flags])
+    add_secrets(options, os.environ)
+    kept, settings = engine_settings(options), server_settings(options, "reader", None)
+    model, tokenizer = load_embedded()
+    engine = start_engine(model.float(), tokenizer, settings, kept, attn_implementation=options.attn_implementation)
+    keys = settings.api_keys or (None,)
+    try:
+        said = unfound(engine.model, engine.store, kept.live_config, [prompt_salt(settings.salt, key) for key in keys])
+        told = Told()
+        salt = prompt_salt(settings.salt, keys[0])
+        ids = tokenizer(TEXT + "Who?")["input_ids"]
+        engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=1), salt=salt), told)
+        return told.end, said
+    finally:
+        engine.close()
+        engine.store.close()
+
+
+def warm(file: str, flags: list[str]) -> None:
+    assert main(["warm", file, "--device", "cpu", "--dtype", "float32", *flags]) == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--attn-implementation sdpa",
+        "--codec turboquant:3.5 --salt me",
+        "--kv-cache-bits 8 --api-key one --api-key two",
+        "--live-quant 4 --chunk-size 64 --chunk-boundary-window 0",
+        "--api-key one --salt me",
+    ],
+)
+def test_what_is_warmed_is_found(flags: str, file: str, tmp_path: Path) -> None:
+    given = [*flags.split(), "--disk-cache-dir", str(tmp_path / "tier")]
+    warm(file, given)
+    end, said = start(given)
+    assert end.error is None
+    assert end.tiers["disk"] > 0.9 * end.prompt_tokens
+    assert said is None
+
+
+@pytest.mark.parametrize(
+    ("warmed", "served", "says"),
+    [
+        ("--attn-implementation sdpa", "", ["implementation sdpa. Serve", "with --attn-implementation kvboost_fa2"]),
+        ("", "--attn-implementation sdpa --codec int8", ["kvboost_fa2, --codec raw. Serve", "sdpa, --codec int8."]),
+        ("--live-quant 4", "", ["--live-quant turboquant. Serve", "with no --live-quant"]),
+        ("", "--api-key one", ["with no --api-key or --salt. Serve", "with the --api-key"]),
+        ("--api-key one", "", ["an API key or a `--salt` that it does not have"]),
+        ("--chunk-size 64 --chunk-boundary-window 0", "", ["first chunk has 64 tokens", "--chunk-boundary-window"]),
+        ("--dtype float16", "", ["another `--dtype`"]),
+    ],
+)
+def test_what_cannot_be_found_is_told(warmed: str, served: str, says: list[str], file: str, tmp_path: Path) -> None:
+    tier = ["--disk-cache-dir", str(tmp_path / "tier")]
+    warm(file, [*warmed.split(), *tier])
+    end, said = start([*served.split(), *tier])
+    assert end.cached_tokens < 0.5 * end.prompt_tokens
+    assert said is not None
+    assert all(part in said for part in says), said
+
+
+def test_the_two_commands_have_the_same_flags_and_defaults() -> None:
+    parser = command_line()
+    warming, serving = (vars(parser.parse_args(given)) for given in (["warm", "x", "--tiers", "disk:x"], ["serve"]))
+    alike = {name for name in warming if name in serving} - {"run", "tiers"}
+    assert {"attn_implementation", "codec", "live_quant", "salt", "api_key", "chunk_size", "disk_cache_dir"} <= alike
+    assert {name: warming[name] for name in alike} == {name: serving[name] for name in alike}
