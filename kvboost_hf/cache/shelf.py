@@ -337,6 +337,24 @@ class Shelf:
         with self._lock:
             return {key for key in (*self._chunks, *self._states) if self._order.is_pinned(key)}
 
+    def pinned_of(self, root: bytes, tokens: Tokens) -> dict[bytes, int]:
+        """Keys and bytes of what is pinned of a text that begins at `root`, or has taken the place of that."""
+        found: dict[bytes, int] = {}
+        with self._lock:
+            for key in self.pinned_keys():
+                each = self._chunks.get(key) or self._states[key]
+                start = each.start if isinstance(each, StoredChunk) else self._end(each.root, each.parent)
+                if each.root == root and start is not None:
+                    shared = tokens[start : start + len(each.tokens)]
+                    if len(shared) and np.array_equal(each.tokens[: len(shared)], shared):
+                        found[key] = each.nbytes
+        return found
+
+    def root_under(self, key: bytes) -> bytes:
+        """The root of a stored chunk, or of stored states."""
+        with self._lock:
+            return (self._chunks.get(key) or self._states[key]).root
+
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Let what is stored under these keys be evicted again."""
         with self._lock:
@@ -448,6 +466,11 @@ class Shelf:
             return None
         self._release(nbytes, generation)
         return Put.NO_PARENT if orphaned else Put.PRESENT
+
+    def _end(self, root: bytes, key: bytes) -> int | None:
+        """The row token behind a chunk, or 0 for the root; None for one that is not in host memory."""
+        chunk = self._chunks.get(key)
+        return 0 if key == root else None if chunk is None else chunk.start + len(chunk.tokens)
 
     def _continues(self, root: bytes, parent: bytes) -> bool:
         """Whether what continues `parent` can be found."""

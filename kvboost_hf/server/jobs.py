@@ -83,6 +83,8 @@ class Job:
         ends: Tokens that end it.
         salt: Separates those who must not see each other's prompts.
         client: Who asks. Clients take turns, whatever their salts are.
+        pin_share: Keep the prompt in host memory from then on, and let the client's oldest ones go that are above this
+            share of the store's budget; with 1 this one never goes. 0 keeps nothing.
         timeout_s: Seconds from `submit` after which it is ended; None for no limit.
         skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
     """
@@ -93,6 +95,7 @@ class Job:
     ends: frozenset[int] = frozenset()
     salt: bytes = b""
     client: bytes = b""
+    pin_share: float = 0.0
     timeout_s: float | None = None
     skip_special_tokens: bool = True
 
@@ -148,6 +151,7 @@ class Finished:
         total_s: Seconds from `submit` to the end.
         error: What went wrong, for `"constraint"` and `"error"`.
         stopped: Whether a stop text has ended it.
+        pinned: Whether the prompt is kept, see `Job.pin_share`.
     """
 
     reason: FinishReason
@@ -160,6 +164,7 @@ class Finished:
     total_s: float = 0.0
     error: str | None = None
     stopped: bool = False
+    pinned: bool = False
 
 
 Event = Progress | Finished

@@ -29,6 +29,7 @@ class Row:
     joined: int = 0  # tokens that its own cache holds while it is in the batch
     report: ReuseReport | None = None
     started: float | None = None
+    pinned: bool = False
     first: float | None = None  # when its first token was on the host
 
     def cancel(self) -> None:
@@ -91,4 +92,5 @@ class Row:
             total_s=now - self.submitted,
             error=error,
             stopped=self.text is not None and self.text.stopped,
+            pinned=self.pinned,
         )

@@ -50,7 +50,8 @@ def serve(
         draft: A smaller model that drafts for a request that runs alone; None for no drafts.
         draft_trees: How large its trees are; None for the default.
         attn_implementation: Of the model; None for what `choose_attention` chooses.
-        warm: Texts that prompts start with; they are computed for each API key before the server listens.
+        warm: Texts that prompts start with; they are computed for each API key before the server listens, and stay in
+            host memory.
         log_level: Of the lines of JSON on standard error.
     """
     engine = start_engine(
@@ -132,11 +133,16 @@ def _live_tokens(
 def _warm(engine: Engine, ids: Sequence[int], salts: Sequence[bytes]) -> None:
     for salt in salts:
         events: queue.Queue[Event] = queue.Queue()
-        engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=0), salt=salt), events.put)
+        engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=0), salt=salt, pin_share=1), events.put)
         while not isinstance(event := events.get(), Finished):
             pass
         if event.reason == "error":
             raise ValueError(f"A text of {len(ids)} tokens could not be warmed: {event.error}. Warm less.")
+        if not event.pinned:
+            raise ValueError(
+                f"A text of {len(ids)} tokens must have room in host memory beside what was warmed before, but has "
+                "not. Warm less, or raise `--max-cache-bytes`."
+            )
 
 
 def _ends(model: PreTrainedModel, tokenizer: Any) -> set[int]:

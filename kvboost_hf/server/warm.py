@@ -1,6 +1,7 @@
 """`/v1/warm`: prompts that are computed before anybody asks."""
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -11,6 +12,8 @@ from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.run import Run, unless_gone
 from kvboost_hf.server.schema import WarmRequest
 from kvboost_hf.server.served import Served
+
+_PINNED_SHARE = 0.5  # of the store's budget, that all clients together may have pinned
 
 
 def warm_routes(served: Served) -> APIRouter:
@@ -24,7 +27,8 @@ def warm_routes(served: Served) -> APIRouter:
         else:
             prompts = [await served.encode(text, request, new=0) for text in body.texts or ()]
         salt = served.salt(request, body.prompt_cache_key)
-        jobs = [served.job(ids, SamplingOptions(max_tokens=0), salt=salt) for ids in prompts]
+        share = _PINNED_SHARE / max(1, len(served.settings.api_keys))
+        jobs = [replace(served.job(ids, SamplingOptions(max_tokens=0), salt=salt), pin_share=share) for ids in prompts]
 
         async def finish() -> dict[str, Any]:
             found = [event async for event in _one_by_one(served, jobs, request)]
@@ -32,6 +36,7 @@ def warm_routes(served: Served) -> APIRouter:
                 "object": "warm",
                 "prompt_tokens": sum(event.prompt_tokens for event in found),
                 "cached_tokens": sum(event.cached_tokens for event in found),
+                "pinned": all(event.pinned for event in found),
             }
 
         return await unless_gone(request, None, finish())

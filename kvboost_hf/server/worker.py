@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,7 @@ from kvboost_hf.server.jobs import (
     TooLongError,
 )
 from kvboost_hf.server.nothing_kept import NothingKept
+from kvboost_hf.server.pins import Pins
 from kvboost_hf.server.row import Row
 from kvboost_hf.server.sampling import choose_rows
 from kvboost_hf.server.sharing import sharing_reason
@@ -147,6 +149,7 @@ class ModelEngine:
         self._embeddings: deque[EmbeddingJob] = deque()
         self._in_place = self._takes_rows and sharing_reason(model) is None
         self._batch = BatchKV(model, in_place=self._in_place)
+        self._pins = Pins()
         self._draining = self._given_up = self._closed = False
         self._counts: Counter[str] = Counter()
         self._tiers: Counter[str] = Counter()
@@ -382,6 +385,8 @@ class ModelEngine:
                 return computed
             self._begin_text(row)
             if not row.job.options.max_tokens:
+                if row.job.pin_share and row.cache is not None:
+                    row.pinned = self._pins.keep(self.store, row.job, row.cache)
                 self._end(row, "length")
                 return computed
         except StoreClosedError:
@@ -429,10 +434,11 @@ class ModelEngine:
         Returns:
             The cache, and how many tokens it shares.
         """
+        policy = replace(self._policy, mode="exact") if row.job.pin_share else self._policy
         others = [
             each
             for each in (*self._running, *self._prompts)
-            if each.cache is not None and each.job.salt == row.job.salt
+            if each.cache is not None and each.job.salt == row.job.salt and each.cache.policy == policy
         ]
         shared = [min(common_prefix(each.job.ids, row.job.ids), each.done) for each in others]
         most = max(shared, default=0)
@@ -442,7 +448,7 @@ class ModelEngine:
             cache = other.fork()
             cache.begin_anew()
             return cache, most
-        return ChunkReuseCache(self.model, self.store, self._policy, row.job.salt, live_quant=self._live_quant), 0
+        return ChunkReuseCache(self.model, self.store, policy, row.job.salt, live_quant=self._live_quant), 0
 
     def _begin_text(self, row: Row) -> None:
         report = row.begin(self.tokenizer)

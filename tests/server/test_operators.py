@@ -101,7 +101,9 @@ def test_warming_computes_prompts_and_says_nothing(at: Listening, engine: FakeEn
     found = at.http.post("/v1/warm", json={"texts": ["Anna lives in Oslo.", "Tom."]}).json()
     assert [ticket.job.options.max_tokens for ticket in engine.tickets] == [0, 0]
     lengths = [len(ticket.job.ids) for ticket in engine.tickets]
-    assert found == {"object": "warm", "prompt_tokens": sum(lengths), "cached_tokens": sum(n // 2 for n in lengths)}
+    cached = sum(n // 2 for n in lengths)
+    assert found == {"object": "warm", "prompt_tokens": sum(lengths), "cached_tokens": cached, "pinned": False}
+    assert {ticket.job.pin_share for ticket in engine.tickets} == {0.5}
     at.http.post("/v1/warm", json={"messages": ASK, "prompt_cache_key": "tenant"})
     assert list(engine.job.ids) == tokenizer.apply_chat_template(ASK, return_dict=False)
     salt = engine.job.salt
