@@ -270,6 +270,16 @@ def _load_served(options: argparse.Namespace) -> tuple[Any, Any, str]:
     return *load(options.model, streaming, options.device, {"dtype": options.dtype}), Path(options.model).name
 
 
+def _load_draft(options: argparse.Namespace, model: Any) -> Any:
+    """The model that drafts for another one; None for no drafts."""
+    if draft_trees(options) is None:
+        return None
+    from transformers import AutoModelForCausalLM
+
+    draft = AutoModelForCausalLM.from_pretrained(options.speculative_draft_model, dtype=model.dtype)
+    return draft.to(options.device).eval()
+
+
 def _check(options: argparse.Namespace) -> int:
     model, _, name = _load(options)
     with warnings.catch_warnings():
@@ -500,18 +510,12 @@ def _serve(options: argparse.Namespace) -> int:
     model, tokenizer, _ = _load_served(options)
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     settings = server_settings(options, _model_name(options.model), positions)
-    draft = None
-    if trees is not None:
-        from transformers import AutoModelForCausalLM
-
-        draft = AutoModelForCausalLM.from_pretrained(options.speculative_draft_model, dtype=model.dtype)
-        draft = draft.to(options.device).eval()
     run(
         model,
         tokenizer,
         settings,
         kept,
-        draft=draft,
+        draft=_load_draft(options, model),
         draft_trees=trees,
         attn_implementation=options.attn_implementation,
         warm=options.warm,

@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from kvboost_hf.compat import (
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import common_prefix
+from kvboost_hf.offload.build import streaming_stats
 from kvboost_hf.server.batch import BatchKV
 from kvboost_hf.server.drafted import DraftedText, Drafts
 from kvboost_hf.server.embedding import EmbeddingJob
@@ -250,6 +251,7 @@ class ModelEngine:
                 **{name: self._counts[name] for name in ("generated_tokens", "steps", "pieces")},
                 "cached_tokens_by_tier": dict(self._tiers),
                 "finished": dict(self._finished),
+                "streaming": asdict(streamed) if (streamed := streaming_stats(self.model)) is not None else {},
                 "speculation": self._drafts.figures if self._drafts is not None else {},
                 "store": dict(self.store.stats()),
             }
