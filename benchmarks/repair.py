@@ -53,7 +53,6 @@ POLICIES: dict[str, ReusePolicy] = {
     "none": ReusePolicy(mode="blend", repair="none"),
     "first_k": ReusePolicy(mode="blend", repair="first_k"),
     "selective": ReusePolicy(mode="blend", repair="selective"),
-    "selective_before": ReusePolicy(mode="blend", repair="selective_before"),
     "cacheblend": ReusePolicy(mode="blend", repair="cacheblend"),
     "query": ReusePolicy(mode="blend", repair="query"),
 }

@@ -127,10 +127,9 @@ def make_arms(setting: str) -> list[Arm]:
         # Not before the first of the others, in which the model is probed for how its keys rotate.
         Arm(name="naive, keys not rotated", strategy="naive, keys not rotated", policy=none, rotated=False),
     ]
-    for repair in ("selective_before", "selective"):
-        for seam in SEAMS if swept else (DEFAULT_SEAM,):
-            policy = blend(repair=repair, seam_tokens=seam)
-            arms.append(Arm(name=f"{repair}, {seam} tokens", strategy=repair, policy=policy))
+    for seam in SEAMS if swept else (DEFAULT_SEAM,):
+        policy = blend(repair="selective", seam_tokens=seam)
+        arms.append(Arm(name=f"selective, {seam} tokens", strategy="selective", policy=policy))
     for repair in ("first_k", "cacheblend", "query"):
         for ratio in RATIOS if swept else (DEFAULT_RATIO,):
             policy = blend(repair=repair, recompute_ratio=ratio)
@@ -347,7 +346,6 @@ _COLOURS = {
     "cacheblend": "#d9822b",
     "first_k": "#3a9d5d",
     "selective": "#8a5fbf",
-    "selective_before": "#b0554f",
 }
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 ReuseMode = Literal["exact", "blend"]
-Repair = Literal["query", "cacheblend", "first_k", "selective", "selective_before", "none"]
+Repair = Literal["query", "cacheblend", "first_k", "selective", "none"]
 WeightsCheck = Literal["sample", "full"]
 QuantMethod = Literal["turboquant", "kivi"]
 Rotation = Literal["hadamard", "haar"]
@@ -43,14 +43,13 @@ class ReusePolicy:
             seam, and then those that the end of the prompt attends to most. `"cacheblend"`: those whose values differ
             most from the stored ones in an early layer (Yao et al., EuroSys 2025, https://arxiv.org/abs/2405.16444).
             `"first_k"`: those after each seam, as many as `recompute_ratio` allows (Hu et al.,
-            https://arxiv.org/abs/2410.15332). `"selective"`: `seam_tokens` after each seam. `"selective_before"`:
-            `seam_tokens` before each seam, as KVBoost does. `"none"`: none.
+            https://arxiv.org/abs/2410.15332). `"selective"`: `seam_tokens` after each seam. `"none"`: none.
         recompute_ratio: Share of the moved tokens to compute again, from 0 to 1. At 1 everything is, and the output is
-            that of plain `generate()`. Not used by the selective repairs and `"none"`.
+            that of plain `generate()`. Not used by `"selective"` and `"none"`.
         max_recompute_ratio: The ratio may be raised up to this one, until the tokens chosen make up `min_coverage` of
             what the repair measures (attention, or deviation). None never raises it.
         min_coverage: See `max_recompute_ratio`; from 0 to 1.
-        seam_tokens: For the selective repairs and `"query"`.
+        seam_tokens: For `"selective"` and `"query"`.
         sink_tokens: The first tokens of a prompt are never moved but computed: attention sinks.
         overlap_k: Whatever the repair, the last tokens before each seam are computed again, too.
         min_prefill_saving: Reuse that takes an extra forward (over the rows of a batch that have a shorter stored

@@ -16,28 +16,21 @@ from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compat import bytes_per_token
-from kvboost_hf.config import KVQuantConfig, Repair, ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
 
 class RecomputeStrategy(StrEnum):
-    """How chunks that are found elsewhere in other prompts are repaired."""
+    """How chunks that are found elsewhere in other prompts are repaired: `ReusePolicy.repair` by these names."""
 
-    SELECTIVE = "selective"  # `recompute_overlap` tokens before each seam
+    SELECTIVE = "selective"  # `recompute_overlap` tokens after each seam
     CACHEBLEND = "cacheblend"  # the tokens that differ most
     QUERY = "query"  # those after each seam, and those that the end of the prompt attends to most
     FIRST_K = "first_k"  # those after each seam
     NONE = "none"  # not at all
 
 
-_REPAIRS: dict[RecomputeStrategy, Repair] = {
-    RecomputeStrategy.SELECTIVE: "selective_before",
-    RecomputeStrategy.CACHEBLEND: "cacheblend",
-    RecomputeStrategy.QUERY: "query",
-    RecomputeStrategy.FIRST_K: "first_k",
-    RecomputeStrategy.NONE: "none",
-}
 _CODECS = {16: "raw", 8: "int8", 4: "int4"}
 _BOUNDARY_WINDOW = 16  # tokens, where nobody says otherwise
 
@@ -64,7 +57,7 @@ class EngineSettings:
         disk_cache_dir: A folder that keeps up to 10 GB of K/V for later processes.
         tiers: Other places for K/V, as `ChunkStore` takes them.
         tier_key: 32 bytes or more that seal what is written to `disk_cache_dir` and `tiers`, as `ChunkStore` takes it.
-        recompute_overlap: Tokens at each seam that `"selective"` and `"query"` compute again.
+        recompute_overlap: Tokens after each seam that `"selective"` and `"query"` compute again.
         recompute_ratio: Share of the moved tokens that `"cacheblend"`, `"query"` and `"first_k"` compute again.
         sink_tokens: The first tokens of a prompt, which are never moved.
         overlap_k: Tokens before each seam that every strategy computes again.
@@ -148,7 +141,7 @@ class EngineSettings:
         strategy = self.recompute_strategy
         return ReusePolicy(
             mode="exact" if strategy is None else "blend",
-            repair=_REPAIRS[RecomputeStrategy(strategy or RecomputeStrategy.CACHEBLEND)],
+            repair=RecomputeStrategy(strategy or RecomputeStrategy.CACHEBLEND).value,
             recompute_ratio=self.recompute_ratio,
             seam_tokens=self.recompute_overlap,
             sink_tokens=self.sink_tokens,

@@ -70,7 +70,7 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
             "ChunkReuseCache, ReusePolicy.mode",
             "A cache puts the prompt together when generate() runs; `cache.report` tells of what.",
         ),
-        _same("SelectiveRecompute", "ReusePolicy", 'ReusePolicy(mode="blend", repair="selective_before").'),
+        _same("SelectiveRecompute", "ReusePolicy", 'ReusePolicy(mode="blend", repair="selective"), after seams.'),
         _same("CacheBlendRecompute", "ReusePolicy", 'ReusePolicy(mode="blend", repair="cacheblend").'),
         _same("ChunkRegistry", "ChunkStore, ContentChunker", "Pass `chunk_size` or a `chunker` to the store."),
         _same("ChunkStrategy", "ContentChunker", "A store cuts at multiples of `chunk_size`, or by a chunker."),

@@ -66,7 +66,7 @@ class Arm:
             return kind
         name: str = kind
         if kind == "repaired":
-            seams = policy.repair.startswith("selective")
+            seams = policy.repair == "selective"
             name = f"{policy.repair} {policy.seam_tokens if seams else f'{policy.recompute_ratio:.0%}'}"
             if policy.max_recompute_ratio is not None and not seams:
                 name += f" to {policy.max_recompute_ratio:.0%}"

@@ -9,7 +9,6 @@ _COLOURS = {
     "cacheblend": "#d9822b",
     "first_k": "#3a9a5b",
     "selective": "#8e5ea2",
-    "selective_before": "#a0703c",
 }
 _POINTS = {"full": "*", "exact": "s", "naive": "X"}
 _SMALLEST_KL = 1e-8  # what is smaller is drawn there: the axis is logarithmic

@@ -107,7 +107,7 @@ def test_forwarded_tokens_are_those_counted(name: str, repair: str) -> None:
     assert report.forwarded_tokens == work.tokens == 41 + report.recomputed_tokens + looked
     assert set(report.layer_tokens) == {work.tokens}
     assert report.prompt_tokens == 297
-    most = {"none": 0, "first_k": 39, "query": 39, "selective": 64, "selective_before": 48}[repair]
+    most = {"none": 0, "first_k": 39, "query": 39, "selective": 64}[repair]
     assert most - 4 <= report.recomputed_tokens <= most
 
 

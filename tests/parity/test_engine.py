@@ -1,8 +1,9 @@
 """`KVBoost`: its answers against plain generate(), and what it computes for them."""
 
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,12 +18,17 @@ from kvboost_hf import (
     GenerationMode,
     KVBoost,
     RecomputeStrategy,
+    ReusePolicy,
     StreamingConfig,
     TreeDecoding,
     attach,
     detach,
 )
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded, load_embedded_draft
+from kvboost_hf.assets.world import Turn, chat_messages, make_documents
+from kvboost_hf.cache.repair import REPAIRS
+from kvboost_hf.config import Repair
+from kvboost_hf.engine import EngineSettings
 from kvboost_hf.engine.watch import Watch
 from kvboost_hf.errors import StoreFullError
 from tests.conftest import FULL_ATTENTION, STATEFUL, VOCAB, WINDOWED, counted, make_model, random_ids
@@ -150,6 +156,44 @@ def test_strategies_find_documents_in_another_order(
     assert result.report.moved_tokens > result.prompt_tokens / 2
     assert (result.report.recomputed_tokens == 0) == (strategy is RecomputeStrategy.NONE)
     assert result.cached_tokens == result.report.reused_tokens > result.prompt_tokens / 4
+
+
+def test_strategies_are_the_repairs_of_these_names() -> None:
+    assert set(RecomputeStrategy) == set(get_args(Repair)) == set(REPAIRS)
+    for strategy in RecomputeStrategy:
+        settings = EngineSettings(recompute_strategy=strategy, recompute_overlap=7, overlap_k=3)
+        assert settings.policy() == ReusePolicy(
+            mode="blend",
+            repair=strategy.value,
+            seam_tokens=7,
+            overlap_k=3,
+        )
+
+
+def diverged(embedded: tuple[PreTrainedModel, Any], strategy: str) -> list[int]:
+    """Which prompts about linked documents, seen in another order before, are answered otherwise than plainly."""
+    engine = KVBoost(
+        *embedded, recompute_strategy=strategy, chunk_size=32, chunk_boundary_window=8, min_prefill_saving=0
+    )
+    found = []
+    for seed in range(12):
+        rng = random.Random(seed)
+        documents = make_documents(rng, 4, num_words=48, pronoun_start=True)  # "She" is who the one before names
+        asked = documents[rng.randrange(1, 4)].facts[0]
+        engine.reset_cache()
+        for ordered in (documents[::-1], documents):
+            messages = chat_messages([Turn(tuple(ordered), asked)])
+            prompt = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            result = engine.generate(prompt, NEW)
+        assert result.report.moved_tokens
+        if result.token_ids != plain(engine, prompt):
+            found.append(seed)
+    return found
+
+
+def test_selective_mends_what_moving_alone_breaks(embedded: tuple[PreTrainedModel, Any]) -> None:
+    assert len(diverged(embedded, "none")) >= 3
+    assert diverged(embedded, "selective") == []
 
 
 def test_everything_computed_again_gives_the_answers_of_plain_generate(embedded: tuple[PreTrainedModel, Any]) -> None:

@@ -35,10 +35,9 @@ def test_none_and_overlap() -> None:
     assert chosen("none", row((10, 40), (40, 60)), overlap_k=3) == [37, 38, 39]  # what is before 10 is computed anyway
 
 
-def test_selective_is_after_a_seam_and_the_seeds_form_before_it() -> None:
+def test_selective_is_after_a_seam() -> None:
     both = row((10, 40), (40, 60))
     assert chosen("selective", both, seam_tokens=2) == [10, 11, 40, 41]
-    assert chosen("selective_before", both, seam_tokens=2) == [38, 39]
     assert chosen("selective", row((10, 60), seams=(10,)), seam_tokens=2) == [10, 11]  # one run: one seam
 
 

@@ -4,13 +4,12 @@ from kvboost_hf.cache.repair.base import BlendedRow, Mask, Measure, Repair, Scor
 from kvboost_hf.cache.repair.cacheblend import CacheBlend
 from kvboost_hf.cache.repair.first_k import FirstK
 from kvboost_hf.cache.repair.query import Query
-from kvboost_hf.cache.repair.selective import Selective, SelectiveBefore
+from kvboost_hf.cache.repair.selective import Selective
 
 REPAIRS: dict[str, Repair] = {
     "none": Repair(),
     "first_k": FirstK(),
     "selective": Selective(),
-    "selective_before": SelectiveBefore(),
     "cacheblend": CacheBlend(),
     "query": Query(),
 }

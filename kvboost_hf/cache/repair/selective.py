@@ -10,11 +10,3 @@ class Selective(Repair):
     def by_place(self, row: BlendedRow, policy: ReusePolicy) -> Mask:
         """See `Repair.by_place`."""
         return row.around_seams(after=policy.seam_tokens)
-
-
-class SelectiveBefore(Repair):
-    """`seam_tokens` before each seam, as KVBoost's selective recompute refreshes them. Measured as no help."""
-
-    def by_place(self, row: BlendedRow, policy: ReusePolicy) -> Mask:
-        """See `Repair.by_place`."""
-        return row.around_seams(before=policy.seam_tokens)
