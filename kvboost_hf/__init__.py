@@ -1,6 +1,7 @@
 """kvboost_hf: plain `model.generate()` that does not compute again what it has computed before."""
 
-from typing import TYPE_CHECKING, NoReturn
+import sys
+from typing import TYPE_CHECKING, Any
 
 from kvboost_hf import attention
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
@@ -16,7 +17,14 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compatibility import CompatibilityReport, check_model_compatibility
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy, StreamingConfig
-from kvboost_hf.engine import GenerationMode, GenerationResult, KVBoost, RecomputeStrategy, WarmResult
+from kvboost_hf.engine import (
+    GenerationMode,
+    GenerationResult,
+    InferenceEngine,
+    KVBoost,
+    RecomputeStrategy,
+    WarmResult,
+)
 from kvboost_hf.errors import (
     CacheModelMismatchError,
     InterruptedForwardError,
@@ -25,7 +33,7 @@ from kvboost_hf.errors import (
     StoreFullError,
     StreamingError,
 )
-from kvboost_hf.migration import missing
+from kvboost_hf.migration import OldModules, old_name
 from kvboost_hf.offload.build import stop_streaming, stream_layers, streaming_plan, streaming_stats
 from kvboost_hf.offload.hook import LayerStreamingHook
 from kvboost_hf.offload.load import load_streamed
@@ -45,6 +53,7 @@ __all__ = [
     "DraftTreeConfig",
     "GenerationMode",
     "GenerationResult",
+    "InferenceEngine",
     "IntegrityReport",
     "InterruptedForwardError",
     "KVBoost",
@@ -84,8 +93,11 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+if OldModules not in sys.meta_path:
+    sys.meta_path.append(OldModules)
+
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> NoReturn:
+    def __getattr__(name: str) -> Any:
         """Say what a name of the kvboost package is here."""
-        raise AttributeError(missing(name), name=name)
+        return old_name(__name__, name)

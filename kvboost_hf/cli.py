@@ -254,10 +254,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
     if options.model is None:
         model, tokenizer = load_embedded(None if options.dtype == "auto" else getattr(torch, options.dtype))
         return model.to(options.device), tokenizer, f"embedded {EMBEDDED_MODEL_DIR.name}"
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(options.device).eval()
-    return model, AutoTokenizer.from_pretrained(options.model), Path(options.model).name
+    return *load(options.model, None, options.device, {"dtype": options.dtype}), Path(options.model).name
 
 
 def _load_served(options: argparse.Namespace) -> tuple[Any, Any, str]:

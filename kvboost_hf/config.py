@@ -2,7 +2,9 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+from kvboost_hf.migration import refuse
 
 ReuseMode = Literal["exact", "blend"]
 Repair = Literal["query", "cacheblend", "first_k", "selective", "none"]
@@ -220,6 +222,13 @@ class StreamingConfig:
     prefill_chunk_size: int | None = None
     reserved: int | str = 0
 
+    if not TYPE_CHECKING:
+
+        def __new__(cls, **fields: Any) -> Self:
+            """Refuse the fields that only the kvboost package has."""
+            refuse("StreamingConfig", fields)
+            return object.__new__(cls)
+
     def __post_init__(self) -> None:
         _require_choice("residency_mode", self.residency_mode, get_args(ResidencyMode))
         if self.quant_kernel in ("marlin", "exllama_v2"):
@@ -249,8 +258,8 @@ class StreamingConfig:
                 )
         for name in ("vram_budget", "host_budget"):
             if getattr(self, name) is not None:
-                _require_size(name, getattr(self, name), least=1)
-        _require_size("reserved", self.reserved, least=0)
+                require_size(name, getattr(self, name), least=1)
+        require_size("reserved", self.reserved, least=0)
         if self.host_budget is not None and self.disk_folder is None:
             raise ValueError(
                 f"`host_budget` must be None without a `disk_folder` for what does not fit, got {self.host_budget!r}. "
@@ -265,17 +274,17 @@ class StreamingConfig:
     @property
     def vram_bytes(self) -> int | None:
         """`vram_budget` in bytes."""
-        return None if self.vram_budget is None else _require_size("vram_budget", self.vram_budget, least=1)
+        return None if self.vram_budget is None else require_size("vram_budget", self.vram_budget, least=1)
 
     @property
     def host_bytes(self) -> int | None:
         """`host_budget` in bytes."""
-        return None if self.host_budget is None else _require_size("host_budget", self.host_budget, least=1)
+        return None if self.host_budget is None else require_size("host_budget", self.host_budget, least=1)
 
     @property
     def reserved_bytes(self) -> int:
         """`reserved` in bytes."""
-        return _require_size("reserved", self.reserved, least=0)
+        return require_size("reserved", self.reserved, least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +330,12 @@ def _require_count(name: str, value: object, *, least: int = 0) -> None:
         raise ValueError(f"`{name}` must be {least} or more, got {value}.")
 
 
-def _require_size(name: str, value: object, *, least: int) -> int:
+def require_size(name: str, value: object, *, least: int) -> int:
+    """Bytes that a setting names, as a number or as text.
+
+    Raises:
+        ValueError: for anything else, or fewer than `least`.
+    """
     nbytes = parse_size(value) if isinstance(value, str) else value
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < least:
         raise ValueError(

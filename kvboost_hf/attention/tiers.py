@@ -51,15 +51,28 @@ def use_tier(tier: Tier) -> Iterator[None]:
     Calls that the tier has no kernel for run on SDPA or as plain operations, as they always do.
 
     Raises:
-        ValueError: for a tier that there is not.
+        ValueError: for a tier that there is not, or not on this machine.
     """
     if tier not in get_args(Tier):
         raise ValueError(f"`tier` must be one of {get_args(Tier)}, got {tier!r}.")
+    if not _runs_here(tier):
+        what = "a GPU, or TRITON_INTERPRET=1 in the environment, and Triton" if tier == "triton" else "a CUDA GPU"
+        raise ValueError(f"`tier` must be one that runs here, got {tier!r}, which needs {what}. Pass 'cpu'.")
     token = _forced.set(tier)
     try:
         yield
     finally:
         _forced.reset(token)
+
+
+def _runs_here(tier: Tier) -> bool:
+    if tier == "triton":
+        if find_spec("triton") is None:
+            return False
+        from triton import knobs
+
+        return bool(torch.cuda.is_available() or knobs.runtime.interpret)
+    return tier != "cuda" or torch.cuda.is_available()
 
 
 @cache

@@ -77,6 +77,10 @@ class ChunkReuseCache(LendingCache):
     ) -> None:
         model = unwrapped(model)
         require_cache(model)
+        if store is not None and not isinstance(store, ChunkStore):
+            raise ValueError(f"`store` must be a ChunkStore, got {store!r}. Pass ChunkStore(model).")
+        if policy is not None and not isinstance(policy, ReusePolicy):
+            raise ValueError(f"`policy` must be a ReusePolicy, got {policy!r}. Pass ReusePolicy(mode='blend').")
         if store is not None and not store.serves(model):
             raise ValueError(
                 "`store` was made for another model object, whose K/V this model cannot use. Pass a store made with "

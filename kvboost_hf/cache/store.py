@@ -27,7 +27,7 @@ from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.compat import bytes_per_token, key_rotation, known_reason, require_cache, unwrapped
-from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams
 
@@ -51,8 +51,9 @@ class ChunkStore(TieredShelf):
         model: The model whose K/V is stored. Held weakly.
         chunk_size: Tokens per chunk, a positive multiple of 16. With a `chunker`, that one's, or left out.
         chunker: Cuts prompts into chunks, such as a `ContentChunker`; None cuts at multiples of `chunk_size`.
-        max_bytes: Budget for all tensors in host memory, never exceeded; None for that of `tiers`, or 4 GiB. The
-            chunks that are asked for least often, of those that nothing continues, go first.
+        max_bytes: Budget for all tensors in host memory, never exceeded: bytes, or text such as `"2GB"`; None for
+            that of `tiers`, or 4 GiB. The chunks that are asked for least often, of those that nothing continues, go
+            first.
         tiers: Where chunks live, as addresses or `Tier` objects, the nearest first: `"ram:4GB"`,
             `"disk:~/.cache/kvboost_hf:50GB"`, `"redis://host:6379"`, and any fsspec URL. Host memory is always one of
             them. What is stored is written to all of them, and outlives the process on all others.
@@ -82,7 +83,7 @@ class ChunkStore(TieredShelf):
         *,
         chunk_size: int | None = None,
         chunker: Chunker | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         salt: str | bytes = b"",
         tiers: Sequence[str | Tier] = (),
         tier_key: bytes | None = None,
@@ -93,8 +94,14 @@ class ChunkStore(TieredShelf):
         self.chunker = _checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
         self.codec = make_codec(codec)
-        opened = open_tiers(tiers, _checked_bytes(max_bytes), tier_key)
-        max_bytes = _checked_budget(model, opened.ram, self.chunker.chunk_size, self.codec)
+        ram = None if max_bytes is None else require_size("max_bytes", max_bytes, least=1)
+        least = _chunk_bytes(model, self.chunker.chunk_size, self.codec)
+        if ram is not None and ram < least:
+            raise ValueError(
+                f"`max_bytes` must hold at least one chunk, which is {least} bytes ({self.chunker.chunk_size} tokens "
+                f"of {bytes_per_token(model)} bytes of K/V), got {ram}. Raise it, or lower `chunk_size`."
+            )
+        opened = open_tiers(tiers, ram, tier_key, least_bytes=least)
         self._model = weakref.ref(model)
         self._audit_debt = 0.0
         self._format: ColumnFormat | None = None
@@ -103,7 +110,7 @@ class ChunkStore(TieredShelf):
         self._forms: OrderedDict[bytes, ModelForm | None] = OrderedDict()  # by fingerprint
         self._first_form: ModelForm | None = None
         name = model_name(model) if opened.lower else b""  # nobody else asks for it
-        super().__init__(max_bytes, LowerTiers(opened.lower, opened.opened), DeviceShelf(opened.device), name)
+        super().__init__(opened.ram, LowerTiers(opened.lower, opened.opened), DeviceShelf(opened.device), name)
         if self._lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
             self._first_form = ModelForm.of(model) if known_reason(model) is None else None
@@ -414,26 +421,9 @@ def _checked_chunker(chunker: Chunker | None, chunk_size: int | None) -> Chunker
     return chunker
 
 
-def _checked_bytes(max_bytes: int | None) -> int | None:
-    if (
-        isinstance(max_bytes, bool)
-        or not isinstance(max_bytes, int | None)
-        or (max_bytes is not None and max_bytes <= 0)
-    ):
-        raise ValueError(f"`max_bytes` must be a positive int, got {max_bytes!r}.")
-    return max_bytes
-
-
-def _checked_budget(model: PreTrainedModel, max_bytes: int, chunk_size: int, codec: Codec) -> int:
-    if known_reason(model) is not None:  # nothing will be stored, and the configuration may have other names
-        return max_bytes
-    if not codec.lossless:  # less than raw, and not worth a second formula
-        return max_bytes
-    per_token = bytes_per_token(model)
-    needed = (per_token + np.dtype(np.int64).itemsize) * chunk_size
-    if max_bytes < needed:
-        raise ValueError(
-            f"`max_bytes` must hold at least one chunk, which is {needed} bytes ({chunk_size} tokens of {per_token} "
-            f"bytes of K/V), got {max_bytes}. Raise it, or lower `chunk_size`."
-        )
-    return max_bytes
+def _chunk_bytes(model: PreTrainedModel, chunk_size: int, codec: Codec) -> int:
+    """The least that a chunk takes; 0 where nothing will be stored, and the configuration may have other names."""
+    if known_reason(model) is not None:
+        return 0
+    per_token = bytes_per_token(model) if codec.lossless else 0  # of codes: less, and not worth a second formula
+    return (per_token + np.dtype(np.int64).itemsize) * chunk_size

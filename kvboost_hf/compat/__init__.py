@@ -1,11 +1,14 @@
 """What each model allows, and why not."""
 
+from typing import TYPE_CHECKING, Any
+
 from kvboost_hf.compat.attention import attention_function, attention_kind, mask_form
 from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
 from kvboost_hf.compat.hooks import hook_layers, own_hook, own_hooks
 from kvboost_hf.compat.kept import KeptOnModel
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
+    available_device,
     bytes_per_token,
     cache_argument,
     cache_layers,
@@ -33,6 +36,7 @@ from kvboost_hf.compat.probes import (
 from kvboost_hf.compat.rope import frequencies_vary, rope_regime
 from kvboost_hf.compat.rotary import key_rotation
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
+from kvboost_hf.migration import old_name
 
 __all__ = [
     "MAX_DEPTH",
@@ -44,6 +48,7 @@ __all__ = [
     "Shifts",
     "attention_function",
     "attention_kind",
+    "available_device",
     "bytes_per_token",
     "cache_argument",
     "cache_layers",
@@ -74,3 +79,9 @@ __all__ = [
     "tolerance",
     "unwrapped",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Give, or say what became of, the names that kvboost has here."""
+        return old_name(__name__, name)

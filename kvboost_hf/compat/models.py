@@ -169,6 +169,24 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 
+def available_device(device: torch.device | str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        ValueError: there is none here.
+    """
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # each backend has its own
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"`device` must be one that PyTorch can use here, got {str(device)!r}: {why}. Pass 'cpu', or a device "
+            "that this machine and this build of PyTorch have."
+        ) from error
+    return found
+
+
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of K/V per token as the configuration tells it: a lower bound if layers differ, 0 if it does not say."""
     return kv_bytes_per_token(model.config, model.dtype)

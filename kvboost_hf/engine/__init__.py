@@ -5,10 +5,14 @@ from kvboost_hf.engine.kvboost import KVBoost
 from kvboost_hf.engine.results import GenerationMode, GenerationResult, WarmResult
 from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
 
+InferenceEngine = KVBoost
+"""`KVBoost`, by the name that kvboost has for the class."""
+
 __all__ = [
     "EngineSettings",
     "GenerationMode",
     "GenerationResult",
+    "InferenceEngine",
     "KVBoost",
     "RecomputeStrategy",
     "WarmResult",

@@ -20,6 +20,7 @@ from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.compat import available_device
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import ReusePolicy, StreamingConfig
 from kvboost_hf.engine.call import call_options, generate_rows
@@ -39,6 +40,8 @@ from kvboost_hf.verify.run import require_plain
 
 _log = logging.getLogger("kvboost_hf")
 
+DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
+
 
 class KVBoost:
     """Answers prompts, and computes nothing that its store holds.
@@ -56,8 +59,8 @@ class KVBoost:
         options: The fields of `kvboost_hf.engine.EngineSettings`, such as `recompute_strategy` and `chunk_size`.
 
     Raises:
-        ValueError: for settings that are none, that do not go together or that only the kvboost package has, models
-            that cannot be served, and a store of another model.
+        ValueError: for settings that are none, that do not go together or that only the kvboost package has, a device
+            that is not there, models that cannot be served, and a store of another model.
         TypeError: for names that neither has.
 
     Example:
@@ -87,7 +90,7 @@ class KVBoost:
         refuse("KVBoost", options)
         self.settings = checked_settings(options, policy, store)
         if device is not None:
-            model.to(torch.device(device))  # type: ignore[arg-type]
+            model.to(available_device(device))  # type: ignore[arg-type]
         require_plain(model)
         check_model_compatibility(model, strict=strict)
         self.model, self.tokenizer = model, tokenizer
@@ -108,11 +111,11 @@ class KVBoost:
     @classmethod
     def from_pretrained(
         cls,
-        name: str | PathLike[str],
+        model_name: str | PathLike[str] | None = None,
+        strict: bool = True,
         *,
         streaming_config: StreamingConfig | None = None,
         device: torch.device | str | None = None,
-        strict: bool = True,
         assistant: str | PreTrainedModel | TreeDecoding | None = None,
         policy: ReusePolicy | None = None,
         **options: Any,
@@ -120,13 +123,17 @@ class KVBoost:
         """Load a model and its tokenizer.
 
         Args:
-            name: A name on the hub, or a folder.
+            model_name: A name on the hub, or a folder; also as `model_name_or_path` or `name`. None for
+                `TinyLlama/TinyLlama-1.1B-Chat-v1.0`.
+            strict: See `KVBoost`.
             streaming_config: Stream the layers that do not stay on the device.
             device: Where the model computes; None for the accelerator, or the CPU where there is none.
-            strict: See `KVBoost`.
             assistant: See `KVBoost`.
             policy: See `KVBoost`.
             options: The fields of `EngineSettings`, and arguments for transformers' `from_pretrained()`.
+
+        Raises:
+            ValueError: as `KVBoost` does; for a device that is not there, two names, or a damaged file of the model.
 
         Raises:
             ValueError: as `KVBoost` does.
@@ -139,6 +146,10 @@ class KVBoost:
             1
         """
         refuse("KVBoost", options)
+        named = [model_name, *(options.pop(key, None) for key in ("model_name_or_path", "name"))]
+        given = [name for name in named if name is not None]
+        if len(given) > 1:
+            raise ValueError(f"`model_name` must be given once, got {given}. Leave out all but one.")
         if "store" in options:
             raise ValueError(
                 "`store` must be made for the model, which is not there yet. Call KVBoost(model, tokenizer, "
@@ -146,7 +157,7 @@ class KVBoost:
             )
         settings = {key: options.pop(key) for key in SETTINGS & options.keys()}
         checked_settings(settings, policy)  # refuses now, not when the model is there
-        model, tokenizer = load(name, streaming_config, device, options)
+        model, tokenizer = load(given[0] if given else DEFAULT_MODEL, streaming_config, device, options)
         return cls(model, tokenizer, strict=strict, assistant=assistant, policy=policy, **settings)
 
     # Answers

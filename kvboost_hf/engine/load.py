@@ -1,16 +1,22 @@
 """A model and its tokenizer, by name."""
 
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.hub import cached_file
 
+from kvboost_hf.compat import available_device
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.build import default_device
+from kvboost_hf.offload.checkpoint import open_shard
 from kvboost_hf.offload.load import load_streamed
 
-_OF_TOKENIZER = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder", "gguf_file")
+_OF_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+_OF_TOKENIZER = (*_OF_HUB, "trust_remote_code", "gguf_file")
 
 
 def load(
@@ -26,9 +32,18 @@ def load(
         streaming: Which layers are streamed; None for a model that is loaded as a whole.
         device: Where it computes; None for the accelerator, or the CPU where there is none.
         options: For transformers' `from_pretrained()`.
+
+    Raises:
+        ValueError: there is no such device here, or a file of the checkpoint is damaged.
     """
+    where = default_device() if device is None else available_device(device)
     tokenizer = AutoTokenizer.from_pretrained(name, **{key: options[key] for key in _OF_TOKENIZER if key in options})
     if streaming is not None:
         return load_streamed(str(name), streaming, device=device, **options), tokenizer
-    where = {"": default_device() if device is None else torch.device(device)}
-    return AutoModelForCausalLM.from_pretrained(name, **{"device_map": where, **options}), tokenizer
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **{"device_map": {"": where}, **options}), tokenizer
+    except SafetensorError:
+        config = cached_file(name, "config.json", **{key: options[key] for key in _OF_HUB if key in options})
+        for shard in sorted(Path(str(config)).parent.glob("*.safetensors")):
+            open_shard(str(shard))  # names the one that is damaged
+        raise

@@ -50,7 +50,7 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmResult:
-    """What `KVBoost.warm` has done; true if anything of the text can be reused now.
+    """What `KVBoost.warm` has done; true if anything of the text can be reused now, and `chunks_stored` as an int.
 
     Args:
         chunks_stored: Chunks that are new; 0 where all of the text was stored before.
@@ -77,3 +77,6 @@ class WarmResult:
 
     def __bool__(self) -> bool:
         return self.chunks_stored + self.cached_tokens > 0
+
+    def __int__(self) -> int:
+        return self.chunks_stored

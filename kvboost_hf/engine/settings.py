@@ -16,7 +16,7 @@ from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compat import bytes_per_token
-from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
@@ -47,7 +47,7 @@ class EngineSettings:
         chunk_boundary_window: Cut by content, and let cuts move up to so many tokens to the end of a sentence; 0 cuts
             at multiples of `chunk_size`. None is 16 where the tokenizer is one of transformers and `chunk_size` is 32
             or more, and else 0.
-        max_cache_bytes: Host memory for K/V; None for 4 GiB.
+        max_cache_bytes: Host memory for K/V: bytes, or text such as `"2GB"`; None for 4 GiB.
         max_chunks: In place of it, room for so many chunks that are not compressed.
         kv_cache_bits: 16 keeps K/V as it is, 8 and 4 as codes of so many bits, which is lossy. None is 16, or what
             `codec` says.
@@ -74,7 +74,7 @@ class EngineSettings:
     recompute_strategy: RecomputeStrategy | str | None = None
     chunk_size: int = 128
     chunk_boundary_window: int | None = None
-    max_cache_bytes: int | None = None
+    max_cache_bytes: int | str | None = None
     max_chunks: int | None = None
     kv_cache_bits: int | None = None
     codec: str | KVQuantConfig | None = None
@@ -116,6 +116,8 @@ class EngineSettings:
                 f"`max_chunks` must be None beside `max_cache_bytes` ({self.max_cache_bytes}), got {self.max_chunks}. "
                 "Pass one of the two."
             )
+        if self.max_cache_bytes is not None:
+            require_size("max_cache_bytes", self.max_cache_bytes, least=1)
         for name, least in (("max_chunks", 1), ("prefill_chunk_size", 0)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):

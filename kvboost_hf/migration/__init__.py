@@ -3,13 +3,16 @@
 `python -m kvboost_hf.migration` prints it as a page.
 """
 
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 from kvboost_hf.migration.table import TABLE, Entry
 
-__all__ = ["TABLE", "Entry", "missing", "refuse"]
+__all__ = ["TABLE", "Entry", "OldModules", "missing", "old_name", "refuse"]
 
 _NAMES = {name: entry for entries in TABLE.values() for entry in entries for name in entry.names}
+_MODULES = {name: entry for entry in TABLE["modules"] if entry.ours for name in entry.names}
 _REFUSED = {
     section: {name: entry for entry in entries if entry.refused for name in entry.names}
     for section, entries in TABLE.items()
@@ -20,7 +23,7 @@ def refuse(section: str, given: Iterable[str]) -> None:
     """Raise for arguments that only the kvboost package has.
 
     Args:
-        section: Of the table: `"KVBoost"`, `"generate"` or `"server flags"`.
+        section: Of the table, such as `"KVBoost"`, `"generate"` or `"server flags"`.
         given: Names of arguments, or flags.
 
     Raises:
@@ -34,12 +37,47 @@ def refuse(section: str, given: Iterable[str]) -> None:
             raise ValueError(f"`{name}` must be left out. {entry.text}")
 
 
-def missing(name: str) -> str:
-    """Why `kvboost_hf` has no such name.
+def old_name(module: str, name: str) -> Any:
+    """What a name that a module does not have is in the package; to be its `__getattr__`.
+
+    Args:
+        module: That was asked.
+        name: What for.
+
+    Returns:
+        A name of the kvboost package that this one has, too, but elsewhere.
+
+    Raises:
+        ImportError: for one that it does not have: Python shows the text of no other error where
+            `from kvboost_hf import ...` fails.
+        AttributeError: for a name that kvboost does not have.
+    """
+    if any(name in entry.names for entry in TABLE["names"]):
+        package = sys.modules["kvboost_hf"]
+        if name in package.__all__ and module != package.__name__:
+            return getattr(package, name)
+        raise ImportError(missing(name, module), name=module)
+    raise AttributeError(missing(name, module), name=name)
+
+
+class OldModules:
+    """Finds no module, and says what became of those of the kvboost package; the last one of `sys.meta_path`."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raise ModuleNotFoundError for a module that only the kvboost package has."""
+        package, _, module = name.partition(".")
+        entry = _MODULES.get(f"kvboost.{module}")
+        if package == "kvboost_hf" and entry is not None:
+            raise ModuleNotFoundError(f"There is no module {name}. {entry.text}", name=name)
+
+
+def missing(name: str, module: str = "kvboost_hf") -> str:
+    """Why a module has no such name.
 
     Example:
         >>> missing("broadcast_kv")
         'kvboost_hf has no `broadcast_kv`. Rows share stored chunks by themselves.'
     """
     entry = _NAMES.get(name)
-    return f"kvboost_hf has no `{name}`. {entry.text}" if entry is not None else f"kvboost_hf has no `{name}`."
+    return f"{module} has no `{name}`. {entry.text}" if entry is not None else f"{module} has no `{name}`."

@@ -4,6 +4,7 @@ from kvboost_hf.migration.table import TABLE, Entry
 
 _TITLES = {
     "names": "Names of the package",
+    "modules": "Modules of the package",
     "KVBoost": "`KVBoost(...)` and `KVBoost.from_pretrained(...)`",
     "methods": "Its methods",
     "generate": "Arguments of `generate`",

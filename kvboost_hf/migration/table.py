@@ -48,7 +48,7 @@ def _gone(theirs: str, note: str, ours: str = "") -> Entry:
 
 TABLE: Mapping[str, tuple[Entry, ...]] = {
     "names": (
-        _same("KVBoost, InferenceEngine", "KVBoost", "Made of the parts below, which can be used without it."),
+        _same("KVBoost, InferenceEngine", "KVBoost", "Both names. Made of the parts below, which can be used alone."),
         _same("GenerationMode", "GenerationMode", "`CHUNK_KV_REUSE` is exact without a `recompute_strategy`."),
         _same("GenerationResult", "GenerationResult", "With `token_ids` and `report`, without `first_token_logits`."),
         _same(
@@ -56,7 +56,11 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
             "RecomputeStrategy",
             "The default is None, which gives the answers of plain `generate()`. Also `query` and `first_k`.",
         ),
-        _same("WarmResult", "WarmResult", "It is true if anything of the text can be reused."),
+        _same(
+            "WarmResult",
+            "WarmResult",
+            "True if anything of the text can be reused; `int()` gives `chunks_stored`.",
+        ),
         _same("check_model_compatibility", "check_model_compatibility", "It runs the model on a few tokens."),
         _same(
             "SUPPORTED_ARCHITECTURES, UNSUPPORTED_ARCHITECTURES",
@@ -128,8 +132,18 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
         ),
         _same("OOMPlanner", "what_fits", "The server refuses prompts that have no room with status 413."),
     ),
+    "modules": (
+        _works("kvboost.engine, kvboost.streaming, kvboost.compat", "For the names above that are here, too."),
+        _same("kvboost.kv_quantize", "ChunkStore, KVQuantConfig", "Codecs are chosen for a store or a cache."),
+        _same("kvboost.disk_tier", "ChunkStore", 'ChunkStore(model, tiers=["disk:FOLDER:50GB"]).'),
+        _same("kvboost.batch", "engine.group_by_prefix", "Batches are those of `KVBoost.generate_batch`."),
+        _same("kvboost.cacheblend", "ReusePolicy", 'ReusePolicy(mode="blend", repair="cacheblend").'),
+        _same("kvboost.selective_recompute", "ReusePolicy", 'ReusePolicy(mode="blend", repair="selective").'),
+        _same("kvboost.chunk_registry", "ChunkStore, ContentChunker", "A store cuts prompts by its chunker."),
+        _same("kvboost.cache_manager, kvboost.models", "ChunkStore", "What is kept is in a store."),
+    ),
     "KVBoost": (
-        _works("model, tokenizer, model_name", "The same; `from_pretrained(name)` takes the name by position."),
+        _works("model, tokenizer, model_name", "The same; also as `model_name_or_path`."),
         _works("device", "None leaves a model where it is; `from_pretrained` takes the accelerator."),
         _works("strict", "The same; what a model allows is found out by running it."),
         _works("chunk_size", "A multiple of 16."),
@@ -219,19 +233,28 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
             "Without them, as many layers stay as fit.",
         ),
         _same("n_staging_slots", "StreamingConfig.n_staging_slots", "2 or more."),
-        _same("auto_slots_margin_gb, auto_slots_max", "StreamingConfig.vram_budget, StreamingConfig.reserved"),
-        _same("use_pinned_memory", "StreamingConfig.pin_memory"),
-        _same("max_pinned_host_memory_gb", "StreamingConfig.host_budget", "What is beyond goes to `disk_folder`."),
-        _same("quant_kernel", "StreamingConfig.quant_kernel", "`triton`, `torch`, `auto`: others repack weights."),
-        Entry(
-            "enable_double_buffering, enable_async_prefetch, prefetch_layers_ahead", "Always; the slots say how far."
+        _gone(
+            "auto_slots_margin_gb, auto_slots_max",
+            "Pass a `vram_budget`, and what to leave free as `reserved`.",
+            "StreamingConfig.vram_budget, StreamingConfig.reserved",
         ),
-        Entry("transfer_stream_priority, enable_pinned_lru, fuse_gate_up", "Not offered."),
-        _same("streaming_disable_below_layers", "StreamingConfig", "Leave out the config for models that fit."),
-        _same("verify_layer_shapes", "load_streamed", "Always checked."),
-        Entry("enable_nvtx, verbose_scheduler", "Use the profiler of PyTorch, and `streaming_stats()`."),
-        _same("speculative_decode", "load_assistant"),
-        _same("paged_kv_cache", "ChunkReuseCache", "K/V is not paged."),
+        _gone("use_pinned_memory", "It is called `pin_memory` here.", "StreamingConfig.pin_memory"),
+        _gone(
+            "max_pinned_host_memory_gb",
+            "Pass `host_budget` with a unit, such as '16GB'; what is beyond goes to `disk_folder`.",
+            "StreamingConfig.host_budget",
+        ),
+        _same("quant_kernel", "StreamingConfig.quant_kernel", "`triton`, `torch`, `auto`: others repack weights."),
+        _gone(
+            "enable_double_buffering, enable_async_prefetch, prefetch_layers_ahead",
+            "Layers are always copied ahead; `n_staging_slots` says how far.",
+        ),
+        _gone("transfer_stream_priority, enable_pinned_lru, fuse_gate_up", "Not offered."),
+        _gone("streaming_disable_below_layers", "Leave out the config for models that fit.", "StreamingConfig"),
+        _gone("verify_layer_shapes", "Always checked.", "load_streamed"),
+        _gone("enable_nvtx, verbose_scheduler", "Use the profiler of PyTorch, and `streaming_stats()`."),
+        _gone("speculative_decode", "Pass a draft as `assistant` of `KVBoost`.", "load_assistant"),
+        _gone("paged_kv_cache", "K/V is not paged.", "ChunkReuseCache"),
     ),
     "speculation": (
         _same(

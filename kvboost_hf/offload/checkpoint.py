@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -34,7 +34,7 @@ class Checkpoint:
         quantizer: Passed on to transformers.
 
     Raises:
-        ValueError: they are no safetensors files.
+        ValueError: they are no safetensors files, or damaged.
     """
 
     def __init__(self, model: PreTrainedModel, files: Sequence[str] | None, quantizer: Any) -> None:
@@ -49,7 +49,7 @@ class Checkpoint:
         self._conversions = get_model_conversion_mapping(model, None, quantizer)
         self._files: dict[str, str] = {}  # name of a tensor -> path
         for path in files:
-            with safe_open(path, framework="pt") as file:
+            with open_shard(path) as file:
                 self._files |= dict.fromkeys(file.keys(), path)
         self._parts: list[dict[str, Holder]] = []  # of each layer, by full name
         self._meta: dict[str, torch.Tensor] = {}
@@ -141,7 +141,7 @@ class Checkpoint:
             for key in self._keys[number]:
                 path = self._files[key]
                 if path not in files:
-                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
+                    files[path] = stack.enter_context(open_shard(path))
                 tensors[key] = files[path].get_slice(key)
             found, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
         missing = [name for name in part if name in found.missing_keys]
@@ -187,6 +187,21 @@ class Checkpoint:
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter) and merged]
         found: str = rename_source_key(key, renamings, converters, self._model.base_model_prefix, names)[0]
         return found
+
+
+def open_shard(path: str) -> Any:
+    """One safetensors file of a checkpoint, to be read in a `with`.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} must be a whole safetensors file, got a damaged one of {os.path.getsize(path)} bytes ({error}). "
+            "Delete it, and download it again."
+        ) from error
 
 
 def any_of(names: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvboost_hf.compat import available_device
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.quantizer import with_streaming
 
@@ -33,8 +34,8 @@ def load_streamed(
         An ordinary model: `generate()`, pipelines, `ChunkReuseCache`, `kvboost_fa2` and assistants need not know.
 
     Raises:
-        ValueError: the checkpoint is quantized in another way, has other files or is not complete, or not even two
-            slots fit into the budget.
+        ValueError: the checkpoint is quantized in another way, has other files or is not complete, not even two slots
+            fit into the budget, or there is no such device here.
 
     Example:
         >>> from kvboost_hf import StreamingConfig, load_streamed
@@ -57,7 +58,7 @@ def load_streamed(
             "from_pretrained(name, config=with_streaming(name, streaming), output_loading_info=True)."
         )
     if device is not None:
-        kwargs["device_map"] = {"": torch.device(device)}
+        kwargs["device_map"] = {"": available_device(device)}
     of_config = {key: kwargs[key] for key in _OF_CONFIG if key in kwargs}
     config = with_streaming(kwargs.pop("config", None) or name, streaming or StreamingConfig(), **of_config)
     model = AutoModelForCausalLM.from_pretrained(name, config=config, **kwargs)

@@ -3,6 +3,7 @@
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -29,6 +30,7 @@ from kvboost_hf.assets.world import Turn, chat_messages, make_documents
 from kvboost_hf.cache.repair import REPAIRS
 from kvboost_hf.config import Repair
 from kvboost_hf.engine import EngineSettings
+from kvboost_hf.engine import kvboost as engine_module
 from kvboost_hf.engine.watch import Watch
 from kvboost_hf.errors import StoreFullError
 from tests.conftest import FULL_ATTENTION, STATEFUL, VOCAB, WINDOWED, counted, make_model, random_ids
@@ -410,6 +412,7 @@ def test_a_text_that_fills_its_chunks_warns_of_nothing() -> None:
     result = words_engine("llama", chunk_size=32, chunk_boundary_window=0).warm(words(64, seed=1))
     assert result.chunk_boundary_aligned
     assert (result.chunks_stored, result.partial_tail_tokens, result.alignment_warning) == (2, 0, None)
+    assert int(result) == 2
 
 
 def test_pinned_texts_that_do_not_fit_are_refused(embedded: tuple[PreTrainedModel, Any]) -> None:
@@ -492,6 +495,39 @@ def test_models_are_loaded_by_name(embedded: tuple[PreTrainedModel, Any]) -> Non
     assert engine.streaming_stats() is None
 
 
+def test_the_name_has_the_names_that_it_has_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_module.DEFAULT_MODEL == "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
+    monkeypatch.setattr(engine_module, "DEFAULT_MODEL", EMBEDDED_MODEL_DIR)
+    folder = str(EMBEDDED_MODEL_DIR)
+    for given in ({}, {"model_name": folder, "strict": True}, {"model_name_or_path": folder}, {"name": folder}):
+        engine = KVBoost.from_pretrained(device="cpu", max_cache_bytes="2GB", **given)
+        assert engine.generate("Who?", 1).generated_tokens == 1
+        assert engine.cache_stats()["max_bytes"] == 2 * 10**9
+    with pytest.raises(ValueError, match="`model_name` must be given once"):
+        KVBoost.from_pretrained(folder, name=folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is there")
+def test_devices_that_are_not_there(embedded: tuple[PreTrainedModel, Any]) -> None:
+    for device in ("cuda", "cuda:7", "gpu"):
+        says = f"`device` must be one that PyTorch can use here, got '{device}': .*Pass 'cpu'"
+        with pytest.raises(ValueError, match=says):
+            KVBoost(*embedded, device=device)
+        for config in (None, StreamingConfig(keep_first_k=1)):
+            with pytest.raises(ValueError, match=says):
+                KVBoost.from_pretrained(EMBEDDED_MODEL_DIR, device=device, streaming_config=config)
+
+
+def test_a_damaged_file_is_named(embedded: tuple[PreTrainedModel, Any], tmp_path: Path) -> None:
+    embedded[0].save_pretrained(tmp_path, max_shard_size="1MB")
+    embedded[1].save_pretrained(tmp_path)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:100_000])
+    for config in (None, StreamingConfig(keep_first_k=1)):
+        with pytest.raises(ValueError, match=rf"{shard} must be a whole .* of 100000 bytes .* download it again"):
+            KVBoost.from_pretrained(tmp_path, device="cpu", streaming_config=config)
+
+
 def test_streamed_models_are_loaded_by_name(embedded: tuple[PreTrainedModel, Any]) -> None:
     engine = KVBoost.from_pretrained(
         EMBEDDED_MODEL_DIR, dtype=torch.float32, device="cpu", streaming_config=StreamingConfig(keep_first_k=1)
@@ -510,7 +546,7 @@ def test_streamed_models_are_loaded_by_name(embedded: tuple[PreTrainedModel, Any
         ({"kv_cache_bits": 3}, "16, 8 or 4"),
         ({"max_chunks": 2, "max_cache_bytes": 2**30}, "one of the two"),
         ({"max_chunks": 0}, "1 or more"),
-        ({"max_cache_bytes": 2e9}, "positive int"),
+        ({"max_cache_bytes": 2e9}, "8GB"),
         ({"min_deviation": 0.01}, "min_coverage"),
         ({"recency_window_chunks": 8}, "pin=True"),
         ({"speculative_config": object()}, "assistant"),
@@ -567,6 +603,6 @@ def test_prompts_must_be_texts(engine: KVBoost) -> None:
 
 
 def test_the_package_says_what_its_names_are(engine: KVBoost) -> None:
-    assert kvboost_hf.KVBoost is KVBoost
-    with pytest.raises(AttributeError, match="codec="):
+    assert kvboost_hf.KVBoost is kvboost_hf.InferenceEngine is KVBoost
+    with pytest.raises(ImportError, match="codec="):
         kvboost_hf.quantize_kv  # type: ignore[attr-defined]  # noqa: B018

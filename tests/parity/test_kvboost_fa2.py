@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from triton import knobs
 
 from kvboost_hf.attention import kernel_calls, tiers, use_tier
 from tests.architectures.models import TRIED, make_architecture
@@ -234,6 +235,14 @@ def test_the_tier_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_tiers_that_there_are_not() -> None:
     with pytest.raises(ValueError, match="`tier` must be one of"), use_tier("fast"):  # type: ignore[arg-type]
         pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run here")
+@pytest.mark.parametrize(("tier", "needs"), [("triton", "a GPU, or TRITON_INTERPRET=1"), ("cuda", "a CUDA GPU")])
+def test_tiers_that_do_not_run_here(tier: Any, needs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match=f"`tier` must be one that runs here, got '{tier}', which needs {needs}"):
+        use_tier(tier).__enter__()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss"])

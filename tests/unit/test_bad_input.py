@@ -1,6 +1,7 @@
 """Bad input gets an error that says the value, the constraint and the remedy, and nothing is lost."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kvboost_hf import (
     ReusePolicy,
     StoreClosedError,
     StoreFullError,
+    attach,
     check_model_compatibility,
 )
 from tests.conftest import as_inputs, make_model, random_ids
@@ -26,10 +28,32 @@ def test_chunk_size(llama: PreTrainedModel, size: int) -> None:
         ChunkStore(llama, chunk_size=size)
 
 
-@pytest.mark.parametrize("budget", [0, -5, 1.5, True])
-def test_budget(llama: PreTrainedModel, budget: int) -> None:
-    with pytest.raises(ValueError, match="`max_bytes` must be a positive int"):
+@pytest.mark.parametrize("budget", [0, -5, 1.5, True, "2", "lots"])
+def test_budget(llama: PreTrainedModel, budget: int | str) -> None:
+    with pytest.raises(ValueError, match="`max_bytes` must be 1 or more bytes"):
         ChunkStore(llama, max_bytes=budget)
+
+
+def test_a_budget_may_be_text(llama: PreTrainedModel) -> None:
+    assert ChunkStore(llama, max_bytes="2GB").stats()["max_bytes"] == 2 * 10**9
+
+
+@pytest.mark.parametrize("codec", ["raw", "int4"])
+def test_tiers_must_hold_a_chunk(llama: PreTrainedModel, codec: str, tmp_path: Path) -> None:
+    for address in (f"disk:{tmp_path}/kv:10B", "ram:10B", "device:10B"):
+        with pytest.raises(ValueError, match=f"'{address}' .* at least one chunk, which is .* bytes, got 10"):
+            ChunkStore(llama, tiers=[address], codec=codec)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_tier_policy_or_store(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"`tiers` must be addresses or `Tier` objects, got 3\. Examples: 'ram:4GB'"):
+        ChunkStore(llama, tiers=[3])  # type: ignore[list-item]
+    for make in (ChunkReuseCache, attach):
+        with pytest.raises(ValueError, match=r"`policy` must be a ReusePolicy, got 'blend'. Pass ReusePolicy\(mode="):
+            make(llama, policy="blend")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="`store` must be a ChunkStore, got 'ram:4GB'"):
+            make(llama, "ram:4GB")  # type: ignore[arg-type]
 
 
 def test_a_budget_smaller_than_one_chunk(llama: PreTrainedModel) -> None:

@@ -1,18 +1,22 @@
 """The table of what kvboost's names are here is true, complete, and on its page."""
 
+import copy
 import importlib
 import inspect
+import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvboost_hf
 from kvboost_hf.cli import main
-from kvboost_hf.config import DraftTreeConfig
+from kvboost_hf.config import DraftTreeConfig, StreamingConfig
 from kvboost_hf.engine import EngineSettings
 from kvboost_hf.migration import TABLE, Entry, missing, refuse
 from kvboost_hf.migration.page import page
@@ -150,14 +154,66 @@ def test_names_that_are_gone_name_what_took_their_place() -> None:
     for entry in TABLE["names"]:
         for name in entry.names:
             if name not in kvboost_hf.__all__:
-                with pytest.raises(AttributeError, match=re.escape(f"`{name}`. {entry.note}"[:60])) as found:
-                    getattr(kvboost_hf, name)
+                with pytest.raises(ImportError, match=re.escape(f"`{name}`. {entry.note}"[:60])) as found:
+                    exec(f"from kvboost_hf import {name}")
                 assert all(ours in str(found.value) for ours in entry.ours)
+            else:
+                exec(f"from kvboost_hf import {name}")
     with pytest.raises(AttributeError, match=r"kvboost_hf has no `nothing_of_the_kind`\.$"):
         kvboost_hf.nothing_of_the_kind  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'nothing_of_the_kind'"):
+        from kvboost_hf import nothing_of_the_kind  # type: ignore[attr-defined]  # noqa: F401
     assert missing("KVBoost.set_cost_coefficients") == "kvboost_hf has no `KVBoost.set_cost_coefficients`. " + (
         "Nothing to set: times are measured."
     )
+
+
+# As the documents that this package follows have them, with its name.
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "from kvboost_hf.streaming import StreamingConfig",
+        "from kvboost_hf.engine import InferenceEngine, GenerationMode, RecomputeStrategy, GenerationResult",
+        "from kvboost_hf.compat import check_model_compatibility",
+    ],
+)
+def test_modules_have_the_names_that_kvboost_has_there(typed: str) -> None:
+    found: dict[str, object] = {}
+    exec(typed, found)
+    assert all(getattr(kvboost_hf, name) is value for name, value in found.items() if name != "__builtins__")
+
+
+def test_modules_that_are_gone_name_what_took_their_place() -> None:
+    for entry in TABLE["modules"]:
+        for module in entry.names:
+            ours = module.replace("kvboost.", "kvboost_hf.")
+            if not entry.ours:
+                importlib.import_module(ours)
+                continue
+            with pytest.raises(ModuleNotFoundError, match=re.escape(f"no module {ours}. {entry.text}")):
+                importlib.import_module(ours)
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'kvboost_hf\.nothing'"):
+        importlib.import_module("kvboost_hf.nothing")
+    with pytest.raises(ImportError, match=r"kvboost_hf\.compat has no `SUPPORTED_ARCHITECTURES`\. No lists"):
+        from kvboost_hf.compat import SUPPORTED_ARCHITECTURES  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_fields_of_streaming_are_taken_or_refused() -> None:
+    values: dict[str, Any] = {
+        "residency_mode": "partial_resident",
+        "keep_first_k": 9,
+        "keep_last_k": 9,
+        "quant_kernel": "auto",
+    }
+    for entry in TABLE["StreamingConfig"]:
+        for name in entry.names:
+            if entry.refused:
+                with pytest.raises(ValueError, match=f"`{name}` must be left out. {re.escape(entry.text)}"):
+                    StreamingConfig(**{name: values.get(name, 1)})
+            else:
+                StreamingConfig(**{name: values.get(name, 2)})
+    config = StreamingConfig(keep_first_k=9, keep_last_k=9)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == replace(config) == config
 
 
 def test_fields_of_drafts_have_their_names() -> None:

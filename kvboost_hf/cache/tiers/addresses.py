@@ -91,21 +91,25 @@ class Tiers:
     opened: tuple[Tier, ...]
 
 
-def open_tiers(tiers: Sequence[str | Tier], max_bytes: int | None, key: bytes | None = None) -> Tiers:
+def open_tiers(
+    tiers: Sequence[str | Tier], max_bytes: int | None, key: bytes | None = None, *, least_bytes: int = 0
+) -> Tiers:
     """Open the tiers of a store.
 
     Args:
         tiers: Addresses, or tiers themselves.
         max_bytes: Bytes of host memory, if no address tells; None for `DEFAULT_RAM_BYTES`.
         key: Of the seals that blobs below host memory have to have; None for no seals.
+        least_bytes: What an address must have room for: one chunk.
 
     Raises:
         ImportError: if one needs a package that is not installed.
-        ValueError: for what is no address, two sizes for one memory, or a key that is none.
+        ValueError: for what is no address or tier, a size below `least_bytes`, two sizes for one memory, or a key that
+            is none.
     """
     if isinstance(tiers, str):
         raise ValueError(f"`tiers` must be a sequence, got the text {without_secrets(tiers)!r}. Pass [text].")
-    specs = [parse_tier(tier) if isinstance(tier, str) else tier for tier in tiers]
+    specs = [_checked(tier, least_bytes) for tier in tiers]
     memory: dict[str, list[int]] = {"ram": [max_bytes] if max_bytes is not None else [], "device": []}
     for spec in specs:
         if isinstance(spec, TierSpec) and spec.kind in memory and spec.max_bytes is not None:
@@ -157,6 +161,18 @@ def open_tier(spec: TierSpec) -> Tier:
 
         return FilesystemTier(spec.location, max_bytes=spec.max_bytes)
     raise ValueError(f"A tier of kind {spec.kind!r} is no place to open: the store keeps it itself.")
+
+
+def _checked(tier: object, least_bytes: int) -> TierSpec | Tier:
+    if isinstance(tier, str):
+        spec = parse_tier(tier)
+        if spec.max_bytes is not None and spec.max_bytes < least_bytes:
+            why = f"its size must hold at least one chunk, which is {least_bytes} bytes, got {spec.max_bytes}"
+            raise _invalid(tier, why)
+        return spec
+    if not isinstance(tier, Tier):
+        raise ValueError(f"`tiers` must be addresses or `Tier` objects, got {tier!r}. {_EXAMPLES}")
+    return tier
 
 
 def _parse_size(text: str, size: str) -> int:

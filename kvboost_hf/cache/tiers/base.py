@@ -8,7 +8,7 @@ looks like a miss: no method but the constructor raises.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvboost_hf.cache.chunks import Tokens
 
@@ -48,6 +48,7 @@ class Entry:
     nbytes: int
 
 
+@runtime_checkable
 class Tier(Protocol):
     """A place to keep blobs. Safe to use from several threads; several processes may share what is behind it.
 
