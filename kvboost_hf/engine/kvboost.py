@@ -9,7 +9,6 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Self
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, TextIteratorStreamer
 
@@ -24,6 +23,7 @@ from kvboost_hf.compat import available_device
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import ReusePolicy, StreamingConfig
 from kvboost_hf.engine.call import call_options, generate_rows
+from kvboost_hf.engine.encode import Message, Prompt, PromptEncoder
 from kvboost_hf.engine.grouping import group_by_prefix
 from kvboost_hf.engine.load import load
 from kvboost_hf.engine.prompts import CHECK_PROMPTS
@@ -71,8 +71,8 @@ class KVBoost:
         >>> bool(engine.warm(document))
         True
         >>> result = engine.generate(document + "Where does Maria live?", max_new_tokens=8)
-        >>> result.kv_reuse_ratio > 0.95
-        True
+        >>> result.output_text, result.kv_reuse_ratio > 0.9
+        ('Maria lives in Rome.', True)
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class KVBoost:
         check_model_compatibility(model, strict=strict)
         self.model, self.tokenizer = model, tokenizer
         self.policy = self.settings.policy() if policy is None else policy
+        self._prompts = PromptEncoder(tokenizer, templated=self.settings.chat_template)
         self.store = self.settings.store(model, tokenizer) if store is None else store
         self.assistant: PreTrainedModel | TreeDecoding | None = None
         if isinstance(assistant, TreeDecoding):
@@ -164,7 +165,7 @@ class KVBoost:
 
     def generate(
         self,
-        prompt: str,
+        prompt: Prompt,
         max_new_tokens: int = 64,
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         temperature: float = 1.0,
@@ -174,7 +175,9 @@ class KVBoost:
         """Answer a prompt.
 
         Args:
-            prompt: Text; it is tokenized with special tokens, and without a chat template.
+            prompt: A text, or messages as `chat` takes them. Where the tokenizer has a chat template, a text is sent
+                as the message of a user. It is sent as it is where there is none, where it has special tokens in it
+                (as after `tokenizer.apply_chat_template()`), and with `KVBoost(chat_template=False)`.
             max_new_tokens: At most so many.
             mode: What may be reused. All modes give the answer of plain `generate()`, but `CHUNK_KV_REUSE` with a
                 `recompute_strategy`, and all but `BASELINE` with `kv_cache_bits`.
@@ -187,15 +190,48 @@ class KVBoost:
         """
         began = time.perf_counter()
         options = call_options(max_new_tokens, temperature, do_sample, kwargs)
-        mode, row = choice(GenerationMode, "mode", mode), self._encode(prompt)
+        mode, row = choice(GenerationMode, "mode", mode), self._prompts.encode(prompt)
         watch = Watch(len(row))
         answers, report = self._run([row], mode, options, watch)
         [result] = self._results([prompt], [row], mode, answers, report, began, watch)
         return result
 
+    def chat(
+        self,
+        messages: Sequence[Message],
+        max_new_tokens: int = 64,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        temperature: float = 1.0,
+        do_sample: bool = False,
+        **kwargs: Any,
+    ) -> GenerationResult:
+        """Answer a chat: `generate` for messages. The other methods take messages in place of a text, too.
+
+        Args:
+            messages: With `role` and `content`, as `tokenizer.apply_chat_template()` takes them. Special tokens in a
+                content are read as such; the server reads them as text.
+            max_new_tokens: At most so many.
+            mode: See `generate`.
+            temperature: With `do_sample`.
+            do_sample: Draw tokens; else take the likeliest.
+            kwargs: For `generate()` of transformers.
+
+        Raises:
+            ValueError: as `generate` does; if the tokenizer has no chat template.
+
+        Example:
+            >>> from kvboost_hf.assets import load_embedded
+            >>> engine = KVBoost(*load_embedded())
+            >>> system = {"role": "system", "content": "You read documents and answer questions about them."}
+            >>> user = {"role": "user", "content": "Anna lives in Oslo. She plays the piano. What does Anna play?"}
+            >>> engine.chat([system, user]).output_text
+            'Anna plays the piano.'
+        """
+        return self.generate(messages, max_new_tokens, mode, temperature, do_sample, **kwargs)
+
     def stream(
         self,
-        prompt: str,
+        prompt: Prompt,
         max_new_tokens: int = 64,
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         temperature: float = 1.0,
@@ -217,11 +253,11 @@ class KVBoost:
             True
         """
         options = call_options(max_new_tokens, temperature, do_sample, kwargs)
-        return self._pieces(self._encode(prompt), choice(GenerationMode, "mode", mode), options)
+        return self._pieces(self._prompts.encode(prompt), choice(GenerationMode, "mode", mode), options)
 
     def generate_batch(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         max_new_tokens: int = 64,
         temperature: float = 1.0,
         do_sample: bool = False,
@@ -232,7 +268,7 @@ class KVBoost:
         They may be of any lengths. Greedy answers are those of `generate`, up to rounding. An assistant is not used.
 
         Args:
-            prompts: Texts.
+            prompts: Texts, or chats, as `generate` takes them.
             max_new_tokens: At most so many for each.
             temperature: With `do_sample`.
             do_sample: Draw tokens.
@@ -257,7 +293,7 @@ class KVBoost:
 
     def generate_many(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         max_new_tokens: int = 64,
         temperature: float = 1.0,
         do_sample: bool = False,
@@ -268,7 +304,7 @@ class KVBoost:
         """Answer any prompts: those that begin with the same chunks by `generate_batch`, the others by `generate`.
 
         Args:
-            prompts: Texts.
+            prompts: Texts, or chats, as `generate` takes them.
             max_new_tokens: At most so many for each.
             temperature: With `do_sample`.
             do_sample: Draw tokens.
@@ -299,11 +335,12 @@ class KVBoost:
 
     # The store
 
-    def warm(self, text: str, position_offset: int = 0, *, pin: bool = False) -> WarmResult:
+    def warm(self, text: Prompt, position_offset: int = 0, *, pin: bool = False) -> WarmResult:
         """Compute and store what prompts begin with, ahead of the first one.
 
         Args:
-            text: Such as a system prompt.
+            text: What texts for `generate` begin with; or messages that chats begin with, such as a system message.
+                It goes through the chat template as those do.
             position_offset: 0: stored K/V is moved when it is needed elsewhere.
             pin: Never evict it.
 
@@ -318,7 +355,7 @@ class KVBoost:
             )
         with self._lock:
             live = self.settings.live_config
-            return warm(self.store, self.policy, self._encode(text), pin=pin, live_quant=live)
+            return warm(self.store, self.policy, self._prompts.encode_start(text), pin=pin, live_quant=live)
 
     def cache_stats(self) -> dict[str, Any]:
         """See `ChunkStore.stats`."""
@@ -333,11 +370,14 @@ class KVBoost:
 
     # What came of it
 
-    def verify_correctness(self, prompts: Sequence[str] | None = None, max_new_tokens: int = 32) -> CorrectnessReport:
+    def verify_correctness(
+        self, prompts: Sequence[Prompt] | None = None, max_new_tokens: int = 32
+    ) -> CorrectnessReport:
         """Compare the answers of these settings with those of plain `generate()`, with stores of their own.
 
         Args:
-            prompts: Texts such as users would send, in the order in which they would; None for a few of our own.
+            prompts: Texts or chats such as users would send, in the order in which they would; None for a few of our
+                own.
             max_new_tokens: New tokens for each.
 
         Returns:
@@ -349,8 +389,7 @@ class KVBoost:
         with self._lock:
             return verify_correctness(
                 self.model,
-                CHECK_PROMPTS if prompts is None else prompts,
-                tokenizer=self.tokenizer,
+                [row.tolist() for row in self._encode_all(CHECK_PROMPTS if prompts is None else prompts)],
                 policies=[self.policy] if self.policy.mode == "blend" else [],
                 max_new_tokens=max_new_tokens,
                 make_store=lambda model: ChunkStore(model, chunker=self.store.chunker, codec=self.store.codec),
@@ -418,7 +457,7 @@ class KVBoost:
 
     def _results(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         rows: Sequence[Tokens],
         mode: GenerationMode,
         answers: list[list[int]],
@@ -448,18 +487,10 @@ class KVBoost:
             )
         ]
 
-    def _encode(self, text: str) -> Tokens:
-        if not isinstance(text, str):
-            raise ValueError(f"A prompt must be a text, got {type(text).__name__}. Decode ids with the tokenizer.")
-        ids = np.asarray(self.tokenizer(text)["input_ids"], dtype=np.int64)
-        if not len(ids):
-            raise ValueError(f"A prompt must have one token or more, got {text!r}.")
-        return ids
-
-    def _encode_all(self, prompts: Sequence[str]) -> list[Tokens]:
+    def _encode_all(self, prompts: Sequence[Prompt]) -> list[Tokens]:
         if isinstance(prompts, str):
-            raise ValueError("`prompts` must be a sequence of texts, got one text. Pass [text].")
-        return [self._encode(prompt) for prompt in prompts]
+            raise ValueError("`prompts` must be a sequence of prompts, got one text. Pass [text].")
+        return [self._prompts.encode(prompt) for prompt in prompts]
 
     def _pad(self) -> int:
         told = (getattr(self.model.generation_config, "pad_token_id", None), self.tokenizer.pad_token_id)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.engine.encode import Prompt
 
 
 class GenerationMode(StrEnum):
@@ -20,7 +21,7 @@ class GenerationResult:
 
     Args:
         mode: What the call was allowed to reuse.
-        prompt: As it was passed.
+        prompt: As it was passed: a text, or messages.
         output_text: The answer, without special tokens.
         generated_tokens: Tokens of the answer, with the one that ends it.
         ttft_ms: Milliseconds from the call to the first token on the host. In a batch that of all rows.
@@ -35,7 +36,7 @@ class GenerationResult:
     """
 
     mode: GenerationMode
-    prompt: str
+    prompt: Prompt
     output_text: str
     generated_tokens: int
     ttft_ms: float

@@ -64,6 +64,8 @@ class EngineSettings:
         min_prefill_saving: Chunks are moved where that saves at least so many tokens.
         prefill_chunk_size: The most prompt tokens in a forward; 0 for all at once.
         salt: Separates those who must not see each other's prompts.
+        chat_template: A text is sent as the message of a user, where the tokenizer has a chat template; False sends
+            texts as they are.
 
     Raises:
         ValueError: for an unknown strategy or codec, other bits, counts or ratios that are none, both of
@@ -89,6 +91,7 @@ class EngineSettings:
     min_prefill_saving: int = 64
     prefill_chunk_size: int = 0
     salt: str | bytes = b""
+    chat_template: bool = True
 
     def __post_init__(self) -> None:
         if self.recompute_strategy is not None:

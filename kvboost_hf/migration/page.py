@@ -28,12 +28,18 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR  # in its place: any hub name o
 
 engine = KVBoost.from_pretrained(EMBEDDED_MODEL_DIR)
 engine.warm("You read documents and answer questions about them. " * 4)
-result = engine.generate("You read documents and answer questions about them. " * 4 + "Where does Maria live?")
+result = engine.generate(
+    "You read documents and answer questions about them. " * 4 + "Maria lives in Rome.\\n\\nWhere does Maria live?"
+)
+print(result.output_text)
+assert result.output_text == "Maria lives in Rome."
 print(f"TTFT: {result.ttft_ms:.1f} ms | KV reuse: {result.kv_reuse_ratio:.0%}")
 ```
 
 What is different on purpose:
 
+- A text is sent as the message of a user where the tokenizer has a chat template. `KVBoost(chat_template=False)` sends
+  texts as kvboost does, as they are.
 - Without a `recompute_strategy` nothing is moved, and answers are those of plain `generate()`. Pass `"cacheblend"` or
   another one to use chunks anywhere in a prompt.
 - What is not offered raises an error that says what to do in its place. Nothing is ignored.

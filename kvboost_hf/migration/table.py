@@ -178,7 +178,7 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
     ),
     "methods": (
         _same("KVBoost.from_pretrained", "KVBoost.from_pretrained"),
-        _same("KVBoost.generate", "KVBoost.generate"),
+        _same("KVBoost.generate", "KVBoost.generate", "Through the chat template, where there is one."),
         _same("KVBoost.generate_batch", "KVBoost.generate_batch", "Rows of unequal lengths are right, too."),
         _same("KVBoost.generate_many", "KVBoost.generate_many"),
         _same(

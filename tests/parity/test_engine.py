@@ -54,9 +54,17 @@ def engine(embedded: tuple[PreTrainedModel, Any]) -> KVBoost:
 
 
 def plain(engine: KVBoost, prompt: str, **kwargs: Any) -> tuple[int, ...]:
-    inputs = engine.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    out = engine.model.generate(**inputs, **{"do_sample": False, "max_new_tokens": NEW, **kwargs})
-    return tuple(out[0, inputs["input_ids"].shape[1] :].tolist())
+    ids = torch.tensor([sent(engine, prompt)])
+    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW, **kwargs}
+    return tuple(engine.model.generate(ids, **given)[0, ids.shape[1] :].tolist())
+
+
+def sent(engine: KVBoost, prompt: str) -> list[int]:
+    """What a prompt is to the model: a user's message, where there is a template that was not applied yet."""
+    if engine.tokenizer.chat_template is None or "<|im_start|>" in prompt:
+        return list(engine.tokenizer(prompt)["input_ids"])
+    turn = [{"role": "user", "content": prompt}]
+    return list(engine.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
 
 
 def chat(engine: KVBoost, question: str) -> str:
@@ -78,7 +86,7 @@ def test_every_mode_without_a_strategy_gives_the_answers_of_plain_generate(engin
         assert result.token_ids == plain(engine, prompt)
         assert result.output_text == engine.tokenizer.decode(result.token_ids, skip_special_tokens=True)
         assert (result.mode, result.prompt, result.generated_tokens) == (mode, prompt, len(result.token_ids))
-        assert result.prompt_tokens == tokens_of(engine, prompt)
+        assert result.prompt_tokens == len(sent(engine, prompt))
         assert 0 < result.ttft_ms <= result.total_ms
         assert result.tokens_per_sec == pytest.approx(1000 * result.generated_tokens / result.total_ms)
 
@@ -137,6 +145,70 @@ def test_prefill_chunks_are_a_setting(embedded: tuple[PreTrainedModel, Any]) -> 
         result = engine.generate(prompt, NEW)
     assert result.token_ids == plain(engine, prompt)
     assert work.calls == -(-result.prompt_tokens // 48) + result.generated_tokens - 1
+
+
+# Texts and chats
+
+SYSTEM = {"role": "system", "content": "You read documents and answer questions about them. You do it with care."}
+
+
+def asked(document: str, question: str) -> str:
+    return f"{document}\n\n{question}"
+
+
+def test_texts_are_answered_as_a_users_message(engine: KVBoost) -> None:
+    prompt = asked(DOCUMENTS[0], QUESTIONS[0])
+    rendered = chat(engine, QUESTIONS[0])
+    found = [engine.generate(prompt), engine.generate(rendered), engine.chat([{"role": "user", "content": prompt}])]
+    assert [result.output_text for result in found] == ["Maria lives in Rome."] * 3
+    assert {result.prompt_tokens for result in found} == {len(sent(engine, rendered))}
+    assert [result.prompt for result in found[:2]] == [prompt, rendered]
+
+
+def test_texts_are_sent_as_they_are_where_that_is_asked_for(embedded: tuple[PreTrainedModel, Any]) -> None:
+    raw = KVBoost(*embedded, chunk_size=32, chat_template=False)
+    prompt = asked(DOCUMENTS[0], QUESTIONS[0])
+    warmed, result = raw.warm(DOCUMENTS[0]), raw.generate(prompt, NEW)
+    ids = raw.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    out = raw.model.generate(**ids, max_new_tokens=NEW, do_sample=False)
+    assert result.token_ids == tuple(out[0, ids["input_ids"].shape[1] :].tolist())
+    assert warmed.token_count == tokens_of(raw, DOCUMENTS[0])
+    assert raw.chat([{"role": "user", "content": prompt}]).output_text == "Maria lives in Rome."
+
+
+@pytest.mark.parametrize("templated", [True, False])
+@pytest.mark.parametrize(("ends", "goes_on"), [(" ", ""), ("", " "), ("", "\n\n"), ("\n\n", "")])
+def test_what_is_warmed_is_what_prompts_begin_with(
+    embedded: tuple[PreTrainedModel, Any], templated: bool, ends: str, goes_on: str
+) -> None:
+    engine = KVBoost(*embedded, chunk_size=32, chat_template=templated)
+    text = DOCUMENTS[0].strip() + ends
+    warmed = engine.warm(text)
+    assert warmed.token_count >= tokens_of(engine, text) - 1
+    lost = 0 if templated else 1  # a space at the end becomes a part of the next word
+    assert engine.generate(text + goes_on + QUESTIONS[0], 1).cached_tokens >= warmed.token_count - lost
+
+
+def test_a_system_message_is_warmed_for_chats(engine: KVBoost) -> None:
+    warmed = engine.warm([SYSTEM])
+    messages = [SYSTEM, {"role": "user", "content": asked(DOCUMENTS[0], QUESTIONS[0])}]
+    result = engine.chat(messages, NEW)
+    assert result.cached_tokens >= warmed.token_count > tokens_of(engine, SYSTEM["content"])
+    assert result.token_ids == plain(
+        engine, engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    )
+    assert result.prompt == messages
+    assert "".join(engine.stream(messages, NEW)) == result.output_text
+    assert engine.generate_many([messages, "Who?"], NEW)[0].token_ids == result.token_ids
+    grown = [*messages, {"role": "assistant", "content": result.output_text}]
+    assert engine.warm(grown).cached_tokens >= result.prompt_tokens - 32
+
+
+def test_messages_need_a_template() -> None:
+    engine = words_engine("llama")
+    with pytest.raises(ValueError, match=r"Messages need a chat template, .* set tokenizer.chat_template"):
+        engine.chat([{"role": "user", "content": "w2 w3"}])
+    assert engine.generate("w2 w3", 1).prompt_tokens == 2
 
 
 # Strategies
@@ -386,9 +458,10 @@ def test_batches_leave_the_assistant_out(
 
 
 def test_warm_tells_what_it_stored(embedded: tuple[PreTrainedModel, Any]) -> None:
-    engine, document = KVBoost(*embedded, chunk_size=32, chunk_boundary_window=0), DOCUMENTS[0]
+    engine, document = KVBoost(*embedded, chunk_size=32, chunk_boundary_window=0), DOCUMENTS[0].strip()
     first, second = engine.warm(document), engine.warm(document)
-    tokens = tokens_of(engine, document)
+    end = tokens_of(engine, "<|im_end|>\n<|im_start|>assistant\n")
+    tokens = len(sent(engine, document)) - end
     assert first
     assert second
     assert first.chunks_stored == -(-tokens // 32) == engine.cache_stats()["chunks"]
@@ -399,7 +472,7 @@ def test_warm_tells_what_it_stored(embedded: tuple[PreTrainedModel, Any]) -> Non
     assert f"The last {tokens % 32} of {tokens} tokens" in (first.alignment_warning or "")
     with counted(engine.model) as work:
         engine.generate(document + QUESTIONS[0], 1)
-    assert work.tokens <= tokens_of(engine, QUESTIONS[0]) + 1
+    assert work.tokens <= tokens_of(engine, QUESTIONS[0]) + end + 1
 
 
 def test_a_text_that_is_too_short_to_be_stored(engine: KVBoost) -> None:
@@ -593,7 +666,9 @@ def test_prompts_must_be_texts(engine: KVBoost) -> None:
     with pytest.raises(ValueError, match="one token or more"):
         engine.generate("")
     with pytest.raises(ValueError, match="must be a text"):
-        engine.generate([1, 2])  # type: ignore[arg-type]
+        engine.generate([1, 2])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="one message or more"):
+        engine.chat([])
     with pytest.raises(ValueError, match=r"Pass \[text\]"):
         engine.generate_batch("Who?")
     with pytest.raises(ValueError, match="stop_strings"):
