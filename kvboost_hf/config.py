@@ -55,8 +55,9 @@ class ReusePolicy:
         sink_tokens: The first tokens of a prompt are never moved but computed: attention sinks.
         overlap_k: Whatever the repair, the last tokens before each seam are computed again, too.
         min_prefill_saving: Reuse that takes an extra forward (over the rows of a batch that have a shorter stored
-            prefix than others), or that moves chunks, is taken up only where it saves at least this many tokens; with
-            0, chunks are moved even where that saves nothing.
+            prefix than others), or that moves chunks, is taken up only where it saves at least this many tokens. With
+            0 chunks are moved even where that saves nothing, and a short beginning is reused even where the mask that
+            attention needs behind it on a CPU costs more than computing it.
         weights_check: How changed weights are noticed before each prompt. `"sample"` asks PyTorch and reads about 32
             values of each tensor. `"full"` reads every weight, for code that edits a few values through `.data` or
             numpy; K/V stored under one is not found under the other.

@@ -49,16 +49,17 @@ class ColumnFormat:
 
     def nbytes(self, layers: Sequence[ReuseLayer], tokens: int) -> int:
         """Bytes of so many columns of one row."""
-        return sum(
-            self.of(idx, at, spec.dtype).codec.nbytes(
-                (1, spec.heads, tokens, spec.dim), spec.dtype, self._role(idx, at)
-            )
-            for idx, layer in enumerate(layers)
-            for at, spec in enumerate(layer.column_specs)
-        )
-
-    def _role(self, layer_idx: int, tensor: int) -> Role:
-        return self.of(layer_idx, tensor, torch.float32).role
+        total = 0
+        alike: dict[tuple[Any, ...], int] = {}  # most tensors are like others
+        for idx, layer in enumerate(layers):
+            for at, spec in enumerate(layer.column_specs):
+                form = self.of(idx, at, spec.dtype)
+                key = (form.codec, form.role, spec)
+                if key not in alike:
+                    shape = (1, spec.heads, tokens, spec.dim)
+                    alike[key] = form.codec.nbytes(shape, spec.dtype, form.role)
+                total += alike[key]
+        return total
 
 
 class _TensorFormat(NamedTuple):
@@ -370,31 +371,28 @@ def copy_columns(
 ) -> LayerKV:
     """Copy a row's columns [start, stop) of every layer to host memory, in a format; None keeps them as they are."""
     form = form or ColumnFormat()
-    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    rotations: dict[tuple[Any, ...], list[LayerRotation | None]] = {}
+    numbers: dict[tuple[Any, ...], int] = {}  # of the blocks, by what their tensors have in common
+    parts: list[list[torch.Tensor]] = []
+    rotations: list[list[LayerRotation | None]] = []
     places: list[tuple[Place, ...] | None] = []
-
-    def place(part: torch.Tensor, layer_idx: int, tensor: int, windowed: bool) -> Place:
-        codec, role, rotation = form.of(layer_idx, tensor, part.dtype)
-        alike = (codec, role) if codec is not _RAW else (codec, "keys")
-        key = (part.device, part.dtype, part.shape, windowed, *alike)
-        groups.setdefault(key, []).append(part.detach())
-        rotations.setdefault(key, []).append(rotation)
-        return list(groups).index(key), len(groups[key]) - 1
-
     for idx, layer in enumerate(layers):
         columns = layer.columns(row, start, stop)
-        parts = enumerate(columns) if columns is not None else ()
-        places.append(
-            tuple(place(part, idx, at, layer.is_sliding) for at, part in parts) if columns is not None else None
-        )
+        own: list[Place] = []
+        for at, part in enumerate(columns or ()):
+            codec, role, rotation = form.of(idx, at, part.dtype)
+            key = (part.shape, part.dtype, part.device, layer.is_sliding, codec, "keys" if codec is _RAW else role)
+            number = numbers.setdefault(key, len(parts))
+            if number == len(parts):
+                parts.append([])
+                rotations.append([])
+            own.append((number, len(parts[number])))
+            parts[number].append(part)
+            rotations[number].append(rotation)
+        places.append(tuple(own) if columns is not None else None)
     blocks: list[Block] = []
-    for key, parts_of in groups.items():
-        device, dtype, shape, _, codec, role = key
-        planes = codec.encode(torch.stack(parts_of), role, rotations[key])
-        planes, ready = _on_host(planes)
-        own = tuple(rotations[key])
-        blocks.append(Block(planes, tuple(shape), dtype, role, codec, own, device, ready=ready))
+    for (shape, dtype, device, _, codec, role), number in numbers.items():
+        planes, ready = _on_host(codec.encode(torch.stack(parts[number]).detach(), role, rotations[number]))
+        blocks.append(Block(planes, tuple(shape), dtype, role, codec, tuple(rotations[number]), device, ready=ready))
     return LayerKV(tuple(blocks), tuple(places))
 
 

@@ -78,7 +78,7 @@ class MovedSegment:
 
 def head_hash(tokens: Tokens) -> int:
     """The hash of a chunk's first `MIN_MOVED_TOKENS` tokens, as `find_moved` looks for it."""
-    return int(_rolling_hashes(tokens[:MIN_MOVED_TOKENS])[0])
+    return int((tokens[:MIN_MOVED_TOKENS].astype(np.uint64) * _HEAD_POWERS).sum())
 
 
 def find_moved(
@@ -141,6 +141,9 @@ def _powers(base: int, n: int) -> NDArray[np.uint64]:
     factors = np.full(n, base, dtype=np.uint64)
     factors[:1] = 1
     return np.cumprod(factors, dtype=np.uint64)
+
+
+_HEAD_POWERS = _powers(_BASE, MIN_MOVED_TOKENS)
 
 
 def _window(tokens: Tokens, at: int, stop: int, index: MovedIndex) -> Tokens:

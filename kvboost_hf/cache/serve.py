@@ -42,6 +42,7 @@ from kvboost_hf.cache.inputs import (
 from kvboost_hf.cache.layers import Piece
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.loading import Loading, can_overlap
+from kvboost_hf.cache.masked import PIECE, Costs, pieces
 from kvboost_hf.cache.media import ENCODED, Prompt, has_types_of_media, narrow_media, payload, read_prompt
 from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
@@ -64,8 +65,11 @@ from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 from kvboost_hf.handles import ATTENTION
 
 _NEVER = 2**62  # tokens that an extra forward must save
-_PIECE = 512  # tokens in a forward on a CPU that follows reused ones
 _CHANGED = "position_ids or the attention mask changed on the way"
+_MASKED = (
+    "{} of its {} tokens are known, but on a CPU the mask that attention would need behind them takes longer than "
+    "computing them (ReusePolicy(min_prefill_saving=0) reuses them nevertheless)"
+)
 _LENGTH = "its rotary frequencies depend on the length, and this is longer than what they were trained for"
 
 
@@ -308,6 +312,9 @@ class ServingCache(BlendingCache):
         if media:
             plan, cuts = _whole_media(plan, cuts, prompt, limit)
         elif not self._stateful:
+            if not first and self._costs_more(model, plan, inputs, ledger):
+                plan, ledger = self._give_up(plan, ledger, columns)
+                held = 0
             cuts = self._pieces(model, plan, inputs, limit)
         if (plan.filled > first or cuts) and (reason := probe_reason(model)):
             if first:  # earlier pieces of the prompt are in the layers, and must stay
@@ -407,17 +414,42 @@ class ServingCache(BlendingCache):
         return sorted(cut for cut in wanted if max(plan.filled, *plan.pads) < cut <= limit)
 
     def _pieces(self, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs, limit: int) -> list[int]:
-        """Columns at which to begin a new forward, so that reusing little is not slower than reusing nothing.
+        """Columns at which to begin a new forward, where attention needs a mask behind what is reused."""
+        return pieces(plan.filled, limit) if plan.filled and self._adds_mask(model, plan, inputs) else []
 
-        Behind reused tokens SDPA is given a mask, and works through what it hides, too: in one forward over 1,000
-        tokens that costs more than reusing a tenth of them saves. In pieces, little is hidden. On a CPU only: what it
-        would do elsewhere is not measured.
+    def _adds_mask(self, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs) -> bool:
+        """Whether attention needs a mask only because something is reused; on a CPU: elsewhere it is not measured."""
+        if any(plan.pads) or self._regime or self._static is not None:
+            return False  # padding needs a mask in any case
+        return inputs.input_ids.device.type == "cpu" and attention_kind(model) == "sdpa"
+
+    def _costs_more(self, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs, ledger: Ledger) -> bool:
+        """Whether to compute a whole prompt is quicker than what is left of it behind a short beginning.
+
+        What somebody has pinned is always reused.
         """
-        if not plan.filled or any(plan.pads) or self._regime or self._static is not None:
-            return []  # padding needs a mask in any case
-        if inputs.input_ids.device.type != "cpu" or attention_kind(model) != "sdpa":
-            return []
-        return list(range(plan.filled + _PIECE, limit - _PIECE // 2, _PIECE))
+        if not plan.filled or not self.policy.min_prefill_saving or not self._adds_mask(model, plan, inputs):
+            return False
+        columns = inputs.input_ids.shape[1]
+        if columns - plan.filled < PIECE or any(layer.is_sliding for layer in self._layers):  # a mask in any case
+            return False
+        costs = Costs.of(model)
+        if costs.behind(plan.filled, columns) < costs.whole(columns):
+            return False
+        segments = [stored_chunk(segment).key for row in plan.rows for segment in row.segments]
+        return not self.store.has_pinned([*segments, *(border.key for row in ledger.borders for border in row)])
+
+    def _give_up(self, plan: ReusePlan, ledger: Ledger, columns: int) -> tuple[ReusePlan, Ledger]:
+        """Reuse nothing of a prompt after all: an empty plan, and the ledger of empty layers."""
+        known = sum(plan.filled - pad for pad in plan.pads)
+        self._tally.bypass = _MASKED.format(known, self._tally.prompt)
+        self._tally.live = self._tally.moved = 0
+        self._tally.rows = [0] * len(plan.rows)
+        self._fetched.clear()
+        self._drop()
+        self._ledger = ledger = Ledger.empty(ledger.log.pads, ledger.root)
+        nothing = [replace(row, hit=0, segments=(), borders=(), miss=None) for row in plan.rows]
+        return plan_batch(nothing, plan.pads, 0, columns, _NEVER), ledger
 
     def _run_to_cuts(
         self,

@@ -355,6 +355,11 @@ class Shelf:
         with self._lock:
             return (self._chunks.get(key) or self._states[key]).root
 
+    def has_pinned(self, keys: Iterable[bytes]) -> bool:
+        """Whether some of what is stored under these keys is pinned."""
+        with self._lock:
+            return any(key in self._order and self._order.is_pinned(key) for key in keys)
+
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Let what is stored under these keys be evicted again."""
         with self._lock:

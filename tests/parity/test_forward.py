@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
 BASE = random_ids(200, seed=1)
@@ -39,12 +39,52 @@ def test_the_rest_of_a_long_prompt_is_computed_in_pieces(llama: PreTrainedModel)
     assert (work.calls, work.tokens) == (1, 1600)
     for reused, calls in ((64, 3), (640, 2), (1280, 1)):
         prompt = torch.cat([known[:, :reused], other[:, reused:]], dim=1)
-        cache = ChunkReuseCache(llama, store)
+        cache = ChunkReuseCache(llama, store, ReusePolicy(min_prefill_saving=0))
         with counted(llama) as work:
             found = llama(prompt, past_key_values=cache, logits_to_keep=1).logits
         assert (work.calls, work.tokens) == (calls, 1600 - reused)
         assert cache.report.forwarded_tokens == work.tokens
         torch.testing.assert_close(found, llama(prompt, logits_to_keep=1).logits, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("live", [False, True])
+def test_a_short_beginning_is_computed_again_where_a_mask_would_cost_more(llama: PreTrainedModel, live: bool) -> None:
+    """On a small model attention behind 64 reused tokens takes longer than the 64 tokens; behind 1,280 it does not."""
+    check_model_compatibility(llama)
+    known, other = random_ids(1600, seed=1), random_ids(1600, seed=2)
+    store = ChunkStore(llama, chunk_size=64)
+    for reused, computed in ((64, 1600), (1280, 320)):
+        cache = ChunkReuseCache(llama, store)
+        llama(known, past_key_values=cache, logits_to_keep=1)
+        cache = cache if live else ChunkReuseCache(llama, store)
+        cache.begin_anew()
+        prompt = torch.cat([known[:, :reused], other[:, reused:]], dim=1)
+        with counted(llama) as work:
+            found = llama(prompt, past_key_values=cache, logits_to_keep=1).logits
+        assert (work.calls, work.tokens) == (1, computed)
+        assert (cache.report.reused_tokens, cache.report.forwarded_tokens) == (1600 - computed, computed)
+        assert ("mask" in cache.report.explain()) == (computed == 1600)
+        torch.testing.assert_close(found, llama(prompt, logits_to_keep=1).logits, rtol=1e-3, atol=1e-3)
+        assert cache.get_seq_length() == 1600
+        # All of it was stored, and goes on from there.
+        again = ChunkReuseCache(llama, store)
+        llama(prompt, past_key_values=again, logits_to_keep=1)
+        assert again.report.forwarded_tokens == 1
+
+
+@torch.no_grad()
+def test_a_short_beginning_is_reused_where_it_is_pinned_or_asked_for(llama: PreTrainedModel) -> None:
+    check_model_compatibility(llama)
+    known, other = random_ids(1600, seed=1), random_ids(1600, seed=2)
+    for pin, policy in ((True, ReusePolicy()), (False, ReusePolicy(min_prefill_saving=0))):
+        store = ChunkStore(llama, chunk_size=64)
+        store.warm(known[:, :64], pin=pin)
+        cache = ChunkReuseCache(llama, store, policy)
+        for rest in (other, known):  # from the store, and then from the cache itself
+            cache.begin_anew()
+            llama(torch.cat([known[:, :64], rest[:, -1000:]], dim=1), past_key_values=cache, logits_to_keep=1)
+            assert cache.report.forwarded_tokens == 1000
 
 
 @torch.no_grad()
