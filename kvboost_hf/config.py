@@ -57,7 +57,8 @@ class ReusePolicy:
         min_prefill_saving: Reuse that takes an extra forward (over the rows of a batch that have a shorter stored
             prefix than others), or that moves chunks, is taken up only where it saves at least this many tokens. With
             0 chunks are moved even where that saves nothing, and a short beginning is reused even where the mask that
-            attention needs behind it on a CPU costs more than computing it.
+            attention needs behind it on a CPU costs more than computing it; and all prompts are stored, even where
+            hardly any comes again.
         weights_check: How changed weights are noticed before each prompt. `"sample"` asks PyTorch and reads about 32
             values of each tensor. `"full"` reads every weight, for code that edits a few values through `.data` or
             numpy; K/V stored under one is not found under the other.

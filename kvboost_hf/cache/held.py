@@ -36,6 +36,10 @@ from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 
 CHANGED = "the cache was changed by somebody else"
+_UNPAID = (
+    "storing has taken longer than what was reused of it has saved, so that text is now stored when it comes the "
+    "second time (ReusePolicy(min_prefill_saving=0) stores all of it)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +262,18 @@ class HoldingCache(HookedCache):
         if not ledger.has_new_chunk(self.store.chunker.chunk_size):
             return
         if self._may_store(ledger, root_checked=root_checked):
-            ledger.store_new(self._layers, self.store)
+            self._store_new(ledger)
             self._release(ledger.first_unstored())
         else:  # there is no storing them later
             self._release(ledger.log.length)
             if not ledger.log.trusted:  # nor anything that follows: no need to ask again at each step
                 self._ledger = None
+
+    def _store_new(self, ledger: Ledger) -> None:
+        """Offer chunks that have become complete to the store."""
+        everything = not self.policy.min_prefill_saving or self.policy.mode == "blend"  # found behind other texts, too
+        if ledger.store_new(self._layers, self.store, unseen=everything):
+            self._tally.unstored = _UNPAID
 
     def _may_store(self, ledger: Ledger, *, root_checked: bool = False) -> bool:
         """Whether the layers hold what the ledger says, computed by the model as it is now."""

@@ -93,10 +93,13 @@ class Ledger:
 
     # Handing chunks to the store
 
-    def store_new(self, layers: Sequence[ReuseLayer], store: ChunkStore) -> None:
-        """Offer the chunks that have become complete."""
+    def store_new(self, layers: Sequence[ReuseLayer], store: ChunkStore, *, unseen: bool) -> bool:
+        """Offer the chunks that have become complete, `unseen` ones even where storing has not paid; tells whether
+        the store has waited for some to come again."""
+        results: list[Put] = []
         for row in range(self.log.batch_size):
-            self.store_row(row, layers, store)
+            results += self.store_row(row, layers, store, unseen=unseen)
+        return Put.UNSEEN in results
 
     def has_new_chunk(self, chunk_size: int) -> bool:
         """Whether some row may have a new complete chunk; reads no ids."""
@@ -111,9 +114,16 @@ class Ledger:
         )
 
     def store_row(
-        self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False, again: bool = False
+        self,
+        row: int,
+        layers: Sequence[ReuseLayer],
+        store: ChunkStore,
+        *,
+        pinned: bool = False,
+        again: bool = False,
+        unseen: bool = True,
     ) -> list[Put]:
-        """Offer a row's complete chunks: those since the last border, or all of them `again`."""
+        """Offer a row's complete chunks: those since the last border, or all of them `again`; see `store_new`."""
         tokens, borders = self.log.row(row), self.borders[row]
         if again:
             del borders[1:]
@@ -122,11 +132,15 @@ class Ledger:
         results: list[Put] = []
         while (cut := store.chunker.next_cut(tokens, borders[-1].at)) is not None:
             border = borders[-1]
-            result = self._put(row, border, tokens[border.at : cut], layers, store, pinned)
+            key = prefix_key(border.key, tokens[border.at : cut])
+            if unseen or store.expects(key):
+                result = self._put(row, border, tokens[border.at : cut], layers, store, pinned)
+            else:
+                result = Put.UNSEEN
             if result is Put.NO_PARENT and not again:  # an ancestor was evicted from the store, but is still here
-                return self.store_row(row, layers, store, pinned=pinned, again=True)
+                return self.store_row(row, layers, store, pinned=pinned, again=True, unseen=unseen)
             results.append(result)
-            borders.append(Border(cut, prefix_key(border.key, tokens[border.at : cut])))
+            borders.append(Border(cut, key))
         return results
 
     def store_tail(self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False) -> Put:

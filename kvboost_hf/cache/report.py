@@ -54,6 +54,7 @@ class ReuseReport:
             logits, or None if there was none.
         row_tokens: `reused_tokens` of each row; empty where nothing was looked for.
         dropped_reason: Why what the cache itself held was not used, nor stored, or None.
+        unstored_reason: Why some of its K/V was left out of the store, or None.
     """
 
     prompt_tokens: int = 0
@@ -70,6 +71,7 @@ class ReuseReport:
     audit_divergence: float | None = None
     row_tokens: tuple[int, ...] = ()
     dropped_reason: str | None = None
+    unstored_reason: str | None = None
 
     @property
     def reused_tokens(self) -> int:
@@ -110,6 +112,8 @@ class ReuseReport:
             lines.append("Everything that can be reused was." if self.prompt_tokens else "No prompt was seen yet.")
         if self.dropped_reason:
             lines.append(f"What the cache itself held was dropped: {self.dropped_reason}.")
+        if self.unstored_reason:
+            lines.append(f"Not all of it was stored: {self.unstored_reason}.")
         if self.moved_reason:
             lines.append(f"Nothing was moved: {self.moved_reason}.")
         elif self.moved_tokens:
@@ -139,6 +143,7 @@ class Tally:
     audit_divergence: float | None = None
     rows: list[int] = field(default_factory=list)  # reused tokens of each row
     dropped: str | None = None
+    unstored: str | None = None
 
     @property
     def stored(self) -> int:
@@ -166,6 +171,7 @@ class Tally:
             audit_divergence=self.audit_divergence,
             row_tokens=tuple(self.rows),
             dropped_reason=self.dropped,
+            unstored_reason=self.unstored,
         )
 
 

@@ -26,6 +26,7 @@ from kvboost_hf.cache.audit import audit
 from kvboost_hf.cache.blending import BlendingCache
 from kvboost_hf.cache.chunks import Tokens
 from kvboost_hf.cache.compiled import StaticDecoding
+from kvboost_hf.cache.costs import PIECE, Costs, pieces
 from kvboost_hf.cache.fill import compute_columns, fill_layers, needed_for, run_ahead, stored_chunk, with_loaded
 from kvboost_hf.cache.foreign import holder_of_cache, hooks_registered
 from kvboost_hf.cache.held import CHANGED, Running
@@ -42,7 +43,6 @@ from kvboost_hf.cache.inputs import (
 from kvboost_hf.cache.layers import Piece
 from kvboost_hf.cache.ledger import Ledger
 from kvboost_hf.cache.loading import Loading, can_overlap
-from kvboost_hf.cache.masked import PIECE, Costs, pieces
 from kvboost_hf.cache.media import ENCODED, Prompt, has_types_of_media, narrow_media, payload, read_prompt
 from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cache.plan import HEAD_TOKENS, ReusePlan, plan_batch
@@ -469,7 +469,7 @@ class ServingCache(BlendingCache):
             self._note_layers(ledger)
             self._columns = start = cut
             if self._stateful and self.store.usable:
-                ledger.store_new(self._layers, self.store)
+                self._store_new(ledger)
                 for row in range(len(ids)):
                     ledger.store_states(row, self._layers, self.store)
         return start

@@ -25,6 +25,8 @@ from kvboost_hf.cache.tiers.below import Found
 from kvboost_hf.errors import StoreClosedError
 
 _REMEMBERED_KEYS = 65_536  # evicted keys that explain() can still tell from never seen ones
+# Storing so many tokens, or what takes as long as computing so many, tells whether it pays.
+_STORED_AT_LEAST, _COMPUTED_AT_LEAST = 65_536, 4_096
 _MAX_SIBLINGS = 256  # chunks with the same head that are compared token by token
 
 
@@ -93,6 +95,7 @@ class Put(Enum):
     NO_PARENT = "no parent"  # the chunk before it is not stored: nothing could ever find it
     NO_ROOM = "no room"
     TOO_SHORT = "too short"  # to be found by content
+    UNSEEN = "unseen"  # little of what was stored was of use: it will be stored when it comes again
 
 
 class Shelf:
@@ -100,10 +103,12 @@ class Shelf:
 
     Args:
         max_bytes: Of all that is taken in, never exceeded.
+        pays_for: How many tokens take as long to store as one takes to compute; None stores all that comes.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, pays_for: int | None = None) -> None:
         self.max_bytes = max_bytes
+        self._pays_for = pays_for
         self._lock = threading.RLock()
         self._closed = False
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
@@ -123,6 +128,8 @@ class Shelf:
         self._states: dict[bytes, StoredStates] = {}
         self._states_by_head: dict[bytes, dict[bytes, None]] = {}  # as `_by_head`
         self._order = EvictionOrder()
+        self._unpaid = 0  # tokens stored, less those that serving prompts has paid for
+        self._unseen: OrderedDict[bytes, None] = OrderedDict()  # keys of what was not stored when it came first
         self._offences: dict[bytes, int] = {}  # keys that were quarantined, and how often
         self._used = 0  # bytes stored, and bytes promised to chunks that are being copied
         self._generation = getattr(self, "_generation", 0) + 1
@@ -178,6 +185,8 @@ class Shelf:
         with self._lock:
             self._order.next_prompt()
             self._order.by_content |= moved
+            if self._pays_for is not None:
+                self._unpaid = max(0, self._unpaid - self._pays_for * sum(len(chunk.tokens) for chunk in chunks))
             self._counts["hits"] += len(chunks)
             self._counts["misses"] += missed
             for key in [chunk.prefix_key for chunk in chunks] + ([states.key] if states is not None else []):
@@ -201,6 +210,22 @@ class Shelf:
         return known is not None and known != root
 
     # Taking in
+
+    def expects(self, key: bytes) -> bool:
+        """Whether a chunk that nobody asked to store is to be: where storing has not paid, one that comes again.
+
+        What serves a prompt pays for what was stored before.
+        """
+        with self._lock:
+            if self._pays_for is None or self._texts_are_asked_for or key in self._chunks:
+                return True
+            if self._unpaid < max(_STORED_AT_LEAST, _COMPUTED_AT_LEAST * self._pays_for):
+                return True
+            if key in self._unseen:
+                del self._unseen[key]
+                return True
+            remember(self._unseen, key, None)
+            return False
 
     def put(
         self,
@@ -420,6 +445,7 @@ class Shelf:
             if (refusal := self._overtaken(root, parent, nbytes, generation, holder, pinned)) is not None:
                 return refusal
             insert(copied)
+            self._unpaid += 0 if pinned else len(tokens)
         return Put.STORED
 
     def _present(self, holder: Callable[[], bytes | None], pinned: bool) -> Put | None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens, common_length, prefix_key, root_key
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.base import Codec
+from kvboost_hf.cache.costs import stored_per_computed
 from kvboost_hf.cache.fingerprint import model_name
 from kvboost_hf.cache.forms import ModelForm
 from kvboost_hf.cache.kv import ColumnFormat
@@ -110,7 +111,8 @@ class ChunkStore(TieredShelf):
         self._forms: OrderedDict[bytes, ModelForm | None] = OrderedDict()  # by fingerprint
         self._first_form: ModelForm | None = None
         name = model_name(model) if opened.lower else b""  # nobody else asks for it
-        super().__init__(opened.ram, LowerTiers(opened.lower, opened.opened), DeviceShelf(opened.device), name)
+        lower = LowerTiers(opened.lower, opened.opened)
+        super().__init__(opened.ram, lower, DeviceShelf(opened.device), name, stored_per_computed(model))
         if self._lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
             self._first_form = ModelForm.of(model) if known_reason(model) is None else None

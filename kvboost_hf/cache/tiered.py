@@ -36,13 +36,16 @@ class TieredShelf(Shelf):
         lower: The tiers below.
         device: The tier above.
         model: Names the model to them, see `Entry.model`.
+        pays_for: See `Shelf`; what other processes may ask for is always stored.
     """
 
-    def __init__(self, max_bytes: int, lower: LowerTiers, device: DeviceShelf, model: bytes) -> None:
+    def __init__(
+        self, max_bytes: int, lower: LowerTiers, device: DeviceShelf, model: bytes, pays_for: int | None = None
+    ) -> None:
         self._lower, self._device, self._model_name = lower, device, model
         self._durable_roots: set[bytes] = set()  # that mean the same in every process
         self._below: OrderedDict[bytes, None] = OrderedDict()  # keys of what is in a lower tier, as far as is known
-        super().__init__(max_bytes)
+        super().__init__(max_bytes, pays_for if not lower else None)
         self._counts |= dict.fromkeys(("loaded", "lost", "not_worth_loading"), 0)
 
     @property

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from kvboost_hf.cache import shelf
 from tests.conftest import FULL_ATTENTION, as_inputs, counted, left_pad, make_model, random_ids
 
 NEW = 12
@@ -262,3 +263,51 @@ def test_only_new_ids_with_the_whole_mask(llama: PreTrainedModel) -> None:
     expected = llama.generate(**as_inputs(whole), max_new_tokens=NEW)
     assert torch.equal(found[:, 10:], expected[:, 110:])
     assert work.tokens == 10 + NEW - 1
+
+
+def test_text_that_never_comes_again_is_no_longer_stored(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where storing has not paid, a chunk is stored when it comes again; what is pinned or asked for, always."""
+    monkeypatch.setattr(shelf, "_STORED_AT_LEAST", 512)
+    monkeypatch.setattr(shelf, "_COMPUTED_AT_LEAST", 0)
+    check_model_compatibility(llama)
+
+    def asked(store: ChunkStore, seed: int, policy: ReusePolicy | None = None) -> ChunkReuseCache:
+        prompt = random_ids(200, seed=seed)
+        cache = ChunkReuseCache(llama, store, policy)
+        expected = llama.generate(**as_inputs(prompt), max_new_tokens=2)
+        assert torch.equal(llama.generate(**as_inputs(prompt), past_key_values=cache, max_new_tokens=2), expected)
+        return cache
+
+    store = ChunkStore(llama, chunk_size=64)
+    chunks = []
+    for seed in range(6):
+        cache = asked(store, seed)
+        chunks.append(store.stats()["chunks"])
+    assert chunks == [3, 6, 8, 8, 8, 8]  # 512 tokens
+    assert "second time" in cache.report.explain()
+    store.warm(random_ids(200, seed=7))
+    assert asked(store, 7).report.reused_tokens == 199
+    cache = asked(store, 8, ReusePolicy(min_prefill_saving=0))
+    assert cache.report.unstored_reason is None
+    assert asked(store, 8).report.reused_tokens == 192
+    # It has paid: what is new is stored at once again.
+    asked(store, 9)
+    assert asked(store, 9).report.reused_tokens == 192
+
+    store = ChunkStore(llama, chunk_size=64)
+    reused = [asked(store, seed).report.reused_tokens for seed in (0, 1, 2, 3, 3, 3)]
+    assert reused == [0, 0, 0, 0, 0, 192]
+
+
+def test_what_other_processes_may_ask_for_is_always_stored(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    monkeypatch.setattr(shelf, "_STORED_AT_LEAST", 0)
+    monkeypatch.setattr(shelf, "_COMPUTED_AT_LEAST", 0)
+    prompt = random_ids(200, seed=1)
+    for tiers, stored in (([], 0), ([disk], 3)):
+        with ChunkStore(llama, chunk_size=64, tiers=tiers) as store:
+            llama.generate(**as_inputs(prompt), past_key_values=ChunkReuseCache(llama, store), max_new_tokens=1)
+            assert store.stats()["chunks"] == stored

@@ -1,16 +1,18 @@
-"""What a mask costs behind reused tokens on a CPU, and when computing the whole prompt is quicker than reuse.
+"""What a prompt costs to compute on a CPU, and when reuse or storing would cost more.
 
 Without a past, SDPA is told that attention is causal, and leaves out most of what that hides. Behind a past,
 transformers gives it a mask: SDPA works through what the mask hides, too, and turns it into numbers in every layer. On
 a small model that takes longer than it takes to compute a short beginning again. Costs are counted in operations, not
 measured, so that the same prompts are served in the same way each time; they follow what forwards of the embedded
-model and of one with 8 layers of 512 take, within a tenth. Pure functions, no tensors.
+model and of one with 8 layers of 512 take, within a tenth.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
+
+from kvboost_hf.compat import bytes_per_token, input_device
 
 PIECE = 512  # tokens in a forward that follows reused ones; where fewer are left, reuse is never given up
 
@@ -19,6 +21,7 @@ _MASK = 80  # to make an entry of a mask
 _MASK_IN_LAYER = 160  # to turn it into a number
 _LAYER = 30_000_000  # to launch what there is to do in a layer, however few tokens there are
 _MASKED_PAIR = 0.9  # attention of a query to a key beside one in causal attention, half of which is still hidden
+_COPIED_BYTE = 45  # to copy a byte of K/V into memory that was not touched before
 _SQUARE = 24  # operations of a layer for a token, in squares of its width, if it is an ordinary one
 
 
@@ -52,7 +55,7 @@ class Costs:
     def of(cls, model: PreTrainedModel) -> "Costs":
         """Those of a decoder. Where weights are packed or streamed, its width tells what its parameters do not."""
         config: Any = model.config.get_text_config(decoder=True)
-        layers, width = config.num_hidden_layers, config.hidden_size
+        layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
         heads, head_dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
         all_heads = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else width
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -68,3 +71,14 @@ class Costs:
         masked = sum((stop - start) * stop for start, stop in zip(starts, [*starts[1:], columns], strict=True))
         per_entry = _MASKED_PAIR * self.pair + _MASK_IN_LAYER * self.layers + _MASK
         return (columns - filled) * self.token + masked * per_entry + len(starts) * self.layers * _LAYER
+
+
+def stored_per_computed(model: PreTrainedModel) -> int | None:
+    """How many tokens take as long to store as one takes to compute; None where nobody waits for it, or it is unknown.
+
+    About ten on the embedded model, and hundreds on one of half a billion parameters.
+    """
+    nbytes = bytes_per_token(model)
+    if input_device(model).type != "cpu" or not nbytes:
+        return None
+    return Costs.of(model).token // (_COPIED_BYTE * nbytes) + 1
