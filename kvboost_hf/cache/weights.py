@@ -6,7 +6,8 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from kvboost_hf.cache.aliases import Memories
 
 _SAMPLES_PER_TENSOR = 32
 _READ_WHOLE = 128  # tensors of up to this many values
@@ -22,15 +23,17 @@ Marks = tuple[list[int], list[int], list[torch.Size], list[tuple[int, ...]]]  # 
 class WeightsWatch:
     """Follows a list of tensors; `epoch()` changes when one of them seems to have changed.
 
-    PyTorch's own bookkeeping (address, version, shape) tells of most changes, a sample of the values of many others.
-    Storages are held weakly, so that an address that was freed and given out again is not taken for the old one, and
-    memory that a user frees is free.
+    PyTorch's own bookkeeping (address, version, shape) tells of most changes. What was written through `weight.data`
+    is found by reading the memory that was handed out, and a sample of the values tells of many other changes. Memory
+    is held weakly, so that an address that was freed and given out again is not taken for the old one, and memory that
+    a user frees is free.
     """
 
     def __init__(self) -> None:
         self._epoch = -1
         self._marks: Marks | None = None
-        self._storages: list[StorageWeakRef] = []
+        self._memories = Memories([])
+        self._writes: int | None = None
         self._windows: list[
             list[tuple[int, Window]]
         ] = []  # by device and dtype: index of a tensor, what is read of it
@@ -40,10 +43,10 @@ class WeightsWatch:
         """How often the tensors have changed."""
         with torch.inference_mode():  # views cost less in it
             marks = _marks(tensors)
-            same = marks == self._marks and not any(map(_IS_EXPIRED, self._storages))
+            same = marks == self._marks and self._memories.writes(tensors) == self._writes
             if not same:
-                self._marks, self._windows = marks, _windows(tensors)
-                self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]  # type: ignore[no-untyped-call]
+                self._marks, self._windows, self._memories = marks, _windows(tensors), Memories(tensors)
+                self._writes = self._memories.writes(tensors)
             samples = _read(tensors, self._windows)
             if not same or not all(map(torch.equal, samples, self._samples)):
                 self._epoch += 1
@@ -83,7 +86,7 @@ _ADDRESS, _VERSION, _SHAPE, _STRIDE = (
     attrgetter("shape"),
     methodcaller("stride"),
 )
-_IS_EXPIRED, _IS_INFERENCE = methodcaller("expired"), methodcaller("is_inference")
+_IS_INFERENCE = methodcaller("is_inference")
 
 
 def _marks(tensors: list[torch.Tensor]) -> Marks:

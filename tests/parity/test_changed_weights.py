@@ -1,16 +1,19 @@
 """Weights and buffers changed in every way that Python allows: K/V of what was before is never used again."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize, prune
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
+from kvboost_hf.cache.aliases import Memories, _memory
 from kvboost_hf.cache.checksum import checksum
 from kvboost_hf.cache.fingerprint import ModelFingerprint
 from tests.conftest import make_model, random_ids
@@ -88,20 +91,23 @@ def swap_rows(model: PreTrainedModel) -> None:
     rows[8], rows[12] = rows[12].clone(), rows[8].clone()
 
 
-def wide(model: PreTrainedModel) -> torch.Tensor:
+def wide(model: PreTrainedModel) -> nn.Parameter:
     """More values than are sampled."""
     found = model.model.layers[0].mlp.gate_proj.weight
-    assert isinstance(found, torch.Tensor)
+    assert isinstance(found, nn.Parameter)
     return found
 
 
 # What PyTorch does not count, and a sample of the values misses.
+THROUGH_DATA: dict[str, Callable[[PreTrainedModel], object]] = {
+    "one value of data": lambda m: wide(m).data[8, 5].add_(5),
+    "one row of data": lambda m: wide(m).data[8].fill_(1),
+    "two rows of data swapped": swap_rows,
+    "signs of a row of data": lambda m: wide(m).data[8].neg_(),
+    "NumPy over data": lambda m: wide(m).data.numpy()[8].fill(1),
+}
 HIDDEN: dict[str, Callable[[PreTrainedModel], object]] = {
-    "one value behind PyTorch's back": lambda m: wide(m).data[8, 5].add_(5),
-    "one row behind PyTorch's back": lambda m: wide(m).data[8].fill_(1),
-    "two rows swapped": swap_rows,
-    "signs of a row": lambda m: wide(m).data[8].neg_(),
-    "through numpy": lambda m: wide(m).detach().numpy()[8].fill(1),
+    "through NumPy": lambda m: wide(m).detach().numpy()[8].fill(1),
 }
 
 
@@ -111,27 +117,100 @@ def store(llama: PreTrainedModel) -> ChunkStore:
     return ChunkStore(llama, chunk_size=32)
 
 
-@pytest.mark.parametrize("how", SEEN)
+@pytest.mark.parametrize("how", [*SEEN, *THROUGH_DATA])
 def test_between_calls(llama: PreTrainedModel, store: ChunkStore, how: str) -> None:
     live = ChunkReuseCache(llama, store)
     assert same_as_plain(llama, live, BASE) == 0
     assert same_as_plain(llama, live, BASE) == 99
-    SEEN[how](llama)
+    {**SEEN, **THROUGH_DATA}[how](llama)
     check_model_compatibility(llama.eval())
     fresh = ChunkReuseCache(llama, store)
     assert same_as_plain(llama, fresh, BASE) == 0
     assert same_as_plain(llama, live, BASE) >= 96
 
 
+class TestData:
+    """Whoever holds `weight.data` may write to it at any time."""
+
+    @pytest.mark.parametrize("before", ["the first prompt", "the second"])
+    def test_kept(self, llama: PreTrainedModel, before: str) -> None:
+        taken = wide(llama).data if before == "the first prompt" else None
+        fingerprint = ModelFingerprint()
+        fingerprint.current(llama)
+        row = (wide(llama).data if taken is None else taken)[8]
+        del taken
+        seen = [fingerprint.current(llama) for _ in range(2)]
+        for number in range(3):
+            row[number] += 1
+            seen += [fingerprint.current(llama) for _ in range(2)]
+        assert seen[::2] == seen[1::2]
+        assert len(set(seen)) == 4
+
+    def test_only_read(self, llama: PreTrainedModel) -> None:
+        """Nothing is stored in vain, and a weight that nobody holds any more is not read again."""
+        fingerprint = ModelFingerprint()
+        before = fingerprint.current(llama)
+        kept = [wide(llama).data, *llama.state_dict().values()]
+        assert fingerprint.current(llama) == before
+        copy.deepcopy(llama)
+        pickle.dumps(value(llama).weight)
+        assert _shared(llama)
+        del kept
+        assert fingerprint.current(llama) == before
+        assert not _shared(llama)
+
+    def test_two_models_with_one_weight(self, llama: PreTrainedModel) -> None:
+        twin = make_model("llama")
+        twin.model.layers[0].mlp.gate_proj.weight = wide(llama)
+        models = (llama, twin)
+        fingerprints = [ModelFingerprint() for _ in models]
+        before = [fingerprint.current(model) for fingerprint, model in zip(fingerprints, models, strict=True)]
+        wide(llama).data[8] = 1
+        now = [fingerprint.current(model) for fingerprint, model in zip(fingerprints, models, strict=True)]
+        assert before[0] != now[0]
+        assert before[1] != now[1]
+
+    def test_parameters_of_others(self) -> None:
+        """The property is there for all parameters: those without memory, of fake tensors, in compiled code."""
+        weight = nn.Parameter(torch.ones(2, 3))
+        Memories([weight])
+        assert "data" in vars(nn.Parameter)
+        later = nn.UninitializedParameter()
+        later.materialize((2, 3))
+        assert later.data.shape == (2, 3)
+        with FakeTensorMode() as mode:
+            assert mode.from_tensor(weight).data.shape == (2, 3)
+        compiled = torch.compile(lambda x: x + weight.data, fullgraph=True, backend="eager")
+        assert compiled(torch.ones(3)).tolist() == [[2.0] * 3] * 2
+        weight.data = torch.zeros(1)
+        assert weight.tolist() == [0]
+
+    def test_memory_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is read by operators there, which whoever counts or replaces operators does not see."""
+        weight = nn.Parameter(torch.randn(40, 7, dtype=torch.bfloat16))
+        monkeypatch.setattr("kvboost_hf.cache.aliases._READ_IN_PLACE", "nothing")
+        memories = Memories([weight])
+        assert memories.writes([weight]) == 0
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            weight.data  # noqa: B018
+        assert memories.writes([weight]) == 0
+        weight.data[39, 6] += 1
+        assert memories.writes([weight]) == 1
+
+
+def _shared(model: PreTrainedModel) -> list[str]:
+    return [name for name, weight in model.named_parameters() if _memory(weight).is_shared]
+
+
 class TestFullCheck:
     """Every bit counts, and weights that are changed back find their K/V again."""
 
-    @pytest.mark.parametrize("how", [*SEEN, *HIDDEN])
+    @pytest.mark.parametrize("how", [*SEEN, *THROUGH_DATA, *HIDDEN])
     def test_notices(self, llama: PreTrainedModel, how: str) -> None:
         fingerprint = ModelFingerprint()
         before = fingerprint.current(llama, full=True)
         assert fingerprint.current(llama, full=True) == before
-        {**SEEN, **HIDDEN}[how](llama)
+        {**SEEN, **THROUGH_DATA, **HIDDEN}[how](llama)
         assert fingerprint.current(llama.eval(), full=True) != before
 
     @pytest.mark.parametrize("how", HIDDEN)
