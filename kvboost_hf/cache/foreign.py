@@ -74,10 +74,10 @@ def holder_of_cache(model: nn.Module) -> str | None:
     while todo:
         module = todo.pop()
         kind: Any = type(module)
-        if not isinstance(module, _CONTAINERS):
-            if not _takes_cache(kind):
-                continue
-            attributes = module.__dict__
+        if not _takes_cache(kind):
+            continue
+        attributes = module.__dict__
+        if not issubclass(kind, _CONTAINERS):
             if isinstance(module, PreTrainedModel):
                 todo += [child for child in attributes["_modules"].values() if child is not None]
                 continue
@@ -92,12 +92,15 @@ def holder_of_cache(model: nn.Module) -> str | None:
                 if (patch := _patched_forward(module)) is not None:
                     return f"the forward of {kind.__name__} was replaced ({name_of(patch)})"
                 native.add(kind)
-        todo += [child for child in module.__dict__["_modules"].values() if child is not None]
+        todo += [child for child in attributes["_modules"].values() if child is not None]
     return None
 
 
 @cache
 def _takes_cache(kind: Any) -> bool:
+    """Whether modules of a class, or what they contain, may be given a cache."""
+    if issubclass(kind, _CONTAINERS):
+        return True
     try:
         _, *parameters = inspect.signature(kind.forward).parameters.values()
     except (TypeError, ValueError):  # it is no function of Python's

@@ -133,13 +133,16 @@ def read_prompt(
     Returns:
         The prompt, or the reason why K/V cannot be told.
     """
-    columns = np.arange(ids.shape[1])
     types = _read_types(kwargs, ids)
     if isinstance(types, str):
         return types
     media = np.zeros(ids.shape, dtype=bool) if types is None else (types != 0).any(axis=0)
+    shown = payload(kwargs)
+    if types is None and position_ids is None and not shown:  # text, and nothing shifted
+        return Prompt(ids.copy(), media)
+    columns = np.arange(ids.shape[1])
     owners: dict[bytes, NDArray[np.bool_]] = {}
-    if payload(kwargs):
+    if shown:
         placeholders = _placeholders(model, ids)
         if placeholders is None:
             return "it is not known where in the prompt its images, sound or video are put"
@@ -169,7 +172,7 @@ def read_prompt(
         if types is not None:
             parts.append(types[inside].tobytes())
         codes[row, start:stop] = media_codes(digest(*parts), stop - start)
-    return Prompt(codes, media, _divisible(model, payload(kwargs), ids))
+    return Prompt(codes, media, _divisible(model, shown, ids))
 
 
 def narrow_media(model: PreTrainedModel, kwargs: Arguments, prompt: Prompt, served: int) -> Arguments:

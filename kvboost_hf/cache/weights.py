@@ -86,14 +86,13 @@ _ADDRESS, _VERSION, _SHAPE, _STRIDE = (
     attrgetter("shape"),
     methodcaller("stride"),
 )
-_IS_INFERENCE = methodcaller("is_inference")
 
 
 def _marks(tensors: list[torch.Tensor]) -> Marks:
-    if any(map(_IS_INFERENCE, tensors)):  # these have no version
-        versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-    else:
+    try:
         versions = list(map(_VERSION, tensors))
+    except RuntimeError:  # those made in inference mode have none
+        versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
     return list(map(_ADDRESS, tensors)), versions, list(map(_SHAPE, tensors)), list(map(_STRIDE, tensors))
 
 
