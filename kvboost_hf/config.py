@@ -61,7 +61,8 @@ class ReusePolicy:
             hardly any comes again.
         weights_check: How changed weights are noticed before each prompt. `"sample"` asks PyTorch, reads weights whose
             `data` somebody has taken, and about 32 values of each other tensor. `"full"` reads every weight, for code
-            that edits a few values through NumPy or a pointer; K/V stored under one is not found under the other.
+            that edits a few values in other ways (docs/reuse.md names them); K/V stored under one is not found under
+            the other.
         audit_rate: Share of the reused prompts, from 0 to 1, that are computed a second time, whole, to see whether
             the answer is the same. Where it is not, the plain answer is given, the stored chunks that differ are taken
             out of service, and `stats()`, the report and the log say so. It costs what reuse saves.

@@ -11,6 +11,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -146,7 +147,16 @@ def _holders(weight: torch.Tensor) -> int:
     """How many tensors hold the memory of `weight`."""
     storage = weight.untyped_storage()
     uses: int = _uses(storage._cdata)
-    return uses - 1  # `storage` is one of them, for as long as it is there and, in some versions, from then on
+    return uses - _uses_by_python()
+
+
+@cache
+def _uses_by_python() -> int:
+    """How many uses a storage has besides its tensors, when it was asked for before and is again."""
+    alone = torch.empty(1, device="cpu")
+    alone.untyped_storage()
+    storage = alone.untyped_storage()
+    return int(_uses(storage._cdata)) - 1
 
 
 def _content(weight: torch.Tensor) -> Hashable:

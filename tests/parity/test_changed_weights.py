@@ -107,6 +107,7 @@ THROUGH_DATA: dict[str, Callable[[PreTrainedModel], object]] = {
     "NumPy over data": lambda m: wide(m).data.numpy()[8].fill(1),
 }
 HIDDEN: dict[str, Callable[[PreTrainedModel], object]] = {
+    "data of a row": lambda m: wide(m)[8].data.fill_(1),
     "through NumPy": lambda m: wide(m).detach().numpy()[8].fill(1),
 }
 
