@@ -381,7 +381,8 @@ class KVBoost:
             max_new_tokens: New tokens for each.
 
         Returns:
-            The report, which is true if exact reuse is right; with a `recompute_strategy` it has a row for that, too.
+            The report, which is true if exact reuse is right, and a codec, if these settings have one, is within the
+            thresholds; with a `recompute_strategy` it has a row for that, too.
 
         Raises:
             ValueError: for no prompts, or a model that has been attached.

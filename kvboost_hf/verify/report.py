@@ -140,6 +140,15 @@ class ArmResult:
         """Mean over the prompts of the share of steps whose most likely token is the same."""
         return fmean(prompt.agreement for prompt in self.judged)
 
+    def agreement_but_ties(self, gap: float) -> float:
+        """`agreement`, where a token counts as the same if the two best plain logits are no further apart than `gap`.
+
+        Args:
+            gap: In standard deviations of the logits.
+        """
+        ties = (prompt.divergence_gap is not None and prompt.divergence_gap <= gap for prompt in self.judged)
+        return fmean(1.0 if tie else p.agreement for tie, p in zip(ties, self.judged, strict=True))
+
     @property
     def diverged(self) -> int:
         """Prompts whose answer differs."""
@@ -213,10 +222,9 @@ class CorrectnessReport:
             nats.
         min_agreement: Threshold: the lowest share of steps with the same most likely token.
         arms: Plain generate() first, exact reuse second, then the blended policies, then K/V in fewer bits.
-        min_prompts: How many prompts with moved tokens it takes to recommend a policy. Fewer than these 8 would let
-            one pass that changes every third answer.
     """
 
+    # With moved tokens, to recommend a policy. Fewer would let one pass that changes every third answer.
     min_prompts: ClassVar[int] = 8
 
     model: str
@@ -238,9 +246,8 @@ class CorrectnessReport:
         In float32 all tokens must be the same, and all logits within `tolerance`. In half precision tokens may differ
         where the two best plain logits are no more than twice the tolerance apart.
         """
-        same_tokens = self.dtype in ("float32", "float64")
         found = self.exact.prompts
-        return tuple(p for p in found if not p.parts_by_rounding(self.tolerance, same_tokens=same_tokens))
+        return tuple(p for p in found if not p.parts_by_rounding(self.tolerance, same_tokens=self.in_full))
 
     @property
     def coded(self) -> tuple[ArmResult, ...]:
@@ -253,8 +260,20 @@ class CorrectnessReport:
         return tuple(arm for arm in self.arms if arm.arm.kind in ("naive", "repaired"))
 
     def passes(self, arm: ArmResult) -> bool:
-        """Whether an arm with K/V in fewer bits was read from, and meets the thresholds."""
-        return bool(arm.touched) and arm.meets(self.max_kl, self.min_agreement)
+        """Whether an arm with K/V in fewer bits was read from, and meets the thresholds.
+
+        In half precision, a token that rounding may have changed does not count against it.
+        """
+        return bool(arm.touched) and arm.mean_kl <= self.max_kl and self.agreement(arm) >= self.min_agreement
+
+    def agreement(self, arm: ArmResult) -> float:
+        """That of an arm, in half precision but for near-ties, which rounding decides."""
+        return arm.agreement_but_ties(0.0 if self.in_full else 2 * self.tolerance)
+
+    @property
+    def in_full(self) -> bool:
+        """Whether the model computes in float32 or better."""
+        return self.dtype in ("float32", "float64")
 
     @property
     def recommended_arm(self) -> ArmResult:

@@ -48,7 +48,7 @@ def verdict(report: "CorrectnessReport") -> str:
 
 def _what_to_reuse(report: "CorrectnessReport") -> str:
     right = "Exact reuse gives the answers of plain generate()"
-    if report.dtype not in ("float32", "float64") and report.exact.diverged:
+    if not report.in_full and report.exact.diverged:
         right += f" but for near-ties in {report.exact.diverged} of {len(report.exact.prompts)} prompts"
     exact_share, chosen = f"{report.exact.forwarded_share:.0%}", report.recommended_arm
     if chosen is not report.exact:
@@ -84,20 +84,22 @@ def _what_codes_do(arm: "ArmResult", report: "CorrectnessReport") -> str:
         if why is None and live:
             why = "caches hold codes in layers of full attention alone, and of longer prompts than these"
         return f"{arm.name}: NO VERDICT, for no K/V was read as codes{f' ({why})' if why else ''}."
-    found = f"a mean KL of {arm.mean_kl:.2g} and an agreement of {arm.agreement:.1%}"
+    found = f"a mean KL of {arm.mean_kl:.2g} and an agreement of {report.agreement(arm):.2%}"
+    if not report.in_full:
+        found += " but for near-ties"
     if report.passes(arm):
         return f"{arm.name} is within the thresholds, with {found}. {_chances(arm)}"
     return (
         f"{arm.name} is NOT within the thresholds, with {found}, where the mean KL may be {report.max_kl:g} and the "
-        f"agreement must be {report.min_agreement:.1%}. {_chances(arm)} Take more bits."
+        f"agreement must be {report.min_agreement:.2%}. {_chances(arm)} Take more bits."
     )
 
 
 def _chances(arm: "ArmResult") -> str:
-    return (
-        f"{arm.changed or 'None'} of {len(arm.judged)} answers changed: with 95% confidence, no more than "
-        f"{arm.changed_at_most:.0%} of such answers do."
-    )
+    changed = f"{arm.changed or 'None'} of {len(arm.judged)} answers changed"
+    if arm.changed == len(arm.judged):
+        return f"{changed}."
+    return f"{changed}: with 95% confidence, no more than {arm.changed_at_most:.0%} of such answers do."
 
 
 def _what_is_wrong(first: "PromptResult", count: int, report: "CorrectnessReport") -> str:

@@ -115,10 +115,10 @@ LIVE = Coding("live turboquant:4", None, KVQuantConfig())
         (
             coded(1e-8),
             True,
-            "int8 is within the thresholds, with a mean KL of 1e-08 and an agreement of 100.0%. None of",
+            "int8 is within the thresholds, with a mean KL of 1e-08 and an agreement of 100.00%. None of",
         ),
         (coded(0.011), False, "int8 is NOT within the thresholds, with a mean KL of 0.011"),
-        (coded(0.001, agreeing=1), False, "agreement must be 99.0%"),
+        (coded(0.001, agreeing=1), False, "agreement must be 99.00%"),
         (coded(float("nan")), False, "NOT within"),
         (coded(0.0, tokens=0), False, "int8: NO VERDICT, for no K/V was read as codes."),
         (coded(0.0, tokens=0, kept=LIVE), False, "of longer prompts than these"),
@@ -131,6 +131,18 @@ def test_codecs_are_judged_by_the_thresholds(arm: ArmResult, right: bool, said: 
     assert "WRONG" not in report.verdict  # that is for what promises to be exact
     assert report.recommended == ReusePolicy()
     assert report.as_dict()["ok"] == right
+
+
+@pytest.mark.parametrize(
+    ("gap", "dtype", "right"), [(0.09, "bfloat16", True), (0.11, "bfloat16", False), (0.09, "float32", False)]
+)
+def test_rounding_is_not_held_against_a_codec(gap: float, dtype: str, right: bool) -> None:
+    arm = coded(0.001, agreeing=1)
+    arm = replace(arm, prompts=tuple(replace(p, first_divergence=1, divergence_gap=gap) for p in arm.prompts))
+    report = report_of(arm, dtype=dtype)
+    assert bool(report) == right
+    assert ("100.00% but for near-ties. 1 of 1 answers changed." in report.verdict) == right
+    assert not report_of(replace(arm, prompts=tuple(replace(p, kl=(0.1, 0.1)) for p in arm.prompts)), dtype=dtype)
 
 
 @pytest.mark.parametrize(
