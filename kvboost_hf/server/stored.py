@@ -52,12 +52,13 @@ def unfound(
     if told is None and found:
         return _cut_elsewhere(store.chunker, found)
     return (
-        f"The tiers hold {len(own) - len(found)} chunks of this model that cannot be found by this server: they were "
+        f"The tiers hold {len(own) - len(found)} chunks of this model that are not found by this server: they were "
         "stored with "
     ) + (
         told
-        or "other weights, an API key or a `--salt` that it does not have, another `--codec`, or other versions of "
-        "PyTorch or transformers. Run `kvboost-hf warm` again, with its flags."
+        or "a `prompt_cache_key`, and are found by clients that send it; or with other weights, an API key or a "
+        "`--salt` that it does not have, another `--codec`, or other versions of PyTorch or transformers, and then "
+        "`kvboost-hf warm` is to be run again, with its flags."
     )
 
 
