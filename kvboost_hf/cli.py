@@ -163,6 +163,8 @@ def command_line() -> argparse.ArgumentParser:
     _add_model_options(warm)
     warm.add_argument("files", type=Path, nargs="+", metavar="FILE", help="texts; each is the start of prompts")
     warm.add_argument("--documents", action="store_true", help="they may stand anywhere in prompts (mode 'blend')")
+    text = "each is the system message of chats, put into the chat template, as a server does with it"
+    warm.add_argument("--system", action="store_true", help=text)
     warm.add_argument("--prefix", type=Path, metavar="FILE", help="with --documents: a text that stands before each")
     finding = warm.add_argument_group(
         "what a server must have alike to find it, by the same flags with the same defaults"
@@ -452,6 +454,8 @@ def _warm(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"`kvboost-hf warm` needs {error.name}: pip install 'kvboost_hf[demo]'") from error
 
+    if options.system and options.documents:
+        raise ValueError("`--system` must be left out with `--documents`, which stand anywhere in prompts.")
     if options.prefix is not None and not options.documents:
         raise ValueError("`--prefix` needs `--documents`: what prompts start with has nothing before it.")
     _require_lasting([*options.tiers, *([f"disk:{options.disk_cache_dir}"] if options.disk_cache_dir else [])])
@@ -479,7 +483,8 @@ def _warm(options: argparse.Namespace) -> int:
                 continue
             for path, text in zip(options.files, texts, strict=True):
                 progress.update(task, description=path.name)
-                reports.append((path.name, store.warm(text, salt=salt, **given)))
+                start = _system_message(tokenizer, text) if options.system else text
+                reports.append((path.name, store.warm(start, salt=salt, **given)))
         progress.update(task, description="writing", total=None)
         store.flush()
         written = store.stats()["tiers"]
@@ -491,6 +496,15 @@ def _warm(options: argparse.Namespace) -> int:
         console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
     failed = not tiers or any(stats["errors"] for stats in tiers.values())
     return 1 if failed else 0
+
+
+def _system_message(tokenizer: Any, text: str) -> list[int]:
+    """What chats with this system message begin with."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "`--system` needs a model with a chat template. Leave it out, and warm what prompts start with."
+        )
+    return list(tokenizer.apply_chat_template([{"role": "system", "content": text}], return_dict=False))
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -189,7 +189,12 @@ SETTINGS = frozenset(field.name for field in fields(EngineSettings))
 _OF_POLICY = frozenset(
     ("recompute_strategy", "recompute_overlap", "recompute_ratio", "sink_tokens", "overlap_k", "min_prefill_saving")
 )
-_OF_STORE = SETTINGS - _OF_POLICY - {"prefill_chunk_size", "live_quant"}
+_OF_STORE = frozenset(
+    (
+        *("chunk_size", "chunk_boundary_window", "max_cache_bytes", "max_chunks", "kv_cache_bits", "codec"),
+        *("disk_cache_dir", "tiers", "tier_key", "salt"),
+    )
+)
 
 
 def checked_settings(

@@ -2,6 +2,8 @@
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,16 @@ import pytest
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cli import command_line, main
+from kvboost_hf.engine import EngineSettings
+from kvboost_hf.server.app import make_app
 from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
 from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.options import add_secrets, engine_settings, server_settings
 from kvboost_hf.server.serve import start_engine
+from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.stored import unfound
+from kvboost_hf.server.worker import ModelEngine
+from tests.server.conftest import listening
 from tests.server.test_worker import Told
 
 TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 12
@@ -34,24 +41,31 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def start(flags: list[str]) -> tuple[Finished, str | None]:
-    """A server with these flags is asked: how that ended, and what it says of what it has found."""
+@contextmanager
+def served(flags: list[str]) -> Iterator[tuple[ModelEngine, ServerSettings, EngineSettings]]:
+    """What a server with these flags runs on."""
     options: argparse.Namespace = command_line().parse_args(["serve", "--device", "cpu", "--dtype", "float32", *flags])
     add_secrets(options, os.environ)
     kept, settings = engine_settings(options), server_settings(options, "reader", None)
     model, tokenizer = load_embedded()
     engine = start_engine(model.float(), tokenizer, settings, kept, attn_implementation=options.attn_implementation)
-    keys = settings.api_keys or (None,)
     try:
-        said = unfound(engine.model, engine.store, kept.live_config, [prompt_salt(settings.salt, key) for key in keys])
-        told = Told()
-        salt = prompt_salt(settings.salt, keys[0])
-        ids = tokenizer(TEXT + "Who?")["input_ids"]
-        engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=1), salt=salt), told)
-        return told.end, said
+        yield engine, settings, kept
     finally:
         engine.close()
         engine.store.close()
+
+
+def start(flags: list[str]) -> tuple[Finished, str | None]:
+    """A server with these flags is asked: how that ended, and what it says of what it has found."""
+    with served(flags) as (engine, settings, kept):
+        keys = settings.api_keys or (None,)
+        said = unfound(engine.model, engine.store, kept.live_config, [prompt_salt(settings.salt, key) for key in keys])
+        told = Told()
+        salt = prompt_salt(settings.salt, keys[0])
+        ids = engine.tokenizer(TEXT + "Who?")["input_ids"]
+        engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=1), salt=salt), told)
+        return told.end, said
 
 
 def warm(file: str, flags: list[str]) -> None:
@@ -97,6 +111,18 @@ def test_what_cannot_be_found_is_told(warmed: str, served: str, says: list[str],
     assert end.cached_tokens < 0.5 * end.prompt_tokens
     assert said is not None
     assert all(part in said for part in says), said
+
+
+def test_a_system_message_is_found_by_chats(file: str, tmp_path: Path) -> None:
+    flags = ["--disk-cache-dir", str(tmp_path / "tier")]
+    warm(file, ["--system", *flags])
+    with served(flags) as (engine, settings, _), listening(make_app(engine, engine.tokenizer, settings)) as at:
+        chat = [{"role": "system", "content": TEXT}, {"role": "user", "content": "Where does Anna live?"}]
+        answer = at.openai.chat.completions.create(model="reader", messages=chat, max_tokens=1)  # type: ignore[arg-type]
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= len(engine.tokenizer.encode(TEXT))
+    assert main(["warm", file, "--system", "--documents", *flags]) == 2
 
 
 def test_the_two_commands_have_the_same_flags_and_defaults() -> None:
