@@ -67,8 +67,8 @@ from kvboost_hf.handles import ATTENTION
 _NEVER = 2**62  # tokens that an extra forward must save
 _CHANGED = "position_ids or the attention mask changed on the way"
 _MASKED = (
-    "{} of its {} tokens are known, but on a CPU the mask that attention would need behind them takes longer than "
-    "computing them (ReusePolicy(min_prefill_saving=0) reuses them nevertheless)"
+    "so little of it is known that on a CPU the mask which attention needs behind that takes longer than computing it "
+    "(ReusePolicy(min_prefill_saving=0) reuses it nevertheless)"
 )
 _LENGTH = "its rotary frequencies depend on the length, and this is longer than what they were trained for"
 
@@ -441,8 +441,7 @@ class ServingCache(BlendingCache):
 
     def _give_up(self, plan: ReusePlan, ledger: Ledger, columns: int) -> tuple[ReusePlan, Ledger]:
         """Reuse nothing of a prompt after all: an empty plan, and the ledger of empty layers."""
-        known = sum(plan.filled - pad for pad in plan.pads)
-        self._tally.bypass = _MASKED.format(known, self._tally.prompt)
+        self._tally.bypass = _MASKED
         self._tally.live = self._tally.moved = 0
         self._tally.rows = [0] * len(plan.rows)
         self._fetched.clear()
