@@ -51,7 +51,7 @@ def table() -> str:
         "| --- | ---: | ---: | ---: |" + " ---: |" * len(LINKS),
     ]
     for name, config in MODELS.items():
-        sizes = estimate_sizes(config, StreamingConfig())
+        sizes = estimate_sizes(config, StreamingConfig(), bits=4)
         layer = f"{sizes.layer_bytes[0] / 1e6:.1f} MB"
         for budget in BUDGETS:
             asked = StreamingConfig(vram_budget=f"{budget}GB")

@@ -29,7 +29,6 @@ from kvboost_hf.config import KVQuantConfig, StreamingConfig
 from kvboost_hf.contents import as_json, as_tables, contents
 from kvboost_hf.engine.load import load
 from kvboost_hf.errors import KVBoostError
-from kvboost_hf.offload.awq.swap import AwqSettings
 from kvboost_hf.offload.sizes import what_fits
 from kvboost_hf.outputs import STANDARD_OUTPUT, output_path, write
 from kvboost_hf.server.keys import prompt_salt
@@ -292,15 +291,12 @@ def _fits(options: argparse.Namespace) -> int:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(options.model)
-    told = getattr(config, "quantization_config", None)
-    awq = None if told is None else AwqSettings.of(told)
     streaming = StreamingConfig(max_tokens=options.max_tokens, prefill_chunk_size=options.prefill_chunk_size)
     plan = what_fits(
         config,
         options.vram_budget,
         streaming=streaming,
-        bits=options.bits or (16 if awq is None else 4),
-        group_size=128 if awq is None else awq.group_size,
+        bits=options.bits,
         dtype=config.dtype or torch.float16,
     )
     sys.stdout.write(f"{plan}\n")

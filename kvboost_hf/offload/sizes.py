@@ -96,8 +96,8 @@ def estimate_sizes(
     config: PreTrainedConfig,
     streaming: StreamingConfig,
     *,
-    bits: Literal[4, 16] = 4,
-    group_size: int = 128,
+    bits: Literal[4, 16] | None = None,
+    group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> ModelSizes:
     """What a model takes on a GPU, without its weights.
@@ -109,13 +109,18 @@ def estimate_sizes(
     Args:
         config: Of a causal language model of transformers.
         streaming: What is asked for; the mode, the tokens and `host_embeddings` count.
-        bits: Of the weights of decoder layers.
-        group_size: Rows that share a scale and a zero.
+        bits: Of the weights of decoder layers; None for 4 where the configuration is of an AWQ checkpoint, else 16.
+        group_size: Rows that share a scale and a zero; None for those of the checkpoint, or 128.
         dtype: Of what is not quantized, of K/V and of activations.
 
     Raises:
-        ValueError: other bits, or as `find_units` does.
+        ValueError: other bits, 4 for a model that AWQ has nothing to quantize in, a checkpoint that is quantized in
+            another way, or as `find_units` does.
     """
+    told: Any = getattr(config, "quantization_config", None)
+    awq = AwqSettings.of(told) if bits is None and told is not None else None
+    bits = bits if bits is not None else 16 if awq is None else 4
+    group_size = group_size or (128 if awq is None else awq.group_size)
     if bits not in (4, 16):
         raise ValueError(f"`bits` must be 4 or 16, got {bits!r}.")
     build: Any = AutoModelForCausalLM.from_config
@@ -137,6 +142,11 @@ def estimate_sizes(
             for name, module in model.named_modules()
             if id(module) in inside and are_stacked(module)
         }
+        if not linears | experts:
+            raise ValueError(
+                f"`bits` must be 16 for {type(model).__name__}, got 4: its decoder layers have no linear layer whose "
+                f"rows are a multiple of {group_size}."
+            )
         swap_linears(model, AwqSettings(group_size=group_size, version="gemm", told={}), linears | experts, "auto")
     units = find_units(model, layers, ffn_only=streaming.residency_mode == "ffn_only_stream")
     embeddings = input_embeddings(model) if streaming.host_embeddings else None
@@ -148,8 +158,8 @@ def what_fits(
     vram_budget: int | str,
     *,
     streaming: StreamingConfig | None = None,
-    bits: Literal[4, 16] = 4,
-    group_size: int = 128,
+    bits: Literal[4, 16] | None = None,
+    group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> ResidencyPlan:
     """Which layers of a model would stay on a device, without downloading it.
@@ -165,7 +175,7 @@ def what_fits(
 
     Example:
         >>> from transformers import LlamaConfig
-        >>> plan = what_fits(LlamaConfig(), "4GB", streaming=StreamingConfig(max_tokens=2048))
+        >>> plan = what_fits(LlamaConfig(), "4GB", bits=4, streaming=StreamingConfig(max_tokens=2048))
         >>> len(plan.resident), len(plan.in_host)
         (20, 12)
     """

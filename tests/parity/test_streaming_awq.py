@@ -234,7 +234,7 @@ def test_experts(make: Any, parts: tuple[str, str, str], prefix: str, tmp_path: 
     assert torch.equal(model.generate(**told), wanted.generate(**told))
     plan = streaming_plan(model)
     assert plan is not None
-    estimated = estimate_sizes(make().config, FULL_STREAM, group_size=32, dtype=torch.float32)
+    estimated = estimate_sizes(make().config, FULL_STREAM, bits=4, group_size=32, dtype=torch.float32)
     assert estimated.layer_bytes == plan.sizes.layer_bytes
     model.save_pretrained(tmp_path / "saved")
     again = load_streamed(str(tmp_path / "saved"), device="cpu", dtype=torch.float32)

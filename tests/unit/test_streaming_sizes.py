@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, OPTConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 from kvboost_hf import load_streamed, streaming_plan
 from kvboost_hf.compat import bytes_per_token, kv_bytes_per_token
@@ -117,7 +126,7 @@ def test_an_estimate_is_what_loading_finds(mode: Any, tmp_path: Path) -> None:
     with use_backend(PoisoningBackend):
         plan = streaming_plan(load_streamed(str(tmp_path), asked, device="cpu"))
     assert plan is not None
-    estimate = estimate_sizes(config, asked)
+    estimate = estimate_sizes(config, asked, bits=4)
     assert plan.sizes == replace(estimate, workspace_bytes=0), "which only a GPU takes"
     numbers = 256 * 768  # of the largest weight
     assert estimate.workspace_bytes == CUBLAS_BYTES + 2 * numbers
@@ -139,16 +148,37 @@ def test_what_fits() -> None:
         num_attention_heads=16,
         num_key_value_heads=4,
     )
-    found = what_fits(config, "90MB", streaming=StreamingConfig(max_tokens=500))
+    found = what_fits(config, "90MB", bits=4, streaming=StreamingConfig(max_tokens=500))
     assert 0 < len(found.resident) < 8
     assert found.device_bytes <= 90 * 10**6 < found.device_bytes + found.slot_bytes
-    assert len(what_fits(config, "90MB", streaming=StreamingConfig(max_tokens=1000)).resident) < len(found.resident)
-    in_pieces = what_fits(config, "90MB", streaming=StreamingConfig(max_tokens=500, prefill_chunk_size=100))
+    assert len(what_fits(config, "90MB", bits=4, streaming=StreamingConfig(max_tokens=1000)).resident) < len(
+        found.resident
+    )
+    in_pieces = what_fits(config, "90MB", bits=4, streaming=StreamingConfig(max_tokens=500, prefill_chunk_size=100))
     assert in_pieces.sizes.kv_bytes == found.sizes.kv_bytes
     assert in_pieces.sizes.activation_bytes < found.sizes.activation_bytes / 3
-    assert what_fits(config, "1GB").n_slots == 0
+    assert what_fits(config, "1GB", bits=4).n_slots == 0
     with pytest.raises(ValueError, match="at least"):
         what_fits(config, "90MB", bits=16)
+
+
+def test_bits_are_those_of_the_checkpoint() -> None:
+    plain, awq = llama(), llama()
+    awq.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 64}
+    asked = StreamingConfig(max_tokens=1000)
+    assert estimate_sizes(plain, asked) == sizes(plain, bits=16)
+    assert estimate_sizes(awq, asked) == sizes(awq, bits=4, group_size=64) != sizes(awq, bits=4)
+    assert estimate_sizes(awq, asked, bits=16) == sizes(awq, bits=16)
+    assert what_fits(awq, "1GB", streaming=asked).sizes == estimate_sizes(awq, asked)
+
+
+def test_models_without_linear_layers() -> None:
+    plan = what_fits(GPT2Config(), "1GB")
+    (layer,) = GPT2LMHeadModel(GPT2Config(n_layer=1)).transformer.h
+    assert plan.sizes.layer_bytes[0] == 2 * sum(each.numel() for each in layer.parameters())
+    assert "AWQ" not in str(plan)
+    with pytest.raises(ValueError, match="`bits` must be 16 for GPT2LMHeadModel, got 4"):
+        what_fits(GPT2Config(), "1GB", bits=4)
 
 
 def test_other_bits() -> None:
