@@ -16,6 +16,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/installed
 	$(BIN)/kvboost-hf demo --figure demo.png
+	@echo
+	@echo "The figure is demo.png. Next, with NAME for a model on the hub or a folder:"
+	@echo "  $(BIN)/kvboost-hf check --model NAME   # whether it can reuse K/V"
+	@echo "  $(BIN)/kvboost-hf demo --model NAME    # what it gains"
+	@echo "  $(BIN)/kvboost-hf serve                # the small model at http://127.0.0.1:8000; --model NAME for yours"
+	@echo "In Python: docs/start.md, run by $(BIN)/python."
 
 # The tests of tiers on a server start one of their own, and are skipped where none is installed and none can be.
 APT_GET := DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get -qq -o DPkg::Lock::Timeout=120

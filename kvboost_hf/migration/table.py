@@ -323,10 +323,13 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
     ),
     "endpoints": (_works("/v1/chat/completions, /v1/completions, /v1/models, /v1/stats, /v1/warm, /health"),),
     "packages": (
-        _works("kvboost", "`pip install kvboost_hf`."),
+        _works("kvboost", "In a clone `pip install .`; once released `pip install kvboost_hf`."),
         _works("kvboost[cuda]", "Needed for GPUs older than sm_80 only: the other kernels are compiled by Triton."),
-        _works("kvboost[server]", "`pip install 'kvboost_hf[server]'`."),
-        _works("kvboost[streaming]", "Nothing to install."),
+        _works(
+            "kvboost[server]",
+            "In a clone `pip install '.[server]'`; once released `pip install 'kvboost_hf[server]'`.",
+        ),
+        _works("kvboost[streaming]", "An extra of that name, which installs nothing more."),
         _works("kvboost-server", "The same, and `kvboost-hf serve`."),
     ),
 }

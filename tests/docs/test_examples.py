@@ -3,6 +3,8 @@
 import re
 import runpy
 import shlex
+import subprocess
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -102,6 +104,40 @@ def commands(text: str) -> list[list[str]]:
     lines = [shlex.split(line, comments=True) for block in shell for line in block.splitlines() if "kvboost-" in line]
     found = [line[1:] for line in lines if line[:1] == ["kvboost-hf"]]
     return found + [["serve", *line[1:]] for line in lines if line[:1] == ["kvboost-server"]]
+
+
+def paragraphs(text: str) -> list[str]:
+    """What stands between empty lines, and rows of tables alone."""
+    return [part for part in re.split(r"\n\s*\n|\n(?=\|)", text) if part.strip()]
+
+
+def extras() -> set[str]:
+    return set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"])
+
+
+def test_extras_that_are_named_exist() -> None:
+    code = [path for folder in ("kvboost_hf", "tests", "examples") for path in (ROOT / folder).rglob("*.py")]
+    named = re.compile(r"(?:kvboost(?:_hf)?|'\.|\"\.)\[([a-z][a-z0-9-]*)\]")
+    found = {name for path in [*PAGES, *code] for name in named.findall(path.read_text("utf-8"))}
+    assert {"server", "cuda", "streaming", "demo"} <= found <= extras()
+
+
+@by_page
+def test_what_is_not_released_yet_is_not_said_to_be(page: Path) -> None:
+    """From an index, the package can be installed once it is there: pages say so, and what works in a clone."""
+    for part in paragraphs(page.read_text("utf-8")):
+        if re.search(r"pip install [^\n]*kvboost_hf", part):
+            assert "nce released" in part, part
+            assert "pip install ." in part or "pip install '." in part, part
+
+
+def test_the_demo_says_what_to_type_next() -> None:
+    shown = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    _, _, told = shown.partition("Next")
+    typed = re.findall(r'^echo "  \S*kvboost-hf (.*)"$', told, re.MULTILINE)
+    assert len(typed) >= 3
+    for line in typed:
+        command_line().parse_args(shlex.split(line, comments=True))
 
 
 def test_the_table_of_what_fits_is_what_the_code_says() -> None:
