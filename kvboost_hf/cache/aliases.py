@@ -9,13 +9,13 @@ read again at each prompt, and compared, until nobody but the model holds it.
 import ctypes
 import logging
 import threading
-import zlib
 from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import xxhash
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
@@ -163,7 +163,7 @@ def _content(weight: torch.Tensor) -> Hashable:
     """Changes with every bit of the memory of `weight`."""
     storage = weight.untyped_storage()
     if storage.device.type == _READ_IN_PLACE:
-        return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
+        return xxhash.xxh3_64_intdigest((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
     if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return object()  # it cannot be read now: taken for changed later
     with _disable_current_modes(), torch.no_grad():

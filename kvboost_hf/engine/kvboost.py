@@ -381,17 +381,19 @@ class KVBoost:
             max_new_tokens: New tokens for each.
 
         Returns:
-            The report, which is true if exact reuse is right, and a codec, if these settings have one, is within the
-            thresholds; with a `recompute_strategy` it has a row for that, too.
+            The report, which is true if exact reuse is right, and a codec and `live_quant`, if these settings have
+            them, are within the thresholds; with a `recompute_strategy` it has a row for that, too.
 
         Raises:
             ValueError: for no prompts, or a model that has been attached.
         """
+        live = self.settings.live_config
         with self._lock:
             return verify_correctness(
                 self.model,
                 [row.tolist() for row in self._encode_all(CHECK_PROMPTS if prompts is None else prompts)],
                 policies=[self.policy] if self.policy.mode == "blend" else [],
+                live_quants=[] if live is None else [live],
                 max_new_tokens=max_new_tokens,
                 make_store=lambda model: ChunkStore(model, chunker=self.store.chunker, codec=self.store.codec),
             )
