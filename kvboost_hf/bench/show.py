@@ -76,7 +76,8 @@ def remarks(result: Result) -> list[str]:
     lines += [f"Failed: {name}: {why}" for name, why in result.failed.items()]
     for why in dict.fromkeys(row.served.bypassed for row in result.rows if row.served.bypassed):
         arms = dict.fromkeys(row.arm for row in result.rows if row.served.bypassed == why)
-        lines.append(f"Reused nothing: {', '.join(arms)}: {why}")
+        always = all(row.served.bypassed == why for row in result.rows if row.arm in arms)
+        lines.append(f"Reused nothing{'' if always else ' of some prompts'}: {', '.join(arms)}: {why}")
     return lines
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat import bytes_per_token, input_device
+from kvboost_hf.compat import bytes_per_token, input_device, layer_configs
 
 PIECE = 512  # tokens in a forward that follows reused ones; where fewer are left, reuse is never given up
 
@@ -54,12 +54,11 @@ class Costs:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Costs":
         """Those of a decoder. Where weights are packed or streamed, its width tells what its parameters do not."""
-        config: Any = model.config.get_text_config(decoder=True)
-        layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-        heads, head_dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
-        all_heads = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else width
+        layers = layer_configs(model.config)
+        squares = sum(config.hidden_size**2 for config in layers)
+        heads = sum(_width_of_heads(config) for config in layers)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        return cls(max(_SQUARE * layers * width**2, 2 * parameters), 4 * layers * all_heads, layers)
+        return cls(max(_SQUARE * squares, 2 * parameters), 4 * heads, len(layers))
 
     def whole(self, columns: int) -> float:
         """Of a prompt of which nothing is reused."""
@@ -82,3 +81,9 @@ def stored_per_computed(model: PreTrainedModel) -> int | None:
     if input_device(model).type != "cpu" or not nbytes:
         return None
     return Costs.of(model).token // (_COPIED_BYTE * nbytes) + 1
+
+
+def _width_of_heads(config: Any) -> int:
+    """All heads of a layer together."""
+    heads, head_dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+    return heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else int(config.hidden_size)

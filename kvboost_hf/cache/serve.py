@@ -67,8 +67,8 @@ from kvboost_hf.handles import ATTENTION
 _NEVER = 2**62  # tokens that an extra forward must save
 _CHANGED = "position_ids or the attention mask changed on the way"
 _MASKED = (
-    "so little of it is known that on a CPU the mask which attention needs behind that takes longer than computing it "
-    "(ReusePolicy(min_prefill_saving=0) reuses it nevertheless)"
+    "on this CPU it takes less time to compute its few known tokens again than to make the attention mask that reuse "
+    "needs (ReusePolicy(min_prefill_saving=0) reuses them all the same)"
 )
 _LENGTH = "its rotary frequencies depend on the length, and this is longer than what they were trained for"
 

@@ -194,9 +194,14 @@ def bytes_per_token(model: PreTrainedModel) -> int:
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """As `bytes_per_token`, of a model that need not be there."""
+    return sum(map(_kv_elements, layer_configs(config))) * dtype.itemsize
+
+
+def layer_configs(config: PreTrainedConfig) -> list[Any]:
+    """The configuration of each layer of a decoder, empty if it does not say how many there are."""
     text: Any = config.get_text_config(decoder=True)
     layers: Any = getattr(text, "per_layer_config", None) or [text] * int(getattr(text, "num_hidden_layers", 0))
-    return sum(_kv_elements(layers[i]) for i in range(len(layers))) * dtype.itemsize
+    return [layers[index] for index in range(len(layers))]
 
 
 def _kv_elements(config: Any) -> int:

@@ -88,4 +88,10 @@ class PromptEncoder:
 
     def _chat_ids(self, messages: Sequence[Message]) -> Tokens:
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+        ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+        if not len(ids):
+            raise ValueError(
+                "The chat template gives no text for these messages: it may take their content in another form, such "
+                "as a list of parts. Pass such messages, or texts with KVBoost(chat_template=False)."
+            )
+        return ids

@@ -23,7 +23,10 @@ def embedded() -> tuple[PreTrainedModel, Any]:
 
 
 def plain(engine: KVBoost, prompt: str) -> tuple[int, ...]:
-    inputs = engine.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    chat = [{"role": "user", "content": prompt}]
+    inputs = engine.tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     out = engine.model.generate(**inputs, do_sample=False, max_new_tokens=NEW)
     return tuple(out[0, inputs["input_ids"].shape[1] :].tolist())
 
@@ -129,7 +132,14 @@ def test_cuts_are_by_content_where_the_tokenizer_allows_it(embedded: tuple[PreTr
 def test_a_chat_template_that_takes_other_chats_keeps_nothing_from_starting(template: str) -> None:
     model, tokenizer = load_embedded()
     tokenizer.chat_template = template
-    assert KVBoost(model, tokenizer).generate(QUESTION, 1).generated_tokens == 1
+    assert KVBoost(model, tokenizer, chat_template=False).generate(QUESTION, 1).generated_tokens == 1
+
+
+def test_a_chat_template_that_gives_no_text_is_told() -> None:
+    model, tokenizer = load_embedded()
+    tokenizer.chat_template = "{{ messages[0]['content'][0]['text'] }}"
+    with pytest.raises(ValueError, match="chat_template=False"):
+        KVBoost(model, tokenizer).generate(QUESTION, 1)
 
 
 def test_shuffled_documents_are_found_cut_by_content(embedded: tuple[PreTrainedModel, Any]) -> None:
@@ -140,7 +150,7 @@ def test_shuffled_documents_are_found_cut_by_content(embedded: tuple[PreTrainedM
     for window in (16, 0):
         blend = KVBoost(*embedded, recompute_strategy="none", chunk_boundary_window=window)
         found[window] = sum(blend.generate(prompt, 1).cached_tokens for prompt in shuffled)
-        exact = KVBoost(*embedded, chunk_boundary_window=window)
+        exact = KVBoost(*embedded, chunk_boundary_window=window, chat_template=False)
         for before, after in pairwise(exact.generate("\n\n".join(documents[:at]), 1) for at in range(1, 6)):
             assert after.cached_tokens >= before.prompt_tokens - 1
     assert found[16] > 1.05 * found[0]
