@@ -42,6 +42,8 @@ What is different on purpose:
   texts as kvboost does, as they are.
 - Without a `recompute_strategy` nothing is moved, and answers are those of plain `generate()`. Pass `"cacheblend"` or
   another one to use chunks anywhere in a prompt.
+- The strategy that is chosen repairs all chunks that were moved. kvboost takes CacheBlend for chunks behind another
+  text, whatever is chosen.
 - What is not offered raises an error that says what to do in its place. Nothing is ignored.
 - Times are from the call to a token on the host, everything included."""
 
