@@ -18,6 +18,11 @@ from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.handles import ATTENTION
 
 _OWN = "the --codec and --live-quant of this server"
+_NOT_KNOWN = (
+    "a `prompt_cache_key`, and are found by clients that send it; or with other weights, an API key or a `--salt` "
+    "that it does not have, another `--codec` or `--attn-implementation`, or other versions of PyTorch or "
+    "transformers, and then `kvboost-hf warm` is to be run again, with its flags."
+)
 _LOOKED_AT = 10_000  # blobs
 _ATTENTIONS = ("sdpa", "eager", ATTENTION)
 _LOSSY = ("int8", "int4", "int2", "turboquant", "turboquant:3.5", "turboquant:3", "turboquant:2")
@@ -49,23 +54,22 @@ def unfound(
     found = [entry for entry in own if entry.root in ours]
     others = {entry.root for entry in own} - ours
     told = _difference(model, store.codec.name, live, salts, others, attentions=not found) if others else None
-    if told is None and found:
-        return _cut_elsewhere(store.chunker, found)
-    return (
-        f"The tiers hold {len(own) - len(found)} chunks of this model that are not found by this server: they were "
-        "stored with "
-    ) + (
-        told
-        or "a `prompt_cache_key`, and are found by clients that send it; or with other weights, an API key or a "
-        "`--salt` that it does not have, another `--codec`, or other versions of PyTorch or transformers, and then "
-        "`kvboost-hf warm` is to be run again, with its flags."
-    )
+    reasons = [_cut_elsewhere(store.chunker, found)]
+    if told is not None or not found:
+        root, stored_with = told or (None, _NOT_KNOWN)
+        count = sum(entry.root == root for entry in own)
+        which = f"{count} of them" if 0 < count < len(own) - len(found) else "they"
+        reasons.append(
+            f"The tiers hold {len(own) - len(found)} chunks of this model that are not found by this server: {which} "
+            f"were stored with {stored_with}"
+        )
+    return " ".join(filter(None, reasons)) or None
 
 
 def _difference(
     model: PreTrainedModel, codec: str, live: bytes, salts: Sequence[bytes], roots: set[bytes], *, attentions: bool
-) -> str | None:
-    """With which flags something under one of `roots` was stored, and what to do; None where that is not known.
+) -> tuple[bytes, str] | None:
+    """One of `roots`, with which flags it was stored, and what to do; None where that is not known.
 
     With `attentions`, others are tried, too: all weights are read again for each of them.
     """
@@ -77,7 +81,10 @@ def _difference(
     for attention in [own, *(name for name in _ATTENTIONS if attentions and name != own)]:
         fingerprint = _fingerprint_with(model, attention)
         for tried in product([codec, *codecs], [live, *lives], [*salts, b""]):
-            if fingerprint is None or root_key(fingerprint, tried[2], tried[1] + tried[0].encode()) not in roots:
+            if fingerprint is None:
+                continue
+            root = root_key(fingerprint, tried[2], tried[1] + tried[0].encode())
+            if root not in roots:
                 continue
             pairs = [
                 (f"--attn-implementation {attention}", f"--attn-implementation {own}"),
@@ -86,9 +93,16 @@ def _difference(
                 (tenants[tried[2]], tenants[tried[2] if tried[2] in salts else salts[0]]),
             ]
             differ = [pair for pair in pairs if pair[0] != pair[1]]
-            theirs, wanted = (", ".join(flags) for flags in zip(*differ, strict=True))
-            return f"{theirs}. Serve with that, or run `kvboost-hf warm` again with {wanted}."
+            theirs, wanted = (_shown(settings) for settings in zip(*differ, strict=True))
+            return root, f"{theirs}. Serve with that, or run `kvboost-hf warm` again with {wanted}."
     return None
+
+
+def _shown(settings: Sequence[str]) -> str:
+    """What is to be typed, in one piece, and then what is not."""
+    flags = " ".join(setting for setting in settings if setting.startswith("--"))
+    others = dict.fromkeys(setting for setting in settings if not setting.startswith("--"))
+    return ", ".join([*([f"`{flags}`"] if flags else []), *others])
 
 
 def _fingerprint_with(model: PreTrainedModel, attention: str) -> bytes | None:
@@ -107,20 +121,22 @@ def _fingerprint_with(model: PreTrainedModel, attention: str) -> bytes | None:
 
 
 def _cut_elsewhere(chunker: Chunker, found: Sequence[Entry]) -> str | None:
-    """Whether chunks that prompts begin with end where others would; those that nothing continues tell nothing."""
+    """Whether chunks that something continues end where others would; None where that is not known."""
     following = {entry.parent: entry for entry in found if entry.kind is Kind.CHUNK}
     for first in found:
         if first.kind is not Kind.CHUNK or first.start:
             continue
-        text, last = first.tokens, first
-        while len(text) <= 2 * chunker.chunk_size and last.key in following:
-            last = following[last.key]
-            text = np.concatenate([text, last.tokens])
-        cut = chunker.next_cut(text, 0)
-        if len(text) > len(first.tokens) and cut not in (None, len(first.tokens)):
-            return (
-                f"The tiers hold prompts of this model whose first chunk has {len(first.tokens)} tokens, where this "
-                f"server cuts after {cut}: less of them is found. Run `kvboost-hf warm` again with the --chunk-size "
-                "and --chunk-boundary-window of this server."
-            )
+        chain = [first]
+        while (after := following.pop(chain[-1].key, None)) is not None:
+            chain.append(after)
+        text, at = np.concatenate([entry.tokens for entry in chain]), 0
+        for entry in chain[:-1]:
+            cut, stop = chunker.next_cut(text, at), at + len(entry.tokens)
+            if cut not in (None, stop):
+                return (
+                    f"The tiers hold prompts of this model that were cut after {stop} tokens, where this server cuts "
+                    f"after {cut}: less of them is found. Run `kvboost-hf warm` again with the --chunk-size and "
+                    "--chunk-boundary-window of this server."
+                )
+            at = stop
     return None

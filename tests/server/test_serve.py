@@ -52,7 +52,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     lines = [json.loads(line) for line in Path(log).read_text().splitlines() if line.startswith("{")]
     assert {"/v1/models", "/v1/chat/completions"} <= {line.get("path") for line in lines}
     assert "piano" not in Path(log).read_text()
-    assert "stored with --attn-implementation sdpa" in Path(log).read_text()
+    assert "stored with `--attn-implementation sdpa`" in Path(log).read_text()
 
 
 def test_it_answers_as_generate_does(process: tuple[Any, openai.OpenAI]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,12 +96,12 @@ def test_what_is_warmed_is_found(flags: str, file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("warmed", "served", "says"),
     [
-        ("--attn-implementation sdpa", "", ["implementation sdpa. Serve", "with --attn-implementation kvboost_fa2"]),
-        ("", "--attn-implementation sdpa --codec int8", ["kvboost_fa2, --codec raw. Serve", "sdpa, --codec int8."]),
-        ("--live-quant 4", "", ["--live-quant turboquant. Serve", "with no --live-quant"]),
+        ("--attn-implementation sdpa", "", ["`--attn-implementation sdpa`. Serve", "implementation kvboost_fa2`."]),
+        ("", "--attn-implementation sdpa --codec int8", ["kvboost_fa2 --codec raw`. Serve", "sdpa --codec int8`."]),
+        ("--live-quant 4", "", ["`--live-quant turboquant`. Serve", "with no --live-quant"]),
         ("", "--api-key one", ["with no --api-key or --salt. Serve", "with the --api-key"]),
         ("--api-key one", "", ["a `prompt_cache_key`", "an API key or a `--salt` that it does not have"]),
-        ("--chunk-size 64 --chunk-boundary-window 0", "", ["first chunk has 64 tokens", "--chunk-boundary-window"]),
+        ("--chunk-size 64 --chunk-boundary-window 0", "", ["cut after 64 tokens", "--chunk-boundary-window"]),
         ("--dtype float16", "", ["another `--dtype`"]),
     ],
 )
@@ -111,6 +112,19 @@ def test_what_cannot_be_found_is_told(warmed: str, served: str, says: list[str],
     assert end.cached_tokens < 0.5 * end.prompt_tokens
     assert said is not None
     assert all(part in said for part in says), said
+
+
+def test_what_several_have_stored_is_told_apart(file: str, tmp_path: Path) -> None:
+    tier = ["--disk-cache-dir", str(tmp_path / "tier")]
+    Path(file).write_text("Of all lamps, and of those who live here.\n\n" + TEXT, encoding="utf-8")
+    for flags in ("--chunk-size 64", "--salt a --chunk-size 64", "--codec int8"):
+        warm(file, [*flags.split(), *tier])
+    _, said = start(tier)
+    assert said is not None
+    chunks = {where: int(count) for count, where in re.findall(r"(\d+) (chunks of this model|of them were)", said)}
+    assert 0 < chunks["of them were"] < chunks["chunks of this model"]
+    assert "with `--codec int8`. Serve" in said
+    assert re.search(r"of this model that were cut after \d+ tokens", said)  # their first chunks end at the same place
 
 
 def test_a_system_message_is_found_by_chats(file: str, tmp_path: Path) -> None:
