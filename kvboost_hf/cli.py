@@ -454,7 +454,8 @@ def _warm(options: argparse.Namespace) -> int:
         raise ValueError("`--system` must be left out with `--documents`, which stand anywhere in prompts.")
     if options.prefix is not None and not options.documents:
         raise ValueError("`--prefix` needs `--documents`: what prompts start with has nothing before it.")
-    _require_lasting([*options.tiers, *([f"disk:{options.disk_cache_dir}"] if options.disk_cache_dir else [])])
+    if options.disk_cache_dir is None:
+        _require_lasting(options.tiers)
     add_secrets(options, os.environ, ["api_key"])
     kept = kept_settings(options)
     texts = [_read_text(path) for path in options.files]
@@ -505,15 +506,17 @@ def _system_message(tokenizer: Any, text: str) -> list[int]:
 
 def _serve(options: argparse.Namespace) -> int:
     try:
+        from kvboost_hf.server.listen import require_free
         from kvboost_hf.server.serve import serve as run
     except ModuleNotFoundError as error:
         raise ValueError(f"`kvboost-hf serve` needs {error.name}: pip install 'kvboost_hf[server]'") from error
 
     add_secrets(options, os.environ)
     kept, trees = engine_settings(options), draft_trees(options)
-    # Both refuse now, not when the model is there.
+    # All of it refuses now, not when the model is there.
     if (tls := server_settings(options, "model", None).tls) is not None:
         tls.context()
+    require_free(options.host, options.port)
     model, tokenizer, _ = _load_served(options)
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     settings = server_settings(options, _model_name(options.model), positions)
@@ -575,7 +578,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _require_lasting(tiers: Sequence[str]) -> None:
     if all(parse_tier(address).kind in ("ram", "device") for address in tiers):
-        raise ValueError(f"`--tiers` must have one that outlives a process, got {list(tiers)}.")
+        raise ValueError(f"`--tiers` must have one that outlives a process, got {list(tiers)}. Pass disk:FOLDER.")
 
 
 def _as_it_is(address: str) -> str | Tier:

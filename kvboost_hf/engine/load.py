@@ -34,8 +34,10 @@ def load(
         options: For transformers' `from_pretrained()`.
 
     Raises:
-        ValueError: there is no such device here, or a file of the checkpoint is damaged.
+        ValueError: there is no such folder or device here, or a file of the checkpoint is damaged.
     """
+    if str(name).startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
+        raise ValueError(f"`model` must be a name on the hub or a folder, got {str(name)!r}, which is no folder here.")
     where = default_device() if device is None else available_device(device)
     tokenizer = AutoTokenizer.from_pretrained(name, **{key: options[key] for key in _OF_TOKENIZER if key in options})
     if streaming is not None:

@@ -21,6 +21,22 @@ _SILENT_S = 2  # that the system keeps a connection to itself on which nothing c
 _BACKLOG = 2048  # connections that are not accepted yet
 
 
+def require_free(host: str, port: int) -> None:
+    """Refuse an address that nobody can listen at, before a model is loaded for it.
+
+    Raises:
+        ValueError: for one that is taken, is not of this machine, or is none.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address[:2], family=family).close()
+    except OSError as error:
+        raise ValueError(
+            f"`--host` and `--port` must be an address of this machine that is free, got {host} and {port}: "
+            f"{error.strerror}. Pass another one."
+        ) from error
+
+
 class FrontServer(uvicorn.Server):
     """Uvicorn with limits of connections, which answers while its engine comes to an end.
 

@@ -33,9 +33,18 @@ def choose_attention(model: PreTrainedModel, asked: str | None = None) -> None:
     Args:
         model: Which is changed.
         asked: As transformers names it.
+
+    Raises:
+        ValueError: for one that the model does not take, or whose package is not there.
     """
     if asked is not None:
-        model.set_attn_implementation(asked)
+        try:
+            model.set_attn_implementation(asked)
+        except (ImportError, ValueError) as error:
+            raise ValueError(
+                f"`attn_implementation` must be one that the model takes, got {asked!r}: {error} Pass 'sdpa', 'eager' "
+                f"or {ATTENTION!r}."
+            ) from error
         return
     own = attention_kind(model)
     if input_device(model).type != "cpu" or own == ATTENTION:

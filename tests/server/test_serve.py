@@ -159,10 +159,13 @@ def test_too_long_prompts_are_refused_with_a_length(process: tuple[Any, openai.O
         (["--awq-streaming", "--disk-folder", "x", "--n-staging-slots", "1"], "2 or more"),
         (["--max-batch-size", "0"], "max_batch_size"),
         (["--api-key", ""], "api_keys"),
+        (["--attn-implementation", "flash"], "'eager' or 'kvboost_fa2'"),
+        (["--attn-implementation", "flash_attention_2"], "got 'flash_attention_2'"),  # whose package is not there
+        (["--model", "/nowhere/model"], "got '/nowhere/model', which is no folder here"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", *arguments, "--device", "cpu"]) == 2
+    assert main(["serve", *arguments, "--device", "cpu", "--port", "0"]) == 2
     assert says in capsys.readouterr().err
 
 

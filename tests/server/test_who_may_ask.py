@@ -261,6 +261,7 @@ def test_clients_with_certificates(engine: FakeEngine, tokenizer: Any, certifica
         ("--ssl-certfile {1}", "certificate"),
         ("--api-key-file /nowhere/keys", "/nowhere/keys"),
         ("--max-connections 1", "max_connections"),
+        ("--host 203.0.113.1", "address of this machine that is free, got 203.0.113.1 and 8000"),
     ],
 )
 def test_bad_flags_are_refused_before_the_model_is_loaded(
