@@ -47,7 +47,7 @@ def unfound(
     if not own:
         return (
             f"The tiers hold {len(held)} chunks, but none of this model: they are of others, or of this one with "
-            "another `--dtype`."
+            "another `--dtype`, or another name or path in `--model`, which is to be the same."
         )
     live = mark(live_quant) if live_quant is not None else b""
     ours = {root_key(fingerprint, salt, live + store.codec.name.encode()) for salt in salts}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvboost_hf.assets import load_embedded
+from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.pace import ComputePace
 from kvboost_hf.cli import command_line, main
 from kvboost_hf.engine import EngineSettings
@@ -103,6 +103,7 @@ def test_what_is_warmed_is_found(flags: str, file: str, tmp_path: Path) -> None:
         ("--api-key one", "", ["a `prompt_cache_key`", "an API key or a `--salt` that it does not have"]),
         ("--chunk-size 64 --chunk-boundary-window 0", "", ["cut after 64 tokens", "--chunk-boundary-window"]),
         ("--dtype float16", "", ["another `--dtype`"]),
+        (f"--model {os.path.relpath(EMBEDDED_MODEL_DIR)}", "", ["another name or path in `--model`"]),
     ],
 )
 def test_what_cannot_be_found_is_told(warmed: str, served: str, says: list[str], file: str, tmp_path: Path) -> None:
