@@ -1,6 +1,9 @@
 """The names of streaming, where kvboost has them: `from kvboost_hf.streaming import StreamingConfig`."""
 
+from typing import TYPE_CHECKING, Any
+
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.migration import old_name
 from kvboost_hf.offload.build import stop_streaming, stream_layers, streaming_plan, streaming_stats
 from kvboost_hf.offload.load import load_streamed
 
@@ -12,3 +15,9 @@ __all__ = [
     "streaming_plan",
     "streaming_stats",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Say what became of the names that kvboost has here."""
+        return old_name(__name__, name)

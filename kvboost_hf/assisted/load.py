@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable
+from os import PathLike
 from typing import Any, Literal
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -75,6 +76,8 @@ def load_assistant(
         raise ValueError(f"`confidence_threshold` must be from 0 to less than 1, got {confidence_threshold}.")
     if isinstance(name_or_model, PreTrainedModel):
         draft = name_or_model
+    elif not isinstance(name_or_model, str | PathLike):
+        raise ValueError(f"A draft must be a model, or the name of one, got {name_or_model!r}.")
     else:
         given = {"dtype": target.dtype, "device_map": {"": target.device}, **kwargs}
         draft = AutoModelForCausalLM.from_pretrained(name_or_model, **given)

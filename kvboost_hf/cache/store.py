@@ -118,6 +118,12 @@ class ChunkStore(TieredShelf):
             self._first_form = ModelForm.of(model) if known_reason(model) is None else None
         self._close_tiers = weakref.finalize(self, self._lower.close)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A ChunkStore can be neither pickled nor copied: it belongs to a model in this process. Make a new one, "
+            "which finds what this one keeps in tiers on disk and on servers."
+        )
+
     # What a cache asks for
 
     def root(self, salt: bytes, regime: bytes = b"", *, read_all: bool = False) -> bytes | None:

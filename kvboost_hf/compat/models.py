@@ -179,7 +179,7 @@ def available_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # each backend has its own
-        why = str(error).partition("\n")[0]
+        why = str(error).partition("\n")[0].partition(". ")[0]
         raise ValueError(
             f"`device` must be one that PyTorch can use here, got {str(device)!r}: {why}. Pass 'cpu', or a device "
             "that this machine and this build of PyTorch have."

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from kvboost_hf.cache.chunks import Tokens, common_length
 
@@ -81,13 +82,20 @@ class PromptEncoder:
         return messages
 
     def _text_ids(self, text: str) -> Tokens:
-        ids = np.asarray(self._tokenizer(text)["input_ids"], dtype=np.int64)
+        # beside a template, a text that is sent as it is has its special tokens
+        ids = np.asarray(self._tokenizer(text, add_special_tokens=not self._templated)["input_ids"], dtype=np.int64)
         if not len(ids):
             raise ValueError(f"A prompt must have one token or more, got {text!r}.")
         return ids
 
     def _chat_ids(self, messages: Sequence[Message]) -> Tokens:
-        text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"The chat template refuses these messages: {error}. Pass what it takes: with most, a `role` that it "
+                "knows, and a text as `content`."
+            ) from error
         ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
         if not len(ids):
             raise ValueError(

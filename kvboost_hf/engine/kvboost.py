@@ -92,6 +92,10 @@ class KVBoost:
         if device is not None:
             model.to(available_device(device))  # type: ignore[arg-type]
         require_plain(model)
+        if not callable(tokenizer):
+            raise ValueError(
+                f"`tokenizer` must be that of the model, got {tokenizer!r}. Pass AutoTokenizer.from_pretrained(NAME)."
+            )
         check_model_compatibility(model, strict=strict)
         self.model, self.tokenizer = model, tokenizer
         self.policy = self.settings.policy() if policy is None else policy
@@ -135,9 +139,6 @@ class KVBoost:
 
         Raises:
             ValueError: as `KVBoost` does; for a device that is not there, two names, or a damaged file of the model.
-
-        Raises:
-            ValueError: as `KVBoost` does.
             OSError: there is no such model.
 
         Example:
@@ -209,7 +210,8 @@ class KVBoost:
 
         Args:
             messages: With `role` and `content`, as `tokenizer.apply_chat_template()` takes them. Special tokens in a
-                content are read as such; the server reads them as text.
+                content are read as such; the server reads them as text. For tools, pass `generate` the text that
+                `apply_chat_template(messages, tools=..., tokenize=False, add_generation_prompt=True)` gives.
             max_new_tokens: At most so many.
             mode: See `generate`.
             temperature: With `do_sample`.
@@ -493,6 +495,8 @@ class KVBoost:
     def _encode_all(self, prompts: Sequence[Prompt]) -> list[Tokens]:
         if isinstance(prompts, str):
             raise ValueError("`prompts` must be a sequence of prompts, got one text. Pass [text].")
+        if not isinstance(prompts, Sequence):
+            raise ValueError(f"`prompts` must be a sequence of prompts, got {type(prompts).__name__}. Pass a list.")
         return [self._prompts.encode(prompt) for prompt in prompts]
 
     def _pad(self) -> int:

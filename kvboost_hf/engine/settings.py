@@ -121,7 +121,12 @@ class EngineSettings:
             )
         if self.max_cache_bytes is not None:
             require_size("max_cache_bytes", self.max_cache_bytes, least=1)
-        for name, least in (("max_chunks", 1), ("prefill_chunk_size", 0)):
+        if not isinstance(self.chat_template, bool):
+            raise ValueError(
+                f"`chat_template` must be True or False, got {self.chat_template!r}. Set tokenizer.chat_template for "
+                "another template."
+            )
+        for name, least in (("max_chunks", 1), ("prefill_chunk_size", 0), ("recompute_overlap", 0)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(f"`{name}` must be an int of {least} or more, got {value!r}.")
@@ -131,10 +136,13 @@ class EngineSettings:
     def _require_cutting(self) -> None:
         size, window = self.chunk_size, self.chunk_boundary_window
         FixedChunker(size)
+        if window is not None and (type(window) is not int or not 0 <= window < size):
+            raise ValueError(
+                f"`chunk_boundary_window` must be an int from 0 to {size - 1}, less than `chunk_size`, or None, got "
+                f"{window!r}. Pass 0 to cut at multiples of `chunk_size`."
+            )
         if window:
             ContentChunker(size, boundary_window=window)
-        elif window is not None and (type(window) is not int or window < 0):
-            raise ValueError(f"`chunk_boundary_window` must be an int of 0 or more, or None, got {window!r}.")
 
     @property
     def live_config(self) -> KVQuantConfig | None:
@@ -164,15 +172,15 @@ class EngineSettings:
         max_bytes = self.max_cache_bytes
         if self.max_chunks is not None:
             max_bytes = self.max_chunks * self.chunk_size * (bytes_per_token(model) + np.dtype(np.int64).itemsize)
-        lower = list(self.tiers)
-        if self.disk_cache_dir is not None:
-            lower.append(f"disk:{self.disk_cache_dir}:{DEFAULT_DISK_BYTES}B")
+        tiers = self.tiers
+        if self.disk_cache_dir is not None and not isinstance(tiers, str):  # which the store refuses
+            tiers = [*tiers, f"disk:{self.disk_cache_dir}:{DEFAULT_DISK_BYTES}B"]
         return ChunkStore(
             model,
             chunker=self.chunker(tokenizer),
             max_bytes=max_bytes,
             salt=self.salt,
-            tiers=lower,
+            tiers=tiers,
             tier_key=self.tier_key,
             codec=self.codec if self.codec is not None else _CODECS[self.kv_cache_bits or 16],
         )

@@ -48,7 +48,7 @@ def old_name(module: str, name: str) -> Any:
         A name of the kvboost package that this one has, too, but elsewhere.
 
     Raises:
-        ImportError: for one that it does not have: Python shows the text of no other error where
+        ImportError: for one that it does not have, a module included: Python shows the text of no other error where
             `from kvboost_hf import ...` fails.
         AttributeError: for a name that kvboost does not have.
     """
@@ -57,6 +57,7 @@ def old_name(module: str, name: str) -> Any:
         if name in package.__all__ and module != package.__name__:
             return getattr(package, name)
         raise ImportError(missing(name, module), name=module)
+    OldModules.find_spec(f"{module}.{name}")
     raise AttributeError(missing(name, module), name=name)
 
 

@@ -140,6 +140,9 @@ TABLE: Mapping[str, tuple[Entry, ...]] = {
         _same("kvboost.cacheblend", "ReusePolicy", 'ReusePolicy(mode="blend", repair="cacheblend").'),
         _same("kvboost.selective_recompute", "ReusePolicy", 'ReusePolicy(mode="blend", repair="selective").'),
         _same("kvboost.chunk_registry", "ChunkStore, ContentChunker", "A store cuts prompts by its chunker."),
+        _same("kvboost.prompt_assembler", "ChunkReuseCache", "A cache puts the prompt together when generate() runs."),
+        _same("kvboost.speculative", "load_assistant, TreeDecoding", "Pass a draft as `assistant` of `KVBoost`."),
+        _same("kvboost.flash_attn_ext, kvboost.cpu_paged", "attention", "No patches, and no pages."),
         _same("kvboost.cache_manager, kvboost.models", "ChunkStore", "What is kept is in a store."),
     ),
     "KVBoost": (

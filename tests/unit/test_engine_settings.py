@@ -1,9 +1,12 @@
 """What a `KVBoost` is given in place of settings, and what does not go together."""
 
+import copy
+import pickle
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, ContentChunker, GenerationMode, KVBoost, KVQuantConfig, ReusePolicy
@@ -11,6 +14,7 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.chunks import FixedChunker
 from kvboost_hf.demo.workloads import shuffled_documents
 from kvboost_hf.engine import EngineSettings
+from kvboost_hf.engine.encode import PromptEncoder
 
 NEW = 6
 DOCUMENT = "Maria lives in Rome. She owns the lamp. It is red and costs ten coins. " * 12
@@ -87,7 +91,9 @@ def test_a_policy_that_is_given_is_used(embedded: tuple[PreTrainedModel, Any]) -
         ({"policy": ReusePolicy(), "recompute_ratio": 0.3}, "`recompute_ratio` must be left out beside a `policy`"),
         ({"chunk_boundary_window": 200}, "less than `chunk_size`"),
         ({"chunk_boundary_window": 8, "chunk_size": 16}, "at least 32"),
-        ({"chunk_boundary_window": -1}, "got -1"),
+        ({"chunk_boundary_window": -1}, "`chunk_boundary_window` must be .* got -1"),
+        ({"recompute_overlap": -1}, "`recompute_overlap` must be an int of 0 or more"),
+        ({"chat_template": "{{ messages }}"}, r"Set tokenizer\.chat_template"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -97,6 +103,60 @@ def test_what_does_not_go_together_is_refused(
         KVBoost(*embedded, **options)
     with pytest.raises(ValueError, match=says):
         KVBoost.from_pretrained(EMBEDDED_MODEL_DIR, device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"disk_cache_dir": ""}, "there is no path"),
+        ({"tiers": "ram:1GB"}, r"Pass \[text\]"),
+        ({"tier_key": b"short"}, "`tier_key` must be 32 bytes or more, got 5 bytes"),
+        ({"assistant": 3}, "A draft must be a model, or the name of one, got 3"),
+    ],
+)
+def test_what_needs_the_model_to_be_judged_is_refused(
+    embedded: tuple[PreTrainedModel, Any], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        KVBoost(*embedded, **options)
+
+
+def test_what_is_no_tokenizer_is_refused(embedded: tuple[PreTrainedModel, Any]) -> None:
+    for given in (None, "reader"):
+        with pytest.raises(ValueError, match=r"AutoTokenizer\.from_pretrained"):
+            KVBoost(embedded[0], given)
+
+
+def test_messages_that_the_template_cannot_take_are_refused(embedded: tuple[PreTrainedModel, Any]) -> None:
+    engine = KVBoost(*embedded)
+    for messages in ([{"role": "user"}], [{"content": "Hi"}], [{"role": "user", "content": [{"text": "Hi"}]}]):
+        for method in (engine.generate, engine.warm):
+            with pytest.raises(ValueError, match="The chat template refuses these messages: "):
+                method(messages)
+    with pytest.raises(ValueError, match="Pass a list"):
+        engine.generate_many(None)
+
+
+def test_a_text_behind_the_template_begins_as_its_chat_does() -> None:
+    tokenizer = load_embedded()[1]
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    tokenizer.chat_template = bos + tokenizer.chat_template
+    chat = [{"role": "user", "content": QUESTION}]
+    text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    assert tokenizer(text)["input_ids"][:2] == [tokenizer.bos_token_id] * 2  # the tokenizer adds another one
+    assert PromptEncoder(tokenizer).encode(text).tolist() == PromptEncoder(tokenizer).encode(chat).tolist()
+    raw = PromptEncoder(tokenizer, templated=False)
+    assert raw.encode(QUESTION).tolist() == tokenizer(QUESTION)["input_ids"]
+
+
+def test_an_engine_says_why_it_cannot_be_pickled(embedded: tuple[PreTrainedModel, Any]) -> None:
+    for each in (KVBoost(*embedded), ChunkStore(embedded[0])):
+        for copied in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"neither pickled nor copied.* Make a new one"):
+                copied(each)
 
 
 def test_a_store_beside_what_it_has_itself_is_refused(embedded: tuple[PreTrainedModel, Any]) -> None:

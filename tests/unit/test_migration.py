@@ -192,6 +192,11 @@ def test_modules_that_are_gone_name_what_took_their_place() -> None:
                 continue
             with pytest.raises(ModuleNotFoundError, match=re.escape(f"no module {ours}. {entry.text}")):
                 importlib.import_module(ours)
+    for typed in ("from kvboost_hf import kv_quantize", "kvboost_hf.kv_quantize"):
+        with pytest.raises(ImportError, match=r"no module kvboost_hf\.kv_quantize\. Codecs are chosen"):
+            exec(typed, {"kvboost_hf": kvboost_hf})
+    with pytest.raises(ImportError, match=r"kvboost_hf\.streaming has no `load_streaming_model`\. It returns"):
+        from kvboost_hf.streaming import load_streaming_model  # type: ignore[attr-defined]  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'kvboost_hf\.nothing'"):
         importlib.import_module("kvboost_hf.nothing")
     with pytest.raises(ImportError, match=r"kvboost_hf\.compat has no `SUPPORTED_ARCHITECTURES`\. No lists"):

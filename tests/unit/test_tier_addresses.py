@@ -39,7 +39,17 @@ def test_parses(text, kind, location, max_bytes):
     "text",
     [
         *("", "4GB", "ram", "ram:", "ram:4", "ram:50%", "ram:0GB", "ram:-1GB", "ram:4GB:5GB", "ram:infGB", "RAM:4GB"),
-        *("disk", "disk:", "disk:/kv:50XB", "disk:/kv:5", "disk:/kv:0GB", "tape:/kv", "redis://", "://host"),
+        *(
+            "disk",
+            "disk:",
+            "disk:/kv:50XB",
+            "disk:/kv:5",
+            "disk:/kv:0GB",
+            "disk::10GB",
+            "tape:/kv",
+            "redis://",
+            "://host",
+        ),
     ],
 )
 def test_refuses_with_the_text_and_an_example(text):

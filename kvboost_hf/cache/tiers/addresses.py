@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.guard import without_secrets
-from kvboost_hf.cache.tiers.sealed import SealedTier
+from kvboost_hf.cache.tiers.sealed import SealedTier, require_key
 from kvboost_hf.config import parse_size
 
 TierKind = Literal["ram", "device", "disk", "valkey", "filesystem"]
@@ -65,11 +65,12 @@ def parse_tier(text: str) -> TierSpec:
     if kind == "device":
         return TierSpec("device", "", _parse_size(text, rest))
     if kind == "disk":
-        path, _, last = rest.rpartition(":")
-        if path and re.match(r"\d[^/\\]*$", last):  # what else follows a colon is of the path
-            return TierSpec("disk", path, _parse_size(text, last))
-        if not rest:
+        path, colon, last = rest.rpartition(":")
+        has_size = colon and re.match(r"\d[^/\\]*$", last)  # what else follows a colon is of the path
+        if not (path if has_size else rest):
             raise _invalid(text, "there is no path after 'disk:'")
+        if has_size:
+            return TierSpec("disk", path, _parse_size(text, last))
         return TierSpec("disk", rest, DEFAULT_DISK_BYTES)
     raise _invalid(text, "it must begin with 'ram:', 'device:', 'disk:' or the scheme of a URL")
 
@@ -109,6 +110,8 @@ def open_tiers(
     """
     if isinstance(tiers, str):
         raise ValueError(f"`tiers` must be a sequence, got the text {without_secrets(tiers)!r}. Pass [text].")
+    if key is not None:
+        require_key(key)
     specs = [_checked(tier, least_bytes) for tier in tiers]
     memory: dict[str, list[int]] = {"ram": [max_bytes] if max_bytes is not None else [], "device": []}
     for spec in specs:

@@ -24,6 +24,13 @@ _LEAST_BYTES, _MOST_BYTES = 32, 4096  # of a key
 _REMEDY = "Make one with `(umask 077; openssl rand -out FILE 32)`."
 
 
+def require_key(key: bytes) -> None:
+    """Raise ValueError for a key that is too short, or no bytes."""
+    if not isinstance(key, bytes) or len(key) < _LEAST_BYTES:
+        got = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+        raise ValueError(f"`tier_key` must be {_LEAST_BYTES} bytes or more, got {got}. {_REMEDY}")
+
+
 class SealedTier:
     """A `Tier` on another one. What does not have its seal is deleted, and looks like a miss.
 
@@ -36,9 +43,7 @@ class SealedTier:
     """
 
     def __init__(self, tier: Tier, key: bytes) -> None:
-        if not isinstance(key, bytes) or len(key) < _LEAST_BYTES:
-            got = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-            raise ValueError(f"`tier_key` must be {_LEAST_BYTES} bytes or more, got {got}. {_REMEDY}")
+        require_key(key)
         self.name, self.location = tier.name, tier.location
         self._tier, self._key = tier, key
         self._forged = Failures(_log, f"Tier {tier.name} at {tier.location}", (DamagedBlobError,))
