@@ -52,8 +52,8 @@ class EngineSettings:
         kv_cache_bits: 16 keeps K/V as it is, 8 and 4 as codes of so many bits, which is lossy. None is 16, or what
             `codec` says.
         codec: In place of it, how stored K/V is kept, as `ChunkStore` takes it, such as `"turboquant:3.5"`.
-        live_quant: Hold K/V as codes while it is used, too, as `ChunkReuseCache` does: bits of `"turboquant"`, the
-            name of a codec, or a `KVQuantConfig`. Answers may differ. None holds it as it is.
+        live_quant: Hold K/V as codes while it is used, too, as a cache with `live_quant` does: bits of
+            `"turboquant"`, the name of a codec, or a `KVQuantConfig`. Answers may differ. None holds it as it is.
         disk_cache_dir: A folder that keeps up to 10 GB of K/V for later processes.
         tiers: Other places for K/V, as `ChunkStore` takes them.
         tier_key: 32 bytes or more that seal what is written to `disk_cache_dir` and `tiers`, as `ChunkStore` takes it.

@@ -149,7 +149,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     reuse.add_argument(
         "--recompute-strategy",
         "--repair",
-        choices=["exact", *RecomputeStrategy],
+        choices=["exact", *map(str, RecomputeStrategy)],
         default="exact",
         help="'exact' gives the answers of plain generate(); with the others K/V moves, and answers may differ "
         "(default: exact)",
