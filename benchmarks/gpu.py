@@ -110,6 +110,8 @@ class Part:
         path = os.pathsep.join([str(ROOT), *([before] if before else [])])
         environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch)}
         begin = time.monotonic()
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell's background jobs begin, and steps would
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         with log.open("wb") as written:
             child = subprocess.Popen(
                 command, stdout=written, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, process_group=0

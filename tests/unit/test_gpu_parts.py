@@ -86,6 +86,17 @@ def test_time_is_kept_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureF
     assert not is_running(int(files["child.md"]))
 
 
+def test_a_step_of_a_background_job_is_ended_at_once(tmp_path: Path) -> None:
+    """A shell's background jobs ignore Control-C, and what they start would, too."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        begin = time.monotonic()
+        gpu.Part("gpu-1", [fake("sleeps")], tmp_path, 0.02).run()
+        assert time.monotonic() - begin < 1 + gpu.END_S / 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_step_that_prints_without_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "MOST_LOG_BYTES", 1_000_000)
     monkeypatch.setattr(gpu, "PACK_S", 0.1)
