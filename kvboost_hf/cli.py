@@ -24,6 +24,7 @@ from kvboost_hf.cache.report import ReuseReport
 from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
+from kvboost_hf.compat import available_device
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import KVQuantConfig, StreamingConfig
 from kvboost_hf.contents import as_json, as_tables, contents
@@ -204,10 +205,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _require_device(device: str) -> None:
     wrong = f"`--device` must be one that PyTorch finds here, such as cpu, got {device!r}."
     try:
-        if torch.empty(0, device=device).is_meta:
-            raise ValueError(wrong)
-    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # each backend has its own
+        found = available_device(device)
+    except ValueError as error:
         raise ValueError(wrong) from error
+    if found.type == "meta":
+        raise ValueError(wrong)
 
 
 def _output(text: str) -> Path:
