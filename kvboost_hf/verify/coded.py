@@ -1,63 +1,14 @@
 """One prompt with K/V in fewer bits, which is read back from where it was kept, and counted."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.codecs import Codec, Planes, Role
 from kvboost_hf.cache.quantized import QuantizedLayer
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
-from kvboost_hf.handles import CodePlanes
 from kvboost_hf.verify.measure import Answer, answer
-
-
-class CountedCodec:
-    """A codec that counts how often it decodes.
-
-    Args:
-        codec: What it does.
-    """
-
-    lossless = False
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec, self.name = codec, codec.name
-        self.num_decoded = 0
-
-    def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
-        """See `Codec.encode`."""
-        return self._codec.encode(x, role, rotations)
-
-    def decode(
-        self,
-        planes: Mapping[str, torch.Tensor],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        role: Role,
-        rotation: LayerRotation | None,
-    ) -> torch.Tensor:
-        """See `Codec.decode`."""
-        self.num_decoded += 1
-        return self._codec.decode(planes, shape, dtype, role, rotation)
-
-    def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
-        """See `Codec.nbytes`."""
-        return self._codec.nbytes(shape, dtype, role)
-
-    def code_planes(
-        self,
-        planes: Mapping[str, torch.Tensor],
-        role: Role,
-        rotation: LayerRotation | None,
-        tokens: int,
-        head_dim: int,
-    ) -> CodePlanes | None:
-        """See `Codec.code_planes`; only layers ask for it, which have codecs of their own."""
-        return None
+from kvboost_hf.verify.watched import WatchedCodec
 
 
 def answer_from_codes(
@@ -71,7 +22,7 @@ def answer_from_codes(
 
     Args:
         model: Answers.
-        store: With the codec in question, as a `CountedCodec`, or with K/V as it is.
+        store: With the codec in question, as a `WatchedCodec`, or with K/V as it is.
         live_quant: How both caches hold K/V, or None.
         ids: The prompt.
         max_new_tokens: At most so many.
@@ -87,7 +38,7 @@ def answer_from_codes(
     cache = ChunkReuseCache(model, store, ReusePolicy(min_prefill_saving=0), live_quant=live_quant)
     found = answer(model, ids, max_new_tokens, cache)
     read = []
-    if isinstance(store.codec, CountedCodec):
+    if isinstance(store.codec, WatchedCodec):
         report = cache.report
         read.append(report.reused_tokens - report.tier_tokens["live"] if _num_decoded(store) > decoded else 0)
     if live_quant is not None:
@@ -97,4 +48,4 @@ def answer_from_codes(
 
 
 def _num_decoded(store: ChunkStore) -> int:
-    return store.codec.num_decoded if isinstance(store.codec, CountedCodec) else 0
+    return store.codec.num_decoded if isinstance(store.codec, WatchedCodec) else 0

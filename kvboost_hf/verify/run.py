@@ -16,10 +16,11 @@ from kvboost_hf.cache.store import ChunkStore
 from kvboost_hf.compat import require_cache, tolerance
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm, Coding, checked_policies, coded_arms, default_policies
-from kvboost_hf.verify.coded import CountedCodec, answer_from_codes
+from kvboost_hf.verify.coded import answer_from_codes
 from kvboost_hf.verify.measure import Answer, answer, compare
 from kvboost_hf.verify.prompts import Prompt, as_ids
 from kvboost_hf.verify.report import ArmResult, CorrectnessReport, PromptResult
+from kvboost_hf.verify.watched import WatchedCodec
 
 MakeStore = Callable[[PreTrainedModel], ChunkStore]
 Progress = Callable[[int, int], None]  # generate() calls done, and to do
@@ -177,7 +178,7 @@ class _Service:
     def _coded(self, coding: Coding) -> _Serve:
         """By a cache for each prompt, which has nothing but what the store reads."""
         store = self._make_store(self._model)
-        store.codec = CountedCodec(coding.codec) if coding.codec is not None else make_codec("raw")
+        store.codec = WatchedCodec(coding.codec) if coding.codec is not None else make_codec("raw")
 
         def one(ids: torch.Tensor) -> _Served:
             found, cache, coded_tokens = answer_from_codes(

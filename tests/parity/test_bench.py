@@ -27,7 +27,7 @@ from kvboost_hf.bench.summary import summaries
 from kvboost_hf.bench.workloads import WORKLOADS, Prompt
 from kvboost_hf.cli import main
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.verify.sabotage import Sabotaged
+from kvboost_hf.verify.sabotage import sabotaged
 
 EMBEDDED = ModelSource()
 
@@ -39,7 +39,7 @@ class Broken(Arm):
     def open(self, models: Models, tokenizer: Any, folder: Path | None) -> OurServer:
         server = super().open(models, tokenizer, folder)
         assert server.store is not None
-        server.store.codec = Sabotaged(KVQuantConfig(method="kivi", key_bits=8, value_bits=8), "zeroed")
+        server.store.codec = sabotaged(KVQuantConfig(method="kivi", key_bits=8, value_bits=8), "zeroed")
         return server
 
 

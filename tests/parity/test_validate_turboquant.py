@@ -18,7 +18,7 @@ from kvboost_hf.verify.distortion import claimed
 from kvboost_hf.verify.heads import read_heads
 from kvboost_hf.verify.inner_products import inner_product_checks
 from kvboost_hf.verify.needle import make_needles
-from kvboost_hf.verify.sabotage import Sabotaged
+from kvboost_hf.verify.sabotage import sabotaged
 from tests.conftest import make_model, random_ids
 
 Reader = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
@@ -152,7 +152,7 @@ def test_keys_alone_can_be_sabotaged() -> None:
 
     config = KVQuantConfig()
     for damage in ("zeroed", "shuffled", "another seed"):
-        codec = Sabotaged(config, damage, "keys")
+        codec = sabotaged(config, damage, "keys")
         torch.testing.assert_close(through(codec, "values"), through(make_codec(config), "values"), rtol=0, atol=0)
         assert (through(codec, "keys") - x[0]).norm() > 0.9 * x.norm(), damage
 

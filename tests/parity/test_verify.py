@@ -14,7 +14,7 @@ from kvboost_hf.cache.cutting import ContentChunker
 from kvboost_hf.config import KVQuantConfig, Repair
 from kvboost_hf.demo.workloads import linked_documents, shuffled_documents
 from kvboost_hf.verify import CorrectnessReport
-from kvboost_hf.verify.sabotage import Damage, Sabotaged
+from kvboost_hf.verify.sabotage import Damage, sabotaged
 from tests.architectures.models import make_architecture
 from tests.conftest import counted, make_model, random_ids
 
@@ -189,7 +189,7 @@ def test_a_broken_codec_is_noticed(damage: Damage) -> None:
 
     def store(model: PreTrainedModel) -> ChunkStore:
         made = ChunkStore(model)
-        made.codec = Sabotaged(KVQuantConfig(), damage)
+        made.codec = sabotaged(KVQuantConfig(), damage)
         return made
 
     report = verify_correctness(model, prompts(2), policies=[], max_new_tokens=4, make_store=store)
