@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 from reuse import Result, measured_on, provenance
 
-from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens, prefix_key
-from kvboost_hf.cache.content_index import ContentIndex
-from kvboost_hf.cache.cutting import ContentChunker
-from kvboost_hf.cache.match import find_moved
-from kvboost_hf.cache.plan import HEAD_TOKENS, Border, plan_row
+from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker, Tokens, prefix_key
+from kvboost_hf.cache.planning.content_index import ContentIndex
+from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.match import find_moved
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, plan_row
 
 PROMPT_TOKENS, CHUNKS = 32_768, 10_000
 ROOT = b"root"

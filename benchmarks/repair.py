@@ -43,7 +43,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
-from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.demo.run import timed_generate  # type: ignore[attr-defined]
 
 DOCUMENTS, NUM_LAYERS = (6, 512), (8, 16)  # of ttft: how many of how many words; of the small model

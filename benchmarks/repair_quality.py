@@ -28,7 +28,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Fact, Turn, chat_messages, make_documents
-from kvboost_hf.cache.store import Put
+from kvboost_hf.cache.store.chunk_store import Put
 from kvboost_hf.compat.rotation import LayerRotation
 
 NUM_WORDS = (48, 64, 96)  # of each document; a case has one of them

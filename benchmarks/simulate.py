@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from reuse import Result, measured_on, provenance
 
-from kvboost_hf.cache.chunks import prefix_key, root_key
-from kvboost_hf.cache.eviction import EvictionOrder
-from kvboost_hf.cache.on_device import DeviceShelf
+from kvboost_hf.cache.planning.chunks import prefix_key, root_key
+from kvboost_hf.cache.planning.eviction import EvictionOrder
+from kvboost_hf.cache.store.device import DeviceShelf
 from kvboost_hf.server.routing import PrefixRouter
 
 CHUNK = 128  # tokens

@@ -3,18 +3,19 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
+import kvboost_hf.cache.warm  # noqa: F401  # registers itself with ChunkStore
 from kvboost_hf import attention
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
 from kvboost_hf.assisted.lookup import lookup_assistant
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.cache.attach import attach, detach, last_cache
-from kvboost_hf.cache.cutting import ContentChunker
-from kvboost_hf.cache.integrity import IntegrityReport
-from kvboost_hf.cache.quantized import live_bytes
-from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.layers.quantized import live_bytes
+from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.cache.store.integrity import IntegrityReport
 from kvboost_hf.compatibility import CompatibilityReport, check_model_compatibility
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy, StreamingConfig
 from kvboost_hf.engine import (

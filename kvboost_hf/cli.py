@@ -19,9 +19,9 @@ from kvboost_hf.bench.arms import ARMS
 from kvboost_hf.bench.peers import PEERS
 from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.cache.codecs import live_config
-from kvboost_hf.cache.cutting import ContentChunker
-from kvboost_hf.cache.report import ReuseReport
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.report import ReuseReport
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compat import available_device

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvboost_hf.cache.codes import shown_ids
+from kvboost_hf.cache.planning.token_codes import shown_ids
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from kvboost_hf.assisted.lookup import lookup_assistant
 from kvboost_hf.attention.tiers import Tier, use_tier
 from kvboost_hf.bench.models import Models
 from kvboost_hf.bench.served import Served, served
-from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.planning.cutting import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.demo.run import BLEND as FIRST_K

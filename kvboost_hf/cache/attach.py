@@ -13,14 +13,14 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
 
-from kvboost_hf.cache.arming import calling, running_config
-from kvboost_hf.cache.compiled import static_reason
-from kvboost_hf.cache.foreign import holder_of_cache, is_stock
-from kvboost_hf.cache.hook import Kwargs, install
+from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
+from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.identity.walk import PREPARE_CACHE
+from kvboost_hf.cache.live.compiled import static_reason
+from kvboost_hf.cache.prompt.generate_call import calling, running_config
+from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.state import ModelState
-from kvboost_hf.cache.store import ChunkStore
-from kvboost_hf.cache.walk import PREPARE_CACHE
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import known_reason, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.arming import calling
-from kvboost_hf.cache.hook import install
-from kvboost_hf.cache.inputs import read_pads
-from kvboost_hf.cache.lending import LendingCache
-from kvboost_hf.cache.report import ReuseReport, Tally
-from kvboost_hf.cache.state import ModelState
-from kvboost_hf.cache.store import ChunkStore, salt_bytes
+from kvboost_hf.cache.forward.lending import LendingCache
+from kvboost_hf.cache.planning.report import ReuseReport, Tally
+from kvboost_hf.cache.prompt.generate_call import calling
+from kvboost_hf.cache.prompt.hook import install
+from kvboost_hf.cache.prompt.inputs import read_pads
+from kvboost_hf.cache.store.chunk_store import ChunkStore, default_store, salt_bytes
 from kvboost_hf.compat import require_cache, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError
@@ -92,7 +91,7 @@ class ChunkReuseCache(LendingCache):
                 f"`max_cache_len` must be None with `live_quant`, whose buffers grow, got {max_cache_len}. Leave out "
                 "one of the two."
             )
-        store = store if store is not None else _default_store(model)
+        store = store if store is not None else default_store(model)
         if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
             lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
             raise ValueError(
@@ -233,11 +232,3 @@ class ChunkReuseCache(LendingCache):
 
     def __copy__(self) -> "ChunkReuseCache":
         return self.fork()
-
-
-def _default_store(model: PreTrainedModel) -> ChunkStore:
-    state = ModelState.of(model)
-    with state.lock:
-        if state.default_store is None or not state.default_store.usable:
-            state.default_store = ChunkStore(model)
-        return state.default_store

@@ -1,22 +1,22 @@
 """Computing K/V ahead of the first request: of the start of prompts, and of documents that may stand anywhere."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.blend_probe import blend_reason
-from kvboost_hf.cache.chunks import Tokens
-from kvboost_hf.cache.ledger import offer_content
-from kvboost_hf.cache.repair import Measure
-from kvboost_hf.cache.report import ReuseReport, Tally
+from kvboost_hf.cache.forward.moved_probe import blend_reason
+from kvboost_hf.cache.live.ledger import offer_content
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.repair import Measure
+from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store import ChunkStore, Put
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, Texts, WarmSettings, register_warmer
 from kvboost_hf.compat import cache_argument, input_device, known_reason, probe_reason, rope_regime
-from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError
 
 Progress = Callable[[int, int], None]  # tokens done, and tokens in all
@@ -24,26 +24,38 @@ Progress = Callable[[int, int], None]  # tokens done, and tokens in all
 _TOKENS_PER_FORWARD = 2048  # bounds the activations of a long text
 
 
-@dataclass(frozen=True, slots=True)
-class WarmSettings:
-    """See `ChunkStore.warm`."""
-
-    tokenizer: Any
-    pin: bool
-    policy: ReusePolicy | None
-    salt: bytes
-    progress: Progress | None
-    live_quant: KVQuantConfig | None
-
-
 @torch.no_grad()
-def warm(
+def _warm(
     model: PreTrainedModel,
     store: ChunkStore,
-    text_or_ids: str | Sequence[int] | torch.Tensor,
+    text_or_ids: Texts | None,
+    documents: Sequence[Texts] | None,
+    prefix: Texts | None,
     settings: WarmSettings,
 ) -> ReuseReport:
     """See `ChunkStore.warm`."""
+    if (text_or_ids is None) == (documents is None) or (prefix is not None and documents is None):
+        raise ValueError("`warm` takes either `text_or_ids`, or `documents` and perhaps the `prefix` before them.")
+    if documents is None:
+        assert text_or_ids is not None
+        return _warm_text(model, store, text_or_ids, settings)
+    if settings.live_quant is not None:
+        raise ValueError(
+            "`live_quant` must be None with `documents`, for codes cannot be moved, got a "
+            f"{type(settings.live_quant).__name__}. Make a store with a `codec` in its place."
+        )
+    return _warm_documents(model, store, documents, prefix, settings)
+
+
+register_warmer(_warm)
+
+
+def _warm_text(
+    model: PreTrainedModel,
+    store: ChunkStore,
+    text_or_ids: Texts,
+    settings: WarmSettings,
+) -> ReuseReport:
     ids = _as_ids(text_or_ids, settings.tokenizer)
     cache = ChunkReuseCache(model, store, _exact(settings.policy), settings.salt, live_quant=settings.live_quant)
     done = _Done(settings.progress, ids.shape[1])
@@ -73,15 +85,13 @@ class _Unstored(ChunkStore):
         self.root = store.root  # type: ignore[method-assign]
 
 
-@torch.no_grad()
-def warm_documents(
+def _warm_documents(
     model: PreTrainedModel,
     store: ChunkStore,
-    documents: Sequence[str | Sequence[int] | torch.Tensor],
-    prefix: str | Sequence[int] | torch.Tensor | None,
+    documents: Sequence[Texts],
+    prefix: Texts | None,
     settings: WarmSettings,
 ) -> ReuseReport:
-    """See `ChunkStore.warm`."""
     policy, tokenizer, pin, salt = _exact(settings.policy), settings.tokenizer, settings.pin, settings.salt
     root = store.root(salt, read_all=policy.weights_check == "full")
     if root is None:

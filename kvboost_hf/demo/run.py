@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf.assets.chat import Message, encode
 from kvboost_hf.assets.world import Document
-from kvboost_hf.cache.chunks import Chunker
-from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.planning.chunks import Chunker
+from kvboost_hf.cache.planning.cutting import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.demo.timing import Call, medians, timed_generate

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-from kvboost_hf.cache.chunks import Tokens
+from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.compat import input_device
 from kvboost_hf.engine.watch import Watch
 from kvboost_hf.migration import refuse

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from kvboost_hf.cache.chunks import Tokens, common_length
+from kvboost_hf.cache.planning.chunks import Tokens, common_length
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, TextIteratorStreamer
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
-from kvboost_hf.cache.chunks import Tokens
-from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import available_device
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import ReusePolicy, StreamingConfig

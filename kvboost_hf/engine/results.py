@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.engine.encode import Prompt
 
 

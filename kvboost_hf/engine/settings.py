@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvboost_hf.cache.chunks import Chunker, FixedChunker
 from kvboost_hf.cache.codecs import config_of, live_config
-from kvboost_hf.cache.cutting import LEAST_CHUNK_SIZE, ContentChunker
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker
+from kvboost_hf.cache.planning.cutting import LEAST_CHUNK_SIZE, ContentChunker
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compat import bytes_per_token

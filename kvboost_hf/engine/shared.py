@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvboost_hf.cache.chunks import Tokens, common_length
-from kvboost_hf.cache.plan import HEAD_TOKENS
-from kvboost_hf.cache.report import ReuseReport
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.planning.chunks import Tokens, common_length
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS
+from kvboost_hf.cache.planning.report import ReuseReport
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 

@@ -1,8 +1,8 @@
 """What `KVBoost.warm` does."""
 
-from kvboost_hf.cache.chunks import Chunker, Tokens
-from kvboost_hf.cache.plan import HEAD_TOKENS
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.planning.chunks import Chunker, Tokens
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.engine.results import WarmResult
 

@@ -1,6 +1,6 @@
 """A store that keeps nothing."""
 
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 
 
 class NothingKept(ChunkStore):

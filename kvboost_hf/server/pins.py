@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvboost_hf.cache.chunks import Tokens
+from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store import ChunkStore, Put
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 from kvboost_hf.server.jobs import Job
 
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from kvboost_hf.cache.chunks import FixedChunker, prefix_key, root_key
+from kvboost_hf.cache.planning.chunks import FixedChunker, prefix_key, root_key
 
 _CUTS = FixedChunker(256)  # characters
 _FIELDS = ("tools", "instructions", "messages", "prompt", "input", "texts")  # in the order in which prompts have them

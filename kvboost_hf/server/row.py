@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.server.drafted import DraftedText
 from kvboost_hf.server.jobs import Finished, FinishReason, Job, Listener, Progress, TokenLogprob

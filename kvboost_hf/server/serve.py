@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.app import make_app

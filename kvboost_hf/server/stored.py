@@ -6,12 +6,12 @@ from itertools import islice, product
 import numpy as np
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.chunks import Chunker, root_key
 from kvboost_hf.cache.codecs import config_of, make_codec
-from kvboost_hf.cache.fingerprint import model_name
-from kvboost_hf.cache.quantized import mark
-from kvboost_hf.cache.state import ModelState
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.identity.fingerprint import model_name
+from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.layers.quantized import mark
+from kvboost_hf.cache.planning.chunks import Chunker, root_key
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.compat import attention_kind
 from kvboost_hf.config import KVQuantConfig

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.state import ModelState
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import (
     cache_argument,
     has_own_cache,

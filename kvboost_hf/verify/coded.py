@@ -3,9 +3,9 @@
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.quantized import QuantizedLayer
+from kvboost_hf.cache.layers.quantized import QuantizedLayer
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.verify.measure import Answer, answer
 from kvboost_hf.verify.watched import WatchedCodec

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from kvboost_hf.verify.report import ArmResult, CorrectnessReport
+from kvboost_hf.verify.report import CorrectnessReport
+from kvboost_hf.verify.results import ArmResult
 
 _COLOURS = {
     "query": "#1f6fb2",

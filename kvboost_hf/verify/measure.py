@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import cache_argument, difference, input_device
-from kvboost_hf.verify.report import PromptResult
+from kvboost_hf.verify.results import PromptResult
 
 
 @dataclass(frozen=True, slots=True)

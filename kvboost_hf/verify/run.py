@@ -9,17 +9,18 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.report import ReuseReport
+from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.state import ModelState
-from kvboost_hf.cache.store import ChunkStore
+from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import require_cache, tolerance
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm, Coding, checked_policies, coded_arms, default_policies
 from kvboost_hf.verify.coded import answer_from_codes
 from kvboost_hf.verify.measure import Answer, answer, compare
 from kvboost_hf.verify.prompts import Prompt, as_ids
-from kvboost_hf.verify.report import ArmResult, CorrectnessReport, PromptResult
+from kvboost_hf.verify.report import CorrectnessReport
+from kvboost_hf.verify.results import ArmResult, PromptResult
 from kvboost_hf.verify.watched import WatchedCodec
 
 MakeStore = Callable[[PreTrainedModel], ChunkStore]

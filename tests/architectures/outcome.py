@@ -9,10 +9,10 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
-from kvboost_hf.cache.blend_probe import blend_reason
-from kvboost_hf.cache.kinds import make_layers
-from kvboost_hf.cache.ledger import copier, offer_content
-from kvboost_hf.cache.repair import REPAIRS
+from kvboost_hf.cache.forward.moved_probe import blend_reason
+from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.live.ledger import copier, offer_content
+from kvboost_hf.cache.planning.repair import REPAIRS
 from kvboost_hf.compat import cache_argument, key_rotation
 from tests.conftest import as_inputs, counted, left_pad, random_ids
 

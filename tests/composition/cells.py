@@ -26,8 +26,8 @@ from kvboost_hf import (
     lookup_assistant,
 )
 from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.cache.blend_probe import blend_reason
-from kvboost_hf.cache.repair import REPAIRS
+from kvboost_hf.cache.forward.moved_probe import blend_reason
+from kvboost_hf.cache.planning.repair import REPAIRS
 from kvboost_hf.compat import decoder_layers
 from kvboost_hf.compat.probes import padding_reason
 from kvboost_hf.offload.awq.write import quantize_awq

@@ -12,8 +12,8 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, handles
 from kvboost_hf.attention import active_tier, kernel_calls, ops, reference, use_tier
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.cache import pieced
-from kvboost_hf.cache.pieced import PiecedLayer
+from kvboost_hf.cache.layers import pieced
+from kvboost_hf.cache.layers.pieced import PiecedLayer
 from tests.attention import Problem, assert_within_budget
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
 from tests.gpu.device import COMPILER, DEVICE, ON_GPU, needs_gpu

@@ -25,7 +25,7 @@ from transformers import (
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.inputs import OF_GENERATE
+from kvboost_hf.cache.prompt.inputs import OF_GENERATE
 from tests.architectures import make_architecture
 from tests.conftest import EOS, as_inputs, counted, left_pad, make_model, random_ids
 

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.cache import scatter
-from kvboost_hf.cache.blend_probe import blend_reason
-from kvboost_hf.cache.foreign import only_looks
-from kvboost_hf.cache.layers import ReuseLayer
-from kvboost_hf.cache.repair import REPAIRS, BlendedRow
+from kvboost_hf.cache.forward import scatter
+from kvboost_hf.cache.forward.moved_probe import blend_reason
+from kvboost_hf.cache.identity.foreign import only_looks
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.planning.repair import REPAIRS, BlendedRow
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
 MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2", "deepseek_v3"]

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize, prune
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
-from kvboost_hf.cache.aliases import Memories, _memory
-from kvboost_hf.cache.checksum import checksum
-from kvboost_hf.cache.fingerprint import ModelFingerprint
+from kvboost_hf.cache.identity.aliases import Memories, _memory
+from kvboost_hf.cache.identity.checksum import checksum
+from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 from tests.conftest import make_model, random_ids
 from tests.parity.compare import same_as_plain
 
@@ -189,7 +189,7 @@ class TestData:
     def test_memory_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is read by operators there, which whoever counts or replaces operators does not see."""
         weight = nn.Parameter(torch.randn(40, 7, dtype=torch.bfloat16))
-        monkeypatch.setattr("kvboost_hf.cache.aliases._READ_IN_PLACE", "nothing")
+        monkeypatch.setattr("kvboost_hf.cache.identity.aliases._READ_IN_PLACE", "nothing")
         memories = Memories([weight])
         assert memories.writes([weight]) == 0
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -27,7 +27,7 @@ from kvboost_hf import (
 )
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded, load_embedded_draft
 from kvboost_hf.assets.world import Turn, chat_messages, make_documents
-from kvboost_hf.cache.repair import REPAIRS
+from kvboost_hf.cache.planning.repair import REPAIRS
 from kvboost_hf.config import Repair
 from kvboost_hf.engine import EngineSettings
 from kvboost_hf.engine import kvboost as engine_module

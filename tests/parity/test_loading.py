@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache import loading, serve
+from kvboost_hf.cache.forward import loading, serve
 from tests.conftest import as_inputs, counted, left_pad, random_ids
 from tests.parity.test_tiers import BASE, fill, generate, restart
 from tests.parity.test_tiers import serve as same_as_plain

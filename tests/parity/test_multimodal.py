@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, last_cache
-from kvboost_hf.cache import media
+from kvboost_hf.cache.prompt import media
 from tests.conftest import counted
 from tests.multimodal import FAMILIES, make_model, prompt, text
 

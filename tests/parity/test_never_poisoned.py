@@ -33,7 +33,7 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, attach, check_model_compatibility, last_cache
-from kvboost_hf.cache.foreign import foreign_functions
+from kvboost_hf.cache.identity.foreign import foreign_functions
 from tests import multimodal
 from tests.architectures.models import make_architecture
 from tests.conftest import _MAKERS as MODELS

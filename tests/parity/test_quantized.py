@@ -13,8 +13,8 @@ import torch
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
-from kvboost_hf.cache.fingerprint import ModelFingerprint
-from kvboost_hf.cache.weights import plain_tensors
+from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
+from kvboost_hf.cache.identity.weights import plain_tensors
 from tests.conftest import as_inputs, random_ids
 from tests.parity.compare import same_as_plain
 

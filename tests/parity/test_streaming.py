@@ -34,7 +34,7 @@ from kvboost_hf import (
     with_streaming,
 )
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.fingerprint import ModelFingerprint
+from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 from kvboost_hf.offload import disk
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.backends.double import PoisoningBackend
@@ -578,7 +578,7 @@ def test_embeddings_that_cannot_be_mapped_stay(
 
 def test_damage_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K/V is checked before the forward, not beside it: what is damaged takes a forward of its own."""
-    monkeypatch.setattr("kvboost_hf.cache.loading._MIN_BYTES", 0)
+    monkeypatch.setattr("kvboost_hf.cache.forward.loading._MIN_BYTES", 0)
     model = make_layers(LAYERS)
     stream_except(model, ())
     told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 4}

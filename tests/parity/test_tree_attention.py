@@ -15,8 +15,8 @@ from kvboost_hf.attention import kernel_calls, ops, use_tier
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.register import attention
 from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.cache.pieced import PiecedLayer
-from kvboost_hf.cache.quantized import QuantizedLayer
+from kvboost_hf.cache.layers.pieced import PiecedLayer
+from kvboost_hf.cache.layers.quantized import QuantizedLayer
 from kvboost_hf.compat import decoder_layers
 from kvboost_hf.handles import make_tree
 from tests.attention import Problem, assert_within_budget

@@ -16,8 +16,8 @@ from kvboost_hf import (
     handles,
     speculation_stats,
 )
-from kvboost_hf.cache.coded import CodedTensor
-from kvboost_hf.cache.pieced import PiecedLayer
+from kvboost_hf.cache.layers.coded import CodedTensor
+from kvboost_hf.cache.layers.pieced import PiecedLayer
 from tests import multimodal
 from tests.conftest import as_inputs, counted, make_model, random_ids
 from tests.parity.test_assistants import noisy

@@ -16,8 +16,8 @@ from kvboost_hf import (
     check_model_compatibility,
     detach,
 )
-from kvboost_hf.cache.tokens import TokenLog
-from kvboost_hf.cache.windows import SlidingLayer
+from kvboost_hf.cache.layers.windows import SlidingLayer
+from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.compat import cache_argument, steps_reason
 from tests.architectures.models import make_architecture
 from tests.conftest import STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.quantized import QuantizedLayer
+from kvboost_hf.cache.layers.quantized import QuantizedLayer
 from kvboost_hf.config import KVQuantConfig
 
 HEADS, DIM = 2, 16

@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvboost_hf.cache import ngram_index
-from kvboost_hf.cache.codes import media_codes
-from kvboost_hf.cache.ngram_index import NgramIndex
+from kvboost_hf.cache.planning import ngram_index
+from kvboost_hf.cache.planning.ngram_index import NgramIndex
+from kvboost_hf.cache.planning.token_codes import media_codes
 from kvboost_hf.ngrams import MAX_NGRAM
 
 WORDS = [0, 1, 70_000]  # few, so that n-grams come again

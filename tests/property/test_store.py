@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvboost_hf.cache.chunks import Tokens, common_length, content_only_key, prefix_key
-from kvboost_hf.cache.eviction import EvictionOrder
-from kvboost_hf.cache.forms import ColumnForm, ModelForm
-from kvboost_hf.cache.kv import Block, LayerKV
-from kvboost_hf.cache.match import MIN_MOVED_TOKENS, find_moved
-from kvboost_hf.cache.plan import HEAD_TOKENS, Border, plan_row
-from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk
+from kvboost_hf.cache.planning.chunks import Tokens, common_length, content_only_key, prefix_key
+from kvboost_hf.cache.planning.eviction import EvictionOrder
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, find_moved
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, plan_row
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
+from kvboost_hf.cache.store.kv import Block, LayerKV
+from kvboost_hf.cache.store.model_form import ColumnForm, ModelForm
 from tests.conftest import make_model
 
 MODEL = make_model("llama")

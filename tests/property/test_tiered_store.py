@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvboost_hf.cache import tiered
-from kvboost_hf.cache.chunks import Tokens
-from kvboost_hf.cache.match import find_moved
-from kvboost_hf.cache.store import ChunkStore, Put, StoredChunk
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.match import find_moved
+from kvboost_hf.cache.store import tiered
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
 from tests.property.test_store import BYTES_PER_TOKEN, kv_of
 from tests.unit.test_tiered_store import CHUNK, found_of, open_store, put_all
 

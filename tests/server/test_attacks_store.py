@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache import loading
-from kvboost_hf.cache.forms import ModelForm, read_kv, read_states
-from kvboost_hf.cache.kv import ColumnFormat
+from kvboost_hf.cache.forward import loading
+from kvboost_hf.cache.store.kv import ColumnFormat
+from kvboost_hf.cache.store.model_form import ModelForm, read_kv, read_states
 from kvboost_hf.cache.tiers import below
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.below import MeasuredTier

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.pace import ComputePace
+from kvboost_hf.cache.store.compute_pace import ComputePace
 from kvboost_hf.cli import _load_draft, _load_served, command_line, main
 from kvboost_hf.offload.build import streaming_plan
 from kvboost_hf.server.jobs import Finished, Job, SamplingOptions

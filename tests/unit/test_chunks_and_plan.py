@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost_hf.cache.chunks import (
+from kvboost_hf.cache.planning.chunks import (
     FixedChunker,
     Tokens,
     common_length,
@@ -14,7 +14,7 @@ from kvboost_hf.cache.chunks import (
     root_key,
     states_key,
 )
-from kvboost_hf.cache.plan import HEAD_TOKENS, Border, RowPlan, Segment, plan_batch, plan_row
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, RowPlan, Segment, plan_batch, plan_row
 
 ROOT = root_key(b"model", b"")
 

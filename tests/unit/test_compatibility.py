@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import check_model_compatibility
-from kvboost_hf.cache.kinds import make_layers
+from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.compat import probe_reason
 from kvboost_hf.compatibility import known_architectures
 from tests.conftest import counted, make_model

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.chunks import Tokens
-from kvboost_hf.cache.codes import media_codes, shifted_codes
-from kvboost_hf.cache.cutting import ContentChunker
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.token_codes import media_codes, shifted_codes
 
 END, NEWLINE, START = 3, 4, 5  # a sentence's end, half of a separator, the start of a message
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, ContentChunker, GenerationMode, KVBoost, KVQuantConfig, ReusePolicy
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.chunks import FixedChunker
+from kvboost_hf.cache.planning.chunks import FixedChunker
 from kvboost_hf.demo.workloads import shuffled_documents
 from kvboost_hf.engine import EngineSettings
 from kvboost_hf.engine.encode import PromptEncoder

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf.cache.chunks import Chunker, FixedChunker, Tokens
-from kvboost_hf.cache.content_index import ContentIndex
-from kvboost_hf.cache.cutting import ContentChunker
-from kvboost_hf.cache.match import MIN_MOVED_TOKENS, MovedIndex, MovedSegment, find_moved, head_hash
+from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker, Tokens
+from kvboost_hf.cache.planning.content_index import ContentIndex
+from kvboost_hf.cache.planning.cutting import ContentChunker
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedIndex, MovedSegment, find_moved, head_hash
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost_hf.cache.codes import media_codes, shifted_codes, shown_ids
-from kvboost_hf.cache.media import Prompt, _hash, _split_items
-from kvboost_hf.cache.positions import common_shift, position_shifts
+from kvboost_hf.cache.planning.token_codes import media_codes, shifted_codes, shown_ids
+from kvboost_hf.cache.prompt.media import Prompt, _hash, _split_items
+from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
 
 
 def test_codes_of_text_and_media_never_meet() -> None:

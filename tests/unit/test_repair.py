@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_hf import ReusePolicy
-from kvboost_hf.cache.blend import choose_columns
-from kvboost_hf.cache.blended import Blended
-from kvboost_hf.cache.repair import REPAIRS, BlendedRow, Scores
+from kvboost_hf.cache.forward.moved import choose_columns
+from kvboost_hf.cache.planning.blended import Blended
+from kvboost_hf.cache.planning.repair import REPAIRS, BlendedRow, Scores
 
 
 def row(*moved: tuple[int, int], length: int = 100, seams: tuple[int, ...] | None = None) -> BlendedRow:

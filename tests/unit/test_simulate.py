@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.chunks import FixedChunker
-from kvboost_hf.cache.pace import ComputePace
-from kvboost_hf.cache.plan import Border, plan_row
-from kvboost_hf.cache.shelf import Put, Shelf
+from kvboost_hf.cache.planning.chunks import FixedChunker
+from kvboost_hf.cache.planning.plan import Border, plan_row
+from kvboost_hf.cache.store.compute_pace import ComputePace
+from kvboost_hf.cache.store.memory import Put, Shelf
 from tests.conftest import make_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

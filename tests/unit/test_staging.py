@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.cache import transfer
-from kvboost_hf.cache.kv import Block, _Staging
+from kvboost_hf.cache.store import transfer
+from kvboost_hf.cache.store.kv import Block, _Staging
 
 
 class FakeEvent:

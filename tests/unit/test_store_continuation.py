@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkStore, StoreClosedError
-from kvboost_hf.cache import ngram_index
-from kvboost_hf.cache.chunks import Tokens, prefix_key
-from kvboost_hf.cache.codes import media_codes, shifted_codes
-from kvboost_hf.cache.kv import Block, LayerKV
-from kvboost_hf.cache.store import Put
+from kvboost_hf.cache.planning import ngram_index
+from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
+from kvboost_hf.cache.planning.token_codes import media_codes, shifted_codes
+from kvboost_hf.cache.store.chunk_store import Put
+from kvboost_hf.cache.store.kv import Block, LayerKV
 
 CHUNK = 16
 

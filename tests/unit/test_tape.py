@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost_hf.cache.tape import DecodeTape, Windows, seen_columns
-from kvboost_hf.cache.tokens import TokenLog
+from kvboost_hf.cache.prompt.token_log import TokenLog
+from kvboost_hf.cache.prompt.token_tape import DecodeTape, Windows, seen_columns
 from kvboost_hf.handles import make_reach
 
 TOTAL, HELD, WINDOW = 32, 20, 8

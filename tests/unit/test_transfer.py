@@ -11,11 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache import blend, kv, loading
 from kvboost_hf.cache.codecs import lloyd_max, turboquant
-from kvboost_hf.cache.kv import Block, LayerKV
-from kvboost_hf.cache.layers import GrowingLayer
-from kvboost_hf.cache.repair import BlendedRow
+from kvboost_hf.cache.forward import loading
+from kvboost_hf.cache.forward import moved as blend
+from kvboost_hf.cache.layers.base import GrowingLayer
+from kvboost_hf.cache.planning.repair import BlendedRow
+from kvboost_hf.cache.store import kv
+from kvboost_hf.cache.store.kv import Block, LayerKV
 from kvboost_hf.compat import KeyRotation, LayerRotation
 from tests.conftest import make_model, random_ids
 from tests.device_double import CUDA, DoubleDevice, DoubleTensor

@@ -13,7 +13,7 @@ from kvboost_hf.config import KVQuantConfig, Repair
 from kvboost_hf.verify import ArmResult, PromptResult, figure
 from kvboost_hf.verify.arms import EXACT, FULL, NAIVE, Arm, Coding
 from kvboost_hf.verify.measure import Answer, compare
-from kvboost_hf.verify.report import highest_share
+from kvboost_hf.verify.results import highest_share
 
 MIN_PROMPTS = CorrectnessReport.min_prompts
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvboost_hf.cache.walk import Found, ModelWalk, _Walk
+from kvboost_hf.cache.identity.walk import Found, ModelWalk, _Walk
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
-from kvboost_hf.cache.chunks import Tokens
+from kvboost_hf.cache.planning.chunks import Tokens
 
 
 class Kind(Enum):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost_hf.cache.chunks import KEY_BYTES
+from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 from kvboost_hf.cache.tiers.failures import Failures
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError, dump

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvboost_hf.cache.chunks import KEY_BYTES
+from kvboost_hf.cache.planning.chunks import KEY_BYTES
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.disk_files import is_file_name
 from kvboost_hf.cache.tiers.disk_writers import signature

@@ -1,0 +1,206 @@
+"""Stored K/V on its way into the layers, one after the other, while the model computes.
+
+The columns are opened in every layer before the forward, and filled while it runs. What is in host memory is copied to
+a device by a stream of its own: all copies are queued before the forward, and on the device each layer of the model
+waits for its own columns. What is in a file is read by a thread, and the host waits where the model comes to a layer
+that is not ready. Where K/V turns out to be damaged, its columns are computed in a forward of their own, in the middle
+of the one that wants them.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from kvboost_hf.cache.forward.fill import pieces_of, spans_of, stored_chunk
+from kvboost_hf.cache.layers.base import GrowingLayer, Piece, ReuseLayer, write_behind_padding
+from kvboost_hf.cache.layers.pieced import PiecedLayer
+from kvboost_hf.cache.planning.plan import ReusePlan
+from kvboost_hf.cache.store import transfer
+from kvboost_hf.cache.store.kv import Groups
+from kvboost_hf.cache.store.memory import StoredChunk
+from kvboost_hf.cache.tiers.record import DamagedBlobError
+
+_MIN_BYTES = 2**20  # less is loaded at once
+# Copied together to a device at first, and at most: an H100 takes 1 and 10 ms for it. Each copy costs the host time.
+_FIRST_BYTES, _MOST_BYTES = 2**26, 2**29
+
+
+def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
+    """Whether what serves a plan may be loaded while the model computes, and it is enough to be worth it."""
+    return (
+        _bytes_to_load(layers, plan) >= _MIN_BYTES
+        and not torch.is_grad_enabled()
+        and all(type(layer) in (GrowingLayer, PiecedLayer) for layer in layers)
+        and not plan.cold_groups
+    )
+
+
+def _bytes_to_load(layers: Sequence[ReuseLayer], plan: ReusePlan) -> int:
+    """Bytes in lower tiers; if there are none, those in host memory that have to be copied to a device."""
+    chunks = _chunks_of(plan)
+    below = sum(chunk.found.entry.nbytes for chunk in chunks if chunk.found is not None)
+    if below or (len(plan.rows) > 1 and any(layer.hands_out for layer in layers)):  # rows that share pieces keep them
+        return below
+    return sum(chunk.kv.nbytes_elsewhere for chunk in chunks)
+
+
+def _groups(layer_bytes: int) -> Groups:
+    """How to copy layers of so many bytes each, of which most have two tensors in a block."""
+    first, most = (2 * max(1, nbytes // max(1, layer_bytes)) for nbytes in (_FIRST_BYTES, _MOST_BYTES))
+    return Groups(first, most)
+
+
+class Loading:
+    """Fills the columns [held, filled) of every layer from stored chunks.
+
+    Args:
+        layers: They hold `plan.held` columns, and `plan.filled` from now on.
+        plan: All of its chunks are loaded, checked or not, and none of its rows is to be computed ahead.
+        compute: Computes these columns: for each layer, for each row, its piece without padding. Only called if
+            something is damaged.
+        lose: Told of a chunk that is damaged, and how.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[ReuseLayer],
+        plan: ReusePlan,
+        compute: Callable[[], list[list[Piece]]],
+        lose: Callable[[StoredChunk, DamagedBlobError], None],
+    ) -> None:
+        self.computed = False  # something was damaged
+        self._layers = layers
+        self._sealed: set[int] = set()  # layers whose columns are there
+        self._plan, self._compute, self._lose = plan, compute, lose
+        self._chunks = [chunk for chunk in _chunks_of(plan) if chunk.loaded is not None]
+        self._spans = spans_of(plan, _groups(sum(chunk.kv.nbytes for chunk in self._chunks) // len(layers)))
+        self._ready = [threading.Event() for _ in layers]
+        self._stopped = self._damaged = False
+        self._opened = [self._open(layer, idx) for idx, layer in enumerate(layers)]
+        link = transfer.link
+        devices = {part.device for parts in self._opened for part in parts if link.is_apart(part.device)}
+        self._streams = {device: link.stream("loading", device) for device in devices}
+        for device, stream in self._streams.items():
+            stream.wait_event(link.record(link.current(device)))
+        self._events: list[dict[torch.device, transfer.Event]] = [{} for _ in layers]
+        # Only files make it wait: a second thread that queues work would slow down the one that runs the model.
+        reads = any(block.blob is not None for chunk in self._chunks for block in chunk.kv.blocks)
+        self._thread = threading.Thread(target=self._run, name="kvboost_hf-loading", daemon=True) if reads else None
+
+    def start(self) -> None:
+        """Begin; whoever holds this can `stop` it from now on."""
+        if self._thread is not None:
+            self._thread.start()
+        else:
+            self._run()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as `ScatterPass.update`
+    def wait(self, layer_idx: int) -> None:
+        """Return once a layer has its columns."""
+        self._ready[layer_idx].wait()
+        for device, event in self._events[layer_idx].items():
+            transfer.link.current(device).wait_event(event)
+        if self._damaged:
+            self._repair()
+        if layer_idx not in self._sealed:  # once: what is written later may be somebody else's
+            self._sealed.add(layer_idx)
+            self._layers[layer_idx].seal()
+
+    def finish(self) -> None:
+        """Return once all layers have their columns."""
+        for idx in range(len(self._ready)):
+            self.wait(idx)
+
+    def stop(self) -> None:
+        """Give up: the columns will not be used."""
+        self._stopped = True
+        self._join()
+
+    def _join(self) -> None:
+        """Return once nothing is written any more, by the thread or after what was given to the devices."""
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+        for device, stream in self._streams.items():
+            transfer.link.current(device).wait_event(transfer.link.record(stream))
+
+    def _open(self, layer: ReuseLayer, layer_idx: int) -> tuple[torch.Tensor, ...]:
+        chunk = self._chunks[0]
+        places = chunk.kv.places[layer_idx]
+        if places is None:
+            return ()
+        assert isinstance(layer, GrowingLayer)
+        like: list[torch.Tensor] = []
+        for number, _ in places:
+            block = chunk.kv.blocks[number]
+            heads, _, dim = block.shape
+            like.append(torch.empty(heads, 0, dim, dtype=block.dtype, device=block.device))
+        return layer.open(self._plan.filled, tuple(like), len(self._plan.rows))
+
+    def _run(self) -> None:
+        begin = time.perf_counter()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for idx in range(len(self._ready)):
+                    if self._stopped:
+                        return
+                    self._fill(idx)
+                    self._ready[idx].set()
+            _note(self._chunks, time.perf_counter() - begin)
+        except DamagedBlobError:
+            self._damaged = True
+        except BaseException:
+            self._damaged = True
+            raise
+        finally:
+            for ready in self._ready:
+                ready.set()
+
+    def _fill(self, idx: int) -> None:
+        opened, plan, link = self._opened[idx], self._plan, transfer.link
+        streams = {device: self._streams[device] for part in opened if (device := part.device) in self._streams}
+        with ExitStack() as queued:
+            for stream in streams.values():
+                queued.enter_context(link.using(stream))
+            for row, (spans, pad) in enumerate(zip(self._spans, plan.pads, strict=True)):
+                pieces = pieces_of(spans, idx, plan.held - pad, plan.filled - pad)
+                _write([part[row] for part in opened], pieces)
+            for part in opened:
+                if part.device in streams:  # its memory may be let go of before it is written
+                    link.hold(part, streams[part.device])
+            self._events[idx] = {device: link.record(stream) for device, stream in streams.items()}
+
+    def _repair(self) -> None:
+        """Compute what could not be loaded."""
+        self._damaged, self.computed = False, True
+        self._join()
+        for chunk in self._chunks:
+            if chunk.found is not None:
+                try:
+                    chunk.kv.check()
+                except DamagedBlobError as error:
+                    self._lose(chunk, error)
+        with torch.inference_mode(False), torch.no_grad():
+            for opened, rows in zip(self._opened, self._compute(), strict=True):
+                for row, piece in enumerate(rows):
+                    _write([part[row] for part in opened], [piece])
+
+
+def _write(opened: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
+    """Write pieces to the ends of [heads, columns, dim], and zeros before them."""
+    for at, out in enumerate(opened):
+        write_behind_padding(out, [piece[at] for piece in pieces])
+
+
+def _chunks_of(plan: ReusePlan) -> list[StoredChunk]:
+    """All chunks of a plan, each once."""
+    return list({chunk.key: chunk for row in plan.rows for chunk in map(stored_chunk, row.segments)}.values())
+
+
+def _note(chunks: Sequence[StoredChunk], seconds: float) -> None:
+    """Tell the tiers how fast they were."""
+    found = [chunk.found for chunk in chunks if chunk.found is not None]
+    for tier in {each.tier for each in found}:
+        tier.took(sum(each.entry.nbytes for each in found if each.tier is tier), seconds)

@@ -1,0 +1,160 @@
+"""Whether a model computes some of its tokens rightly over keys and values put in place: tried, not believed."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.forward.attention_scores import attention_of_the_end
+from kvboost_hf.cache.forward.moved import BlendPlan, Placed, place
+from kvboost_hf.cache.forward.scatter import Narrowing, ScatterCache, ScatterPass
+from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.planning.repair import BlendedRow, Measure
+from kvboost_hf.cache.store.chunk_store import StoredChunk
+from kvboost_hf.cache.store.kv import copy_columns
+from kvboost_hf.compat import (
+    KeptOnModel,
+    KeyRotation,
+    attention_kind,
+    cache_argument,
+    decoder_layers,
+    difference,
+    input_device,
+    key_rotation,
+    own_hook,
+    probe_reason,
+    tolerance,
+)
+from kvboost_hf.handles import ATTENTION
+
+_TOKENS = 40
+_MOVED = slice(5, 27)
+_SHIFT = 3
+_ATTENTION_KINDS = ("sdpa", "eager", ATTENTION)
+
+
+class _BlendFindings(KeptOnModel):
+    """What was found of a model, by type of its weights, attention, and what was measured."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.reasons: dict[tuple[torch.dtype, str, Measure], str | None] = {}
+        self.unmasked: dict[tuple[torch.dtype, str], bool] = {}
+
+
+def blend_reason(model: PreTrainedModel, measure: Measure) -> str | None:
+    """Why moved chunks cannot be used, or not be repaired by what `measure` says; None if they can.
+
+    Once per model: a few forwards of a few tokens.
+    """
+    found, key = _BlendFindings.of(model), (model.dtype, attention_kind(model), measure)
+    with found.lock:
+        if key not in found.reasons:
+            found.reasons[key] = _reason(model, measure)
+        return found.reasons[key]
+
+
+def needs_no_mask(model: PreTrainedModel) -> bool:
+    """Whether the model's own forward of a whole prompt gives its layers no mask: SDPA's causal one will do."""
+    return _BlendFindings.of(model).unmasked.get((model.dtype, attention_kind(model)), False)
+
+
+def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
+    if reason := probe_reason(model):
+        return reason
+    rotation = key_rotation(model)
+    if isinstance(rotation, str):
+        return rotation
+    if attention_kind(model) not in _ATTENTION_KINDS:
+        return (
+            f"its attention ({attention_kind(model)}) takes no mask of its own for each token; "
+            f"use sdpa, eager or {ATTENTION}"
+        )
+    if len(decoder_layers(model)) != len(make_layers(model)):
+        return "its decoder layers cannot be told apart"
+    if measure is Measure.DEVIATION and len(rotation.layers) < 2:
+        return "it has no second layer to be measured"
+    try:
+        return _probe(model, rotation, measure)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # models fail in ways of their own on what they were not written for
+        return f"it fails on a part of its tokens ({type(error).__name__}: {error})"
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> str | None:
+    """Move K/V that was computed a few positions further on: the logits must be those of a plain forward."""
+    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    device = input_device(model)
+    ids = (torch.arange(_TOKENS, device=device)[None] * 7919 + 13) % vocab_size
+    positions = torch.arange(_TOKENS, device=device)[None]
+    layers = make_layers(model)
+    masks: list[Any] = []
+    watch = own_hook(decoder_layers(model)[0].register_forward_pre_hook(_Watch(masks).before, with_kwargs=True))
+    try:
+        plain = _last_logits(model, Cache(layers=[layer.native for layer in make_layers(model)]), ids, positions)
+    finally:
+        watch.remove()
+    _BlendFindings.of(model).unmasked[model.dtype, attention_kind(model)] = masks == [None]
+    _last_logits(model, Cache(layers=[layer.native for layer in layers]), ids, positions + _SHIFT)
+    kv = copy_columns(layers, 0, _MOVED.start, _MOVED.stop)
+    chunk = StoredChunk(b"", b"", b"", _MOVED.start + _SHIFT, ids[0, _MOVED].cpu().numpy(), kv, 0)
+    moved = np.zeros(_TOKENS, dtype=bool)
+    moved[_MOVED] = True
+    row = BlendedRow(~moved, moved, (_MOVED.start,))
+    piece = Placed(_MOVED.start, _MOVED.stop, chunk, 0, -_SHIFT)
+    plan = BlendPlan(0, _TOKENS, (0,), ((piece,),), (row,))
+
+    layers = make_layers(model)
+    place(layers, plan, rotation)
+    if measure is Measure.ATTENTION:
+        attention_of_the_end(model, layers, plan, ids, 0)
+    chosen = np.flatnonzero(~moved)[None]
+    narrowing: Narrowing | None = None
+    if measure is Measure.DEVIATION:
+        narrowing = Narrowing(1, 1, lambda scores, step: chosen, 1 - rotation.rotated(1))
+    columns = np.arange(_TOKENS)[None] if narrowing is not None else chosen
+    cache = ScatterCache(layers=[layer.native for layer in layers])
+    cache.running = ScatterPass(
+        model, cache, layers, columns, (0,), narrowing=narrowing, unmasked=needs_no_mask(model)
+    )
+    try:
+        found = _last_logits(model, cache, **cache.running.arguments(ids, 0))
+    finally:
+        cache.running.close()
+    if any(tokens > len(chosen[0]) for tokens in cache.running.layer_tokens[2:]):
+        return "its layers do not take a part of their tokens"
+    off = difference(found, plain)
+    if not off <= tolerance(model.dtype):
+        return f"a part of its tokens over moved K/V gives other logits (by {off:.2g} standard deviations)"
+    return None
+
+
+class _Watch:
+    """Notes the mask that a layer is given."""
+
+    leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
+
+    def __init__(self, masks: list[Any]) -> None:
+        self._masks = masks
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._masks.append(kwargs.get("attention_mask", ...))
+
+
+def _last_logits(
+    model: PreTrainedModel,
+    cache: Cache,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+    given[cache_argument(model)] = cache
+    logits: torch.Tensor = model(**given, use_cache=True, return_dict=True, logits_to_keep=1).logits
+    return logits[:, -1].float()

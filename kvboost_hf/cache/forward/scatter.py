@@ -1,0 +1,283 @@
+"""A forward over some columns of a prompt whose other columns are in the layers already, in any order.
+
+    layers    [ held | moved | computed | moved | … | computed ]     all columns, before the forward
+    model       only the chosen columns, at their true positions
+    update()    their keys and values are put in place, and everything is handed to the attention
+
+transformers gives one mask to all layers of a kind, cut for a prompt without holes. Hooks on the decoder layers put
+the right one in its place: a token attends to every column at or before its own, and in a layer with a window to
+those inside it. Where tokens are chosen by what an early layer shows, the same hooks narrow what goes on.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.layers.base import GrowingLayer, Piece, ReuseLayer
+from kvboost_hf.cache.layers.windows import SlidingLayer
+from kvboost_hf.compat import attention_kind, hook_layers, kv_sources, mask_form
+from kvboost_hf.handles import ATTENTION, make_reach
+
+Columns = NDArray[np.int64]  # [batch, m], ascending in each row
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowing:
+    """Choosing columns by what layers show: see `Measure.DEVIATION`.
+
+    Args:
+        first: The layer that is the first to be measured, for all columns, and to be narrowed.
+        steps: How many layers are measured.
+        choose: Called with the deviations [batch, columns], below zero where none was measured, and the number of the
+            step; returns the columns to go on with, a part of those so far.
+        tensor: What is compared with what is stored: values, or keys where those tell no positions.
+    """
+
+    first: int
+    steps: int
+    choose: Callable[[NDArray[np.float64], int], Columns]
+    tensor: int = 1
+
+
+class _Measured(Exception):
+    """Ends a layer's forward when its keys and values are known."""
+
+
+class ScatterPass:
+    """One such forward.
+
+    Args:
+        model: The model.
+        cache: What the forward is given as its cache; tells its layers' calls from those of other threads.
+        layers: They hold all columns.
+        columns: Those to compute.
+        pads: Columns of left padding of each row.
+        present: [batch, columns], columns that are there to attend to; None for all.
+        narrowing: Or None where `columns` go through all layers.
+        unmasked: Layers that are given a whole prompt need no mask.
+        compact: Where the attention can be told the columns of its queries, do not make a matrix of both.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        layers: Sequence[ReuseLayer],
+        columns: Columns,
+        pads: Sequence[int],
+        *,
+        present: NDArray[np.bool_] | None = None,
+        narrowing: Narrowing | None = None,
+        unmasked: bool = False,
+        compact: bool = True,
+    ) -> None:
+        self.columns = self._all = columns
+        self.layer_tokens = [0] * len(layers)  # that went through each layer, padding left out
+        self.current = 0  # the layer that has asked for its keys and values last
+        self._cache, self._layers, self._narrowing = cache, layers, narrowing
+        self._sources = kv_sources(model, [isinstance(layer, GrowingLayer) for layer in layers])
+        self._pads = np.asarray(pads)
+        self._length = max(layer.length or 0 for layer in layers)
+        self._present, self._unmasked = present, unmasked
+        kind = attention_kind(model)
+        self._mask_dtype = None if kind in ("sdpa", ATTENTION) else model.dtype
+        form = mask_form(model.config.get_text_config(decoder=True))
+        self._compact = compact and kind == ATTENTION and form == "compact"
+        self._masks: dict[tuple[int | None, int, int, torch.device], torch.Tensor] = {}
+        self._at: dict[torch.device, torch.Tensor] = {}
+        self._rows: torch.Tensor | None = None  # where the present columns are among all of them, once it was narrowed
+        self._taken: dict[int, tuple[Any, Any]] = {}  # by id: what the model gives each layer, and what is left of it
+        self._scores: NDArray[np.float64] | None = None
+        self._steps = 0  # how often it was narrowed
+        self._measuring = False
+        # By hand, or with the cache of a forward that failed: the layers do not keep it alive.
+        self.close = weakref.finalize(self, _remove, hook_layers(model, self))
+
+    @property
+    def first_column(self) -> int:
+        """The first column that the current layer holds."""
+        return self._layers[self.current].first
+
+    def arguments(self, ids: torch.Tensor, first: int) -> dict[str, Any]:
+        """What to give to the model.
+
+        Args:
+            ids: [batch, m], those that the caller passed.
+            first: The column of the first of them.
+        """
+        at = torch.from_numpy(self.columns).to(ids.device)
+        positions = (at - torch.from_numpy(self._pads).to(ids.device)[:, None]).clamp(min=0)
+        return {
+            "input_ids": ids.gather(1, at - first),
+            "position_ids": positions,
+            # Models pass a 4-D mask on as it is; the hooks give each layer its own.
+            "attention_mask": torch.zeros(len(ids), 1, 1, 1, device=ids.device, dtype=self._mask_dtype or torch.bool),
+        }
+
+    # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(self, idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put keys and values [batch, heads, m, dim] in place; returns those of all columns."""
+        layer = self._layers[idx]
+        assert isinstance(layer, GrowingLayer)
+        self.current = idx
+        at = self._columns_on(values.device)
+        if self._measuring or self._measures(idx):
+            self._scores = self._deviation(layer, at, (keys, values))
+        found = layer.scatter(at, keys, values)
+        if self._measuring:
+            raise _Measured
+        if self._narrowing is None or idx != self._narrowing.first:  # that one was counted when it was measured
+            self._count(idx)
+        return found
+
+    def _layer_mask(self, layer: ReuseLayer, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The mask for a layer that is given these hidden states; None where it has its own."""
+        window = layer.sliding_window if isinstance(layer, SlidingLayer) else None
+        whole = self.columns.shape[1] == hidden.shape[-2] == self._length and not self._pads.any()
+        if self._unmasked and whole and window is None:
+            return None
+        # Layers without K/V of their own may be shown only those of the last tokens whose logits are wanted.
+        key = (window, layer.first, hidden.shape[-2], hidden.device)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(*key)
+        return self._masks[key]
+
+    def _make_mask(self, window: int | None, first: int, m: int, device: torch.device) -> torch.Tensor:
+        """Which of the columns from `first` on each row's last `m` tokens attend to."""
+        queries = self._columns_on(device)[:, -m:, None]
+        columns = torch.arange(first, self._length, device=device)[None, None]
+        there = columns >= torch.from_numpy(self._pads).to(device)[:, None, None]
+        if self._present is not None:
+            there &= torch.from_numpy(self._present[:, first:]).to(device)[:, None]
+        if self._compact:
+            found = make_reach(there[:, 0], window or 0, device, queries[..., 0] - first)
+            assert found is not None
+            return found
+        seen = there & (columns <= queries)
+        if window is not None:
+            seen &= queries - columns < window
+        seen |= columns == queries  # padding, too: a row that sees nothing is not a number
+        if self._mask_dtype is None:
+            return seen[:, None]
+        lowest = torch.finfo(self._mask_dtype).min
+        return torch.where(seen, 0.0, lowest).to(self._mask_dtype)[:, None]
+
+    def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook of a decoder layer."""
+        if not any(value is self._cache for value in (*args, *kwargs.values())):
+            return None  # another thread's
+        if "attention_mask" not in kwargs:
+            raise ValueError("its decoder layers are not given an attention_mask by name")
+        kwargs = dict(kwargs)
+        if self._narrowing is not None and idx == self._narrowing.first:
+            self._measuring = True
+            try:
+                module.forward(*args, **kwargs)
+            except _Measured:
+                self._count(idx)
+            finally:
+                self._measuring = False
+        hidden: torch.Tensor = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        rest = args[1:]
+        if self._scores is not None and self._narrowing is not None:
+            hidden = self._narrow(self._narrowing, self._scores, hidden)
+        if self.columns.shape != self._all.shape:  # the model goes on giving each layer what belongs to all columns
+            del kwargs["attention_mask"]
+            rest = tuple(map(self._own, rest))
+            kwargs = {name: self._own(value) for name, value in kwargs.items()}
+        source = self._sources[idx]
+        if source != idx:  # update() will not be called
+            self.current = source
+            self._count(idx)
+        kwargs["attention_mask"] = self._layer_mask(self._layers[source], hidden)
+        return (hidden, *rest), kwargs
+
+    def _own(self, given: Any) -> Any:
+        """What the present columns have of something that the model gives every layer for all columns, taken once."""
+        if id(given) not in self._taken:
+            assert self._rows is not None
+            self._taken[id(given)] = given, _take(given, self._rows, self._all.shape[1])
+        return self._taken[id(given)][1]
+
+    def _count(self, idx: int) -> None:
+        self.layer_tokens[idx] += int((self.columns >= self._pads[:, None]).sum())
+
+    def _measures(self, idx: int) -> bool:
+        """Whether a layer's own forward is measured; the first one is before that, for all columns."""
+        found = self._narrowing
+        return found is not None and idx > found.first and self._steps < found.steps
+
+    def _narrow(self, narrowing: Narrowing, scores: NDArray[np.float64], hidden: torch.Tensor) -> torch.Tensor:
+        """Choose columns, and take their hidden states [batch, m, dim]."""
+        chosen = narrowing.choose(scores, self._steps)
+        rows = _places(self.columns, chosen)
+        self._scores, self._steps = None, self._steps + 1
+        taken: torch.Tensor = _take(hidden, rows, self.columns.shape[1])
+        self.columns, self._masks, self._at, self._taken = chosen, {}, {}, {}
+        self._rows = _places(self._all, chosen).to(hidden.device)
+        return taken
+
+    def _deviation(self, layer: GrowingLayer, at: torch.Tensor, new: Piece) -> NDArray[np.float64]:
+        """How far keys or values are from those in the layer, as [batch, columns]."""
+        assert self._narrowing is not None
+        tensor = self._narrowing.tensor
+        stored = layer.gather(tensor, at)
+        off = (new[tensor].float() - stored.float()).square().sum(dim=(1, 3)).double().cpu().numpy()
+        scores = np.full((len(off), self._length), -1.0)
+        np.put_along_axis(scores, self.columns, off, axis=1)
+        return scores
+
+    def _columns_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._at:
+            self._at[device] = torch.from_numpy(self.columns).to(device)
+        return self._at[device]
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+class ScatterCache(Cache):
+    """The cache of a forward of our own over some columns: a type that no hook takes for a user's."""
+
+    running: ScatterPass | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Cache.update`."""
+        assert self.running is not None
+        keys, values = self.running.update(layer_idx, key_states, value_states)
+        return keys, values
+
+
+def _places(columns: Columns, chosen: Columns) -> torch.Tensor:
+    """Where `chosen` ones are among `columns`, both [batch, …]."""
+    return torch.from_numpy(
+        np.stack([np.searchsorted(have, want) for have, want in zip(columns, chosen, strict=True)])
+    )
+
+
+def _take(value: Any, rows: torch.Tensor, width: int) -> Any:
+    """Those `rows` [batch, m] of everything that has `width` of them, [batch or 1, width, …]."""
+    if isinstance(value, torch.Tensor):
+        if value.ndim < 2 or value.shape[1] != width or value.shape[0] not in (1, len(rows)):
+            return value
+        at = rows.to(value.device).reshape(*rows.shape, *[1] * (value.ndim - 2))
+        return value.expand(len(rows), *value.shape[1:]).gather(1, at.expand(-1, -1, *value.shape[2:]))
+    if isinstance(value, tuple | list):
+        return type(value)(_take(inner, rows, width) for inner in value)
+    if type(value) is dict:
+        return {name: _take(inner, rows, width) for name, inner in value.items()}
+    return value

@@ -1,0 +1,170 @@
+"""Notices what is written to a weight behind PyTorch's back, through `weight.data`.
+
+`data` is a tensor in the memory of the parameter, with a version counter of its own. Whoever takes it may write to the
+weight, now or later, and the parameter's counter will not tell. So the first prompt makes `data` of `nn.Parameter` a
+property, which reads the memory of a weight that a cache depends on before it hands it out. From then on the memory is
+read again at each prompt, and compared, until nobody but the model holds it.
+"""
+
+import ctypes
+import logging
+import threading
+from collections.abc import Hashable, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import xxhash
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+
+from kvboost_hf.cache.identity.checksum import checksum
+
+_log = logging.getLogger("kvboost_hf")
+
+_MANY_BYTES = 2**26  # of weights that somebody else holds, too: to read them takes a while
+_READ_IN_PLACE = "cpu"  # device whose memory is read without PyTorch, which may be tracing or counting
+_DATA: Any = torch.Tensor.data
+_uses: Any = torch._C._storage_Use_Count  # 0 when the memory is gone
+_lock = threading.RLock()  # between handing memory out and finding that nobody holds it
+
+
+class Memory:
+    """What one weight or several are kept in. Holds it weakly.
+
+    Args:
+        storage: Of a weight.
+    """
+
+    __slots__ = ("__weakref__", "_content", "_storage", "address", "writes")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # no other gets its address
+        self.address: int = storage._cdata
+        self.writes = 0  # how often it was found to have been written to
+        self._content: Hashable = None  # as it was when it was last looked at; None while nobody else can write to it
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether somebody else may write to it."""
+        return self._content is not None
+
+    def share(self, weight: torch.Tensor) -> None:
+        """Somebody else is about to hold it, or does."""
+        if self._content is None:
+            self._content = _content(weight)
+
+    def look(self, weight: torch.Tensor, known: int) -> None:
+        """Find out whether it was written to, and whether others than `known` tensors still hold it."""
+        with _lock:
+            shared = _holders(weight) > known
+            now = _content(weight)
+            self.writes += now != self._content
+            self._content = now if shared else None
+
+
+class Memories:
+    """What a list of tensors is kept in.
+
+    Args:
+        tensors: Not held.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        _make_property()
+        indices: dict[int, list[int]] = {}  # of tensors, by address
+        elsewhere = 0
+        with _lock:
+            self._memories = []
+            for index, tensor in enumerate(tensors):
+                memory = _memory(tensor)
+                if memory.address not in indices:
+                    self._memories.append(memory)
+                indices.setdefault(memory.address, []).append(index)
+            self._addresses = list(indices)
+            self._at = [first for first, *_ in indices.values()]
+            self._known = [len({id(tensors[index]) for index in group}) for group in indices.values()]
+            for memory, group, known in zip(self._memories, indices.values(), self._known, strict=True):
+                weight = tensors[group[0]]
+                are_weights = all(isinstance(tensors[index], nn.Parameter) for index in group)
+                if are_weights and _holders(weight) > known:  # through a `data` that was taken before, maybe
+                    memory.share(weight)
+                    elsewhere += weight.untyped_storage().nbytes()
+        if elsewhere > _MANY_BYTES:
+            _log.warning(
+                "%d MiB of weights are read before each prompt, to see whether they have changed, for somebody else "
+                "holds them, too: a state_dict(), or `weight.data`.",
+                elsewhere >> 20,
+            )
+
+    def writes(self, tensors: Sequence[torch.Tensor]) -> int | None:
+        """How often somebody was found to have written to them; None if one is gone.
+
+        Args:
+            tensors: The same again.
+        """
+        if 0 in map(_uses, self._addresses):
+            return None
+        for number, memory in enumerate(self._memories):
+            if memory.is_shared:
+                memory.look(tensors[self._at[number]], self._known[number])
+        return sum([memory.writes for memory in self._memories])
+
+
+_all: WeakValueDictionary[int, Memory] = WeakValueDictionary()  # by address
+
+
+def _memory(weight: torch.Tensor) -> Memory:
+    storage = weight.untyped_storage()
+    memory = _all.get(storage._cdata)
+    if memory is None:
+        memory = _all[storage._cdata] = Memory(storage)
+    return memory
+
+
+def _make_property() -> None:
+    if "data" not in nn.Parameter.__dict__:
+        nn.Parameter.data = property(_get_data, _set_data, doc=_DATA.__doc__)  # type: ignore[assignment]
+
+
+def _get_data(weight: nn.Parameter) -> torch.Tensor:
+    with _lock:
+        with torch._C.DisableTorchFunctionSubclass():  # parameters without memory refuse to be asked for it
+            memory = _all.get(weight.untyped_storage()._cdata)
+        if memory is not None:
+            memory.share(weight)
+        data: torch.Tensor = _DATA.__get__(weight)
+    return data
+
+
+def _set_data(weight: nn.Parameter, data: torch.Tensor) -> None:
+    _DATA.__set__(weight, data)  # whoever holds `data` is noticed when the weight is found elsewhere
+
+
+def _holders(weight: torch.Tensor) -> int:
+    """How many tensors hold the memory of `weight`."""
+    storage = weight.untyped_storage()
+    uses: int = _uses(storage._cdata)
+    return uses - _uses_by_python()
+
+
+@cache
+def _uses_by_python() -> int:
+    """How many uses a storage has besides its tensors, when it was asked for before and is again."""
+    alone = torch.empty(1, device="cpu")
+    alone.untyped_storage()
+    storage = alone.untyped_storage()
+    return int(_uses(storage._cdata)) - 1
+
+
+def _content(weight: torch.Tensor) -> Hashable:
+    """Changes with every bit of the memory of `weight`."""
+    storage = weight.untyped_storage()
+    if storage.device.type == _READ_IN_PLACE:
+        return xxhash.xxh3_64_intdigest((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
+    if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return object()  # it cannot be read now: taken for changed later
+    with _disable_current_modes(), torch.no_grad():
+        return checksum([torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)])

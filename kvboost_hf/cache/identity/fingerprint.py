@@ -1,0 +1,154 @@
+"""What K/V depends on besides tokens: configuration, weights, adapters, hooks, autocast.
+
+Stored K/V is right only for the model as it was when it computed them. Reading all weights at each call would cost
+more than it saves, so changes of weights are noticed in cheap ways (`weights.py`), or all of them are read if that is
+asked for (`checksum.py`). What can be switched on and off without touching a weight (adapters, forward hooks, scalar
+attributes) is read from the modules, and gives the old fingerprint again when it is switched back.
+"""
+
+import threading
+from collections.abc import Hashable, Iterable
+from hashlib import blake2b
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.identity.checksum import checksum
+from kvboost_hf.cache.identity.code_names import code_name, library_versions
+from kvboost_hf.cache.identity.foreign import HookWatch
+from kvboost_hf.cache.identity.walk import Found, ModelWalk, config_scalars
+from kvboost_hf.cache.identity.weights import WeightsWatch
+from kvboost_hf.compat import note_changes
+
+
+class ModelFingerprint:
+    """Follows one model; `current()` changes whenever its K/V may have changed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.bumps = 0  # how often all that was computed before was declared another model's
+        self._weights = WeightsWatch()
+        self._walk = ModelWalk()
+        self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
+        self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
+        self._next_serial = 0
+        self.watched: list[HookWatch] = []  # others' hooks, as they were when this was last asked
+        self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
+
+    def look(self, model: nn.Module) -> None:
+        """Find out what others have changed in `model`, so that probes of it are told apart by that."""
+        with self._lock:
+            self._look(model)
+
+    def current(self, model: nn.Module, *, full: bool = False) -> bytes | None:
+        """The fingerprint of `model` as it is now; None while a part of it is in training mode.
+
+        What is computed then may be drawn at random.
+
+        Args:
+            model: The one that is followed.
+            full: Read every weight, so that no change can be missed. Weights that are changed back find their old
+                fingerprint again. It never equals one without `full`.
+        """
+        with self._lock:
+            found, serials = self._look(model)
+            if found.in_training:
+                return None
+            switches = (*found.switches, *sorted(found.files), *serials)
+            weights: Hashable = checksum(found.tensors, found.used_on) if full else self._weights.epoch(found.tensors)
+            state = (switches, weights, self.bumps)
+            known = self._digests.get(full)
+            if known is None or known[0] != state:
+                known = self._digests[full] = state, self._digest(model, state, b"" if full else self._weights.sample)
+            return known[1]
+
+    def durable(self, model: nn.Module, *, full: bool = False) -> bytes | str | None:
+        """A fingerprint that another process finds, too, for the same model; or why there is none.
+
+        None while a part of the model is in training mode, as `current`.
+
+        All weights are read when it is first asked for, and again when they seem to have changed. Code counts by the
+        version of its package, or by its source file; hooks and functions that were put in place one by one cannot
+        be told apart across processes.
+
+        Args:
+            model: The one that is followed.
+            full: Read every weight again. It never equals one without `full`, under which a change may be missed.
+        """
+        with self._lock:
+            found, _ = self._look(model)
+            if found.in_training:
+                return None
+            codes: set[str] = set()
+            for part in found.parts:
+                name = code_name(part)
+                if name is None:
+                    return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
+                codes.add(name)
+            switches = (*found.switches, *sorted(found.files), *sorted(codes))
+            weights: Hashable = checksum(found.tensors, found.used_on) if full else self._weights.epoch(found.tensors)
+            state = (switches, full, weights, self.bumps)
+            if self._durable is None or self._durable[0] != state:
+                read = checksum(found.tensors, found.used_on)
+                self._durable = state, self._digest(model, (switches, full, library_versions()), read)
+            return self._durable[1]
+
+    @property
+    def altered(self) -> str | None:
+        """Why nothing is known of what the model computes, or None: a hook changes it, or may do so."""
+        return next((reason for watch in self.watched if (reason := watch.reason) is not None), None)
+
+    def bump(self) -> None:
+        """Make all that was computed before count as another model's."""
+        with self._lock:
+            self.bumps += 1
+
+    def _look(self, model: nn.Module) -> tuple[Found, list[int]]:
+        """What there is in the model now, and the serials of its parts."""
+        found = self._walk.look(model)
+        self.watched = found.watched
+        serials = self._serials(found.parts)
+        if isinstance(model, PreTrainedModel):
+            note_changes(model, (*found.own_configs, *serials[found.foreign]))
+        return found, serials
+
+    def _serials(self, parts: Iterable[Any]) -> list[int]:
+        """A number for each part: the same as long as it stays in place, never used again."""
+        seen: dict[int, tuple[Any, int]] = {}
+        numbers: list[int] = []
+        for part in parts:
+            key = id(part)
+            known = seen.get(key) or self._parts.get(key)
+            if known is None or known[0] is not part:
+                self._next_serial += 1
+                known = part, self._next_serial
+            seen[key] = known
+            numbers.append(known[1])
+        self._parts = seen
+        return numbers
+
+    def _digest(self, model: nn.Module, state: Hashable, sample: bytes) -> bytes:
+        digest = blake2b(digest_size=20)
+        _digest_shapes(digest, model)
+        digest.update(repr(state).encode())
+        digest.update(sample)
+        return digest.digest()
+
+
+def model_name(model: nn.Module) -> bytes:
+    """What models of one configuration share, whatever their weights."""
+    digest = blake2b(digest_size=20)
+    _digest_shapes(digest, model)
+    return digest.digest()
+
+
+def _digest_shapes(digest: Any, model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    try:
+        shown = str(config.to_json_string(use_diff=False) if config is not None else type(model))
+    except Exception:  # somebody has put something into it that cannot be written
+        shown = repr(config_scalars(config))
+    digest.update(shown.encode())
+    for name, tensor in model.named_parameters():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())

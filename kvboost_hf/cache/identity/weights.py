@@ -1,0 +1,134 @@
+"""Noticing that weights have changed, without reading them all and without keeping any of them in memory."""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+
+from kvboost_hf.cache.identity.aliases import Memories
+
+_SAMPLES_PER_TENSOR = 32
+_READ_WHOLE = 128  # tensors of up to this many values
+_GOLDEN = 0.6180339887
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_MAX_DEPTH = 3
+
+# Storage offset, size and stride of the values that are read; None for all of a short vector.
+Window = tuple[int, tuple[int, ...], tuple[int, ...]] | None
+Marks = tuple[list[int], list[int], list[torch.Size], list[tuple[int, ...]]]  # addresses, versions, shapes and strides
+
+
+class WeightsWatch:
+    """Follows a list of tensors; `epoch()` changes when one of them seems to have changed.
+
+    PyTorch's own bookkeeping (address, version, shape) tells of most changes. What was written through `weight.data`
+    is found by reading the memory that was handed out, and a sample of the values tells of many other changes. Memory
+    is held weakly, so that an address that was freed and given out again is not taken for the old one, and memory that
+    a user frees is free.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._marks: Marks | None = None
+        self._memories = Memories([])
+        self._writes: int | None = None
+        self._windows: list[
+            list[tuple[int, Window]]
+        ] = []  # by device and dtype: index of a tensor, what is read of it
+        self._samples: list[torch.Tensor] = []  # by device and dtype
+
+    def epoch(self, tensors: list[torch.Tensor]) -> int:
+        """How often the tensors have changed."""
+        with torch.inference_mode():  # views cost less in it
+            marks = _marks(tensors)
+            same = marks == self._marks and self._memories.writes(tensors) == self._writes
+            if not same:
+                self._marks, self._windows, self._memories = marks, _windows(tensors), Memories(tensors)
+                self._writes = self._memories.writes(tensors)
+            samples = _read(tensors, self._windows)
+            if not same or not all(map(torch.equal, samples, self._samples)):
+                self._epoch += 1
+                self._samples = samples
+        return self._epoch
+
+    @property
+    def sample(self) -> bytes:
+        """A hash of the values that were read last."""
+        digest = blake2b(digest_size=20)
+        for sample in self._samples:
+            digest.update(sample.cpu().numpy().tobytes())
+        return digest.digest()
+
+
+def plain_tensors(tensor: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors that hold the data of `tensor`, which may be a quantized weight made of several."""
+    kind = type(tensor)
+    if isinstance(tensor, torch.Tensor):
+        if kind not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
+            for name in tensor.__tensor_flatten__()[0]:
+                yield from plain_tensors(getattr(tensor, name), depth + 1)
+            return
+        if not tensor.is_meta and tensor.layout is torch.strided:
+            yield tensor
+        if kind in _PLAIN:
+            return
+    if depth < _MAX_DEPTH:
+        for value in getattr(tensor, "__dict__", {}).values():  # scales and the like, kept beside the data
+            if isinstance(value, torch.Tensor) or type(value).__name__ == "QuantState":
+                yield from plain_tensors(value, depth + 1)
+
+
+_ADDRESS, _VERSION, _SHAPE, _STRIDE = (
+    methodcaller("data_ptr"),
+    attrgetter("_version"),
+    attrgetter("shape"),
+    methodcaller("stride"),
+)
+
+
+def _marks(tensors: list[torch.Tensor]) -> Marks:
+    try:
+        versions = list(map(_VERSION, tensors))
+    except RuntimeError:  # those made in inference mode have none
+        versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return list(map(_ADDRESS, tensors)), versions, list(map(_SHAPE, tensors)), list(map(_STRIDE, tensors))
+
+
+def _windows(tensors: list[torch.Tensor]) -> list[list[tuple[int, Window]]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Window]]] = {}
+    for idx, tensor in enumerate(tensors):
+        if tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append((idx, _window(tensor)))
+    return list(groups.values())
+
+
+def _window(tensor: torch.Tensor) -> Window:
+    offset = int(tensor.storage_offset())
+    if not tensor.is_contiguous():
+        per_dim = max(2, round(_SAMPLES_PER_TENSOR ** (1 / max(tensor.ndim, 1))))
+        steps = [max(1, size // per_dim) for size in tensor.shape]
+        sizes = tuple(-(-size // step) for size, step in zip(tensor.shape, steps, strict=True))
+        return offset, sizes, tuple(stride * step for stride, step in zip(tensor.stride(), steps, strict=True))
+    count = tensor.numel()
+    if count <= _READ_WHOLE:
+        return (offset, (count,), (1,)) if tensor.ndim != 1 else None
+    step = count // _SAMPLES_PER_TENSOR
+    columns = tensor.shape[-1]
+    if tensor.ndim > 1 and 8 < columns <= step:  # walk through the columns, too, rather than down the same one
+        step = step // columns * columns - round(columns * (1 - _GOLDEN))
+    return offset, (-(-count // step),), (step,)
+
+
+def _read(tensors: list[torch.Tensor], groups: list[list[tuple[int, Window]]]) -> list[torch.Tensor]:
+    """The values in the windows, of each group in one tensor of bytes."""
+    samples: list[torch.Tensor] = []
+    for group in groups:
+        views = [
+            tensors[idx].as_strided(window[1], window[2], window[0]) if window is not None else tensors[idx]
+            for idx, window in group
+        ]
+        sample = torch.cat([view if view.ndim == 1 else view.reshape(-1) for view in views])
+        samples.append(sample.view(torch.uint8))
+    return samples

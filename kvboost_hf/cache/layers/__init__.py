@@ -1,0 +1,1 @@
+"""Layers that hold K/V or states in place of transformers' own."""

@@ -1,0 +1,470 @@
+"""Layers with a state: linear attention, alone or beside attention, and layers that only their model understands.
+
+A state sums up all tokens so far. It cannot be rewound, only put back as it was when it was saved.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from kvboost_hf.cache.layers.base import GrowingLayer, LayerState, ReuseLayer, version_of
+from kvboost_hf.cache.layers.windows import SlidingLayer
+
+_Marks = list[tuple[torch.Tensor, int]]  # tensors, and how often each had been written to
+
+
+class _WithStates(ReuseLayer):
+    """What layers with states answer alike, whatever else they keep."""
+
+    is_stateful = True
+    _marks: _Marks | None = None  # of the states after the last forward
+
+    @property
+    def intact(self) -> bool:
+        """See `ReuseLayer.intact`. Models write states in place, which only the next `note_state` tells apart."""
+        return super().intact and _are_as_marked(_states(self), self._marks)
+
+    def note_state(self) -> None:
+        """See `ReuseLayer.note_state`."""
+        self._marks = _marks(_states(self))
+
+    def can_rewind(self, length: int) -> bool:
+        """See `ReuseLayer.can_rewind`."""
+        return False
+
+    def stop_recording(self) -> None:
+        """See `ReuseLayer.stop_recording`."""
+        _stop_recording(self)
+
+    def state_bytes(self) -> int:
+        """See `ReuseLayer.state_bytes`."""
+        return _state_bytes(self)
+
+    def save_state(self, row: int) -> LayerState | None:
+        """See `ReuseLayer.save_state`."""
+        return _save_states(self, row)
+
+    def load_states(self, rows: Sequence[LayerState | None]) -> None:
+        """See `ReuseLayer.load_states`."""
+        _load_states(self, rows)
+
+
+class StateLayer(_WithStates, LinearAttentionLayer):
+    """Convolution and recurrent states of linear attention, [batch, …] each, one or several of both.
+
+    Args:
+        number_of_states: How many of each the layer has.
+    """
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """See `LinearAttentionLayer`; outside inference mode, for the states outlive it."""
+        with torch.inference_mode(False):
+            super().lazy_initialization(*args, **kwargs)
+
+    def fresh(self) -> "StateLayer":
+        """An empty layer of the same kind."""
+        return type(self)(self.number_of_states)
+
+    def share(self) -> "StateLayer":
+        """A layer with copies of the states: models write them in place."""
+        twin = self.fresh()
+        _copy_states(self, twin)
+        twin.note_state()
+        return twin
+
+    def reset(self) -> None:
+        """Drop everything."""
+        _reset_states(self)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        _select_states(self, beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, numbers or a mask."""
+        _select_states(self, indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        _repeat_states(self, repeats)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(t.nbytes for t in _states(self))
+
+
+class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-call]
+    """What a growing layer with states beside its K/V adds to one without."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """K/V come by position, states by name."""
+        if args:
+            GrowingLayer.lazy_initialization(self, *args)
+        else:
+            with torch.inference_mode(False):
+                LinearAttentionLayer.lazy_initialization(self, **kwargs)  # type: ignore[arg-type]
+
+    def share(self) -> GrowingLayer:
+        """See `ReuseLayer.share`."""
+        twin = super().share()
+        _reset_states(twin)
+        _copy_states(self, twin)
+        twin.note_state()
+        return twin
+
+    def reset(self) -> None:
+        """Drop everything."""
+        super().reset()
+        _reset_states(self)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        super().reorder_cache(beam_idx)
+        _select_states(self, beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, numbers or a mask."""
+        super().batch_select_indices(indices)
+        _select_states(self, indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        _repeat_states(self, repeats)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `GrowingLayer.crop`; states can only be cropped while they are recorded, and if none is recurrent."""
+        LinearAttentionLayer.crop(self, int(tokens_to_remove))  # type: ignore[arg-type]
+        super().crop(tokens_to_remove)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buffers and states."""
+        return super().nbytes + sum(t.nbytes for t in _states(self))
+
+
+class HybridLayer(_BesideAttention, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+    """Full attention and linear attention in one layer."""
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        GrowingLayer.__init__(self)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)  # type: ignore[no-untyped-call]
+
+    def fresh(self) -> "HybridLayer":
+        """An empty layer of the same kind."""
+        return HybridLayer(self.number_of_states)
+
+
+class HybridSlidingLayer(  # type: ignore[misc, override]
+    _BesideAttention, SlidingLayer, LinearAttentionAndSlidingWindowAttentionLayer
+):
+    """Sliding-window attention and linear attention in one layer."""
+
+    def __init__(self, window: int, number_of_states: int = 1) -> None:
+        SlidingLayer.__init__(self, window)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states)  # type: ignore[no-untyped-call]
+
+    def fresh(self) -> "HybridSlidingLayer":
+        """An empty layer of the same kind."""
+        return HybridSlidingLayer(self.sliding_window, self.number_of_states)
+
+    def activate_past_recording(self) -> None:
+        """See `SlidingLayer.activate_past_recording`."""
+        SlidingLayer.activate_past_recording(self)
+        LinearAttentionCacheLayerMixin.activate_past_recording(self)  # type: ignore[no-untyped-call]
+
+
+class EmptyLayer(ReuseLayer):
+    """A layer that never holds anything: its model layer shares the K/V of another, or has no attention.
+
+    Args:
+        layer: The layer that transformers made.
+    """
+
+    can_branch = True
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    @property
+    def native(self) -> Any:
+        """The layer that transformers sees."""
+        return self._layer
+
+    def fresh(self) -> "EmptyLayer":
+        """An empty layer of the same kind."""
+        return EmptyLayer(type(self._layer)())
+
+
+class OpaqueLayer(ReuseLayer):
+    """A layer that only its model understands: all of it is one state, of a batch of one row.
+
+    Args:
+        layer: The layer that transformers made, unused yet.
+    """
+
+    is_stateful = True
+    single_row = True
+    _marks: _Marks | None = None
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._unused = _copied(layer.__dict__)
+
+    @property
+    def intact(self) -> bool:
+        """See `ReuseLayer.intact`."""
+        return _are_as_marked(_tensors(self._layer.__dict__), self._marks)
+
+    def note_state(self) -> None:
+        """See `ReuseLayer.note_state`."""
+        self._marks = _marks(_tensors(self._layer.__dict__))
+
+    @property
+    def native(self) -> Any:
+        """The layer that transformers sees."""
+        return self._layer
+
+    @property
+    def length(self) -> int | None:
+        """Columns seen so far; None for a layer that does not count them."""
+        return int(self._layer.get_seq_length()) if isinstance(self._layer, CacheLayerMixin) else None
+
+    def fresh(self) -> "OpaqueLayer":
+        """An empty layer of the same kind."""
+        layer = copy.copy(self._layer)
+        layer.__dict__ = _copied(self._unused)
+        return OpaqueLayer(layer)
+
+    def share(self) -> "OpaqueLayer":
+        """A copy."""
+        twin = self.fresh()
+        twin._layer.__dict__ = _copied(self._layer.__dict__)
+        return twin
+
+    def reset(self) -> None:
+        """Drop everything."""
+        record_past = getattr(self._layer, "record_past", None)
+        self._layer.__dict__ = _copied(self._unused)
+        if record_past is not None:
+            self._layer.record_past = record_past
+
+    def can_rewind(self, length: int) -> bool:
+        """See `ReuseLayer.can_rewind`."""
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in _tensors(self._layer.__dict__))
+
+    def state_bytes(self) -> int:
+        """See `ReuseLayer.state_bytes`."""
+        return self.nbytes
+
+    def save_state(self, row: int) -> LayerState | None:
+        """See `ReuseLayer.save_state`."""
+        assert row == 0, "such a layer cannot be taken apart by rows"
+        saved = _on_host(self._layer.__dict__)
+        return LayerState([held.tensor for held in _held(saved)], saved)
+
+    def load_states(self, rows: Sequence[LayerState | None]) -> None:
+        """See `ReuseLayer.load_states`."""
+        (state,) = rows
+        assert state is not None
+        record_past = getattr(self._layer, "record_past", None)
+        self._layer.__dict__ = _copied(state.extra)
+        if record_past is not None:
+            self._layer.record_past = record_past
+
+
+# States of linear attention, wherever they are. `conv_states[i]` is [batch, channels, kernel], or longer while crop()
+# may be called; `recurrent_states[i]` is [batch, …].
+
+
+def _marks(tensors: Sequence[torch.Tensor]) -> _Marks:
+    return [(tensor, version_of(tensor)) for tensor in tensors]
+
+
+def _are_as_marked(tensors: Sequence[torch.Tensor], marks: _Marks | None) -> bool:
+    """Whether these are the same tensors as were marked, and nobody has written to them."""
+    return marks is None or (
+        len(tensors) == len(marks)
+        and all(
+            tensor is marked and version_of(tensor) == version
+            for tensor, (marked, version) in zip(tensors, marks, strict=True)
+        )
+    )
+
+
+def _states(layer: Any) -> list[torch.Tensor]:
+    return [t for states in (layer.conv_states, layer.recurrent_states) for t in states.values() if t is not None]
+
+
+def _recent(layer: Any, index: int) -> torch.Tensor | None:
+    """The part of a convolution state that is needed to go on."""
+    state, kernel = layer.conv_states[index], layer.conv_kernel_size[index]
+    if state is None or not layer.has_previous_state[index]:
+        return None
+    recent: torch.Tensor = state[..., -kernel:]
+    return torch.nn.functional.pad(recent, (kernel - recent.shape[-1], 0))
+
+
+def _recurrent(layer: Any, index: int) -> torch.Tensor | None:
+    state: torch.Tensor | None = layer.recurrent_states[index]
+    return state if layer.is_recurrent_states_initialized[index] else None
+
+
+def _current(layer: Any) -> list[torch.Tensor | None]:
+    n = layer.number_of_states
+    return [*(_recent(layer, i) for i in range(n)), *(_recurrent(layer, i) for i in range(n))]
+
+
+def _state_bytes(layer: Any) -> int:
+    """Bytes of one row."""
+    return sum(t[0].nbytes for t in _current(layer) if t is not None)
+
+
+def _save_states(layer: Any, row: int) -> LayerState | None:
+    states = _current(layer)
+    if all(state is None for state in states):
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        # A copy in any case: models write states in place.
+        rows = [None if s is None else torch.empty_like(s[row], device="cpu").copy_(s[row]) for s in states]
+    devices = [None if state is None else state.device for state in states]
+    return LayerState(rows, (layer.device, layer.dtype, dict(layer.has_previous_state), devices))
+
+
+def _load_states(layer: Any, rows: Sequence[LayerState | None]) -> None:
+    _reset_states(layer)
+    saved = [state for state in rows if state is not None]
+    if not saved:
+        return
+    assert len(saved) == len(rows), "either every row has a state or none"
+    layer.device, layer.dtype, previous, devices = saved[0].extra
+    layer.has_previous_state = dict(previous)
+    n = layer.number_of_states
+    with torch.inference_mode(False), torch.no_grad():
+        stacked = [_stack([state.tensors[i] for state in saved], devices[i]) for i in range(2 * n)]
+    for i in range(n):
+        conv, recurrent = stacked[i], stacked[n + i]
+        if conv is not None:
+            layer.conv_states[i], layer.conv_kernel_size[i] = conv, conv.shape[-1]
+            layer.is_conv_states_initialized[i] = True
+        if recurrent is not None:
+            layer.recurrent_states[i], layer.is_recurrent_states_initialized[i] = recurrent, True
+
+
+def _stack(rows: Sequence[torch.Tensor | None], device: torch.device | None) -> torch.Tensor | None:
+    found = [row for row in rows if row is not None]
+    return torch.stack(found).to(device) if found else None
+
+
+def _reset_states(layer: Any) -> None:
+    recording, device, dtype = layer.record_past, layer.device, layer.dtype
+    LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
+    layer.record_past = recording
+    if isinstance(layer, GrowingLayer):
+        layer.device, layer.dtype = device, dtype
+
+
+def _copy_states(source: Any, target: Any) -> None:
+    target.record_past, target.device, target.dtype = source.record_past, source.device, source.dtype
+    for name in ("conv_kernel_size", "has_previous_state"):
+        setattr(target, name, dict(getattr(source, name)))
+    for name in ("conv_states", "recurrent_states"):
+        states = {i: None if t is None else t.clone() for i, t in getattr(source, name).items()}
+        setattr(target, name, states)
+        setattr(target, f"is_{name}_initialized", {i: t is not None for i, t in states.items()})
+
+
+def _stop_recording(layer: Any) -> None:
+    if layer.record_past:
+        layer.record_past = False
+        with torch.inference_mode(False), torch.no_grad():
+            recent = {i: _recent(layer, i) for i in range(layer.number_of_states)}
+            layer.conv_states |= {i: state.clone() for i, state in recent.items() if state is not None}
+
+
+def _select_states(layer: Any, rows: torch.Tensor) -> None:
+    _change_states(layer, lambda state: state[rows.to(state.device).clone()])
+
+
+def _repeat_states(layer: Any, repeats: int) -> None:
+    _change_states(layer, lambda state: state.repeat_interleave(repeats, dim=0))
+
+
+def _change_states(layer: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Outside inference mode, for models write states in place, there and elsewhere."""
+    with torch.inference_mode(False):
+        for states in (layer.conv_states, layer.recurrent_states):
+            for i, state in states.items():
+                if state is not None:
+                    states[i] = change(state)
+
+
+# Anything that a layer may hold: tensors, in containers.
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor in host memory, and where it was."""
+
+    tensor: torch.Tensor
+    device: torch.device
+
+
+def _on_host(value: Any) -> Any:
+    """A copy of `value` with all tensors in host memory."""
+    if isinstance(value, torch.Tensor):
+        with torch.inference_mode(False), torch.no_grad():
+            return _Held(torch.empty_like(value, device="cpu").copy_(value.detach()), value.device)
+    if isinstance(value, dict):
+        return {key: _on_host(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(inner) for inner in value)
+    return value
+
+
+def _held(value: Any) -> list[_Held]:
+    if isinstance(value, _Held):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [held for part in inner for held in _held(part)]
+
+
+def _copied(value: Any) -> Any:
+    """A copy of `value`, tensors that were put on the host back where they were."""
+    if isinstance(value, _Held):
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.empty_like(value.tensor, device=value.device).copy_(value.tensor)
+    if isinstance(value, torch.Tensor):
+        with torch.inference_mode(False), torch.no_grad():
+            return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(inner) for inner in value)
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in inner for tensor in _tensors(part)]

@@ -1,0 +1,298 @@
+"""A cache layer of a fixed size, for decoding that is compiled.
+
+`torch.compile` makes one graph for all decoding steps only if no shape and no Python value changes from step to step.
+`StaticReuseLayer` therefore has two ways of taking in K/V:
+
+    whole = False   prompts: eager, as in a `GrowingLayer`; attention sees what is held
+    whole = True    decoding steps: tensor operations alone; attention sees all `max_cache_len` columns
+
+What steps of the second kind have appended is known to the tensor `length_tensor`; the host reads it when somebody
+asks. A layer with a window has as many columns as one without: its mask, or an attention that is told the window,
+leaves out those that have left it.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from kvboost_hf.cache.layers.base import GrowingLayer, GrowingTensor, Piece
+from kvboost_hf.cache.layers.windows import SlidingLayer
+
+
+class _FixedTensor(GrowingTensor):
+    """A tensor [batch, heads, columns, dim] in a buffer that never moves.
+
+    Args:
+        columns: How many it can hold.
+    """
+
+    __slots__ = ("_columns",)
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self._columns = columns
+
+    def truncate(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+        if length < self.stop and not self.shared and self.buffer is not None:
+            # Hidden columns are multiplied by 0, which leaves a NaN a NaN.
+            self.note_changes()
+            self.buffer[:, :, length : self.stop].zero_()
+            self.seal()
+        super().truncate(length)
+
+    def skip_to(self, length: int, batch: int) -> None:
+        """Begin anew with `batch` rows and columns up to `length` that nobody will look at: zeros."""
+        self.truncate(0)
+        if self.buffer is not None and self.buffer.shape[0] != batch:
+            self.buffer = None
+        self.stop = length
+
+    def share(self) -> "_FixedTensor":
+        """One that holds the same, in a buffer of its own: these must not move."""
+        twin = _FixedTensor(self._columns)
+        twin.stop = self.stop
+        if self.buffer is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                twin.buffer = self.buffer.clone()
+            _keep_address(twin.buffer)
+            self.note_changes()
+            twin.tampered = self.tampered
+            twin.seal()
+        return twin
+
+    def hand_out(self, start: int) -> torch.Tensor:
+        """A copy: the buffer must not move, so that a view of it could be written to at any later time."""
+        return self.view(start).clone()
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` was, in the same buffer if the number of rows is the same."""
+        before = self.buffer
+        super().select(rows)
+        if before is None or self.buffer is None:
+            return
+        if before.shape == self.buffer.shape:
+            self._replace(before.copy_(self.buffer))
+        else:
+            _keep_address(self.buffer)
+
+    def make_writable(self, like: torch.Tensor, held: int, keep_from: int = 0) -> None:
+        """Have a buffer of the right shape that nobody else reads."""
+        batch, heads, _, dim = like.shape
+        shape, old = (batch, heads, self._columns, dim), self.buffer
+        if not torch.compiler.is_compiling():
+            self.note_changes()
+        if (
+            old is not None
+            and not self.shared
+            and (old.shape, old.dtype, old.device) == (shape, like.dtype, like.device)
+        ):
+            return
+        self.shared = False
+        if torch.compiler.is_compiling():
+            self.buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            fresh = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            if old is not None and held:
+                fresh[:, :, :held].copy_(old[:, :, :held])
+        _keep_address(fresh)
+        self._replace(fresh)
+
+
+class StaticReuseLayer(GrowingLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """K/V of one layer in buffers that never move: the graph and its guards outlive prompts.
+
+    Args:
+        max_cache_len: Columns of the buffers.
+        window: Columns that a token can attend to, itself included; 0 for all.
+    """
+
+    is_compileable = True
+    can_branch = False
+
+    def __init__(self, max_cache_len: int, window: int = 0) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+        self.is_sliding = window > 0
+        self._window = window
+        self._first = 0  # the first column that was filled: those before it had left the window
+        self.whole = True
+        self._tensors = [_FixedTensor(max_cache_len) for _ in range(self._num_tensors)]
+        with torch.inference_mode(False):
+            self.length_tensor = torch.zeros((), dtype=torch.long)  # columns held, graphs' steps included
+
+    @property
+    def _fixed(self) -> "list[_FixedTensor]":
+        return cast("list[_FixedTensor]", self._tensors)
+
+    def fresh(self) -> GrowingLayer:
+        """An empty layer for rows that are computed ahead, eagerly."""
+        return SlidingLayer(self._window) if self.is_sliding else GrowingLayer()
+
+    @property
+    def first(self) -> int:
+        """The first column that is still held."""
+        return self._first
+
+    def needed_from(self, length: int) -> int:
+        """See `ReuseLayer.needed_from`."""
+        return max(0, length - self._window + 1) if self.is_sliding else 0
+
+    def can_rewind(self, length: int) -> bool:
+        """See `ReuseLayer.can_rewind`."""
+        return self._first <= self.needed_from(length)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Note dtype and device."""
+        super().lazy_initialization(key_states, value_states)
+        if self.length_tensor.device != self.device:
+            with torch.inference_mode(False):
+                self.length_tensor = self.length_tensor.to(self.device)
+        _keep_address(self.length_tensor)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [batch, num_kv_heads, m, head_dim]; returns what is held, or the whole buffers."""
+        if not self.whole:
+            found = super().update(key_states, value_states, *args, **kwargs)
+            self.length_tensor.fill_(self.length)
+            return found
+        keys, values = self._fixed
+        if not self.is_initialized or keys.buffer is None or values.buffer is None:
+            self.lazy_initialization(key_states, value_states)
+            keys.make_writable(key_states, 0)
+            values.make_writable(value_states, 0)
+        assert keys.buffer is not None
+        assert values.buffer is not None
+        columns = torch.arange(key_states.shape[-2], device=self.device) + self.length_tensor
+        self.length_tensor.add_(key_states.shape[-2])
+        keys.buffer.index_copy_(2, columns, key_states)
+        values.buffer.index_copy_(2, columns, value_states)
+        return keys.buffer, values.buffer
+
+    def close(self, new: int) -> None:
+        """An eager forward over `new` columns has ended; those that follow are decoding steps."""
+        if not self.is_initialized:
+            return
+        if self.whole:
+            self._advance_to(self.length + new)
+        else:
+            for tensor in self._fixed:
+                if tensor.shared and tensor.buffer is not None:  # an autograd graph's
+                    tensor.make_writable(tensor.buffer, tensor.stop)
+            self.length_tensor.fill_(self.length)
+        self.whole = True
+
+    def catch_up(self) -> bool:
+        """Notice what graphs have appended; whether that was anything."""
+        length = int(self.length_tensor)
+        if length == self.length or self._fixed[0].buffer is None:
+            return False
+        self._advance_to(length)
+        return True
+
+    def _advance_to(self, length: int) -> None:
+        self.version += 1
+        for tensor in self._fixed:
+            tensor.stop = length
+            tensor.seal()  # graphs do not count what they write
+
+    def get_seq_length(self) -> int:
+        """Columns held: a tensor between decoding steps, as in stock static layers."""
+        return self.length_tensor if self.whole and self.is_initialized else self.length  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention will see, and where they begin."""
+        if self.whole:
+            return self.max_cache_len, 0
+        start = self.needed_from(self.length)
+        return self.length - start + query_length, start
+
+    def get_max_length(self) -> int:
+        """Columns of the buffers."""
+        return self.max_cache_len
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `GrowingLayer.crop`."""
+        change = int(tokens_to_remove)
+        if not self.can_rewind(change if change > 0 else max(0, self.length + change)):
+            raise RuntimeError(
+                f"`crop({change})` goes back further than this sliding-window layer remembers. Call "
+                "`reset()` on the cache, and pass the whole text."
+            )
+        super().crop(change)
+
+    def truncate(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+        super().truncate(length)
+        self.length_tensor.fill_(self.length)
+        self.whole = True
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay where they are."""
+        self.truncate(0)
+        self._first = 0
+        kept = self._fixed
+        super().reset()
+        if any(tensor.shared for tensor in kept):
+            kept = [_FixedTensor(self.max_cache_len) for _ in kept]
+        for tensor in kept:
+            tensor.tampered = False
+            tensor.seal()
+        self._tensors = list(kept)
+
+    def share(self) -> "StaticReuseLayer":
+        """A layer that holds the same, in buffers of its own."""
+        twin = StaticReuseLayer(self.max_cache_len, self._window)
+        twin.__dict__.update(self.__dict__)
+        twin._tensors = [tensor.share() for tensor in self._fixed]
+        with torch.inference_mode(False), torch.no_grad():
+            twin.length_tensor = self.length_tensor.clone()
+        _keep_address(twin.length_tensor)
+        return twin
+
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+        """See `ReuseLayer.fill`."""
+        if start > self.length:
+            self._first = start
+            for tensor in self._fixed:
+                tensor.skip_to(start, len(rows))
+        super().fill(start, stop, rows)
+        self.length_tensor.fill_(self.length)
+
+    def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
+        """See `GrowingLayer.open`."""
+        opened = super().open(stop, like, batch)
+        self.length_tensor.fill_(self.length)
+        return opened
+
+    def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.needed_from(held)
+        return self._tensors[0].view(start), self._tensors[1].view(start)
+
+    def _shown_from(self) -> int:
+        return max(self._first, self.needed_from(self.length))
+
+    def _adopt(self, index: int, new: torch.Tensor | None) -> None:
+        tensor, columns = self._fixed[index], new.shape[2] if new is not None else 0
+        stop = max(tensor.stop, columns) if self.is_sliding and columns else columns
+        if stop > self.max_cache_len:
+            raise ValueError(
+                f"A cache with `max_cache_len`={self.max_cache_len} holds so many columns at most, got {stop}."
+            )
+        self._first = stop - columns
+        tensor.truncate(0)
+        if new is not None:
+            tensor.skip_to(self._first, new.shape[0])
+            tensor.append(new)
+        tensor.tampered = True
+        self.length_tensor.fill_(self.length)
+
+
+def _keep_address(tensor: torch.Tensor) -> None:
+    """Tell CUDA graphs that they need not copy `tensor`."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)

@@ -1,0 +1,167 @@
+"""Growing layers of attention that keeps less, or more, than all keys and values."""
+
+import torch
+
+from kvboost_hf.cache.layers.base import GrowingLayer
+
+_REWIND = 256  # columns kept behind the window, so that a cache can go back a little without asking the store
+
+
+class SlidingLayer(GrowingLayer):  # type: ignore[no-untyped-call]
+    """K/V of sliding-window or chunked attention: the next token attends to the last `window - 1` columns.
+
+    Columns that have left the window are let go of, once the store has had them and while assisted decoding does not
+    ask for them to be kept.
+
+    Args:
+        window: Columns that a token can attend to, itself included.
+    """
+
+    is_sliding = True
+
+    def __init__(self, window: int) -> None:
+        GrowingLayer.__init__(self)
+        self._window = window
+        self.record_past = False
+        self._stored = 0  # columns before it are of no more use to the store
+        self._cropped = 0  # columns at the last crop()
+
+    @property
+    def sliding_window(self) -> int:
+        """Columns that a token can attend to, itself included. What is held was computed with it: it stays."""
+        return self._window
+
+    def fresh(self) -> "SlidingLayer":
+        """An empty layer of the same kind."""
+        return SlidingLayer(self.sliding_window)
+
+    def activate_past_recording(self) -> None:
+        """Keep everything from the last `crop` on until the next, as stock layers do."""
+        self.record_past = True
+        self._cropped = self.length
+
+    def stop_recording(self) -> None:
+        """See `ReuseLayer.stop_recording`."""
+        self.record_past = False
+
+    def lend(self) -> "SlidingLayer":
+        """See `ReuseLayer.lend`; transformers has been told to record."""
+        self._cropped = self.length
+        return self
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `GrowingLayer.crop`."""
+        if not self._reaches_back_to(max(0, self.length + int(tokens_to_remove))):
+            raise RuntimeError(
+                f"`crop({int(tokens_to_remove)})` goes back further than this sliding-window layer remembers. Call "
+                "`activate_past_recording()` on the cache before what is to be removed."
+            )
+        super().crop(tokens_to_remove)
+        self._cropped = self.length
+
+    def reset(self) -> None:
+        """Drop everything."""
+        super().reset()
+        self._stored = self._cropped = 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of keys that a mask must cover, and the column of the first."""
+        offset = max(self.length - self.sliding_window + 1, 0)
+        return self.length - offset + query_length, offset
+
+    def get_max_length(self) -> int:
+        """Columns that a token can attend to."""
+        return self.sliding_window
+
+    def can_rewind(self, length: int) -> bool:
+        """See `ReuseLayer.can_rewind`."""
+        return self._reaches_back_to(length)
+
+    def truncate(self, length: int) -> None:
+        """See `ReuseLayer.truncate`."""
+        super().truncate(length)
+        self._stored, self._cropped = min(self._stored, length), min(self._cropped, length)
+
+    def needed_from(self, length: int) -> int:
+        """See `ReuseLayer.needed_from`."""
+        return max(0, length - self.sliding_window + 1)
+
+    def release(self, before: int) -> None:
+        """See `ReuseLayer.release`."""
+        self._stored = before
+        keep_from = self._keep_from()
+        for tensor in self._tensors:
+            tensor.trim(keep_from)
+
+    def _reaches_back_to(self, length: int) -> bool:
+        """Whether the window before column `length` is held; layers with states beside their K/V need more."""
+        return length <= self.length and self.first <= self.needed_from(length)
+
+    def _keep_from(self) -> int:
+        last = self._cropped if self.record_past else self.length
+        return max(0, min(self.needed_from(last) - _REWIND, self._stored))
+
+    def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.needed_from(held)
+        return self._tensors[0].view(start), self._tensors[1].view(start)
+
+    def _shown_from(self) -> int:
+        return self.needed_from(self.length)
+
+    def _end_of(self, index: int, new: torch.Tensor) -> int:
+        return max(self._tensors[index].stop, new.shape[2])
+
+
+class IndexedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
+    """Full-attention K/V with the keys of an indexer that picks what is attended to (dynamic sparse attention).
+
+    `indexer_keys` are [batch, length, index_head_dim]; `indexer_position_ids`, for models that keep them,
+    [kinds, batch, length].
+    """
+
+    can_branch = False
+    _num_tensors = 4  # keys, values, indexer keys, indexer positions
+
+    @property
+    def is_indexer_initialized(self) -> bool:
+        """Whether there are indexer keys."""
+        return self._tensors[2].buffer is not None
+
+    @property
+    def indexer_keys(self) -> torch.Tensor | None:
+        """All indexer keys, or None."""
+        return self._tensors[2].view()[:, 0] if self.is_indexer_initialized else None
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append [batch, m, index_head_dim] and return all indexer keys."""
+        self._append(2, indexer_key_states[:, None])
+        return self._tensors[2].view()[:, 0]
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """All indexer positions, or None."""
+        positions = self._tensors[3]
+        return positions.view()[..., 0].transpose(0, 1) if positions.buffer is not None else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, value: torch.Tensor | None) -> None:
+        if value is not None:  # the old ones with the new ones behind them
+            new = value[..., self._tensors[3].stop :]
+            self._append(3, new.transpose(0, 1)[..., None])
+
+
+class SparseLayer(GrowingLayer):  # type: ignore[no-untyped-call]
+    """Full-attention K/V with the keys [batch, heads, length, dim] that choose blocks to attend to (MiniMax-M3)."""
+
+    can_branch = False
+    _num_tensors = 3
+
+    @property
+    def idx_keys(self) -> torch.Tensor | None:
+        """All index keys, or None."""
+        return self._tensors[2].view() if self._tensors[2].buffer is not None else None
+
+    def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
+        """Append [batch, heads, m, dim] and return all index keys."""
+        self._append(2, idx_k)
+        return self._tensors[2].view()

@@ -1,0 +1,201 @@
+"""A cache of a fixed size under generate(): prompts run eagerly, decoding steps may be compiled.
+
+What generate() decides by asking the cache, and what it is told (the same in transformers 5.17 and 5.23):
+
+    before the prompt    _sample         is decoding to be compiled?                  is_compileable: yes
+    for the prompt       _prefill        4-D masks over all `max_cache_len` columns?  is_compileable: no
+    for each step        _sample         4-D masks?                                   is_compileable: yes
+
+So the hook sees a prompt with its 2-D mask, as with any other cache, and a graph sees masks of one shape.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.static import StaticReuseLayer
+from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.prompt.generate_call import GenerateCall
+from kvboost_hf.cache.prompt.inputs import accepts_position_ids
+from kvboost_hf.cache.prompt.token_tape import DecodeTape, Windows, is_of_all_columns, seen_columns
+from kvboost_hf.compat import cache_layers, known_reason, rope_regime
+from kvboost_hf.handles import ATTENTION
+
+_ATTENTION = ("sdpa", "eager", ATTENTION)  # others want other masks than [batch, 1, m, columns]
+
+
+class StaticDecoding:
+    """What a `ChunkReuseCache` of a fixed size keeps beside its layers.
+
+    Args:
+        model: The model that it will be passed to.
+        max_cache_len: Columns that it can hold.
+
+    Raises:
+        ValueError: for a model that cannot decode with static shapes here.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_cache_len: int) -> None:
+        if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
+            raise ValueError(f"`max_cache_len` must be a positive int or None, got {max_cache_len!r}.")
+        reason = static_reason(model, max_cache_len)
+        if reason is not None:
+            raise ValueError(f"`max_cache_len` is not for {type(model).__name__}: {reason}. Leave it out.")
+        self.max_cache_len = max_cache_len
+        self._windows = _windows(model)
+        self.tape = DecodeTape(max_cache_len, self._windows)
+        self.in_use = True  # the last generate() call was not told use_cache=False
+        self._new = 0  # columns of the forward under way
+
+    def make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
+        """Empty layers."""
+        return [StaticReuseLayer(self.max_cache_len, _window(stock)) for stock in cache_layers(model)]
+
+    def require_call_fits(self, call: GenerateCall, held: int) -> None:
+        """Refuse a generate() call that may outgrow the cache.
+
+        Raises:
+            ValueError: before anything has changed.
+        """
+        if call.max_length is None or call.num_ids is None:
+            return
+        before = held if call.continues(held) else 0
+        new = call.max_length - call.num_ids
+        prompt = before + call.num_ids
+        needed = prompt + new - 1 + call.candidates  # the last token is not run through the model
+        if needed > self.max_cache_len:
+            proposed = f", with {call.candidates} proposed by prompt lookup," if call.candidates else ""
+            raise ValueError(
+                f"`max_cache_len`={self.max_cache_len} is too small for this call: a prompt of {prompt} tokens and up "
+                f"to {new} new ones{proposed} take {needed}. Make a cache with `max_cache_len={needed}` or "
+                "more, pass a smaller `max_new_tokens`, or shorten the prompt."
+            )
+
+    def require_fits(self, kwargs: dict[str, Any], held: int) -> None:
+        """Refuse a forward that would outgrow the cache.
+
+        Raises:
+            ValueError: before anything has changed.
+        """
+        new = _columns(kwargs)
+        if held + new > self.max_cache_len:
+            raise ValueError(
+                f"`max_cache_len`={self.max_cache_len} is too small: the cache holds {held} tokens and {new} more "
+                f"were passed. Make a cache with `max_cache_len={held + new}` or more, or pass fewer tokens."
+            )
+
+    def read_mask(
+        self, kwargs: dict[str, Any], held: int, pads: NDArray[np.int64] | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments to run a forward with, and the same with the 2-D mask that its 4-D mask was made from.
+
+        Args:
+            kwargs: The arguments.
+            held: Columns before the forward.
+            pads: Of each row, the columns of padding, which may have left a window; None if they are not known.
+        """
+        mask, new = kwargs.get("attention_mask"), _columns(kwargs)
+        if isinstance(mask, dict) and all(mask.get(kind) is None for kind in self._windows):
+            kwargs, mask = {**kwargs, "attention_mask": None}, None
+        given = _tensors(mask)
+        if not given or given[0].ndim != 4 or new == 0:
+            return kwargs, kwargs
+        own, windows = torch.arange(held, held + new, device=given[0].device), self._windows
+        if isinstance(mask, dict) and len(windows) > 1:
+            windows = {kind: size for kind, size in windows.items() if mask.get(kind) is not None}
+            mask = {kind: mask[kind] for kind in windows}
+        told = len(windows) == len(self._windows)  # if not, layers of some kind hide nothing
+        seen = seen_columns(mask, windows, own, self.max_cache_len)
+        if seen is None or seen.shape[1] != new or seen.shape[2] < held + new:
+            return kwargs, kwargs
+        seen = seen[:, :, : held + new]
+        behind = own[:, None] - torch.arange(held + new, device=own.device)
+        window, kept = next(iter(windows.values())), seen.any(dim=1)
+        if window and pads is not None and len(pads) == len(kept):  # what has left the window of all queries
+            there = own[0] - behind[0] >= torch.from_numpy(pads).to(own.device)[:, None]
+            kept = kept | ((behind[0] >= window) & there)
+        flat = {**kwargs, "attention_mask": kept.long()}
+        if new == 1 and told and all(is_of_all_columns(mask, self.max_cache_len) for mask in given):
+            return kwargs, flat  # a decoding step keeps its mask, whose shape a graph may count on
+        within = (behind >= 0) & (behind < window) if window else behind >= 0
+        fits = (seen == (kept[:, None] & within)).all() & (kept.all() | told)
+        return (flat, flat) if bool(fits) else (kwargs, kwargs)
+
+    def open(self, layers: Sequence[StaticReuseLayer], kwargs: dict[str, Any], *, step: bool) -> None:
+        """An eager forward with `kwargs` is about to begin; `step` if it decodes a token."""
+        self._new = _columns(kwargs)
+        masks = [mask for mask in _tensors(kwargs.get("attention_mask")) if mask.ndim == 4]
+        if masks:
+            step = all(is_of_all_columns(mask, self.max_cache_len) for mask in masks)
+        for layer in layers:
+            layer.whole = step and not torch.is_grad_enabled()
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and not step:
+            self.tape.rewind(ids.shape[0], ids.device)
+
+    def close(self, layers: Sequence[StaticReuseLayer]) -> None:
+        """The forward has ended."""
+        for layer in layers:
+            layer.close(self._new)
+
+    def catch_up(self, layers: Sequence[StaticReuseLayer], ledger: Ledger | None) -> bool:
+        """Read what graphs have appended; whether `ledger`, which was in step before, still is."""
+        used = [layer for layer in layers if layer.is_initialized]
+        shortest = min(layer.length for layer in used)
+        for layer in used:  # a graph may have been interrupted
+            layer.truncate(shortest)
+        return ledger is not None and self.tape.play(ledger.log, shortest)
+
+
+def _columns(kwargs: dict[str, Any]) -> int:
+    for name in ("input_ids", "inputs_embeds"):
+        given = kwargs.get(name)
+        if isinstance(given, torch.Tensor) and given.ndim >= 2:
+            return given.shape[1]
+    return 0
+
+
+def _tensors(mask: Any) -> list[torch.Tensor]:
+    """The mask, or those of all kinds of layers."""
+    return [each for each in (mask.values() if isinstance(mask, dict) else [mask]) if isinstance(each, torch.Tensor)]
+
+
+def _window(stock: Any) -> int:
+    return stock.sliding_window if type(stock).__name__ == "DynamicSlidingWindowLayer" else 0
+
+
+def _windows(model: PreTrainedModel) -> Windows:
+    sizes = {_window(stock) for stock in cache_layers(model)}
+    return {"sliding_attention" if size else "full_attention": size for size in sorted(sizes)}
+
+
+def static_reason(model: PreTrainedModel, max_cache_len: int) -> str | None:
+    """Why a model cannot decode in a cache of a fixed size here, or None."""
+    reason = known_reason(model)
+    if reason is not None:
+        return reason
+    kinds = {type(layer).__name__ for layer in cache_layers(model)} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    if kinds:
+        return f"its cache has layers other than full attention and windows ({', '.join(sorted(kinds))})"
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "attention_chunk_size", None):
+        return "tokens of its layers with chunks attend to no fixed number of columns"
+    if len({_window(layer) for layer in cache_layers(model)} - {0}) > 1:
+        return "its windows are of several sizes"
+    if getattr(config, "cross_attention_layers", None):
+        return "layers that attend to an image hold that, and not the tokens"
+    if rope_regime(model, max_cache_len) != b"":
+        return f"its rotary frequencies depend on the length within {max_cache_len} tokens"
+    if not model._can_compile_fullgraph:
+        return "transformers cannot compile its forward as one graph"
+    if not accepts_position_ids(type(model).forward):
+        return "it takes its positions from the attention mask, whose shape would have to change"
+    attention = model.config._attn_implementation
+    if attention not in _ATTENTION:
+        return f"its attention is {attention!r}, and only {' and '.join(map(repr, _ATTENTION))} take fixed masks"
+    return None

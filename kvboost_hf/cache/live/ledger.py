@@ -1,0 +1,321 @@
+"""What a cache knows of the K/V in its layers, and how it hands chunks of it to the store."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.planning.blended import Blended
+from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row
+from kvboost_hf.cache.prompt.token_log import TokenLog
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
+from kvboost_hf.cache.store.kv import ColumnFormat, LayerKV, LayerStates, copy_columns, copy_states
+from kvboost_hf.cache.store.tiered import Row
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Ids and chunk borders of every row, beside the layers that hold their K/V.
+
+    Args:
+        log: The ids.
+        borders: Per row, the chunk borders so far; the root first.
+        root: The root of all chains: model, weights and salt.
+        version: `ReuseLayer.version` when the ledger was last brought up to date; another one means that the layers
+            were changed behind its back.
+        unconfirmed: The last columns are candidates that `crop()` has yet to judge.
+        blended: What of the K/V is not that of a plain forward, or None.
+    """
+
+    log: TokenLog
+    borders: list[list[Border]]
+    root: bytes
+    version: int = 0
+    unconfirmed: bool = False
+    blended: Blended | None = None
+
+    @classmethod
+    def empty(cls, pads: NDArray[np.int64], root: bytes) -> "Ledger":
+        """A ledger of layers that hold nothing yet."""
+        return cls(TokenLog(pads), [[Border(0, root)] for _ in pads], root)
+
+    def copy(self) -> "Ledger":
+        """A ledger of the same, that can be kept on its own."""
+        borders = [list(row) for row in self.borders]
+        return Ledger(self.log.copy(), borders, self.root, self.version, self.unconfirmed, self.blended)
+
+    def rewind(self, length: int) -> None:
+        """Forget columns from `length` on."""
+        self.log.crop(length)
+        before, self.blended = self.blended, self.blended.crop(length) if self.blended is not None else None
+        for row, (pad, borders) in enumerate(zip(self.log.pads, self.borders, strict=True)):
+            if _is_tainted(before, row) and not _is_tainted(self.blended, row):
+                del borders[1:]  # its pieces do not end where chunks do
+            while borders[-1].at > max(0, self.log.length - pad):
+                borders.pop()
+
+    def select(self, rows: NDArray[np.int64]) -> None:
+        """Make row i what row `rows[i]` was."""
+        self.log.select(rows)
+        self.blended = self.blended.select(rows) if self.blended is not None else None
+        self.borders = [list(self.borders[row]) for row in rows]
+
+    def plan(
+        self,
+        ids: Tokens,
+        held: int,
+        limit: int,
+        store: ChunkStore,
+        min_saving: int,
+        *,
+        stateful: bool,
+        without: frozenset[bytes] = frozenset(),
+    ) -> ReusePlan:
+        """Plan the columns [held, limit) of `ids` [batch, columns], without what is under some keys."""
+        pads = self.log.pads.tolist()
+        plans: list[RowPlan] = []
+        same: dict[bytes, RowPlan] = {}  # beams and num_return_sequences repeat rows
+        for row, pad in enumerate(pads):
+            tokens = ids[row, pad:]
+            key = tokens.tobytes()
+            if key not in same:
+                border = self.borders[row][-1]
+                index = store.view(self.root, Row(tokens, border, store.chunker, stateful), without)
+                same[key] = store.worth(
+                    plan_row(tokens, max(held - pad, 0), border, limit - pad, store.chunker, index, stateful=stateful)
+                )
+            plans.append(same[key])
+        return plan_batch(plans, pads, held, limit, min_saving)
+
+    # Handing chunks to the store
+
+    def store_new(self, layers: Sequence[ReuseLayer], store: ChunkStore, *, unseen: bool) -> bool:
+        """Offer the chunks that have become complete, `unseen` ones even where storing has not paid; tells whether
+        the store has waited for some to come again."""
+        results: list[Put] = []
+        for row in range(self.log.batch_size):
+            results += self.store_row(row, layers, store, unseen=unseen)
+        return Put.UNSEEN in results
+
+    def has_new_chunk(self, chunk_size: int) -> bool:
+        """Whether some row may have a new complete chunk; reads no ids."""
+        if self.blended is not None and any(
+            self.blended.ends_piece(row, int(pad) + borders[-1].at)
+            for row, (pad, borders) in enumerate(zip(self.log.pads, self.borders, strict=True))
+        ):
+            return True
+        return any(
+            self.log.length - pad - borders[-1].at >= chunk_size
+            for pad, borders in zip(self.log.pads, self.borders, strict=True)
+        )
+
+    def store_row(
+        self,
+        row: int,
+        layers: Sequence[ReuseLayer],
+        store: ChunkStore,
+        *,
+        pinned: bool = False,
+        again: bool = False,
+        unseen: bool = True,
+    ) -> list[Put]:
+        """Offer a row's complete chunks: those since the last border, or all of them `again`; see `store_new`."""
+        tokens, borders = self.log.row(row), self.borders[row]
+        if again:
+            del borders[1:]
+        if self.blended is not None and self.blended.is_tainted(row):
+            return self._store_blended_row(self.blended, row, layers, store, pinned)
+        results: list[Put] = []
+        while (cut := store.chunker.next_cut(tokens, borders[-1].at)) is not None:
+            border = borders[-1]
+            key = prefix_key(border.key, tokens[border.at : cut])
+            if unseen or store.expects(key):
+                result = self._put(row, border, tokens[border.at : cut], layers, store, pinned)
+            else:
+                result = Put.UNSEEN
+            if result is Put.NO_PARENT and not again:  # an ancestor was evicted from the store, but is still here
+                return self.store_row(row, layers, store, pinned=pinned, again=True, unseen=unseen)
+            results.append(result)
+            borders.append(Border(cut, key))
+        return results
+
+    def store_tail(self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False) -> Put:
+        """Offer the tokens after a row's last border as a short chunk."""
+        if self.blended is not None and self.blended.is_tainted(row):
+            self.store_row(row, layers, store, pinned=pinned)  # moved chunks are no part of the tail
+        border = self.borders[row][-1]
+        tail = self.log.row(row)[border.at :]
+        if len(tail) < HEAD_TOKENS:
+            return Put.PRESENT
+        if self.blended is not None and self.blended.is_tainted(row):
+            return self._put_piece(self.blended, row, border, border.key, tail, layers, store, pinned, unfinished=True)
+        return self._put(row, border, tail, layers, store, pinned, unfinished=True)
+
+    def _store_blended_row(
+        self, blended: Blended, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, pinned: bool
+    ) -> list[Put]:
+        """Offer what was computed of a row with moved chunks: the pieces between them, each cut from its beginning."""
+        tokens, borders, pad = self.log.row(row), self.borders[row], int(self.log.pads[row])
+        results: list[Put] = []
+        behind: bytes | None = None  # key of the piece that ends where the next one begins
+        while borders[-1].at < len(tokens):
+            border = borders[-1]
+            moved, stop = blended.piece(row, border.at + pad)
+            end = min(stop - pad, len(tokens)) if stop is not None else None
+            cut = end
+            if not moved:
+                cut = store.chunker.next_cut(tokens[:end], border.at) or end
+                if cut is None:
+                    break
+                parent = behind if behind is not None else border.key
+                piece = tokens[border.at : cut]
+                put = self._put_piece(
+                    blended, row, border, parent, piece, layers, store, pinned, unfinished=cut == end
+                )
+                results.append(put)
+                behind = content_only_key(self.root, parent, border.at, piece)
+            else:
+                behind = None
+            assert cut is not None
+            borders.append(Border(cut, prefix_key(border.key, tokens[border.at : cut])))
+        return results
+
+    def _put_piece(
+        self,
+        blended: Blended,
+        row: int,
+        border: Border,
+        parent: bytes,
+        tokens: Tokens,
+        layers: Sequence[ReuseLayer],
+        store: ChunkStore,
+        pinned: bool,
+        *,
+        unfinished: bool,
+    ) -> Put:
+        """Offer tokens under their prefix key only if nothing before them was moved, else by their content alone."""
+        first = int(self.log.pads[row]) + border.at
+        if first + len(tokens) <= blended.tainted_from(row):
+            if len(tokens) < HEAD_TOKENS:
+                return Put.TOO_SHORT
+            return self._put(row, border, tokens, layers, store, pinned, unfinished=unfinished)
+        nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format)
+        with torch.inference_mode(False), torch.no_grad():
+            return store.put_content(self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned)
+
+    def _put(
+        self,
+        row: int,
+        border: Border,
+        tokens: Tokens,
+        layers: Sequence[ReuseLayer],
+        store: ChunkStore,
+        pinned: bool,
+        *,
+        unfinished: bool = False,
+    ) -> Put:
+        first = int(self.log.pads[row]) + border.at
+        nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format)
+        # Outside inference mode: tensors made inside could not be used freely later.
+        with torch.inference_mode(False), torch.no_grad():
+            return store.put(
+                self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned, unfinished=unfinished
+            )
+
+    def store_content(
+        self, start: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False
+    ) -> list[Put]:
+        """Offer the only row's tokens from `start` on, cut from there, to be found by content only."""
+
+        def copies(at: int, stop: int) -> tuple[int, Callable[[], LayerKV] | None]:
+            return copier(0, at, stop, layers, store.column_format)
+
+        with torch.inference_mode(False), torch.no_grad():
+            return offer_content(store, self.root, self.log.row(0), start, copies, pinned=pinned)
+
+    # Handing states to the store
+
+    def last_border(self, limit: int, store: ChunkStore, ids: Tokens) -> int:
+        """The last column, at most `limit`, at which the chunk of the longest row of `ids` [batch, columns] ends."""
+        row = int(np.argmin(self.log.pads))
+        pad = int(self.log.pads[row])
+        tokens, at = ids[row, pad:limit], self.borders[row][-1].at
+        while (cut := store.chunker.next_cut(tokens, at)) is not None:
+            at = cut
+        return at + pad
+
+    def first_unstored(self) -> int:
+        """The first column that some row has not offered to the store yet."""
+        return min(borders[-1].at + int(pad) for borders, pad in zip(self.borders, self.log.pads, strict=True))
+
+    def store_states(self, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, *, pinned: bool = False) -> Put:
+        """Offer a row's states as they are now, and the K/V that goes with them."""
+        if self.log.batch_size > 1 and any(layer.single_row for layer in layers):
+            return Put.GONE
+        border = self.borders[row][-1]
+        tail = self.log.row(row)[border.at :]
+        if len(tail) == 0 and len(self.borders[row]) > 1:  # at a border: they belong to the chunk that ends there
+            border = self.borders[row][-2]
+            tail = self.log.row(row)[border.at :]
+        elif len(tail) < HEAD_TOKENS:  # too few to be found again
+            return Put.PRESENT
+        elif self.store_tail(row, layers, store, pinned=pinned) is Put.NO_PARENT:
+            self.store_row(row, layers, store, pinned=pinned, again=True)
+            self.store_tail(row, layers, store, pinned=pinned)
+
+        def copy() -> LayerStates:
+            return copy_states(layers, row)
+
+        nbytes = sum(layer.state_bytes() for layer in layers)
+        with torch.inference_mode(False), torch.no_grad():
+            return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
+
+
+def _is_tainted(blended: Blended | None, row: int) -> bool:
+    return blended is not None and blended.is_tainted(row)
+
+
+def copier(
+    row: int, start: int, stop: int, layers: Sequence[ReuseLayer], form: ColumnFormat
+) -> tuple[int, Callable[[], LayerKV] | None]:
+    """The bytes of a row's columns [start, stop), and what copies them; None where some have left a window."""
+
+    def copy_kv() -> LayerKV:
+        return copy_columns(layers, row, start, stop, form)
+
+    nbytes = form.nbytes(layers, stop - start)
+    return nbytes, copy_kv if start >= max(layer.first for layer in layers) else None
+
+
+def offer_content(
+    store: ChunkStore,
+    root: bytes,
+    tokens: Tokens,
+    start: int,
+    copies: Callable[[int, int], tuple[int, Callable[[], LayerKV] | None]],
+    *,
+    pinned: bool = False,
+) -> list[Put]:
+    """Offer row tokens from `start` on as chunks that are found by content only.
+
+    Args:
+        store: Cuts and takes them.
+        root: Whose they are.
+        tokens: All tokens of the row: those before `start` name the history.
+        start: Where the first chunk begins.
+        copies: Given the interval of a chunk, its bytes and what copies it, see `copier`.
+        pinned: Never evict them.
+    """
+    results: list[Put] = []
+    parent, at = prefix_key(root, tokens[:start]), start
+    while at < len(tokens):
+        cut = store.chunker.next_cut(tokens, at) or len(tokens)
+        chunk = tokens[at:cut]
+        nbytes, copy_kv = copies(at, cut)
+        results.append(store.put_content(root, chunk, at, nbytes, copy_kv, parent=parent, pinned=pinned))
+        parent, at = content_only_key(root, parent, at, chunk), cut
+    return results

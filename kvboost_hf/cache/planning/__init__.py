@@ -1,0 +1,1 @@
+"""Decisions without tensors: where prompts are cut, what is a hit, what is evicted, what is computed again."""

@@ -1,0 +1,1 @@
+"""Reading a call: the forward hook, its arguments, positions, media, and the ids behind a cache."""

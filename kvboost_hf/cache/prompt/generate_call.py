@@ -1,0 +1,117 @@
+"""Telling, from inside, which generate() call a cache is being used by.
+
+transformers tells a cache nothing of the call that it is part of. Two questions matter, and only the caller's local
+variables answer them: are the ids that were passed the whole prompt or, as is also allowed, only those that follow
+what the cache holds; and does a forward belong to the call that armed the cache, or did that call fail before its
+first forward? Both look at the names of variables in `GenerationMixin.generate` (the same in 5.17 and 5.23); where
+they are not found, ids are taken for a whole prompt.
+"""
+
+import sys
+import weakref
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.prompt.positions import positions_from_start
+from kvboost_hf.compat import MAX_DEPTH, generate_frame, is_generate
+
+
+class GenerateCall:
+    """A generate() call under way.
+
+    Args:
+        frame: A frame inside the call.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        found = generate_frame(frame)
+        variables = found.f_locals if found is not None else {}
+        self._config = _weakly(variables.get("generation_config"))
+        self.num_ids: int | None = variables.get("input_ids_length")
+        self.max_length: int | None = getattr(variables.get("generation_config"), "max_length", None)
+        self.uses_cache = bool(getattr(variables.get("generation_config"), "use_cache", True))
+        # Prompt lookup may propose more tokens than are left to generate.
+        self.candidates: int = getattr(variables.get("generation_config"), "prompt_lookup_num_tokens", None) or 0
+        self._ids = variables.get("input_ids")
+        self._arguments = _arguments(variables)
+        self._prepared: dict[str, Any] = variables.get("model_kwargs", {})
+        self.mask: torch.Tensor | None = self._prepared.get("attention_mask")
+        # A mask of ones is dropped, and its length noted.
+        noted = getattr(variables.get("generation_config"), "_mask_length", None)
+        self.mask_columns: int | None = self.mask.shape[1] if self.mask is not None else noted
+
+    def start_over(self, model: PreTrainedModel) -> None:
+        """Have the positions that generate() prepared for what the cache holds replaced by those of a whole prompt."""
+        if self._prepared and isinstance(self._ids, torch.Tensor):
+            positions = positions_from_start(model, self._ids, self._arguments, self._prepared)
+            if positions is not None:
+                self._prepared["position_ids"] = positions
+
+    def continues(self, held: int) -> bool:
+        """Whether only the ids that follow `held` columns were passed, with a mask over everything."""
+        if self.num_ids is None or self.mask_columns is None or held == 0:
+            return False
+        return self.mask_columns == held + self.num_ids
+
+    def contains(self, frame: FrameType) -> bool:
+        """Whether `frame` is inside this call; taken for granted where the call could not be told."""
+        if self._config is None:
+            return True
+        config = self._config()
+        found = generate_frame(frame)
+        return config is not None and found is not None and found.f_locals.get("generation_config") is config
+
+
+def calling() -> GenerateCall:
+    """The generate() call that the caller of this function is part of."""
+    return GenerateCall(sys._getframe(1))
+
+
+def running_config() -> Any:
+    """The configuration that the generate() call under way has made for itself, or None."""
+    found = generate_frame(sys._getframe(1))
+    return found.f_locals.get("generation_config") if found is not None else None
+
+
+def encoded_from(encoded: Any) -> dict[str, Any] | None:
+    """What the generate() call under way was called with, if `encoded` is what it has made of its images."""
+    found = generate_frame(sys._getframe(1))
+    if found is None or encoded is None:
+        return None
+    variables = found.f_locals
+    if variables.get("model_kwargs", {}).get("mm_encoder_outputs") is not encoded:
+        return None
+    return _arguments(variables)
+
+
+def in_generate() -> bool:
+    """Whether some generate() call is under way."""
+    return generate_frame(sys._getframe(1)) is not None
+
+
+def in_prefill() -> bool:
+    """Whether a generate() call is about to run its prompt."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_DEPTH):
+        if frame is None or is_generate(frame):
+            return False
+        if frame.f_code.co_name == "_prefill":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _arguments(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """What generate() was called with."""
+    arguments = dict(variables.get("kwargs", {}))
+    if variables.get("inputs") is not None:
+        arguments["input_ids"] = variables["inputs"]
+    return arguments
+
+
+def _weakly(value: Any) -> "weakref.ref[Any] | None":
+    return weakref.ref(value) if value is not None else None

@@ -1,0 +1,121 @@
+"""The forward hooks that give a cache what transformers does not: the token ids, before and after each forward."""
+
+import inspect
+from abc import abstractmethod
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.compat import cache_argument, own_hook
+
+Kwargs = dict[str, Any]
+Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
+
+
+class HookedCache(Cache):
+    """A cache that wants to see each forward of its model."""
+
+    max_cache_len = -1  # no limit; PEFT asks for it before it puts the cache of its tuned prefix in place of this one
+
+    @abstractmethod
+    def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
+        """Called with the keyword arguments of a forward; returns those to run it with."""
+
+    @abstractmethod
+    def after_forward(self, output: Any) -> Any:
+        """Called with what the forward has returned; returns what to return in its place, or None."""
+
+
+class Attachment(Protocol):
+    """Where an attached model's calls get their caches from."""
+
+    def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> HookedCache | None:
+        """A cache for a forward that came with `theirs`, which is none of ours, or None."""
+        ...
+
+
+class ForwardHook:
+    """One per model. Holds no reference to it, so that it can be pickled and deep-copied with it."""
+
+    leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
+    changes_arguments = True  # so that nobody can tell whether others' hooks on the same module do
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Changed:
+        """torch forward pre-hook."""
+        if torch.compiler.is_compiling() and _is_compileable(kwargs):
+            assert isinstance(model, PreTrainedModel)
+            kwargs = _by_name(model, args, kwargs)
+            return (), kwargs["past_key_values"].before_forward(model, kwargs)
+        if torch.compiler.is_compiling() and _is_foreign(kwargs):
+            return None
+        changed: Changed = self._before(model, args, kwargs)
+        return changed
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> Any:
+        """torch forward hook."""
+        if torch.compiler.is_compiling() and _is_compileable(kwargs):
+            return kwargs["past_key_values"].after_forward(output)
+        if torch.compiler.is_compiling() and _is_foreign(kwargs):
+            return None
+        return self._after(model, kwargs, output)
+
+    # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    ) -> tuple[tuple[Any, ...], Kwargs] | None:
+        assert isinstance(model, PreTrainedModel)
+        kwargs = _by_name(model, args, kwargs)
+        name = cache_argument(model)
+        cache = kwargs.get(name)
+        if not isinstance(cache, HookedCache):
+            attached = ModelState.of(model).attached
+            cache = attached.stand_in(model, kwargs.get(name), kwargs) if attached is not None else None
+            if cache is None:
+                return None
+            kwargs[name] = cache
+        return (), cache.before_forward(model, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, model: nn.Module, kwargs: Kwargs, output: Any) -> Any:
+        assert isinstance(model, PreTrainedModel)
+        cache = kwargs.get(cache_argument(model))
+        if isinstance(cache, HookedCache):
+            return cache.after_forward(output)
+        return None
+
+
+def _is_compileable(kwargs: Kwargs) -> bool:
+    """Whether a forward comes with a cache of a fixed size, whose hooks are tensor operations while compiling."""
+    cache = kwargs.get("past_key_values")
+    return isinstance(cache, HookedCache) and cache.is_compileable
+
+
+def _is_foreign(kwargs: Kwargs) -> bool:
+    """Whether a forward comes with a cache that is not ours and that none of ours will stand in for."""
+    cache = kwargs.get("past_key_values")
+    return isinstance(cache, Cache) and not isinstance(cache, HookedCache) and type(cache) is not DynamicCache
+
+
+def install(model: PreTrainedModel) -> None:
+    """Put the hooks on `model`, unless they are there."""
+    with ModelState.of(model).lock:
+        if not _handles(model):
+            hook = ForwardHook()
+            own_hook(model.register_forward_pre_hook(hook.before, with_kwargs=True))
+            own_hook(model.register_forward_hook(hook.after, with_kwargs=True))
+
+
+def _handles(model: PreTrainedModel) -> list[Any]:
+    return [h for h in model._forward_pre_hooks.values() if isinstance(getattr(h, "__self__", None), ForwardHook)]
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
+    if not args:
+        return dict(kwargs)
+    names = list(inspect.signature(model.forward).parameters)
+    return {**dict(zip(names, args, strict=False)), **kwargs}

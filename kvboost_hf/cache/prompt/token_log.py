@@ -1,0 +1,172 @@
+"""The token ids behind the K/V that a cache holds.
+
+transformers hands a cache keys and values, never the ids that they came from, so the hook records the ids beside
+them. Reading an id back from a GPU stops its queue; ids are therefore kept where they are and read in one go, when
+somebody asks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.token_codes import shifted_codes
+from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
+
+
+@dataclass(frozen=True, slots=True)
+class MaskShape:
+    """What a 2-D mask of `n` columns looks like, still on its device.
+
+    Rows of the form 0…01…1 are told from all others by these two numbers: `first + count == n`, and `first` is the
+    number of padding columns.
+    """
+
+    first: torch.Tensor  # [batch], column of the first 1
+    count: torch.Tensor  # [batch], number of 1s
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> "MaskShape":
+        """Summarize `mask` [batch, n] without waiting for the device."""
+        seen = mask != 0
+        return cls(seen.to(torch.uint8).argmax(-1), seen.sum(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Append:
+    ids: torch.Tensor  # [batch, m]
+    position_ids: torch.Tensor | None  # [batch or 1, m] or [planes, batch, m], None where they were left to the model
+    mask: MaskShape | None  # None where every column is visible
+    start: int  # column of the first id
+
+
+class TokenLog:
+    """Ids by row and column, for a batch whose rows start with `pads[row]` columns of padding.
+
+    Where positions have several dimensions, or an image is shown, it is not the id that is kept but what stands for it
+    (see `codes.py`).
+    """
+
+    def __init__(self, pads: NDArray[np.int64]) -> None:
+        self.pads = pads
+        self.length = 0  # columns, padding included
+        self._ids: Tokens = np.empty((len(pads), 0), dtype=np.int64)
+        self._settled = 0  # columns that are in `_ids`
+        self._pending: list[_Append] = []
+        self._trusted = True
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return len(self.pads)
+
+    def append(
+        self, ids: torch.Tensor, position_ids: torch.Tensor | None = None, mask: MaskShape | None = None
+    ) -> None:
+        """Append `ids` [batch, m]; their positions and mask are checked when the log is next read."""
+        # Copies: the caller may write the next step into the same tensors.
+        positions = position_ids.clone() if position_ids is not None else None
+        self._pending.append(_Append(ids.clone(), positions, mask, self.length))
+        self.length += ids.shape[1]
+
+    def extend(self, ids: Tokens) -> None:
+        """Append `ids` [batch, m] that are on the host and known to be in order."""
+        self._settle()
+        self._reserve(self.length + ids.shape[1])
+        self._ids[:, self.length : self.length + ids.shape[1]] = ids
+        self.length += ids.shape[1]
+        self._settled = self.length
+
+    def row(self, row: int) -> Tokens:
+        """All ids of a row, padding left out."""
+        self._settle()
+        return self._ids[row, self.pads[row] : self.length]
+
+    def columns(self) -> Tokens:
+        """All ids [batch, length], padding included."""
+        self._settle()
+        return self._ids[:, : self.length]
+
+    @property
+    def trusted(self) -> bool:
+        """Whether every appended id had the position and the visible history that its column says."""
+        self._settle()
+        return self._trusted
+
+    def crop(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+        if length < self.length:
+            self._settle()
+            self.length = self._settled = length
+
+    def copy(self) -> "TokenLog":
+        """A log of the same, that can be appended to on its own."""
+        self._settle()
+        twin = TokenLog(self.pads.copy())
+        twin.extend(self.columns())
+        twin._trusted = self._trusted
+        return twin
+
+    def select(self, rows: NDArray[np.int64]) -> None:
+        """Make row i what row `rows[i]` was."""
+        self._settle()
+        self._ids = self._ids[rows]
+        self.pads = self.pads[rows]
+
+    def _settle(self) -> None:
+        """Read what is pending, in one transfer per tensor kind, and check it."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        self._reserve(self.length)
+        ids = torch.cat([p.ids for p in pending], dim=1).cpu().numpy()
+        counted = [p for p in pending if p.position_ids is None or p.position_ids.ndim == 2]
+        if len(counted) < len(pending):
+            ids = shifted_codes(ids, self._shifts(pending))
+        self._ids[:, self._settled : self._settled + ids.shape[1]] = ids
+        self._settled += ids.shape[1]
+        self._trusted = self._trusted and self._positions_hold(counted) and self._masks_hold(pending)
+
+    def _shifts(self, pending: list[_Append]) -> NDArray[np.int64]:
+        """How far the positions of each id are from its place in the row, [batch, m]."""
+        columns = [np.arange(p.start, p.start + p.ids.shape[1]) for p in pending]
+        shifts = [np.zeros((self.batch_size, len(at)), dtype=np.int64) for at in columns]
+        by_planes: dict[int, list[int]] = {}
+        for i, p in enumerate(pending):
+            if p.position_ids is not None and p.position_ids.ndim > 2:
+                by_planes.setdefault(len(p.position_ids), []).append(i)
+        for at in by_planes.values():  # one transfer for all steps of a generate() call
+            given = [pending[i].position_ids for i in at]
+            found = torch.cat([g.expand(-1, self.batch_size, -1) for g in given if g is not None], dim=-1)
+            where = np.concatenate([columns[i] for i in at])
+            shift, agree = common_shift(position_shifts(found.cpu().numpy(), where, self.pads))
+            self._trusted = self._trusted and bool(agree.all())
+            ends = np.cumsum([len(columns[i]) for i in at])[:-1]
+            for i, part in zip(at, np.split(shift, ends, axis=1), strict=True):
+                shifts[i] = part
+        return np.concatenate(shifts, axis=1)
+
+    def _positions_hold(self, pending: list[_Append]) -> bool:
+        given = [p for p in pending if p.position_ids is not None]
+        if not given:
+            return True
+        found = torch.cat([p.position_ids.expand(self.batch_size, -1) for p in given if p.position_ids is not None], 1)
+        columns = np.concatenate([np.arange(p.start, p.start + p.ids.shape[1]) for p in given])
+        return bool(np.array_equal(found.cpu().numpy(), columns[None, :] - self.pads[:, None]))
+
+    def _masks_hold(self, pending: list[_Append]) -> bool:
+        given = [p for p in pending if p.mask is not None]
+        if not given:
+            return True
+        first = torch.stack([p.mask.first for p in given if p.mask is not None]).cpu().numpy()
+        count = torch.stack([p.mask.count for p in given if p.mask is not None]).cpu().numpy()
+        stops = np.array([p.start + p.ids.shape[1] for p in given])
+        return bool((first == self.pads).all() and (count == stops[:, None] - self.pads).all())
+
+    def _reserve(self, length: int) -> None:
+        if length > self._ids.shape[1]:
+            grown = np.empty((self.batch_size, max(length, 2 * self._ids.shape[1], 64)), dtype=np.int64)
+            grown[:, : self._settled] = self._ids[:, : self._settled]
+            self._ids = grown

@@ -1,0 +1,188 @@
+"""Checking a store: what it holds is computed again, and compared.
+
+Every check on the way in compares bookkeeping: tokens, positions, weights, who has written to a buffer. This one looks
+at the K/V itself, whatever may have happened to it since.
+"""
+
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
+from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.token_codes import shown_ids
+from kvboost_hf.cache.prompt.inputs import with_positions
+from kvboost_hf.cache.store.kv import ColumnFormat, LayerKV, copy_columns
+from kvboost_hf.cache.store.memory import StoredChunk, StoredStates
+from kvboost_hf.compat import cache_argument, difference, input_device, rope_regime, tolerance
+
+_log = logging.getLogger("kvboost_hf")
+
+_STATES = 5  # times as much difference is rounding in models with states
+_Stored = StoredChunk | StoredStates
+
+
+@dataclass(frozen=True, slots=True)
+class IntegrityReport:
+    """What `ChunkStore.check_integrity` has found.
+
+    Args:
+        checked: Chunks and states that were compared.
+        wrong: Of these, those that differed. They were taken out of the store, with all that continued them.
+        skipped: Those that could not be computed again: of other weights, adapters or hooks than the model has now, of
+            images, behind moved chunks, over `live_quant` codes, or behind a chunk that is gone.
+        forwarded_tokens: Tokens that went through the model.
+        largest_difference: Of a chunk, in standard deviations of its keys or values; for lossy codecs the mean over
+            its numbers, else the largest.
+    """
+
+    checked: int
+    wrong: int
+    skipped: int
+    forwarded_tokens: int
+    largest_difference: float
+
+
+class Checked(Protocol):
+    """The store, as far as it is asked here."""
+
+    @property
+    def column_format(self) -> ColumnFormat: ...
+
+    def everything(self) -> list[_Stored]: ...
+
+    def fetch(self, wanted: Iterable[_Stored]) -> Mapping[bytes, _Stored]: ...
+
+    def quarantine(self, keys: set[bytes]) -> None: ...
+
+    def salt_of(self, root: bytes) -> bytes | None: ...
+
+    def root(self, salt: bytes, regime: bytes) -> bytes | None: ...
+
+
+@torch.no_grad()
+def check_integrity(model: PreTrainedModel, store: Checked, sample: float) -> IntegrityReport:
+    """See `ChunkStore.check_integrity`."""
+    stored = store.everything()
+    chunks = {each.key: each for each in stored if isinstance(each, StoredChunk)}
+    texts: dict[bytes, Tokens] = {}
+    for each in stored:
+        text = _text(each, chunks)
+        if text is not None and _is_of_now(model, store, each, len(text)):
+            texts[each.key] = text
+    drawn = [each for each in stored if each.key in texts]
+    if sample < 1:
+        drawn = random.sample(drawn, min(len(drawn), max(1, round(sample * len(drawn))))) if drawn else []
+    forwarded, largest, wrong, checked = 0, 0.0, set[bytes](), 0
+    for text, group in _by_text(drawn, texts):
+        fresh = _compute(model, text)
+        # States are summed up in other steps than when they were stored.
+        allowed = tolerance(model.dtype) * (_STATES if any(layer.is_stateful for layer in fresh) else 1)
+        forwarded += len(text)
+        for each in group:
+            loaded = store.fetch([each]).get(each.key)
+            if loaded is None:  # damaged, and gone
+                continue
+            off = _difference(loaded, fresh, len(texts[each.key]), store.column_format)
+            checked, largest = checked + 1, max(largest, off)
+            if not off <= allowed:  # False for NaN
+                wrong.add(each.key)
+    if wrong:
+        store.quarantine(wrong)
+        _log.warning("%d of %d stored chunks were not what the model computes, and were dropped.", len(wrong), checked)
+    return IntegrityReport(checked, len(wrong), len(stored) - len(texts), forwarded, largest)
+
+
+def _text(stored: _Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
+    """All tokens up to the end of something stored; None where they are not known, or are not all text."""
+    if isinstance(stored, StoredChunk) and stored.content_only:
+        return None
+    parts, parent = [stored.tokens], stored.parent
+    while parent != stored.root:
+        above = chunks.get(parent)
+        if above is None:
+            return None
+        parts.append(above.tokens)
+        parent = above.parent
+    text = np.concatenate(parts[::-1])
+    return text if np.array_equal(shown_ids(text), text) else None
+
+
+def _is_of_now(model: PreTrainedModel, store: Checked, stored: _Stored, tokens: int) -> bool:
+    """Whether the model as it is now has computed something."""
+    salt, regime = store.salt_of(stored.root), rope_regime(model, tokens)
+    return salt is not None and regime is not None and store.root(salt, regime) == stored.root
+
+
+def _by_text(drawn: Sequence[_Stored], texts: dict[bytes, Tokens]) -> Iterator[tuple[Tokens, list[_Stored]]]:
+    """What can be compared with one forward, the longest texts first; states need one that ends where they do."""
+    todo = sorted(drawn, key=lambda each: len(texts[each.key]), reverse=True)
+    while todo:
+        text = texts[todo[0].key]
+        group = [
+            each
+            for each in todo
+            if each is todo[0]
+            or (isinstance(each, StoredChunk) and np.array_equal(texts[each.key], text[: len(texts[each.key])]))
+        ]
+        yield text, group
+        done = {each.key for each in group}
+        todo = [each for each in todo if each.key not in done]
+
+
+def _compute(model: PreTrainedModel, text: Tokens) -> list[ReuseLayer]:
+    """Layers that hold a text, computed whole."""
+    layers = make_layers(model)
+    for layer in layers:  # those of windows keep all of it
+        if layer.is_sliding:
+            layer.native.activate_past_recording()
+    cache = Cache(layers=[layer.native for layer in layers])  # of a kind that no hook takes for a user's
+    given = {"input_ids": torch.from_numpy(text)[None].to(input_device(model)), cache_argument(model): cache}
+    model(**with_positions(model, given), use_cache=True, logits_to_keep=1)
+    return layers
+
+
+def _difference(stored: _Stored, fresh: Sequence[ReuseLayer], stop: int, form: ColumnFormat) -> float:
+    """How far something stored, that ends at token `stop`, is from what `fresh` layers hold."""
+    if isinstance(stored, StoredStates):
+        pairs = zip(stored.states.layers, (layer.save_state(0) for layer in fresh), strict=True)
+        return max((_of_states(ours, theirs) for ours, theirs in pairs), default=0.0)
+    start = max(stop - len(stored.tokens), *(layer.first for layer in fresh))
+    if start >= stop:
+        return 0.0
+    right = copy_columns(fresh, 0, start, stop, form)
+    return _of_columns(stored.kv, right, start - stop, lossless=form.codec.lossless)
+
+
+def _of_columns(stored: LayerKV, right: LayerKV, tail: int, *, lossless: bool) -> float:
+    """Of the last `-tail` columns, decoded."""
+    largest, ours, theirs = 0.0, stored.reader(), right.reader()
+    for idx in range(len(stored.places)):
+        for found, expected in zip(ours.layer(idx) or (), theirs.layer(idx) or (), strict=True):
+            found, expected = found[:, tail:].float(), expected.float()
+            # A number that falls between two codes may become either: the mean is what counts.
+            off = difference(found, expected) if lossless else _mean_difference(found, expected)
+            largest = max(largest, off if off == off else float("inf"))
+    return largest
+
+
+def _mean_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().mean()) / (float(expected.std()) or 1.0)
+
+
+def _of_states(stored: LayerState | None, right: LayerState | None) -> float:
+    if stored is None or right is None:
+        return 0.0 if stored is right else float("inf")
+    pairs = [(a, b) for a, b in zip(stored.tensors, right.tensors, strict=True) if a is not None and b is not None]
+    if any(a.shape != b.shape for a, b in pairs):
+        return float("inf")
+    offs = [difference(a.float(), b.float()) for a, b in pairs if a.is_floating_point()]
+    return max((off if off == off else float("inf") for off in offs), default=0.0)

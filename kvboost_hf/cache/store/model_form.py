@@ -1,0 +1,227 @@
+"""Reads blobs, and compares them with the form that the K/V and states of the model have.
+
+Who wrote a blob is not known, and checksums anybody can make. So shapes, types and places are not taken from it: they
+are those of the model, found by running it on a few tokens, and what a blob tells is compared with them.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.codecs.base import Codec, Role
+from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
+from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.store.kv import Block, ColumnFormat, LayerKV, LayerStates, Place
+from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
+from kvboost_hf.compat import probe_ids, probe_logits
+
+_log = logging.getLogger("kvboost_hf")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnForm:
+    """Columns of one tensor of a layer."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """The state of one layer, of one row.
+
+    Args:
+        tensors: Shape and type of each; None where there is nothing.
+        extra: See `LayerState`.
+        told: The same as JSON; None if it has no form outside of this process.
+    """
+
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+    extra: Any
+    told: Any
+
+    @classmethod
+    def of(cls, state: LayerState) -> "StateForm":
+        """That of a state."""
+        tensors = tuple((tuple(t.shape), t.dtype) if t is not None else None for t in state.tensors)
+        return cls(tensors, state.extra, state.told)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForm:
+    """What all layers of a model keep.
+
+    Args:
+        columns: Per layer, those of each of its tensors; None for a layer without columns.
+        states: Per layer; None for a layer without one.
+    """
+
+    columns: tuple[tuple[ColumnForm, ...] | None, ...]
+    states: tuple[StateForm | None, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelForm | None":
+        """That of a model as it is now, by a forward over a few tokens; None where that fails, as no reuse is safe."""
+        try:
+            layers, ids = make_layers(model), probe_ids(model)
+            with torch.no_grad():
+                probe_logits(model, ids, Cache(layers=[layer.native for layer in layers]))
+                columns = tuple(_column_forms(layer, ids.shape[1]) for layer in layers)
+                states = tuple(layer.save_state(0) for layer in layers)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # models fail in ways of their own
+            _log.warning(
+                "K/V of this model is not read from lower tiers: it fails on a few tokens (%s: %s).",
+                type(error).__name__,
+                error,
+            )
+            return None
+        return cls(columns, tuple(StateForm.of(state) if state is not None else None for state in states))
+
+
+def _column_forms(layer: ReuseLayer, tokens: int) -> tuple[ColumnForm, ...] | None:
+    columns = layer.columns(0, 0, tokens)
+    if columns is None:
+        return None
+    return tuple(ColumnForm(x.shape[0], x.shape[2], x.dtype, x.device) for x in columns)
+
+
+def read_kv(blob: Blob, columns: ColumnFormat, form: ModelForm) -> LayerKV:
+    """K/V of a chunk, as views of a blob that are compared with their checksums when they are read.
+
+    Args:
+        blob: Of the chunk; its `entry` tells how many tokens it has.
+        columns: How the store keeps columns.
+        form: Of the model.
+
+    Raises:
+        DamagedBlobError: if it holds anything but K/V of this model in this format.
+    """
+    with _as_damage():
+        places = tuple(_place_of(own) for own in blob.layout["places"])
+        owners = _owners(places, form)
+        blocks = tuple(_block(blob, number, own, columns, form) for number, own in enumerate(owners))
+    kept = {f"{number}.{name}" for number, block in enumerate(blocks) for name in block.planes}
+    _require(blob.names == kept, "has more tensors")
+    return LayerKV(blocks, places)
+
+
+def read_states(blob: Blob, form: ModelForm) -> LayerStates:
+    """States of all layers, as views of a blob.
+
+    Args:
+        blob: Of the states, compared with its checksums.
+        form: Of the model.
+
+    Raises:
+        DamagedBlobError: if it holds anything but states of this model.
+    """
+    with _as_damage():
+        told = blob.layout["layers"]
+        states = tuple(_state(blob, *each) for each in enumerate(zip(told, form.states, strict=True)))
+    kept = {
+        f"{idx}.{at}" for idx, own in enumerate(states) if own for at, t in enumerate(own.tensors) if t is not None
+    }
+    _require(blob.names == kept, "has more tensors")
+    return LayerStates(states)
+
+
+@contextmanager
+def _as_damage() -> Iterator[None]:
+    """What goes wrong as JSON is taken apart that may be anything."""
+    try:
+        yield
+    except DamagedBlobError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedBlobError(f"The layout of a blob cannot be read ({type(error).__name__}).") from error
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise DamagedBlobError(f"A blob {otherwise} than the model would keep.")
+
+
+def _place_of(told: Any) -> tuple[Place, ...] | None:
+    """Where the tensors of a layer are, as JSON has it."""
+    if told is None:
+        return None
+    places = tuple((block, at) for block, at in told)
+    _require(all(type(number) is int for place in places for number in place), "has other places")
+    return places
+
+
+def _owners(places: Sequence[tuple[Place, ...] | None], form: ModelForm) -> list[list[tuple[int, int]]]:
+    """For each block the layer, and the number in it, of each of its tensors; each place is taken once."""
+    taken: dict[Place, tuple[int, int]] = {}
+    for layer_idx, (own, expected) in enumerate(zip(places, form.columns, strict=True)):
+        _require((own is None) == (expected is None), "has columns of other layers")
+        for tensor, (place, _) in enumerate(zip(own or (), expected or (), strict=True)):
+            _require(place not in taken, "has tensors in fewer places")
+            taken[place] = layer_idx, tensor
+    owners: list[list[tuple[int, int]]] = []
+    for block, at in sorted(taken):
+        if block == len(owners):
+            owners.append([])
+        _require(block == len(owners) - 1 and at == len(owners[-1]), "has tensors in other places")
+        owners[-1].append(taken[block, at])
+    return owners
+
+
+def _block(
+    blob: Blob, number: int, owners: Sequence[tuple[int, int]], columns: ColumnFormat, form: ModelForm
+) -> Block:
+    forms = {_form_of(form, *owner) for owner in owners}
+    _require(len(forms) == 1, "has tensors of other kinds in a block")
+    (own,) = forms
+    formats = [columns.of(*owner, own.dtype) for owner in owners]
+    codec, role, _ = formats[0]
+    _require(codec.lossless or {each[:2] for each in formats} == {(codec, role)}, "has keys in a block of values")
+    shape = (own.heads, len(blob.entry.tokens), own.dim)
+    told = blob.layout["blocks"][number]
+    expected = _plane_forms(codec, role, shape, own.dtype)  # type: ignore[arg-type]  # codecs hash by identity
+    _require(told["shape"] == list(shape) and told["planes"] == list(expected), "has blocks of another shape")
+    planes = {
+        name: blob.require(f"{number}.{name}", dtype, (len(owners), *rest)) for name, (rest, dtype) in expected.items()
+    }
+    rotations = tuple(each.rotation for each in formats)
+    return Block(planes, shape, own.dtype, role, codec, rotations, own.device, blob, number)
+
+
+def _form_of(form: ModelForm, layer_idx: int, tensor: int) -> ColumnForm:
+    columns = form.columns[layer_idx]
+    assert columns is not None, "it has a place"
+    return columns[tensor]
+
+
+@lru_cache(maxsize=64)  # chunks have few lengths
+def _plane_forms(
+    codec: Codec, role: Role, shape: tuple[int, int, int], dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What a codec makes of one tensor: shape and type of each plane, by name."""
+    planes = codec.encode(torch.zeros(1, *shape, dtype=dtype), role, (None,))
+    return {name: (tuple(plane.shape[1:]), plane.dtype) for name, plane in planes.items()}
+
+
+def _state(blob: Blob, idx: int, pair: tuple[Any, StateForm | None]) -> LayerState | None:
+    told, form = pair
+    if told is None or form is None:
+        _require(told is form, "has states of other layers")
+        return None
+    present = [each is not None for each in form.tensors]
+    _require(form.told is not None and told == {"present": present, "extra": form.told}, "has other states")
+    tensors = [
+        blob.require(f"{idx}.{at}", each[1], (1, *each[0]))[0] if each is not None else None
+        for at, each in enumerate(form.tensors)
+    ]
+    return LayerState(tensors, form.extra)
