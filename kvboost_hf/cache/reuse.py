@@ -1,7 +1,7 @@
 """`ChunkReuseCache`: a transformers `Cache` that never computes the same K/V twice.
 
-It is built in three steps: `held.py` keeps the layers and the record of what they hold in step, `serve.py` decides
-what each forward is given, and here is what callers and generate() see.
+It delegates to its parts: `live/` has the layers and the record of what they hold, `forward/flow.py` decides what each
+forward is given, and `forward/running.py` has the forward under way.
 
 generate() reads `get_seq_length()` and cuts the ids by it before any hook can see them. Before that, it sets
 `_is_user_defined` on a cache that it was given: the setter arms the cache, and an armed cache claims to be empty until
@@ -9,26 +9,36 @@ the first forward, which then sees the whole prompt.
 """
 
 import copy
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.forward.lending import LendingCache
+from kvboost_hf.cache.forward import lend
+from kvboost_hf.cache.forward.admission import Request
+from kvboost_hf.cache.forward.flow import next_forward
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent
+from kvboost_hf.cache.live.binding import Binding
+from kvboost_hf.cache.live.compiled import StaticDecoding
+from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
-from kvboost_hf.cache.prompt.generate_call import calling
-from kvboost_hf.cache.prompt.hook import install
+from kvboost_hf.cache.prompt.generate_call import GenerateCall, calling, in_generate, in_prefill
+from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import read_pads
-from kvboost_hf.cache.store.chunk_store import ChunkStore, default_store, salt_bytes
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, default_store, salt_bytes
 from kvboost_hf.compat import require_cache, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
-from kvboost_hf.errors import CacheModelMismatchError
+from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
 _UNUSED = "the model has made no use of the cache"
 
 
-class ChunkReuseCache(LendingCache):
+class ChunkReuseCache(Cache):
     """Pass it as `past_key_values` (for Mamba-2, as `cache_params`) to as many `generate()` calls as you like.
 
     Each call gets what plain generate() would give. What was computed before, in this cache or in its store, is not
@@ -63,6 +73,10 @@ class ChunkReuseCache(LendingCache):
         >>> cache.report.forwarded_tokens
         1
     """
+
+    max_cache_len = -1  # no limit; PEFT asks for it before it puts the cache of its tuned prefix in place of this one
+    stores_prompts_whole = False  # nobody will tell when a call has ended: store all of a prompt at once
+    in_own_loop = False  # whoever calls the model leaves it as it is between the tokens of a text, as generate() does
 
     def __init__(
         self,
@@ -99,11 +113,30 @@ class ChunkReuseCache(LendingCache):
                 "them with verify_correctness()."
             )
         salt = store.salt if salt is None else salt_bytes(salt)
-        super().__init__(model, store, policy, salt, max_cache_len, live_quant)
-        self._user_defined = False
+        static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
+        if max_cache_len is not None:
+            self.max_cache_len = max_cache_len
+        live = LiveKV(model, static, live_quant)
+        binding = Binding(model, store, policy, salt, live_quant)
+        self._parts = CacheParts(binding, live, StoreWriter(binding, live))
+        self._binding, self._live, self._writer = binding, live, self._parts.writer
+        self._forward: Forward | None = None  # the one under way
+        self._call: GenerateCall | None = None  # the generate() call that has armed the cache
+        self._user_defined = self._begins_anew = False
+        self._hides_padding_only = True  # the mask of the last generate() call, if it went on from what is held
+        super().__init__(layers=live.visible)
         install(model)
 
     # What transformers calls
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers that transformers sees."""
+        return self._live.visible
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        self._live.visible = layers
 
     @property
     def _is_user_defined(self) -> bool:
@@ -111,87 +144,243 @@ class ChunkReuseCache(LendingCache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        call = calling()
-        if self._static is not None:
+        call, live, static = calling(), self._live, self._live.static
+        if static is not None:
             self._recover()
-            self._static.in_use = call.uses_cache
-            self._static.require_call_fits(call, self._held())
+            static.in_use = call.uses_cache
+            static.require_call_fits(call, live.held)
         self._user_defined = value
-        continues = call.continues(self._held())
+        continues = call.continues(live.held)
         self._call = call if value and not continues else None
         self._hides_padding_only = not continues or self._knows_padding(call.mask)
-        model = self._model()
         if self._call is not None:
-            self._tally = Tally(bypass=_UNUSED)  # until a forward comes with it
-            self._stop_recording()
-            if self._held() and model is not None:
+            live.tally = Tally(bypass=_UNUSED)  # until a forward comes with it
+            live.end_call()
+            if live.held and (model := self._binding.model) is not None:
                 self._call.start_over(model)
 
     def _knows_padding(self, mask: torch.Tensor | None) -> bool:
         """Whether a mask over what the cache holds, and more, hides what has been hidden so far."""
-        if mask is None or self._ledger is None:
+        if mask is None or self._live.ledger is None:
             return True
         pads = read_pads(mask, *mask.shape[:2])
-        return pads is not None and np.array_equal(pads, self._ledger.log.pads)
+        return pads is not None and np.array_equal(pads, self._live.ledger.log.pads)
 
     @property
-    def salt(self) -> bytes:
-        """Separates those who must not see each other's prompts. Another one may be set before any prompt."""
-        return self._salt
-
-    @salt.setter
-    def salt(self, salt: str | bytes) -> None:
-        new = salt_bytes(salt)
-        if new != self._salt:
-            self.reset()  # with the old one: what it holds belongs to that
-            self._salt = new
+    def is_compileable(self) -> bool:
+        """Whether the next forward may be compiled: one that decodes, in a cache of a fixed size."""
+        static = self._live.static
+        if static is None or self._live.plain_reason is not None:
+            return False
+        if torch.compiler.is_compiling():
+            return bool(super().is_compileable)
+        return static.in_use and self._live.static_layers[0].whole and not in_prefill()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held; 0 between the start of a generate() call and its first forward."""
         if self._call is not None:
             return 0
         # Asked in the middle of a forward: this layer may have got its new columns already, others not.
-        return self._held() if self._counting is None else super().get_seq_length(layer_idx)
+        return super().get_seq_length(layer_idx) if self._live.counts_columns else self._live.held
+
+    def activate_past_recording(self) -> None:
+        """See `Cache.activate_past_recording`; what generate() asks for ends with the next call."""
+        if in_generate():
+            self._live.record_for_call()
+        super().activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` columns; what remains is confirmed.
+
+        A positive number is how many columns to keep.
+        """
+        self._settle()
+        remove = int(tokens_to_remove)
+        if remove > 0:
+            remove = min(0, remove - self._live.held)
+        with self._live.changing() as ledger:
+            super().crop(remove)
+            self._live.cropped(ledger, -remove)
+        if ledger is not None:
+            self._writer.confirm(ledger)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        self._settle()
+        with self._live.changing() as ledger:
+            super().reorder_cache(beam_idx)
+            if ledger is not None:
+                ledger.select(beam_idx.cpu().numpy())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._settle()
+        with self._live.changing() as ledger:
+            super().batch_select_indices(indices)
+            rows = indices.cpu().numpy()
+            if ledger is not None:
+                ledger.select(np.flatnonzero(rows) if rows.dtype == np.bool_ else rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        self._settle()
+        with self._live.changing() as ledger:
+            super().batch_repeat_interleave(repeats)
+            if ledger is not None:
+                ledger.select(np.arange(ledger.log.batch_size).repeat(repeats))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Cache.update`."""
+        if self._forward is not None:
+            if (found := self._forward.update(layer_idx, key_states, value_states)) is not None:
+                return found
         # Around a compiled step no hook has run that could have said so.
-        step = self._static is not None and (torch.compiler.is_compiling() or key_states.shape[-2] == 1)
-        if self._running is None and not step:
-            model = self._model()
+        elif self._live.static is None or not (torch.compiler.is_compiling() or key_states.shape[-2] == 1):
+            model = self._binding.model
             name = type(model).__name__ if model is not None else "a model that no longer exists"
             raise CacheModelMismatchError(
                 f"This ChunkReuseCache was made for one {name} object, and K/V reached it from elsewhere. Make a "
                 "cache for each model, ChunkReuseCache(other_model), and pass it to the model, not to a part of it."
             )
-        if self._running is not None and self._running.loading is not None:
-            self._running.loading.wait(layer_idx)
-        if self._running is not None and self._running.scatter is not None:
-            keys, values = self._running.scatter.update(layer_idx, key_states, value_states)
-        else:
-            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
     def reset(self) -> None:
         """Let go of what the cache holds. The store keeps its chunks."""
         self._recover()
         self.store_tails()
-        self._drop()
+        self._live.drop()
         self._call = None
-        self._tally = Tally()
+        self._live.tally = Tally()
+
+    # What the hooks on the model call
+
+    def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
+        """Called with the keyword arguments of a forward; returns those to run it with."""
+        live, static = self._live, self._live.static
+        if static is not None and torch.compiler.is_compiling():
+            static.tape.note(live.static_layers[0].length_tensor, kwargs)
+            return kwargs
+        if model is not self._binding.model:
+            raise CacheModelMismatchError(
+                f"This ChunkReuseCache was made for another {type(self._binding.model).__name__} object than the "
+                f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
+            )
+        self._recover()
+        live.hand_out(False)
+        call, self._call = self._call, None
+        armed = self._begins_anew or (call is not None and call.contains(sys._getframe()))
+        self._begins_anew = False
+        if live.lost and not armed:
+            raise InterruptedForwardError(
+                "The last forward with this ChunkReuseCache was interrupted, and the states that it held cannot be "
+                "taken back, so that nothing can be continued. Call reset(), and pass the whole text."
+            )
+        request = Request(
+            self, model, kwargs, armed, self.in_own_loop, self._hides_padding_only, self.stores_prompts_whole
+        )
+        self._forward = next_forward(self._parts, request)
+        live.in_forward = True
+        given = self._forward.begin()
+        if static is not None and live.plain_reason is None:
+            static.open(live.static_layers, given, step=request.is_step)
+        return given
+
+    def after_forward(self, output: Any) -> Any:
+        """Called with what the forward has returned; returns what to return in its place, or None."""
+        forward, live = self._forward, self._live
+        if forward is None:  # after a compiled step
+            return None
+        live.hand_out(False)  # other forwards may be run on the layers, in a stock cache
+        if live.static is not None:
+            live.static.close(live.static_layers)
+        changed = forward.record(output)
+        self._forward, live.in_forward = None, False  # only now: an interrupt before this undoes the forward
+        forward.settle()
+        return changed
+
+    def _recover(self) -> None:
+        """After a forward that raised or was interrupted, forget what it may have left."""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            self._live.in_forward = False
+            forward.abandon()
+
+    def _settle(self) -> None:
+        """Before a change from outside: no interrupted forward, and no compiled step that is not taken over."""
+        self._recover()
+        self._writer.confirm_steps()
 
     # What users call
 
     @property
+    def store(self) -> ChunkStore:
+        """Where K/V outlives this cache."""
+        return self._binding.store
+
+    @store.setter
+    def store(self, store: ChunkStore) -> None:
+        self._binding.store = store
+
+    @property
+    def policy(self) -> ReusePolicy:
+        """How stored K/V may be used."""
+        return self._binding.policy
+
+    @policy.setter
+    def policy(self, policy: ReusePolicy) -> None:
+        self._binding.policy = policy
+
+    @property
+    def salt(self) -> bytes:
+        """Separates those who must not see each other's prompts. Another one may be set before any prompt."""
+        return self._binding.salt
+
+    @salt.setter
+    def salt(self, salt: str | bytes) -> None:
+        new = salt_bytes(salt)
+        if new != self._binding.salt:
+            self.reset()  # with the old one: what it holds belongs to that
+            self._binding.salt = new
+
+    @property
     def report(self) -> ReuseReport:
         """Counts for the last prompt."""
-        return self._tally.report()
+        return self._live.tally.report()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the live buffers, room to spare included; the store counts its own."""
+        return self._live.nbytes
 
     def note_refusal(self, reason: str, tokens: int) -> None:
         """Report a prompt of so many tokens that was computed without this cache."""
-        self._tally = Tally(prompt=tokens, forwarded=tokens, bypass=reason)
+        self._live.tally = Tally(prompt=tokens, forwarded=tokens, bypass=reason)
+
+    def begin_anew(self) -> None:
+        """Take the ids of the next forward for the start of a prompt, as generate() has it, not for what follows.
+
+        What the layers hold of it is used, and the rest forgotten.
+        """
+        self._begins_anew = True
+
+    def store_all(self, *, pinned: bool = False) -> list[Put]:
+        """Offer everything that the cache holds to the store, unfinished chunks included."""
+        self._writer.confirm_steps()
+        return self._writer.offer_all(pinned=pinned)
+
+    def store_content(self, store: ChunkStore, start: int, *, pinned: bool = False) -> list[Put]:
+        """Offer what the cache holds from column `start` on, of one row without padding, to be found by content only.
+
+        It is cut as if it were all there is, so that it is cut in the same way behind any other text.
+        """
+        return self._writer.offer_content(store, start, pinned=pinned)
+
+    def store_tails(self) -> None:
+        """Offer the tokens that fill no chunk to the store, before the cache lets go of them."""
+        self._writer.offer_tails()
 
     def fork(self) -> "ChunkReuseCache":
         """A cache that holds the same, at no cost: whichever of the two is written to first copies its buffers.
@@ -201,28 +390,90 @@ class ChunkReuseCache(LendingCache):
         Raises:
             ValueError: if the model cannot reuse K/V.
         """
-        if self._unsupported is not None:
-            raise ValueError(f"`fork` needs a model that can reuse K/V, but {self._unsupported}.")
-        self._recover()
-        self._in_step()
-        model = self._model()
+        live, binding = self._live, self._binding
+        if live.unsupported is not None:
+            raise ValueError(f"`fork` needs a model that can reuse K/V, but {live.unsupported}.")
+        self._settle()
+        live.in_step()
+        model = binding.model
         assert model is not None, "a cache without its model cannot be forked"
-        max_cache_len = self._static.max_cache_len if self._static is not None else None
         twin = ChunkReuseCache(
-            model, self.store, self.policy, self.salt, max_cache_len=max_cache_len, live_quant=self._live_quant
+            model,
+            binding.store,
+            binding.policy,
+            binding.salt,
+            max_cache_len=live.static.max_cache_len if live.static is not None else None,
+            live_quant=binding.live_quant,
         )
-        if self._static is not None and twin._static is not None:
-            twin._static.tape = self._static.tape.copy()
-        twin._plain, twin._used, twin._changed = self._plain, self._used, self._changed
-        twin._layers = [layer.share() for layer in self._layers]
-        twin._counting = next((layer for layer in twin._layers if layer.length is not None), None)
-        own = self._plain is None
-        twin.layers[:] = [layer.native for layer in twin._layers] if own else copy.deepcopy(self.layers)
+        live.share_into(twin._live, None if live.plain_reason is None else copy.deepcopy(self.layers))
         twin._user_defined, twin._call = self._user_defined, self._call
-        twin._regime, twin._columns, twin._bumps = self._regime, self._columns, self._bumps
-        twin._records_for_call = self._records_for_call
-        twin._ledger = self._ledger.copy() if self._ledger is not None else None
         return twin
+
+    # What drafts that branch call
+
+    @property
+    def lending_reason(self) -> str | None:
+        """Why the layers cannot be lent, nor read and extended; None if they can."""
+        return lend.lending_reason(self._live)
+
+    def require_branches(self) -> None:
+        """Raise if the layers cannot be lent.
+
+        Raises:
+            ValueError: if they cannot forget what was appended.
+        """
+        if (reason := self.lending_reason) is not None:
+            raise ValueError(f"K/V of branches cannot be held, for {reason}. Draft chains instead.")
+
+    def lend(self) -> list[Any]:
+        """The layers, as transformers knows them, for one forward that is not told to the cache.
+
+        What it appends is gone with `give_back`, or with whatever is done to the cache next.
+        """
+        self._begin_loan()
+        return lend.lend(self._parts)
+
+    def give_back(self) -> None:
+        """Forget what was appended since `lend`."""
+        self._live.hand_out(False)
+        self._recover()
+
+    def read(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of the only row's tokens that it holds.
+
+        They are views where they can be, and not to be kept. None for a layer that has none.
+        """
+        self._settle()
+        return lend.read(self._live)
+
+    def extend(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        kv: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+    ) -> None:
+        """Append columns that were computed by forwards over lent layers.
+
+        Args:
+            input_ids: [1, tokens].
+            position_ids: [1, tokens], or [planes, 1, tokens].
+            kv: Of each layer, keys and values [1, num_kv_heads, tokens, head_dim]; None where it has none.
+        """
+        self._begin_loan()
+        lend.extend(self._parts, input_ids, position_ids, kv)
+        self._forward, self._live.in_forward = None, False  # only now: an interrupt before this undoes it
+        if self._live.ledger is not None:
+            self._writer.confirm(self._live.ledger)
+
+    def _begin_loan(self) -> None:
+        self._settle()
+        self._live.in_step()
+        self._forward = Lent(self._parts, self._live.held)
+        self._live.in_forward = True
+
+    def stored_tokens(self, ids: torch.Tensor) -> int:
+        """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
+        return lend.stored_tokens(self._parts, ids)
 
     def __reduce__(self) -> Any:
         raise TypeError("A ChunkReuseCache cannot be pickled: it belongs to a model in this process. Make a new one.")

@@ -34,7 +34,7 @@ def test_what_is_stored_is_in_pinned_memory_and_arrives_whole() -> None:
     store = ChunkStore(model, chunk_size=64)
     cache = ChunkReuseCache(model, store)
     tokens(model, BASE, cache)
-    held = cache._layers[0].columns(0, 64, 128)
+    held = cache._live.layers[0].columns(0, 64, 128)
     chunk = next(chunk for chunk in store._chunks.values() if chunk.start == 64)
     assert all(plane.is_pinned() == ON_GPU for plane in chunk.kv.tensors)
     for found, expected in zip(chunk.kv.reader().layer(0) or (), held or (), strict=True):

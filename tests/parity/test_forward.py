@@ -349,7 +349,7 @@ def test_layers_changed_behind_our_back_are_not_stored(llama: PreTrainedModel) -
     batch = torch.cat([BASE[:, :60], random_ids(60, seed=3)])
     llama(batch, past_key_values=cache, logits_to_keep=1)
     for layer in cache.layers:
-        layer.reorder_cache(torch.tensor([1, 0]))  # type: ignore[arg-type]
+        layer.reorder_cache(torch.tensor([1, 0]))
     llama(random_ids(40, seed=4, batch=2), past_key_values=cache, logits_to_keep=1)
     fresh = ChunkReuseCache(llama, store)
     llama(torch.cat([BASE[:, :60], random_ids(40, seed=4)], dim=1), past_key_values=fresh, logits_to_keep=1)

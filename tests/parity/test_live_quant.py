@@ -183,7 +183,7 @@ def test_a_window_longer_than_the_text_changes_nothing(name: str) -> None:
 def test_other_layers_stay_as_they_are(name: str) -> None:
     model = make_model(name)
     cache, exact = live(model, config=FOUR), ChunkReuseCache(model, ChunkStore(model))
-    for ours, theirs in zip(cache._layers, exact._layers, strict=True):
+    for ours, theirs in zip(cache._live.layers, exact._live.layers, strict=True):
         assert type(ours) is (QuantizedLayer if type(theirs) is GrowingLayer else type(theirs))
     found = generate(model, as_inputs(random_ids(150)), past_key_values=cache)
     assert found.shape[1] == 198

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.forward import loading, serve
+from kvboost_hf.cache.forward import loading, reused
 from tests.conftest import as_inputs, counted, left_pad, random_ids
 from tests.parity.test_tiers import BASE, fill, generate, restart
 from tests.parity.test_tiers import serve as same_as_plain
@@ -30,7 +30,7 @@ def loadings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[loading.Loading]]
             found.append(self)
 
     monkeypatch.setattr(loading, "_MIN_BYTES", 1)
-    monkeypatch.setattr(serve, "Loading", Noted)
+    monkeypatch.setattr(reused, "Loading", Noted)
     yield found
     for each in found:
         each._thread.join(10)

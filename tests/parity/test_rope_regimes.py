@@ -109,7 +109,7 @@ def test_longrope_reuses_beyond_it_too() -> None:
 
 def test_the_control(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the regimes taken for one, the answers would be other ones."""
-    monkeypatch.setattr("kvboost_hf.cache.forward.serve.rope_regime", lambda model, length: b"")
+    monkeypatch.setattr("kvboost_hf.cache.forward.admission.rope_regime", lambda model, length: b"")
     model = make("longrope")
     check_model_compatibility(model)
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))

@@ -59,7 +59,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 def test_prompts_that_grow_shrink_repeat_and_part(model: PreTrainedModel) -> None:
     store = ChunkStore(model, chunk_size=CHUNK)
     cache = ChunkReuseCache(model, store)
-    stateful = any(layer.is_stateful for layer in cache._layers)
+    stateful = any(layer.is_stateful for layer in cache._live.layers)
     # A state can be gone on from at the last chunk border of an earlier prompt, and where earlier prompts parted.
     for ids, most in [
         (BASE[:, :200], 200),
@@ -225,7 +225,7 @@ def test_a_window_lets_go_of_what_has_left_it() -> None:
     with counted(model) as work:
         model.generate(**as_inputs(long), max_new_tokens=2, past_key_values=cache)
     assert work.tokens == 1501
-    layer = cache._layers[0]
+    layer = cache._live.layers[0]
     assert isinstance(layer, SlidingLayer)
     assert layer.first > 1000
     assert cache.nbytes < 1500 * layer.bytes_per_column  # two layers
@@ -348,7 +348,7 @@ def test_a_window_lets_go_of_what_can_never_be_stored() -> None:
         for at in range(1200):
             position = torch.tensor([[at + (at > 3)]])
             model(BASE[:, at % 300, None], position_ids=position, past_key_values=cache, logits_to_keep=1)
-    layer = cache._layers[0]
+    layer = cache._live.layers[0]
     assert layer.first > 500
     assert layer.nbytes < 600 * layer.bytes_per_column
 

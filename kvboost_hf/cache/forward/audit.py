@@ -33,11 +33,13 @@ class Finding:
         divergence: Largest difference of a logit, in standard deviations of the logits.
         tokens: Tokens that were computed for it.
         logits: The plain ones, [batch, k, vocab], if they are to take the place of the others.
+        layers: With these, layers that hold the prompt as it was computed.
     """
 
     divergence: float
     tokens: int
-    logits: torch.Tensor | None
+    logits: torch.Tensor | None = None
+    layers: Sequence[ReuseLayer] = ()
 
 
 @torch.no_grad()
@@ -53,7 +55,7 @@ def audit(
 
     Args:
         model: The model.
-        layers: They hold the prompt, in part from reuse; what differs is put right.
+        layers: They hold the prompt, in part from reuse.
         ledger: Of these layers.
         store: What served them; chunks that differ are quarantined.
         kwargs: The caller's arguments, before anything was left out of them.
@@ -67,7 +69,7 @@ def audit(
     tokens = int(kwargs["input_ids"].numel())
     if off <= tolerance(model.dtype):  # False for NaN
         store.record_audit(diverged=False)
-        return Finding(off, tokens, None)
+        return Finding(off, tokens)
     culprits = _culprits(fresh, ledger, store, tolerance(model.dtype))
     store.record_audit(diverged=True)
     store.quarantine(culprits)
@@ -78,8 +80,7 @@ def audit(
         off,
         len(culprits),
     )
-    _put_right(layers, fresh, ledger)
-    return Finding(off, tokens, plain)
+    return Finding(off, tokens, plain, fresh)
 
 
 def _culprits(fresh: Sequence[ReuseLayer], ledger: Ledger, store: ChunkStore, allowed: float) -> set[bytes]:
@@ -117,7 +118,7 @@ def _differs(
     return False
 
 
-def _put_right(layers: Sequence[ReuseLayer], fresh: Sequence[ReuseLayer], ledger: Ledger) -> None:
+def put_right(layers: Sequence[ReuseLayer], fresh: Sequence[ReuseLayer], ledger: Ledger) -> None:
     """Give `layers` what `fresh` hold."""
     rows = range(ledger.log.batch_size)
     for layer, right in zip(layers, fresh, strict=True):

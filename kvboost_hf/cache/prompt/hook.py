@@ -1,8 +1,7 @@
 """The forward hooks that give a cache what transformers does not: the token ids, before and after each forward."""
 
 import inspect
-from abc import abstractmethod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -16,16 +15,16 @@ Kwargs = dict[str, Any]
 Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
 
 
-class HookedCache(Cache):
+class HookedCache(Protocol):
     """A cache that wants to see each forward of its model."""
 
-    max_cache_len = -1  # no limit; PEFT asks for it before it puts the cache of its tuned prefix in place of this one
+    @property
+    def is_compileable(self) -> bool:
+        """See `Cache.is_compileable`."""
 
-    @abstractmethod
     def before_forward(self, model: PreTrainedModel, kwargs: Kwargs) -> Kwargs:
         """Called with the keyword arguments of a forward; returns those to run it with."""
 
-    @abstractmethod
     def after_forward(self, output: Any) -> Any:
         """Called with what the forward has returned; returns what to return in its place, or None."""
 
@@ -72,7 +71,7 @@ class ForwardHook:
         kwargs = _by_name(model, args, kwargs)
         name = cache_argument(model)
         cache = kwargs.get(name)
-        if not isinstance(cache, HookedCache):
+        if not _is_hooked(cache):
             attached = ModelState.of(model).attached
             cache = attached.stand_in(model, kwargs.get(name), kwargs) if attached is not None else None
             if cache is None:
@@ -84,21 +83,25 @@ class ForwardHook:
     def _after(self, model: nn.Module, kwargs: Kwargs, output: Any) -> Any:
         assert isinstance(model, PreTrainedModel)
         cache = kwargs.get(cache_argument(model))
-        if isinstance(cache, HookedCache):
+        if _is_hooked(cache):
             return cache.after_forward(output)
         return None
+
+
+def _is_hooked(cache: Any) -> TypeGuard[HookedCache]:
+    return isinstance(cache, Cache) and hasattr(cache, "before_forward")
 
 
 def _is_compileable(kwargs: Kwargs) -> bool:
     """Whether a forward comes with a cache of a fixed size, whose hooks are tensor operations while compiling."""
     cache = kwargs.get("past_key_values")
-    return isinstance(cache, HookedCache) and cache.is_compileable
+    return _is_hooked(cache) and cache.is_compileable
 
 
 def _is_foreign(kwargs: Kwargs) -> bool:
     """Whether a forward comes with a cache that is not ours and that none of ours will stand in for."""
     cache = kwargs.get("past_key_values")
-    return isinstance(cache, Cache) and not isinstance(cache, HookedCache) and type(cache) is not DynamicCache
+    return isinstance(cache, Cache) and not _is_hooked(cache) and type(cache) is not DynamicCache
 
 
 def install(model: PreTrainedModel) -> None:

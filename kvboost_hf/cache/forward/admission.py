@@ -1,0 +1,255 @@
+"""When reuse is off: every reason for which a forward runs without stored K/V, in the order in which they are asked.
+
+    reason_for_stock_layers     this text runs on transformers' own layers
+    admit_prompt                this prompt runs as it stands, on empty layers
+    admit_more, admit_piece     what follows runs as it stands, and nothing more is known of what the layers hold
+    reason_against_moving       chunks are reused where they stood, and not elsewhere
+    reason_against_short_hits   a few known tokens are computed again
+
+The first reason that holds is in the report. Reasons that a model or its arguments have of their own come from
+`known_reason`, `probe_reason`, `padding_reason`, `read_inputs`, `read_prompt` and `blend_reason`.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.forward.fill import stored_chunk
+from kvboost_hf.cache.forward.moved_probe import blend_reason
+from kvboost_hf.cache.forward.running import CacheParts
+from kvboost_hf.cache.identity.foreign import holder_of_cache, is_own
+from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.live.live_kv import CHANGED
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.plan import ReusePlan
+from kvboost_hf.cache.planning.repair import REPAIRS
+from kvboost_hf.cache.prompt.generate_call import encoded_from, in_generate
+from kvboost_hf.cache.prompt.hook import Kwargs
+from kvboost_hf.cache.prompt.inputs import (
+    ForwardInputs,
+    positions_count_up,
+    positions_follow_padding,
+    read_pads,
+)
+from kvboost_hf.cache.prompt.media import ENCODED, Prompt, has_types_of_media, payload, read_prompt
+from kvboost_hf.cache.prompt.positions import counts_from_padding_id
+from kvboost_hf.cache.store.costs import PIECE, Costs
+from kvboost_hf.compat import attention_kind, padding_reason, rope_regime
+
+UPDATE_REPLACED = "`update` of this ChunkReuseCache was replaced"
+MASK = "the attention mask hides more than padding on the left"
+PADDING_WITHOUT_POSITIONS = "there is padding but no position_ids, so that positions do not follow it"
+POSITIONS = "position_ids do not count up from 0"
+NO_POSITIONS = "without position_ids, which generate() passes, it does not count from 0"
+ROWS_TOGETHER = "its cache has layers whose rows cannot be told apart; pass one row"
+LENGTH = "its rotary frequencies depend on the length, and this is longer than what they were trained for"
+TRAINING = "a part of the model is in training mode (call model.eval())"
+UNKNOWN = "nothing is known of what the cache holds"
+MODEL_CHANGED = "the model was changed after the beginning of the prompt"
+TYPES_LATER = "types of images came after the beginning of the prompt"
+MEDIA_LATER = "images, sound or video came after the beginning of the prompt"
+PADDED_WITHOUT = "the attention mask or position_ids of a padded batch are missing"
+CHANGED_ON_THE_WAY = "position_ids or the attention mask changed on the way"
+MASK_COSTS_MORE = (
+    "on this CPU it takes less time to compute its few known tokens again than to make the attention mask that reuse "
+    "needs (ReusePolicy(min_prefill_saving=0) reuses them all the same)"
+)
+MOVED_MEDIA = "it has images, sound or video"
+MOVED_FIXED_SIZE = "the cache has a fixed size (max_cache_len)"
+MOVED_QUANTIZED = "the cache holds codes (live_quant)"
+
+
+@dataclass(slots=True)
+class Request:
+    """A forward as the cache was asked for it.
+
+    Args:
+        cache: The cache that it came with.
+        model: The model.
+        kwargs: Its arguments by name.
+        armed: It brings a whole prompt, whatever the layers hold.
+        in_own_loop: Whoever calls the model leaves it as it is between the tokens of a text, as generate() does.
+        hides_padding_only: The mask of the generate() call, if it goes on from what the layers hold.
+        stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
+        inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
+        is_step: It decodes one token behind what the layers hold.
+    """
+
+    cache: Cache
+    model: PreTrainedModel
+    kwargs: Kwargs
+    armed: bool
+    in_own_loop: bool
+    hides_padding_only: bool
+    stores_whole: bool
+    inputs: ForwardInputs | str = "not read yet"
+    is_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A prompt, or more of one, that may use stored K/V and leave some.
+
+    Args:
+        inputs: The arguments.
+        prompt: Its new columns as keys see them.
+        pads: Columns of left padding of each row.
+        root: The root key of the model as it is now.
+        regime: Of the rotary frequencies.
+    """
+
+    inputs: ForwardInputs
+    prompt: Prompt
+    pads: NDArray[np.int64]
+    root: bytes
+    regime: bytes
+
+
+def reason_for_stock_layers(parts: CacheParts, request: Request) -> str | None:
+    """Why a text that begins runs on transformers' own layers, or None."""
+    live, cache = parts.live, request.cache
+    if live.unsupported is not None:
+        return live.unsupported
+    if live.static is None and (reason := holder_of_cache(request.model)) is not None:
+        return reason
+    if "update" in cache.__dict__ or not is_own(type(cache).update):
+        return UPDATE_REPLACED
+    return None
+
+
+def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
+    """A prompt that starts at column 0; or why it runs as it stands."""
+    live, model, kwargs, inputs = parts.live, request.model, request.kwargs, request.inputs
+    if isinstance(inputs, str):
+        return inputs
+    if live.static is not None and (reason := holder_of_cache(model)) is not None:
+        return reason
+    batch, columns = inputs.input_ids.shape
+    pads = read_pads(inputs.attention_mask, batch, columns)
+    if pads is None:
+        return MASK
+    if pads.any() and not positions_follow_padding(model, inputs):
+        return PADDING_WITHOUT_POSITIONS
+    if not positions_count_up(inputs.position_ids, pads, 0):
+        return POSITIONS
+    if inputs.position_ids is None and counts_from_padding_id(model):
+        return NO_POSITIONS
+    if pads.any() and (reason := padding_reason(model)):
+        return reason
+    prompt = _read_prompt(model, inputs, kwargs, pads)
+    if isinstance(prompt, str):
+        return prompt
+    if batch > 1 and any(layer.single_row for layer in live.layers):
+        return ROWS_TOGETHER
+    regime = rope_regime(model, columns - int(pads.min()))
+    if regime is None:
+        return LENGTH
+    root = parts.binding.root(regime)
+    if root is None:
+        return TRAINING
+    if (altered := parts.binding.altered) is not None:
+        return altered
+    return Admitted(_without_empty_mask(parts, inputs, pads), prompt, pads, root, regime)
+
+
+def admit_more(parts: CacheParts, request: Request, ledger: Ledger | None, held: int) -> str | None:
+    """Why ids that follow `held` columns run without being recorded, or None."""
+    live, inputs, kwargs = parts.live, request.inputs, request.kwargs
+    if isinstance(inputs, str):
+        return inputs
+    if ledger is None:
+        return CHANGED if live.changed else UNKNOWN
+    new = inputs.input_ids.shape[1]
+    if rope_regime(request.model, held + new - int(ledger.log.pads.min())) != live.regime:
+        return LENGTH
+    loops = request.in_own_loop or in_generate()  # nobody changes the model between two tokens without a trace
+    if (not loops or parts.binding.looks_changed) and parts.binding.root(live.regime) != ledger.root:
+        return MODEL_CHANGED
+    if not loops and has_types_of_media(kwargs, new):
+        return TYPES_LATER
+    padded = bool(ledger.log.pads.any()) and live.counts_columns  # states have no more use for a mask
+    if padded and (inputs.attention_mask is None or not positions_follow_padding(request.model, inputs)):
+        return PADDED_WITHOUT
+    return MEDIA_LATER if payload(kwargs) else None
+
+
+def admit_piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Admitted | str:
+    """More of a prompt, as with `prefill_chunk_size`; or why it runs as it stands."""
+    live, inputs = parts.live, request.inputs
+    assert isinstance(inputs, ForwardInputs)
+    batch, new = inputs.input_ids.shape
+    pads = read_pads(inputs.attention_mask, batch, held + new)
+    if pads is None or not _same_padding(ledger.log.pads, pads, held):
+        return CHANGED_ON_THE_WAY
+    if not (ledger.log.trusted and positions_count_up(inputs.position_ids, pads, held)):
+        return CHANGED_ON_THE_WAY
+    if parts.binding.root(live.regime) != ledger.root:
+        return MODEL_CHANGED
+    inputs = _without_empty_mask(parts, inputs, pads)
+    prompt = _read_prompt(request.model, inputs, request.kwargs, pads - held)
+    if isinstance(prompt, str) or prompt.media.any():
+        return CHANGED_ON_THE_WAY
+    return Admitted(inputs, prompt, pads, ledger.root, live.regime)
+
+
+def reason_against_moving(parts: CacheParts, model: PreTrainedModel, *, media: bool) -> str | None:
+    """Why nothing of a prompt can be served by moved chunks, or None."""
+    if media:
+        return MOVED_MEDIA
+    if parts.live.static is not None:
+        return MOVED_FIXED_SIZE
+    if parts.binding.live_quant is not None:
+        return MOVED_QUANTIZED
+    if parts.live.regime:
+        return LENGTH
+    return blend_reason(model, REPAIRS[parts.binding.policy.repair].measure)
+
+
+def reason_against_short_hits(
+    parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs, ledger: Ledger
+) -> str | None:
+    """Why to compute a whole prompt again, where that is quicker than what is left of it behind a short beginning.
+
+    What somebody has pinned is always reused.
+    """
+    if not plan.filled or not parts.binding.policy.min_prefill_saving or not adds_mask(parts, model, plan, inputs):
+        return None
+    columns = inputs.input_ids.shape[1]
+    if columns - plan.filled < PIECE or any(layer.is_sliding for layer in parts.live.layers):  # a mask in any case
+        return None
+    costs = Costs.of(model)
+    if costs.behind(plan.filled, columns) < costs.whole(columns):
+        return None
+    keys = [stored_chunk(segment).key for row in plan.rows for segment in row.segments]
+    borders = [border.key for row in ledger.borders for border in row]
+    return None if parts.binding.store.has_pinned([*keys, *borders]) else MASK_COSTS_MORE
+
+
+def adds_mask(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs) -> bool:
+    """Whether attention needs a mask only because something is reused; on a CPU: elsewhere it is not measured."""
+    if any(plan.pads) or parts.live.regime or parts.live.static is not None:
+        return False  # padding needs a mask in any case
+    return inputs.input_ids.device.type == "cpu" and attention_kind(model) == "sdpa"
+
+
+def _without_empty_mask(parts: CacheParts, inputs: ForwardInputs, pads: NDArray[np.int64]) -> ForwardInputs:
+    """Without a mask that says nothing: some models with states cannot take a part of it."""
+    return replace(inputs, attention_mask=None) if parts.live.stateful and not pads.any() else inputs
+
+
+def _same_padding(before: NDArray[np.int64], now: NDArray[np.int64], held: int) -> bool:
+    """Whether the padding of each row is what it was; rows that were all padding so far may have more of it."""
+    return bool(((now == before) | ((before == held) & (now >= held))).all())
+
+
+def _read_prompt(
+    model: PreTrainedModel, inputs: ForwardInputs, kwargs: Kwargs, pads: NDArray[np.int64]
+) -> Prompt | str:
+    ids: Tokens = inputs.input_ids.cpu().numpy().astype(np.int64, copy=False)
+    positions = inputs.position_ids
+    found = positions.cpu().numpy() if positions is not None and positions.ndim > 2 else None
+    source = encoded_from(kwargs.get(ENCODED)) or kwargs
+    return read_prompt(model, ids, found, pads, kwargs, source)

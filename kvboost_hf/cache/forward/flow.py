@@ -1,0 +1,340 @@
+"""What a forward is given: the whole prompt, or what is left of it when all that can be reused has been put in place.
+
+A forward over the columns [held, n) of a batch, as the hook sees it:
+
+    admit     may it use stored K/V at all?                   admission.py
+    plan      which columns can come from the store           planning/plan.py, pure
+    fill      [held, filled) is copied into the layers        reused.py, fill.py, loading.py; moved_forward.py
+    cut       with states: [filled, cut) runs on its own      reused.py
+    narrow    the model is given what is left                 reused.py
+    forward   the unmodified model
+    record    what the layers hold now                        live/live_kv.py
+    settle    chunks that are now complete go to the store    live/store_writer.py
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.forward.admission import (
+    Admitted,
+    Request,
+    adds_mask,
+    admit_more,
+    admit_piece,
+    admit_prompt,
+    reason_against_short_hits,
+    reason_for_stock_layers,
+)
+from kvboost_hf.cache.forward.fill import needed_for, with_loaded
+from kvboost_hf.cache.forward.loading import can_overlap
+from kvboost_hf.cache.forward.moved_forward import plan_moved
+from kvboost_hf.cache.forward.reused import PromptColumns, Reused
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Step, Unrecorded
+from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.live.live_kv import CHANGED
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, plan_batch
+from kvboost_hf.cache.planning.report import Tally
+from kvboost_hf.cache.prompt.generate_call import in_generate
+from kvboost_hf.cache.prompt.hook import Kwargs
+from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_inputs, with_positions
+from kvboost_hf.cache.prompt.media import Prompt
+from kvboost_hf.cache.prompt.token_log import MaskShape
+from kvboost_hf.cache.store.costs import pieces
+from kvboost_hf.compat import attention_kind, cache_argument, has_own_cache, probe_reason, steps_reason
+from kvboost_hf.handles import ATTENTION
+
+_NEVER = 2**62  # tokens that an extra forward must save
+
+
+def next_forward(parts: CacheParts, request: Request) -> Forward:
+    """The forward that a model is to run for a request; it is under way from its `begin` on.
+
+    Raises:
+        ValueError: for more columns than a cache of a fixed size has room for.
+    """
+    live, model = parts.live, request.model
+    if request.armed or not live.held:
+        _begin_text(parts, request)
+    elif live.plain_reason is None and not live.owns_layers:
+        live.follow_others()
+    if live.plain_reason is not None:
+        return _plain(parts, request, live.plain_reason)
+    request.kwargs = seen = with_positions(model, request.kwargs)
+    held = 0 if request.armed else live.held
+    if live.static is not None:  # generate() may have made a 4-D mask
+        live.static.require_fits(seen, held)
+        pads = live.ledger.log.pads if live.ledger is not None else None
+        request.kwargs, seen = live.static.read_mask(seen, held, pads)
+    request.inputs = read_inputs(model, seen)
+    if not held:
+        return _prompt(parts, request)
+    request.is_step = isinstance(request.inputs, ForwardInputs) and request.inputs.input_ids.shape[1] == 1
+    return _more(parts, request, held)
+
+
+def _begin_text(parts: CacheParts, request: Request) -> None:
+    """Take the layers for a text: transformers' own if somebody else's code is given the cache."""
+    live, reason = parts.live, reason_for_stock_layers(parts, request)
+    if reason is not None and live.plain_reason is not None:
+        live.plain_reason = reason
+    elif reason != live.plain_reason or not live.owns_layers:
+        parts.writer.offer_tails()
+        live.begin_text(request.model, reason)
+
+
+def _plain(parts: CacheParts, request: Request, reason: str) -> Forward:
+    """Run a text on the layers that transformers would have given it."""
+    live, kwargs = parts.live, request.kwargs
+    if request.armed and live.plain_used:
+        live.drop()
+    if not live.plain_used:
+        live.tally = Tally(bypass=reason)
+        _count_all(live.tally, kwargs)
+    live.plain_used = True
+    if has_own_cache(request.model):
+        kwargs = {**kwargs, cache_argument(request.model): None}
+    return Unrecorded(parts, 0, 0, kwargs)
+
+
+def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
+    """Run a prompt as it stands, on empty layers that nothing is known of."""
+    parts.writer.offer_tails()
+    parts.live.drop()
+    parts.live.tally.bypass = reason
+    kwargs = request.kwargs
+    _count_all(parts.live.tally, kwargs)
+    stop = _new_columns(kwargs)
+    if kwargs.get("use_cache") is False:
+        # generate() passes its cache even where it is not to be used, and then the whole sequence at each step.
+        kwargs = {**kwargs, cache_argument(request.model): None}
+    return Unrecorded(parts, 0, stop, kwargs)
+
+
+def _lose_track(parts: CacheParts, request: Request, held: int, reason: str) -> Forward:
+    """Run what follows as it stands; nothing more is known of what the layers hold."""
+    parts.live.ledger = None
+    tally, ids = parts.live.tally, request.kwargs.get("input_ids")
+    more = isinstance(ids, torch.Tensor) and ids.ndim == 2 and ids.shape[1] > 1
+    if more or not tally.live + tally.stored:  # else it is of no concern to the prompt
+        tally.bypass = tally.bypass or reason
+    if isinstance(ids, torch.Tensor) and more:
+        tally.prompt += ids.numel()
+        tally.forwarded += ids.numel()
+    return Unrecorded(parts, held, held + _new_columns(request.kwargs), request.kwargs)
+
+
+def _prompt(parts: CacheParts, request: Request) -> Forward:
+    """A prompt starts at column 0: keep what the layers hold of it, and look for the rest."""
+    live = parts.live
+    tally = live.tally = Tally()
+    found = admit_prompt(parts, request)
+    if isinstance(found, str):
+        return _bypass(parts, request, found)
+    inputs, pads = found.inputs, found.pads
+    batch, columns = inputs.input_ids.shape
+    held = _keep_common(parts, found, columns - inputs.logits)
+    if live.changed:
+        tally.dropped = CHANGED
+    live.changed = False
+    ledger = live.start_ledger(pads, found.root, found.regime)
+    candidates = inputs.logits - 1 if request.armed and not inputs.computes_all else 0
+    tally.prompt = int((columns - candidates - pads).sum())
+    tally.rows = np.maximum(held - pads, 0).tolist()
+    tally.live = sum(tally.rows)
+    tally.moved = ledger.blended.tainted_columns(held) if ledger.blended is not None else 0
+    tally.forwarded = -candidates * batch
+    tally.bypass = inputs.computes_all
+    return _reuse(parts, request, PromptColumns(inputs, found.prompt, found.prompt.codes, held))
+
+
+def _more(parts: CacheParts, request: Request, held: int) -> Forward:
+    """Ids follow what the layers hold: a decoding step, candidates to verify, or more of a prompt."""
+    live, inputs = parts.live, request.inputs
+    parts.writer.confirm_steps()
+    ledger = live.in_step(look=live.stateful or not request.is_step)
+    if live.untracked and request.is_step:
+        return Unrecorded(parts, held, held + 1, request.kwargs)
+    if (reason := admit_more(parts, request, ledger, held)) is not None:
+        return _lose_track(parts, request, held, reason)
+    assert ledger is not None
+    assert isinstance(inputs, ForwardInputs)
+    if ledger.unconfirmed:
+        parts.writer.confirm(ledger)
+    new = inputs.input_ids.shape[1]
+    if new > inputs.logits:
+        return _piece(parts, request, ledger, held)
+    if steps_reason(request.model) is not None:
+        # What is kept of decoded tokens is not what a prompt would leave: let the store have what there is.
+        parts.writer.offer_tails()
+        live.ledger, live.untracked = None, True
+        return Unrecorded(parts, held, held + new, request.kwargs)
+    mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
+    # Any other mask may hide anything, and to read it would make a GPU wait.
+    if mask is None or (in_generate() and request.hides_padding_only):
+        live.hand_out(attention_kind(request.model) == ATTENTION)
+    return Step(parts, held, request.kwargs, inputs, mask)
+
+
+def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Forward:
+    """More of a prompt, as with `prefill_chunk_size`."""
+    found = admit_piece(parts, request, ledger, held)
+    if isinstance(found, str):
+        return _lose_track(parts, request, held, found)
+    ledger.log.pads = found.pads
+    parts.live.expect_padding(found.pads)
+    columns = held + found.inputs.input_ids.shape[1]
+    parts.live.tally.prompt += int((columns - np.maximum(found.pads, held)).sum())
+    ids = np.concatenate([ledger.log.columns(), found.prompt.codes], axis=1)
+    return _reuse(parts, request, PromptColumns(found.inputs, found.prompt, ids, held))
+
+
+def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forward:
+    """Look for a prompt in the store."""
+    live, model = parts.live, request.model
+    ledger = live.ledger
+    assert ledger is not None
+    plan = _plan(parts, model, ledger, prompt)
+    media = bool(prompt.new.media.any())
+    if (moved := plan_moved(parts, request, prompt, plan, media=media)) is not None:
+        return moved
+    cuts = _state_cuts(parts, plan, ledger, prompt)
+    if media:
+        plan, cuts = _whole_media(plan, cuts, prompt.new, prompt.limit)
+    elif not live.stateful:
+        if not prompt.first:
+            reason = reason_against_short_hits(parts, model, plan, prompt.inputs, ledger)
+            if reason is not None:
+                prompt, plan = _give_up(parts, prompt, plan, ledger, reason)
+        cuts = _mask_cuts(parts, model, plan, prompt)
+    if (plan.filled > prompt.first or cuts) and (reason := probe_reason(model)):
+        if prompt.first:  # earlier pieces of the prompt are in the layers, and must stay
+            return _lose_track(parts, request, prompt.held, reason)
+        return _bypass(parts, request, reason)
+    overlaps = plan.filled > prompt.held and _may_overlap(parts, model, plan, prompt)
+    return Reused(parts, request, prompt, plan, cuts, overlaps=overlaps)
+
+
+def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
+    """Rewind the layers to the columns that the new prompt shares with them; returns how many those are."""
+    live, writer, prompt = parts.live, parts.writer, found.prompt
+    writer.confirm_steps()
+    ledger = live.in_step()
+    if ledger is not None and ledger.unconfirmed:
+        writer.confirm(ledger)
+    known = ledger is not None and ledger.root == found.root and ledger.log.trusted
+    if ledger is None or not known or not np.array_equal(ledger.log.pads, found.pads):
+        writer.offer_tails()
+        live.drop()
+        return 0
+    held = prompt.cut(min(common_columns(ledger.log.columns(), prompt.codes), max(limit, 0)))
+    if held <= int(found.pads.max()):  # some row keeps nothing
+        held = 0
+    if held < ledger.log.length and not live.can_rewind(held):
+        writer.offer_tails()  # the store has what is needed to go back
+        live.drop()
+        return 0
+    if ledger.log.length - held >= HEAD_TOKENS:
+        writer.offer_tails_from(ledger, held)
+    live.rewind(held)
+    return held
+
+
+def _plan(parts: CacheParts, model: PreTrainedModel, ledger: Ledger, prompt: PromptColumns) -> ReusePlan:
+    """What serves the columns [held, limit) of a prompt, all of it loaded."""
+    live, binding, ids = parts.live, parts.binding, prompt.ids
+    # Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
+    min_saving = binding.policy.min_prefill_saving if not live.regime else ids.size
+    lost: frozenset[bytes] = frozenset()
+    while True:
+        plan = ledger.plan(
+            ids, prompt.held, prompt.limit, binding.store, min_saving, stateful=live.stateful, without=lost
+        )
+        wanted = needed_for(plan)
+        fetched = binding.store.fetch(wanted, check=not _may_overlap(parts, model, plan, prompt))
+        if all(fetched.get(each.key) is each for each in wanted):  # nothing had to be loaded
+            return plan
+        if fetched.keys() >= {each.key for each in wanted}:
+            return with_loaded(plan, fetched)
+        lost |= {each.key for each in wanted if each.key not in fetched}
+
+
+def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> bool:
+    """Whether K/V may still be loading while the model computes.
+
+    Damage that is only found then takes a forward in the middle of a forward, which not every model can take.
+    """
+    return (
+        parts.binding.policy.mode == "exact"
+        and not prompt.new.media.any()  # where images are cut, the plan is not yet the last one
+        and parts.live.static is None
+        and can_overlap(parts.live.layers, plan)
+        and "forward" not in model.__dict__
+        and "_compiled_call_impl" not in model.__dict__
+        and not any("_hf_hook" in module.__dict__ for module in model.modules())  # whose weights come and go
+        and not _mask_cuts(parts, model, plan, prompt)
+    )
+
+
+def _state_cuts(parts: CacheParts, plan: ReusePlan, ledger: Ledger, prompt: PromptColumns) -> list[int]:
+    """Columns at which states are worth keeping: the last chunk border, where prompts part, the first image."""
+    limit, media, store = prompt.limit, prompt.new.media, parts.binding.store
+    if not parts.live.stateful or parts.live.regime or limit <= plan.filled:
+        return []
+    border = ledger.last_border(limit, store, prompt.ids)
+    wanted = {border} if border - plan.filled >= store.chunker.chunk_size // 2 else set()
+    if plan.branch is not None:
+        wanted.add(plan.branch)
+    if media.any():  # a whole prompt, as media only come with one
+        wanted.add(int(media.any(axis=0).argmax()))
+    return sorted(cut for cut in wanted if max(plan.filled, *plan.pads) < cut <= limit)
+
+
+def _mask_cuts(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> list[int]:
+    """Columns at which to begin a new forward, where attention needs a mask behind what is reused."""
+    if plan.filled and adds_mask(parts, model, plan, prompt.inputs):
+        return pieces(plan.filled, prompt.limit)
+    return []
+
+
+def _give_up(
+    parts: CacheParts, prompt: PromptColumns, plan: ReusePlan, ledger: Ledger, reason: str
+) -> tuple[PromptColumns, ReusePlan]:
+    """Reuse nothing of a prompt after all: the prompt behind empty layers, and an empty plan."""
+    live = parts.live
+    live.tally.bypass = reason
+    live.tally.live = live.tally.moved = 0
+    live.tally.rows = [0] * len(plan.rows)
+    live.drop()
+    live.start_ledger(ledger.log.pads, ledger.root, live.regime)
+    nothing = [replace(row, hit=0, segments=(), borders=(), miss=None) for row in plan.rows]
+    return replace(prompt, held=0), plan_batch(nothing, plan.pads, 0, prompt.ids.shape[1], _NEVER)
+
+
+def _whole_media(plan: ReusePlan, cuts: list[int], prompt: Prompt, limit: int) -> tuple[ReusePlan, list[int]]:
+    """The plan and the cuts without a forward of our own, which would lack its images, and without a cut in one."""
+    rows = [
+        row
+        if row.states is None
+        else replace(row, states={at: s for at, s in row.states.items() if prompt.cut(at + pad) == at + pad})
+        for row, pad in zip(plan.rows, plan.pads, strict=True)
+    ]
+    alone = plan_batch(rows, plan.pads, plan.held, limit, min_saving=_NEVER)
+    alone = replace(alone, filled=max(plan.held, prompt.cut(alone.filled)))
+    shown = np.flatnonzero(prompt.media[:, alone.filled :].any(axis=0))
+    before = alone.filled + int(shown[0]) if len(shown) else limit
+    return alone, [cut for cut in cuts if alone.filled < cut <= before]
+
+
+def _count_all(tally: Tally, kwargs: Kwargs) -> None:
+    ids = kwargs.get("input_ids")
+    if isinstance(ids, torch.Tensor) and ids.ndim == 2:
+        tally.prompt = tally.forwarded = ids.numel()
+
+
+def _new_columns(kwargs: Kwargs) -> int:
+    given = kwargs.get("input_ids")
+    given = kwargs.get("inputs_embeds") if given is None else given
+    return int(given.shape[1]) if isinstance(given, torch.Tensor) and given.ndim > 1 else 0

@@ -1,0 +1,254 @@
+"""A prompt of which the store serves a beginning: filling the layers, and the forward over what is left."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from kvboost_hf.cache.forward.admission import Request
+from kvboost_hf.cache.forward.audit import audit, put_right
+from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead, stored_chunk
+from kvboost_hf.cache.forward.loading import Loading
+from kvboost_hf.cache.forward.running import CacheParts, Forward, note_hooks, offer
+from kvboost_hf.cache.layers.base import Piece
+from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan
+from kvboost_hf.cache.planning.report import miss_report
+from kvboost_hf.cache.prompt.hook import Kwargs
+from kvboost_hf.cache.prompt.inputs import ForwardInputs
+from kvboost_hf.cache.prompt.media import Prompt, narrow_media
+from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
+from kvboost_hf.cache.store.compute_pace import ComputePace
+from kvboost_hf.compat import attention_kind
+from kvboost_hf.handles import ATTENTION
+
+
+@dataclass(frozen=True, slots=True)
+class PromptColumns:
+    """All columns up to the end of a forward over a prompt, or over more of one.
+
+    Args:
+        inputs: The arguments of the forward.
+        new: The columns that it brings.
+        ids: Codes of all columns, [batch, columns].
+        held: How many of them the layers hold.
+    """
+
+    inputs: ForwardInputs
+    new: Prompt
+    ids: Tokens
+    held: int
+
+    @property
+    def columns(self) -> int:
+        """How many there are."""
+        return int(self.ids.shape[1])
+
+    @property
+    def first(self) -> int:
+        """The column of the first id that the caller passed."""
+        return self.columns - self.inputs.input_ids.shape[1]
+
+    @property
+    def limit(self) -> int:
+        """The first column whose logits are wanted."""
+        return self.columns - self.inputs.logits
+
+
+class Reused(Forward):
+    """A forward over what the store could not serve.
+
+    Args:
+        parts: Of the cache.
+        request: The forward as it was asked for.
+        prompt: Its columns.
+        plan: Which of them the store serves.
+        cuts: Columns before which to run a forward of its own, and to keep states.
+        overlaps: K/V may be loaded while the model computes.
+    """
+
+    def __init__(
+        self,
+        parts: CacheParts,
+        request: Request,
+        prompt: PromptColumns,
+        plan: ReusePlan,
+        cuts: Sequence[int],
+        *,
+        overlaps: bool,
+    ) -> None:
+        super().__init__(parts, prompt.held)
+        self._request, self._prompt, self._plan, self._cuts = request, prompt, plan, cuts
+        self._overlaps = overlaps
+        self._loading: Loading | None = None
+        self._fetched: list[StoredChunk | StoredStates] = []  # what has served, some of it from lower tiers
+        self._confirmed = not prompt.inputs.verifies or request.stores_whole  # no crop() will follow
+        self._audited = self._hooked = self._changed = False
+        self._began = 0.0
+
+    def begin(self) -> Kwargs:
+        """See `Forward`."""
+        parts, request, prompt, plan = self.parts, self._request, self._prompt, self._plan
+        live, model = parts.live, request.model
+        live.hand_out(attention_kind(model) == ATTENTION)
+        if self._overlaps:
+            self._loading = self._load_meanwhile()
+            self._loading.start()  # not before it is known here: an interrupt has to stop it
+        elif plan.filled > prompt.held:
+            live.tally.forwarded += fill_layers(model, live.layers, plan, prompt.inputs, prompt.first)
+        self._note_filled()
+        self._run_to_cuts()
+        if plan.filled > prompt.first == 0:
+            self._audited = parts.binding.store.audit_is_due(parts.binding.policy.audit_rate)
+            fingerprint = parts.binding.fingerprint
+            self._hooked = fingerprint is not None and bool(fingerprint.watched)
+        self._began = time.perf_counter()
+        return _narrow(model, request.kwargs, prompt, self.length - prompt.first)
+
+    def update(
+        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `Forward`."""
+        if self._loading is not None:
+            self._loading.wait(layer_idx)
+        return None
+
+    def record(self, output: Any) -> Any:
+        """See `Forward`."""
+        if self._loading is not None:
+            self._loading.finish()
+        self._note_pace()
+        live, prompt = self.parts.live, self._prompt
+        live.filled(prompt.ids[:, self.length :], prompt.columns)
+        changed = None
+        if live.ledger is not None and (self._audited or (self._hooked and self.parts.binding.altered)):
+            changed = self._audit(live.ledger, output)
+        self._changed = changed is not None
+        note_hooks(self.parts, confirmed=self._confirmed)
+        return changed
+
+    def settle(self) -> None:
+        """See `Forward`."""
+        parts, computed = self.parts, self._loading is not None and self._loading.computed
+        if not self._changed and not computed:  # it has served well
+            parts.binding.store.promote(self._fetched)
+        if parts.live.ledger is not None and self._confirmed and (computed or self._changed):
+            parts.writer.offer_again(parts.live.ledger)
+        offer(parts, self._prompt.columns, confirmed=self._confirmed, root_checked=True)
+        if self._confirmed and self._request.stores_whole:
+            parts.writer.offer_tails()
+
+    def abandon(self) -> None:
+        """See `Forward`."""
+        if self._loading is not None:
+            self._loading.stop()
+        super().abandon()
+
+    def _load_meanwhile(self) -> Loading:
+        parts, prompt, plan = self.parts, self._prompt, self._plan
+        live, tally = parts.live, parts.live.tally
+        served, rows = dict(tally.tiers), list(tally.rows)
+
+        def compute() -> list[list[Piece]]:
+            tally.tiers, tally.rows = served, rows
+            tally.forwarded += sum(plan.filled - max(plan.held, pad) for pad in plan.pads)
+            return compute_columns(self._request.model, live.layers, plan, prompt.inputs, prompt.first)
+
+        return Loading(live.layers, plan, compute, parts.binding.store.lose)
+
+    def _note_filled(self) -> None:
+        """Record what was filled, and where and why the store could give no more."""
+        parts, plan, ids = self.parts, self._plan, self._prompt.ids
+        live, tally, ledger = parts.live, parts.live.tally, parts.live.ledger
+        assert ledger is not None
+        live.filled(ids[:, plan.held : plan.filled], plan.filled)
+        for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+            stop = plan.filled - pad
+            ledger.borders[row] += [border for border in row_plan.borders if border.at <= stop]
+            reach = plan.starts(row) - pad  # what follows up to `stop` was computed ahead
+            served = [segment for segment in row_plan.segments if segment.start < reach]
+            for segment in served:
+                tokens = min(segment.stop, reach) - segment.start
+                tally.count(stored_chunk(segment).tier, tokens)
+                tally.rows[row] += tokens
+            chunks = [stored_chunk(segment) for segment in served]
+            saved = (row_plan.states or {}).get(stop)
+            states = saved if isinstance(saved, StoredStates) else None
+            parts.binding.store.record_use(chunks, missed=row_plan.miss is not None, states=states)
+            self._fetched += [*chunks, *([states] if states is not None else [])]
+            note_miss(parts, row, ids[row, pad:], row_plan)
+        tally.forwarded += int((self._prompt.columns - np.maximum(plan.filled, ledger.log.pads)).sum())
+        self.length = plan.filled
+
+    def _run_to_cuts(self) -> None:
+        """Compute up to each cut, and keep states there."""
+        parts, prompt = self.parts, self._prompt
+        live, ledger, store = parts.live, parts.live.ledger, parts.binding.store
+        assert ledger is not None
+        rows = range(len(prompt.ids))
+        for cut in self._cuts:
+            columns = slice(self.length, cut)
+            run_ahead(self._request.model, live.layers, prompt.inputs, rows, columns, prompt.first)
+            live.filled(prompt.ids[:, columns], cut)
+            self.length = cut
+            if live.stateful and store.usable:
+                parts.writer.offer_new(ledger)
+                for row in rows:
+                    ledger.store_states(row, live.layers, store)
+
+    def _note_pace(self) -> None:
+        """Tell how fast the model is. On a GPU the host's clock does not."""
+        if self._loading is None and self._prompt.inputs.input_ids.device.type == "cpu":
+            tokens = len(self._prompt.ids) * (self._prompt.columns - self.length)
+            ComputePace.of(self._request.model).observe(tokens, time.perf_counter() - self._began)
+
+    def _audit(self, ledger: Ledger, output: Any) -> Any:
+        """Compute the prompt a second time; returns the output to give in place of `output`, if it was wrong."""
+        parts, request = self.parts, self._request
+        live = parts.live
+        logits = output["logits"] if isinstance(output, ModelOutput) else output[0]
+        found = audit(request.model, live.layers, ledger, parts.binding.store, request.kwargs, logits)
+        live.tally.audit_tokens, live.tally.audit_divergence = found.tokens, found.divergence
+        if found.logits is None:
+            return None
+        with live.changing():
+            put_right(live.layers, found.layers, ledger)
+        if isinstance(output, ModelOutput):
+            output["logits"] = found.logits
+            return output
+        return (found.logits, *output[1:])
+
+
+def note_miss(parts: CacheParts, row: int, tokens: Tokens, plan: RowPlan) -> None:
+    """Report where and why the store could give no more of a row that holds `tokens`."""
+    ledger, store = parts.live.ledger, parts.binding.store
+    if plan.miss is not None and ledger is not None:
+        evicted = store.was_evicted(plan.miss.wanted_key)
+        other = store.known_under_other_root(ledger.root, tokens)
+        parts.live.tally.misses.append(miss_report(row, tokens, plan.miss, evicted=evicted, other_fingerprint=other))
+
+
+def _narrow(model: PreTrainedModel, kwargs: Kwargs, prompt: PromptColumns, served: int) -> Kwargs:
+    """The arguments without their first `served` columns. A mask stays whole: it covers the cache, too."""
+    if served == 0:
+        return kwargs
+    inputs = prompt.inputs
+    narrowed = {**narrow_media(model, kwargs, prompt.new, served), "input_ids": _own(inputs.input_ids[:, served:])}
+    if inputs.position_ids is not None:
+        narrowed["position_ids"] = _own(inputs.position_ids[..., served:])
+    if inputs.attention_mask is None and "attention_mask" in kwargs:
+        narrowed["attention_mask"] = None
+    if kwargs.get("cache_position") is not None:
+        narrowed["cache_position"] = kwargs["cache_position"][served:]
+    return narrowed
+
+
+def _own(part: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of its shape: a compiled forward has a graph for each stride that it sees."""
+    return part.clone(memory_format=torch.contiguous_format)

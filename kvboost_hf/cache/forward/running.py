@@ -1,0 +1,169 @@
+"""Forwards under way: how each kind begins, what it records when it is done, and what is left when it is abandoned.
+
+A cache has one forward under way at most. `begin` puts K/V in place and gives the arguments that the model is run
+with; `record` and `settle` follow when the model has returned; `abandon` follows where it did not.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvboost_hf.cache.live.binding import Binding
+from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.live.store_writer import StoreWriter
+from kvboost_hf.cache.prompt.hook import Kwargs
+from kvboost_hf.cache.prompt.inputs import ForwardInputs
+from kvboost_hf.cache.prompt.token_log import MaskShape
+
+
+@dataclass(frozen=True, slots=True)
+class CacheParts:
+    """The parts of one `ChunkReuseCache`.
+
+    Args:
+        binding: Its model, store and settings.
+        live: What it holds.
+        writer: Offers that to the store.
+    """
+
+    binding: Binding
+    live: LiveKV
+    writer: StoreWriter
+
+
+class Forward(ABC):
+    """One forward of the model with a cache.
+
+    Args:
+        parts: Of the cache.
+        length: Columns of the layers that stay right whatever happens: what to fall back to.
+    """
+
+    def __init__(self, parts: CacheParts, length: int) -> None:
+        self.parts, self.length = parts, length
+
+    @abstractmethod
+    def begin(self) -> Kwargs:
+        """Put in place what can be reused; returns the arguments to run the model with."""
+
+    def update(
+        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Take new K/V [batch, num_kv_heads, m, head_dim] of a layer in place of the layer.
+
+        Returns:
+            K/V of all columns, or None: the layer is to append it.
+        """
+        return None
+
+    @abstractmethod
+    def record(self, output: Any) -> Any:
+        """Record that the model has returned; returns what to return in place of `output`, or None.
+
+        An interrupt in it abandons the forward.
+        """
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Offer to the store what is complete, now that the forward can no longer be abandoned."""
+
+    def abandon(self) -> None:
+        """Forget what the forward may have left in some of the layers."""
+        self.parts.live.fall_back(self.length)
+
+
+class Unrecorded(Forward):
+    """A forward whose arguments stay as they are, and of whose K/V nothing is known.
+
+    Args:
+        parts: Of the cache.
+        length: Columns in the layers before it.
+        stop: Columns after it.
+        kwargs: Its arguments.
+    """
+
+    def __init__(self, parts: CacheParts, length: int, stop: int, kwargs: Kwargs) -> None:
+        super().__init__(parts, length)
+        self._stop, self._kwargs = stop, kwargs
+
+    def begin(self) -> Kwargs:
+        """See `Forward`."""
+        return self._kwargs
+
+    def record(self, output: Any) -> Any:
+        """See `Forward`."""
+        self.parts.live.advanced(self._stop)
+
+    def settle(self) -> None:
+        """See `Forward`."""
+        self.parts.live.release(self._stop)
+
+
+class Step(Forward):
+    """A forward that needs the logits of all its tokens: a decoding step, or candidates to verify.
+
+    Args:
+        parts: Of the cache.
+        held: Columns in the layers before it.
+        kwargs: Its arguments.
+        inputs: The same, as they were read.
+        mask: Of its attention, or None for one that hides nothing.
+    """
+
+    def __init__(
+        self, parts: CacheParts, held: int, kwargs: Kwargs, inputs: ForwardInputs, mask: MaskShape | None
+    ) -> None:
+        super().__init__(parts, held)
+        self._kwargs, self._inputs, self._mask = kwargs, inputs, mask
+
+    def begin(self) -> Kwargs:
+        """See `Forward`."""
+        return self._kwargs
+
+    def record(self, output: Any) -> Any:
+        """See `Forward`."""
+        inputs = self._inputs
+        stop = self.length + inputs.input_ids.shape[1]
+        self.parts.live.appended(inputs.input_ids, inputs.position_ids, self._mask, stop)
+        note_hooks(self.parts, confirmed=not inputs.verifies)
+
+    def settle(self) -> None:
+        """See `Forward`."""
+        stop = self.length + self._inputs.input_ids.shape[1]
+        offer(self.parts, stop, confirmed=not self._inputs.verifies, root_checked=False)
+
+
+class Lent(Forward):
+    """Layers that run forwards of somebody else, who forgets what these append, or hands over a part of it."""
+
+    def begin(self) -> Kwargs:
+        """There are no arguments."""
+        return {}
+
+    def record(self, output: Any) -> Any:
+        """Nothing: such a forward is not told to the cache."""
+
+    def settle(self) -> None:
+        """See `record`."""
+
+
+def note_hooks(parts: CacheParts, *, confirmed: bool) -> None:
+    """After K/V was recorded: whether it is there to stay, and whether hooks have changed it meanwhile."""
+    live, binding = parts.live, parts.binding
+    if live.ledger is None:
+        return
+    live.ledger.unconfirmed = not confirmed
+    if binding.has_new_hooks:
+        live.ledger = None  # somebody has put a hook somewhere in the course of the forward
+    elif (altered := binding.altered) is not None:
+        live.tally.bypass = live.tally.bypass or altered
+
+
+def offer(parts: CacheParts, stop: int, *, confirmed: bool, root_checked: bool) -> None:
+    """Offer chunks that have become complete; what cannot be stored may leave the windows."""
+    if parts.live.ledger is None:
+        parts.live.release(stop)
+    elif confirmed:
+        parts.writer.confirm(parts.live.ledger, root_checked=root_checked)

@@ -1,0 +1,87 @@
+"""The model, store and settings that a cache was made with."""
+
+import weakref
+from collections.abc import Hashable
+
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
+from kvboost_hf.cache.identity.foreign import foreign_attention, hooks_registered
+from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.identity.walk import autocast
+from kvboost_hf.cache.layers.quantized import mark
+from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
+
+
+class Binding:
+    """The model, store and settings of one cache, and the root key of what is computed with them.
+
+    Args:
+        model: The model. Held weakly.
+        store: Keeps K/V when the cache lets go of it.
+        policy: How stored K/V may be used.
+        salt: Separates those who must not see each other's prompts.
+        live_quant: How the layers quantize K/V, or None.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        store: ChunkStore,
+        policy: ReusePolicy,
+        salt: bytes,
+        live_quant: KVQuantConfig | None,
+    ) -> None:
+        self.store, self.policy, self.salt, self.live_quant = store, policy, salt, live_quant
+        self._model = weakref.ref(model)
+        self._mark = mark(live_quant) if live_quant is not None else b""
+        self._hooks = 0  # that others had registered when the root was last read
+        self._precision: Hashable = None  # of autocast, then
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The model, or None if it no longer exists."""
+        return self._model()
+
+    @property
+    def fingerprint(self) -> ModelFingerprint | None:
+        """The fingerprint of the model, or None if it no longer exists."""
+        model = self._model()
+        return ModelState.of(model).fingerprint if model is not None else None
+
+    @property
+    def altered(self) -> str | None:
+        """The hook of somebody else that changes what the model computes, as a reason; None if there is none."""
+        fingerprint = self.fingerprint
+        return fingerprint.altered if fingerprint is not None else None
+
+    def root(self, regime: bytes) -> bytes | None:
+        """The key that all chains of the model, as it is now, start from; None while a part of it is in training.
+
+        Args:
+            regime: Of the rotary frequencies, see `compat.rope_regime`.
+
+        Raises:
+            StoreClosedError: if the store was closed, or the model no longer exists.
+        """
+        self._hooks, self._precision = hooks_registered(), autocast()
+        return self.store.root(self.salt, regime + self._mark, read_all=self.policy.weights_check == "full")
+
+    @property
+    def has_new_hooks(self) -> bool:
+        """Whether somebody has registered or removed a hook anywhere since the root was last read."""
+        return self._hooks != hooks_registered()
+
+    @property
+    def looks_changed(self) -> bool:
+        """Whether hooks or autocast are others than when the root was last read. Cheap enough for each token."""
+        return self.has_new_hooks or self._precision != autocast()
+
+    @property
+    def may_change_within_a_forward(self) -> bool:
+        """Whether functions or hooks of others run in the model, which may change its K/V in the course of it."""
+        model, fingerprint = self._model(), self.fingerprint
+        return (
+            model is None or fingerprint is None or foreign_attention(model) is not None or bool(fingerprint.watched)
+        )

@@ -1,0 +1,335 @@
+"""`LiveKV`: the layers of a cache, and the record of the tokens whose K/V they hold.
+
+Every method that changes the layers brings the ledger up to date, with the version of the layers that it belongs to.
+A version that the ledger does not have means that somebody else has changed the layers: then nothing is known of what
+they hold any more, nothing of it is stored, and `changed` is True.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvboost_hf.cache.identity.foreign import is_own
+from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.layers.static import StaticReuseLayer
+from kvboost_hf.cache.live.compiled import StaticDecoding
+from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.report import Tally
+from kvboost_hf.cache.prompt.token_log import MaskShape
+from kvboost_hf.compat import cache_layers, known_reason
+from kvboost_hf.config import KVQuantConfig
+
+CHANGED = "the cache was changed by somebody else"
+
+
+class LiveKV:
+    """The K/V that one cache holds.
+
+    Args:
+        model: The model that computes it. Held weakly.
+        static: Decoding in buffers that never move, or None for layers that grow.
+        live_quant: How layers of full attention quantize K/V, or None.
+
+    Attributes:
+        layers: The layers, in the order of the model; none while `plain_reason` is set.
+        visible: The list of layers that transformers sees, as the cache's `layers`. Anybody may change it.
+        ledger: The tokens behind the layers; None where nothing is known of what they hold.
+        regime: Of the rotary frequencies that the K/V was computed with.
+        plain_reason: Why transformers' own layers are used, for this text or for good; None if ours are.
+        changed: Somebody else has changed what the layers held; the next prompt reports it.
+        untracked: The model goes on from a prompt in a way that must not be stored.
+        lost: An interrupted forward took with it what the layers held.
+        tally: What is reported of the last prompt.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, static: StaticDecoding | None, live_quant: KVQuantConfig | None
+    ) -> None:
+        self.static, self.tally = static, Tally()
+        self.unsupported = self.plain_reason = known_reason(model)
+        self.ledger: Ledger | None = None
+        self.regime = b""
+        self.changed = self.untracked = self.lost = False
+        self.plain_used = False  # transformers' own layers hold something
+        self.in_forward = False  # a forward with the cache is under way
+        self.stepped = False  # compiled steps were taken over, and not offered to the store yet
+        self._model, self._live_quant = weakref.ref(model), live_quant
+        self._columns = 0  # held by layers that do not count themselves
+        self._bumps = ModelState.of(model).fingerprint.bumps
+        self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
+        self._classes_of: list[ReuseLayer] | None = None
+        self._classes: list[type | None] = []
+        text_config = model.config.get_text_config(decoder=True)
+        self._of_images = frozenset(getattr(text_config, "cross_attention_layers", None) or ())  # they hold no tokens
+        self._make_layers(model)
+        self.stateful = any(layer.is_stateful for layer in self.layers)
+        self._shown = self._native_layers(model)  # what `visible` is, unless somebody else has set it
+        self.visible: list[Any] = self._shown
+
+    # Layers
+
+    def _make_layers(self, model: PreTrainedModel) -> None:
+        if self.static is not None:
+            self.layers = self.static.make_layers(model)
+        else:
+            self.layers = make_layers(model, self._live_quant) if self.plain_reason is None else []
+        self._counting = next((layer for layer in self.layers if layer.length is not None), None)
+
+    def _native_layers(self, model: PreTrainedModel) -> list[Any]:
+        return [layer.native for layer in self.layers] if self.plain_reason is None else cache_layers(model)
+
+    @property
+    def static_layers(self) -> list[StaticReuseLayer]:
+        """The layers of a cache of a fixed size."""
+        return cast("list[StaticReuseLayer]", self.layers)
+
+    def begin_text(self, model: PreTrainedModel, reason: str | None) -> None:
+        """Take transformers' own layers for a text, for a `reason`, or ours again. What they held is dropped."""
+        self.drop()
+        self.plain_reason = reason
+        self._make_layers(model)
+        self._show(self._native_layers(model))
+
+    def follow_others(self) -> None:
+        """Go on with layers that somebody else has put in place of ours, of which nothing is known."""
+        self.note_change()
+        self.plain_reason, self.layers, self._counting, self.plain_used = CHANGED, [], None, True
+
+    def _show(self, layers: Sequence[Any]) -> None:
+        """Have transformers see these layers; an attached call's own cache sees the same list."""
+        recording = self.is_recording
+        self._shown[:] = layers
+        self.visible = self._shown
+        if recording:  # generate() has asked for it already
+            for layer in layers:
+                if hasattr(layer, "activate_past_recording"):
+                    layer.activate_past_recording()
+
+    @property
+    def owns_layers(self) -> bool:
+        """Whether the layers that transformers sees are those that were made for it, as they were made."""
+        return len(self.visible) == len(self.layers) and all(
+            theirs is ours.native and type(theirs) is made and "update" not in theirs.__dict__
+            for theirs, ours, made in zip(self.visible, self.layers, self._made_classes, strict=True)
+        )
+
+    @property
+    def _made_classes(self) -> list[type | None]:
+        """Classes of the layers that transformers sees, as they were made; None for one of somebody else."""
+        if self._classes_of is not self.layers:
+            kinds = [type(layer.native) for layer in self.layers]
+            self._classes_of, self._classes = self.layers, [kind if is_own(kind) else None for kind in kinds]
+        return self._classes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, room to spare included."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether layers keep what `crop` may go back to."""
+        return any(getattr(layer, "record_past", False) for layer in self.visible)
+
+    def record_for_call(self) -> None:
+        """The layers are asked to record by a generate() call, and until the next one."""
+        self._records_for_call = self._records_for_call or not self.is_recording
+
+    def end_call(self) -> None:
+        """Stop recording what a generate() call has asked for."""
+        if self._records_for_call:
+            self._records_for_call = False
+            for layer in self.layers:
+                layer.stop_recording()
+
+    def hand_out(self, allowed: bool) -> None:
+        """Let layers give the attention K/V as it is held: if it can read that, and only padding is hidden."""
+        for layer in self.layers:
+            layer.hands_out = allowed
+
+    def expect_padding(self, pads: NDArray[np.int64]) -> None:
+        """Tell the layers where the shortest row begins."""
+        for layer in self.layers:
+            layer.expect_padding(int(pads.max()))
+
+    def release(self, before: int) -> None:
+        """Columns before `before` are of no more use to the store: windows may let go of them."""
+        for layer in self.layers:
+            if layer.is_sliding:
+                layer.release(before)
+
+    # What they hold
+
+    @property
+    def held(self) -> int:
+        """Columns in the layers."""
+        if self.static is not None:
+            self._catch_up(self.static)
+        if self._counting is not None:
+            return self._counting.length or 0
+        if self.plain_reason is None:
+            return self._columns
+        try:
+            return int(Cache(layers=self.visible).get_seq_length())
+        except (ValueError, RuntimeError):  # there are no attention layers
+            return 0
+
+    @property
+    def counts_columns(self) -> bool:
+        """Whether some layer counts its columns, as layers of attention do."""
+        return self._counting is not None
+
+    def in_step(self, *, look: bool = True) -> Ledger | None:
+        """The ledger, unless the layers were changed by somebody else since it was last brought up to date.
+
+        Args:
+            look: Find out whether somebody has written to their tensors. What is not found now is found later.
+        """
+        if self.static is not None:
+            self._catch_up(self.static)
+        ledger = self.ledger
+        if ledger is not None and (ledger.version != self._version() or (look and not self.untouched(ledger))):
+            self.note_change()
+        if self._bumps != (bumps := self._model_bumps()):  # store.invalidate() was called: K/V may not be the model's
+            self._bumps, self.ledger = bumps, None
+        return self.ledger
+
+    def untouched(self, ledger: Ledger) -> bool:
+        """Whether nobody else has written to the layers, or changed how much they hold."""
+        return self.owns_layers and all(
+            layer.intact and (layer.length in (None, 0, ledger.log.length) or idx in self._of_images)
+            for idx, layer in enumerate(self.layers)
+        )
+
+    def note_change(self) -> None:
+        """Nothing is known any more of what the layers hold."""
+        self.ledger, self.changed = None, True
+        self.tally.dropped = CHANGED
+
+    def _model_bumps(self) -> int:
+        model = self._model()
+        return ModelState.of(model).fingerprint.bumps if model is not None else self._bumps
+
+    def _version(self) -> int:
+        return sum([layer.version for layer in self.layers])
+
+    def _note(self, ledger: Ledger) -> None:
+        """The ledger says what the layers hold now."""
+        ledger.version = self._version()
+        if self.stateful:
+            for layer in self.layers:
+                layer.note_state()
+
+    # Changes
+
+    def start_ledger(self, pads: NDArray[np.int64], root: bytes, regime: bytes) -> Ledger:
+        """The ledger, a new one if the layers hold nothing that is known."""
+        self.regime = regime
+        self.expect_padding(pads)
+        if self.ledger is None:
+            self.ledger = Ledger.empty(pads, root)
+        return self.ledger
+
+    def filled(self, ids: Tokens, stop: int) -> None:
+        """The layers were given the K/V of `ids` [batch, columns], up to column `stop`."""
+        self._columns = stop
+        if (ledger := self.ledger) is not None:
+            ledger.log.extend(ids)
+            self._note(ledger)
+
+    def appended(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, mask: MaskShape | None, stop: int
+    ) -> None:
+        """A forward has appended the K/V of `input_ids` [batch, m], up to column `stop`; they are read when needed."""
+        self._columns = stop
+        if (ledger := self.ledger) is not None:
+            ledger.log.append(input_ids, position_ids, mask)
+            self._note(ledger)
+
+    def advanced(self, stop: int) -> None:
+        """A forward that is not recorded has ended at column `stop`."""
+        self._columns = stop
+
+    @contextmanager
+    def changing(self) -> Iterator[Ledger | None]:
+        """Within it, change rows or columns of all layers alike, and of the ledger that it gives, if there is one."""
+        ledger = self.in_step()
+        yield ledger
+        if ledger is not None:
+            self._note(ledger)
+
+    def cropped(self, ledger: Ledger | None, columns: int) -> None:
+        """The last `columns` were removed from the layers; to be called within `changing`."""
+        self._columns = max(0, self._columns - columns)
+        if ledger is not None:
+            ledger.rewind(max(0, ledger.log.length - columns))
+
+    def can_rewind(self, length: int) -> bool:
+        """Whether all layers can forget the columns from `length` on."""
+        return all(layer.can_rewind(length) for layer in self.layers)
+
+    def rewind(self, length: int) -> None:
+        """Forget the columns from `length` on."""
+        for layer in self.layers:
+            layer.truncate(length)
+        self._columns = min(self._columns, length)
+        if self.ledger is not None:
+            self.ledger.rewind(length)
+            self._note(self.ledger)
+
+    def fall_back(self, length: int) -> None:
+        """After a forward that failed: forget what it may have left in some of the layers, from `length` on."""
+        if self.can_rewind(length):
+            self.rewind(length)
+        else:
+            self.drop()
+            self.lost = length > 0
+
+    def drop(self) -> None:
+        """Empty the layers."""
+        model = self._model()
+        for layer in self.layers:
+            layer.reset()
+        if self.plain_reason is not None and self.plain_used and model is not None:
+            self._show(self._native_layers(model))
+        self.plain_used = self.untracked = self.lost = False
+        self._columns = 0
+        self.ledger = None
+
+    def _catch_up(self, static: StaticDecoding) -> None:
+        """Take over what compiled steps have left."""
+        version, ledger = self._version(), self.ledger
+        if self.in_forward or not any([layer.catch_up() for layer in self.static_layers]):
+            return
+        if not static.catch_up(self.static_layers, ledger if ledger and ledger.version == version else None):
+            self.ledger = None
+        elif ledger is not None:
+            self._note(ledger)
+            self.stepped = True
+
+    def share_into(self, twin: "LiveKV", layers: list[Any] | None) -> None:
+        """Have `twin` hold the same, in layers of its own that share buffers with these until one of them writes.
+
+        Args:
+            twin: Made for the same model and settings.
+            layers: Copies of what transformers sees, where these are its own layers.
+        """
+        twin.plain_reason, twin.plain_used, twin.changed = self.plain_reason, self.plain_used, self.changed
+        twin.layers = [layer.share() for layer in self.layers]
+        twin._counting = next((layer for layer in twin.layers if layer.length is not None), None)
+        twin.visible[:] = [layer.native for layer in twin.layers] if layers is None else layers
+        twin.regime, twin._columns, twin._bumps = self.regime, self._columns, self._bumps
+        twin._records_for_call = self._records_for_call
+        twin.ledger = self.ledger.copy() if self.ledger is not None else None
+        if self.static is not None and twin.static is not None:
+            twin.static.tape = self.static.tape.copy()
