@@ -30,8 +30,8 @@ from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.prompt.generate_call import GenerateCall, calling, in_generate, in_prefill
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import read_pads
-from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, default_store, salt_bytes
-from kvboost_hf.compat import require_cache, unwrapped
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
+from kvboost_hf.compat import unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
@@ -89,35 +89,11 @@ class ChunkReuseCache(Cache):
         live_quant: KVQuantConfig | None = None,
     ) -> None:
         model = unwrapped(model)
-        require_cache(model)
-        if store is not None and not isinstance(store, ChunkStore):
-            raise ValueError(f"`store` must be a ChunkStore, got {store!r}. Pass ChunkStore(model).")
-        if policy is not None and not isinstance(policy, ReusePolicy):
-            raise ValueError(f"`policy` must be a ReusePolicy, got {policy!r}. Pass ReusePolicy(mode='blend').")
-        if store is not None and not store.serves(model):
-            raise ValueError(
-                "`store` was made for another model object, whose K/V this model cannot use. Pass a store made with "
-                "ChunkStore(model), or None for the model's default store."
-            )
-        policy = policy if policy is not None else ReusePolicy()
-        if live_quant is not None and max_cache_len is not None:
-            raise ValueError(
-                f"`max_cache_len` must be None with `live_quant`, whose buffers grow, got {max_cache_len}. Leave out "
-                "one of the two."
-            )
-        store = store if store is not None else default_store(model)
-        if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
-            lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
-            raise ValueError(
-                f"`audit_rate` must be 0 with {lossy}, whose answers may differ, got {policy.audit_rate}. Measure "
-                "them with verify_correctness()."
-            )
-        salt = store.salt if salt is None else salt_bytes(salt)
+        binding = Binding.checked(model, store, policy, salt, live_quant, max_cache_len)
         static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
         if max_cache_len is not None:
             self.max_cache_len = max_cache_len
         live = LiveKV(model, static, live_quant)
-        binding = Binding(model, store, policy, salt, live_quant)
         self._parts = CacheParts(binding, live, StoreWriter(binding, live))
         self._binding, self._live, self._writer = binding, live, self._parts.writer
         self._forward: Forward | None = None  # the one under way

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, handles
 from kvboost_hf.attention import kernel_calls, use_tier
-from kvboost_hf.cache import pieced as of_pieces
+from kvboost_hf.cache.layers import pieced as of_pieces
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.compat import probe_reason
 from tests.architectures.models import make_architecture

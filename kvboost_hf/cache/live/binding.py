@@ -10,7 +10,8 @@ from kvboost_hf.cache.identity.foreign import foreign_attention, hooks_registere
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.walk import autocast
 from kvboost_hf.cache.layers.quantized import mark
-from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.cache.store.chunk_store import ChunkStore, default_store, salt_bytes
+from kvboost_hf.compat import require_cache
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 
@@ -38,6 +39,46 @@ class Binding:
         self._mark = mark(live_quant) if live_quant is not None else b""
         self._hooks = 0  # that others had registered when the root was last read
         self._precision: Hashable = None  # of autocast, then
+
+    @classmethod
+    def checked(
+        cls,
+        model: PreTrainedModel,
+        store: ChunkStore | None,
+        policy: ReusePolicy | None,
+        salt: str | bytes | None,
+        live_quant: KVQuantConfig | None,
+        max_cache_len: int | None,
+    ) -> "Binding":
+        """The binding of a new cache; see `ChunkReuseCache` for the defaults, and for what is refused.
+
+        Raises:
+            ValueError: for arguments that do not fit each other.
+        """
+        require_cache(model)
+        if store is not None and not isinstance(store, ChunkStore):
+            raise ValueError(f"`store` must be a ChunkStore, got {store!r}. Pass ChunkStore(model).")
+        if policy is not None and not isinstance(policy, ReusePolicy):
+            raise ValueError(f"`policy` must be a ReusePolicy, got {policy!r}. Pass ReusePolicy(mode='blend').")
+        if store is not None and not store.serves(model):
+            raise ValueError(
+                "`store` was made for another model object, whose K/V this model cannot use. Pass a store made with "
+                "ChunkStore(model), or None for the model's default store."
+            )
+        if live_quant is not None and max_cache_len is not None:
+            raise ValueError(
+                f"`max_cache_len` must be None with `live_quant`, whose buffers grow, got {max_cache_len}. Leave out "
+                "one of the two."
+            )
+        policy = policy if policy is not None else ReusePolicy()
+        store = store if store is not None else default_store(model)
+        if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
+            lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
+            raise ValueError(
+                f"`audit_rate` must be 0 with {lossy}, whose answers may differ, got {policy.audit_rate}. Measure "
+                "them with verify_correctness()."
+            )
+        return cls(model, store, policy, store.salt if salt is None else salt_bytes(salt), live_quant)
 
     @property
     def model(self) -> PreTrainedModel | None:
