@@ -70,7 +70,7 @@ def pretended_gpu() -> Iterator[PretendedGPU]:
     import torch
     from triton.runtime.driver import driver
 
-    from kvboost_hf.attention import tiers, use_tier
+    from kvboost_hf.attention import backends, use_tier
     from kvboost_hf.attention.triton import codes, combine, dense, held, pieces, tiling
 
     gpu, h100 = PretendedGPU(), tiling.Device(processors=132, shared_bytes=227 * 1024)
@@ -87,7 +87,7 @@ def pretended_gpu() -> Iterator[PretendedGPU]:
         for module in (codes, combine, dense, pieces):  # what an earlier one has compiled is forgotten
             module._launch._compiled.clear()
             module._launch._kernel.device_caches.clear()
-        stack.enter_context(mock.patch.object(tiers, "_runs_here", return_value=True))
+        stack.enter_context(mock.patch.object(backends, "_runs_here", return_value=True))
         stack.enter_context(use_tier("triton"))
         yield gpu
 

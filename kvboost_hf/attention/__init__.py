@@ -1,7 +1,7 @@
 """`kvboost_fa2`: attention over K/V that is reused: in chunks, in codes, or in parts computed again."""
 
+from kvboost_hf.attention.backends import active_tier, use_tier
 from kvboost_hf.attention.register import register
-from kvboost_hf.attention.tiers import active_tier, use_tier
 from kvboost_hf.kernel_calls import kernel_calls
 
 register()

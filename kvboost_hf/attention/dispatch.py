@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from kvboost_hf.attention import cpu, reference, sdpa
+from kvboost_hf.attention.backends import active_tier
 from kvboost_hf.attention.merge import Part, no_log
 from kvboost_hf.attention.merge import merge as merge_parts
-from kvboost_hf.attention.tiers import active_tier
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import CodePlanes, HeldKV, PiecedKV, PieceTable
 from kvboost_hf.kernel_calls import count

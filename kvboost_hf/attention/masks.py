@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from kvboost_hf.attention.tiers import active_tier
+from kvboost_hf.attention.backends import active_tier
 from kvboost_hf.compat import mask_form
 from kvboost_hf.handles import make_reach
 

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvboost_hf.attention import dispatch, ops, reference, sdpa
+from kvboost_hf.attention.backends import active_tier
 from kvboost_hf.attention.masks import make_mask
-from kvboost_hf.attention.tiers import active_tier
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import ATTENTION, CodedKV, Held, HeldKV, PiecedKV, read_reach, read_tree, register_reader
 from kvboost_hf.kernel_calls import count

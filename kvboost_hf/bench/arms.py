@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvboost_hf.assisted.load import load_assistant
 from kvboost_hf.assisted.lookup import lookup_assistant
-from kvboost_hf.attention.tiers import Tier, use_tier
+from kvboost_hf.attention.backends import Backend, use_tier
 from kvboost_hf.bench.models import Models
 from kvboost_hf.bench.served import Served, served
 from kvboost_hf.cache.planning.cutting import ContentChunker
@@ -42,7 +42,7 @@ class Arm:
     policy: ReusePolicy | None = _EXACT
     codec: str = "raw"
     attention: str | None = None
-    tier: Tier | None = None
+    tier: Backend | None = None
     streamed: bool = False
     drafts: Literal["model", "lookup"] | None = None
     kept: bool = False

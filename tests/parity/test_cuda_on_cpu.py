@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_hf.attention import kernel_calls, tiers, use_tier
+from kvboost_hf.attention import backends, kernel_calls, use_tier
 from kvboost_hf.attention.cuda import launch, nvrtc
 from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.ops import attend
@@ -99,7 +99,7 @@ def test_rows_anywhere(offset: int, kernels) -> None:
 
 
 def test_tensors_elsewhere_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "_runs_here", lambda tier: True)
+    monkeypatch.setattr(backends, "_runs_here", lambda tier: True)
     problem = PROBLEMS["suffix"]
     calls = kernel_calls()["cuda.attend"]
     with use_tier("cuda"):

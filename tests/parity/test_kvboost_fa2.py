@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from triton import knobs
 
-from kvboost_hf.attention import kernel_calls, tiers, use_tier
+from kvboost_hf.attention import backends, kernel_calls, use_tier
 from tests.architectures.models import TRIED, make_architecture
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
 
@@ -222,7 +222,7 @@ def test_compiles_as_one_graph_with_gradients(name: str) -> None:
 
 
 def test_the_tier_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    tiers._choose.cache_clear()
+    backends._choose.cache_clear()
     model = make_model()
     model.set_attn_implementation("kvboost_fa2")
     with caplog.at_level(logging.INFO, "kvboost_hf"):

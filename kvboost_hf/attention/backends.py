@@ -1,4 +1,7 @@
-"""Which kernels run: one choice for each device and dtype and said once in the log."""
+"""Chooses the backend, whose kernels `kvboost_fa2` runs, for each device and dtype, and logs the choice once.
+
+The public names say "tier" for a backend.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -10,12 +13,12 @@ from typing import Literal, get_args
 
 import torch
 
-Tier = Literal["triton", "cuda", "cpu", "sdpa", "reference"]
+Backend = Literal["triton", "cuda", "cpu", "sdpa", "reference"]
 
 _logger = logging.getLogger(__name__)
-_forced: ContextVar[Tier | None] = ContextVar("kvboost_tier", default=None)
+_forced: ContextVar[Backend | None] = ContextVar("kvboost_backend", default=None)
 
-_WHY: dict[Tier, str] = {
+_DESCRIPTIONS: dict[Backend, str] = {
     "triton": "Triton kernels",
     "cuda": "CUDA kernels for sm_70 and sm_75, compiled at run time",
     "cpu": "PyTorch's CPU flash attention, in parts without a mask",
@@ -24,12 +27,12 @@ _WHY: dict[Tier, str] = {
 }
 
 
-def active_tier(device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Tier:
-    """Which kernels `kvboost_fa2` runs on a device.
+def active_tier(device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Backend:
+    """Return the backend that `kvboost_fa2` runs on a device.
 
     Args:
         device: By default the GPU, or the CPU where there is none.
-        dtype: Of queries, keys and values; by default one that the device is fast in.
+        dtype: The dtype of queries, keys and values; by default float16.
 
     Returns:
         `"triton"` (sm_80 and later, AMD), `"cuda"` (sm_70 and sm_75 in float16, with the `[cuda]` extra), `"cpu"`,
@@ -45,16 +48,16 @@ def active_tier(device: torch.device | str | None = None, dtype: torch.dtype | N
 
 
 @contextmanager
-def use_tier(tier: Tier) -> Iterator[None]:
-    """Run other kernels in this thread than those that would be chosen, to compare them.
+def use_tier(tier: Backend) -> Iterator[None]:
+    """Run another backend than the active one in this thread, to compare them.
 
-    Calls that the tier has no kernel for run on SDPA or as plain operations, as they always do.
+    Calls for which the backend has no kernel run on SDPA or as plain operations, as they do without this.
 
     Raises:
-        ValueError: for a tier that there is not, or not on this machine.
+        ValueError: The backend is unknown, or cannot run on this machine.
     """
-    if tier not in get_args(Tier):
-        raise ValueError(f"`tier` must be one of {get_args(Tier)}, got {tier!r}.")
+    if tier not in get_args(Backend):
+        raise ValueError(f"`tier` must be one of {get_args(Backend)}, got {tier!r}.")
     if not _runs_here(tier):
         what = "a GPU, or TRITON_INTERPRET=1 in the environment, and Triton" if tier == "triton" else "a CUDA GPU"
         raise ValueError(f"`tier` must be one that runs here, got {tier!r}, which needs {what}. Pass 'cpu'.")
@@ -65,24 +68,25 @@ def use_tier(tier: Tier) -> Iterator[None]:
         _forced.reset(token)
 
 
-def _runs_here(tier: Tier) -> bool:
-    if tier == "triton":
+def _runs_here(backend: Backend) -> bool:
+    if backend == "triton":
         if find_spec("triton") is None:
             return False
         from triton import knobs
 
         return bool(torch.cuda.is_available() or knobs.runtime.interpret)
-    return tier != "cuda" or torch.cuda.is_available()
+    return backend != "cuda" or torch.cuda.is_available()
 
 
 @cache
-def _choose(device: torch.device, dtype: torch.dtype) -> Tier:
-    tier = _best(device, dtype)
-    _logger.info("kvboost_fa2 on %s in %s: %s.", device, str(dtype).removeprefix("torch."), _WHY[tier])
-    return tier
+def _choose(device: torch.device, dtype: torch.dtype) -> Backend:
+    backend = _best(device, dtype)
+    name = str(dtype).removeprefix("torch.")
+    _logger.info("kvboost_fa2 on %s in %s: %s.", device, name, _DESCRIPTIONS[backend])
+    return backend
 
 
-def _best(device: torch.device, dtype: torch.dtype) -> Tier:
+def _best(device: torch.device, dtype: torch.dtype) -> Backend:
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":
