@@ -38,6 +38,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvboost_hf.attention import active_tier, kernel_calls, ops
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.cache.codecs import Planes, Role, make_codec
 from kvboost_hf.compat import LayerRotation
@@ -166,7 +167,7 @@ def draw(
 
 
 def ours(visibility: Visibility) -> Way:
-    return lambda q, k, v: ops.attend(q, k, v, scale=q.shape[3] ** -0.5, visibility=visibility)
+    return lambda q, k, v: ops.attend(AttentionCall(q, q.shape[3] ** -0.5, visibility), k, v)
 
 
 def stock(mask: torch.Tensor | None) -> Way:
@@ -262,7 +263,7 @@ def coded(
         return *draw(queries, total, heads, dim, device, dtype)(), *map(copied, forms.values())
 
     def over_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *codes: CodePlanes) -> object:
-        return ops.attend_codes(q, *codes, lengths, scale=dim**-0.5)  # type: ignore[arg-type]
+        return ops.attend_codes(AttentionCall(q, dim**-0.5, Visibility()), *codes, lengths)  # type: ignore[arg-type, call-arg]
 
     def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *codes: CodePlanes) -> object:
         shape = (blocks, heads[1], WINDOW, dim)
@@ -303,9 +304,9 @@ def table(queries: int, total: int, heads: tuple[int, int], dim: int, device: st
     scale, before, everything = dim**-0.5, Visibility(), Visibility(causal=False)
     ways: dict[str, Way] = {
         "kvboost_fa2": lambda q, k, v, pieces: ops.attend_pieces(
-            q, pieces, scale=scale, total=total + queries, visibility=before
+            AttentionCall(q, scale, before), pieces, total + queries
         ),
-        "contiguous": lambda q, k, v, pieces: ops.attend(q, k, v, scale=scale, visibility=everything, partial=True),
+        "contiguous": lambda q, k, v, pieces: ops.attend(AttentionCall(q, scale, everything, partial=True), k, v),
     }
     return Case(f"table, {queries} over {short(total)}, D {dim}", ways, make, device)
 
@@ -314,7 +315,7 @@ def square(total: int, heads: tuple[int, int], dim: int, device: str, dtype: tor
     scale = dim**-0.5
     ways: dict[str, Way] = {
         "kvboost_fa2": ours(Visibility()),
-        "own kernel": lambda q, k, v: ops.attend(q, k, v, scale=scale, visibility=Visibility(), partial=True),
+        "own kernel": lambda q, k, v: ops.attend(AttentionCall(q, scale, Visibility(), partial=True), k, v),
         "sdpa flash": pinned(SDPBackend.FLASH_ATTENTION),
         "sdpa cudnn": pinned(SDPBackend.CUDNN_ATTENTION),
         "flex attention": flex(total, device),

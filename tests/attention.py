@@ -1,10 +1,12 @@
 """Problems for attention kernels, and how far from the truth a kernel may be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from kvboost_hf.attention import reference
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.visibility import Visibility
 
 
@@ -71,17 +73,20 @@ class Problem:
         draw = torch.Generator().manual_seed(self.seed + 2)
         return torch.randn(self.heads, generator=draw).to(self.device) if self.sinks else None
 
-    def solve(self, compute: torch.dtype, *, partial: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """What PyTorch makes of it, computed in a dtype."""
-        return reference.attend(
-            *self.tensors(),
-            scale=self.scale,
-            visibility=self.visibility(),
-            softcap=self.softcap,
-            sinks=self.sink_logits(),
-            partial=partial,
-            compute=compute,
+    def call(self, *, partial: bool = False, **changed: Any) -> AttentionCall:
+        """Everything but keys and values, with some fields of the call changed."""
+        call = AttentionCall(
+            self.tensors()[0], self.scale, self.visibility(), self.softcap, self.sink_logits(), partial=partial
         )
+        return replace(call, **changed)
+
+    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value."""
+        return self.tensors()[1:]
+
+    def solve(self, compute: torch.dtype, *, partial: bool = True) -> Part:
+        """What PyTorch makes of it, computed in a dtype."""
+        return reference.attend(self.call(partial=partial), *self.kv(), compute=compute)
 
 
 def assert_within_budget(

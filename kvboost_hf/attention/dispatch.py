@@ -1,4 +1,7 @@
-"""From an operator to a kernel: that of the tier, where it can do what is asked, else what every device can do."""
+"""Chooses the kernel for a call: that of the backend, where it takes the call, else one that runs on every device.
+
+Backends are imported at their first call: Triton and NVRTC need not be installed.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -7,123 +10,89 @@ import torch
 
 from kvboost_hf.attention import cpu, reference, sdpa
 from kvboost_hf.attention.backends import active_tier
-from kvboost_hf.attention.merge import Part, no_log
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.merge import merge as merge_parts
-from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.attention.merge import no_log
 from kvboost_hf.handles import CodePlanes, HeldKV, PiecedKV, PieceTable
 from kvboost_hf.kernel_calls import count
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    visibility: Visibility,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    partial: bool,
-) -> Part:
-    """See `ops.attend`."""
-    tier = active_tier(query.device, query.dtype)
+def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
+    """Run the kernel for `ops.attend`."""
+    query = call.query
+    backend = active_tier(query.device, query.dtype)
     # Before sm_80, PyTorch's fast kernel takes no grouped heads.
-    own = tier == "triton" or (tier == "cuda" and query.shape[1] == key.shape[1])
-    if own and sdpa.is_faster(query, key, value, visibility, softcap, sinks, partial=partial):
+    own = backend == "triton" or (backend == "cuda" and query.shape[1] == key.shape[1])
+    if own and sdpa.is_faster(call, key, value):
         count("sdpa", "square")
-        return sdpa.attend(query, key, value, scale=scale, visibility=visibility)
-    if tier == "triton":
-        import kvboost_hf.attention.triton.dense as dense
+        return sdpa.attend(call, key, value)
+    if backend == "triton":
+        from kvboost_hf.attention.triton import dense
 
         if dense.can_attend(query, key, value):
-            count(tier, "attend")
-            return dense.attend(
-                query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
-            )
-    if tier == "cuda":
-        import kvboost_hf.attention.cuda as cuda
+            count(backend, "attend")
+            return dense.attend(call, key, value)
+    if backend == "cuda":
+        from kvboost_hf.attention import cuda
 
-        if cuda.can_attend(query, key, value, visibility):
-            count(tier, "attend")
-            return cuda.attend(
-                query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
-            )
-    if tier == "cpu":
-        count(tier, "attend")
-        return cpu.attend(
-            query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
-        )
-    if tier != "reference" and not (softcap or partial or sinks is not None):
+        if cuda.can_attend(query, key, value):
+            count(backend, "attend")
+            return cuda.attend(call, key, value)
+    if backend == "cpu":
+        count(backend, "attend")
+        return cpu.attend(call, key, value)
+    if backend != "reference" and not (call.softcap or call.partial or call.sinks is not None):
         count("sdpa", "attend")
-        return sdpa.attend(query, key, value, scale=scale, visibility=visibility)
+        return sdpa.attend(call, key, value)
     count("reference", "attend")
-    out, lse = reference.attend(
-        query, key, value, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, partial=partial
-    )
-    return out, lse if partial else no_log(out.device)
+    out, lse = reference.attend(call, key, value)
+    return out, lse if call.partial else no_log(out.device)
 
 
-def attend_pieces(
-    query: torch.Tensor,
-    table: PieceTable,
-    *,
-    scale: float,
-    total: int,
-    visibility: Visibility,
-    softcap: float,
-) -> Part:
-    """See `ops.attend_pieces`."""
-    tier = active_tier(query.device, query.dtype)
-    if tier == "triton":
-        import kvboost_hf.attention.triton.pieces as pieces
+def attend_pieces(call: AttentionCall, table: PieceTable, total: int) -> Part:
+    """Run the kernel for `ops.attend_pieces`."""
+    backend = active_tier(call.query.device, call.query.dtype)
+    if backend == "triton":
+        from kvboost_hf.attention.triton import pieces
 
-        if pieces.can_attend(query, table):
-            count(tier, "attend_pieces")
-            return pieces.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
-    if tier == "cpu" and cpu.can_attend_pieces(table, visibility):
-        count(tier, "attend_pieces")
-        return cpu.attend_pieces(query, table, scale=scale, softcap=softcap)
+        if pieces.can_attend(call.query, table):
+            count(backend, "attend_pieces")
+            return pieces.attend_pieces(call, table, total)
+    if backend == "cpu" and cpu.can_attend_pieces(table, call.visibility):
+        count(backend, "attend_pieces")
+        return cpu.attend_pieces(call, table)
     count("reference", "attend_pieces")
-    return reference.attend_pieces(query, table, scale=scale, total=total, visibility=visibility, softcap=softcap)
+    return reference.attend_pieces(call, table, total)
 
 
-def attend_held(
-    query: torch.Tensor,
-    kv: HeldKV,
-    *,
-    scale: float,
-    before: Visibility,
-    behind: Visibility,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Attention over all that is held, [batch, queries, heads, value_dim]; None where no kernels do it in one go.
+def attend_held(call: AttentionCall, rest: AttentionCall, kv: HeldKV) -> torch.Tensor | None:
+    """Compute attention over all columns of K/V of which some are pieces or codes, and the others tensors.
 
     Args:
-        query: [batch, heads, queries, head_dim].
+        call: The call over all columns; pieces are seen as its visibility says, and codes by all queries.
+        rest: The `partial` call over those that are tensors.
         kv: The columns.
-        scale: Factor of the logits.
-        before: Of all columns, as pieces are asked it; codes are seen by all.
-        behind: Of the columns that are tensors.
-        softcap: As in `reference.attend`.
-        sinks: As in `reference.attend`.
+
+    Returns:
+        [batch, queries, heads, value_dim], or None where the backend has no kernels that do this in one go.
     """
-    tier = active_tier(query.device, query.dtype)
-    if tier == "triton":
-        import kvboost_hf.attention.triton.held as held
+    query = call.query
+    backend = active_tier(query.device, query.dtype)
+    if backend == "triton":
+        from kvboost_hf.attention.triton import held
 
         if held.can_attend(query, kv):
-            count(tier, "attend_pieces" if isinstance(kv, PiecedKV) else "attend_codes")
+            count(backend, "attend_pieces" if isinstance(kv, PiecedKV) else "attend_codes")
             with _without_autocast(query):
-                return held.attend(query, kv, scale=scale, before=before, behind=behind, softcap=softcap, sinks=sinks)
-    if tier == "cpu" and isinstance(kv, PiecedKV) and behind.tree is None and cpu.can_decode(query, kv, before):
-        count(tier, "decode")
-        return cpu.decode(query, kv, scale=scale, softcap=softcap, sinks=sinks)
+                return held.attend(call, rest, kv)
+    if backend == "cpu" and isinstance(kv, PiecedKV) and rest.visibility.tree is None and cpu.can_decode(call, kv):
+        count(backend, "decode")
+        return cpu.decode(call, kv)
     return None
 
 
 def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """See `merge.merge`."""
+    """Run the kernel for `ops.merge`."""
     first = parts[0][0]
     if active_tier(first.device, dtype) == "triton":
         from kvboost_hf.attention.triton import combine, tiling
@@ -135,32 +104,24 @@ def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype)
     return merge_parts(parts, sinks, dtype)
 
 
-def attend_codes(
-    query: torch.Tensor, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor, *, scale: float, softcap: float
-) -> Part:
-    """See `ops.attend_codes`."""
-    with _without_autocast(query):
-        return _attend_codes(query, keys, values, lengths, scale, softcap)
+def attend_codes(call: AttentionCall, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor) -> Part:
+    """Run the kernel for `ops.attend_codes`."""
+    backend = active_tier(call.query.device, call.query.dtype)
+    with _without_autocast(call.query):
+        if backend == "triton":
+            from kvboost_hf.attention.triton import codes
+
+            if codes.can_attend(call.query, keys, values):
+                count(backend, "attend_codes")
+                return codes.attend_codes(call, keys, values, lengths)
+        if backend == "cpu":
+            count(backend, "attend_codes")
+            return cpu.attend_codes(call, keys, values, lengths)
+        count("reference", "attend_codes")
+        return reference.attend_codes(call, keys, values, lengths)
 
 
 def _without_autocast(query: torch.Tensor) -> AbstractContextManager[object]:
-    """A caller's would turn queries in half precision."""
+    """Keep a caller's autocast from rotating queries in half precision."""
     device = query.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-def _attend_codes(
-    query: torch.Tensor, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor, scale: float, softcap: float
-) -> Part:
-    tier = active_tier(query.device, query.dtype)
-    if tier == "triton":
-        import kvboost_hf.attention.triton.codes as codes
-
-        if codes.can_attend(query, keys, values):
-            count(tier, "attend_codes")
-            return codes.attend_codes(query, keys, values, lengths, scale=scale, softcap=softcap)
-    if tier == "cpu":
-        count(tier, "attend_codes")
-        return cpu.attend_codes(query, keys, values, lengths, scale=scale, softcap=softcap)
-    count("reference", "attend_codes")
-    return reference.attend_codes(query, keys, values, lengths, scale=scale, softcap=softcap)

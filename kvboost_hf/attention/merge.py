@@ -1,26 +1,26 @@
-"""Attention over parts of the columns, made one."""
+"""Merges attention over parts of the columns into attention over all of them."""
 
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 
-Part = tuple[torch.Tensor, torch.Tensor]  # [batch, queries, heads, value_dim], float32; [batch, heads, queries]
+from kvboost_hf.attention.call import Part
 
 
 @cache
 def no_log(device: torch.device) -> torch.Tensor:
-    """A log-sum-exp that nobody has asked for: no numbers."""
+    """An empty log-sum-exp, for calls that are not `partial`."""
     with torch.inference_mode(False):
         return torch.empty(0, device=device)
 
 
 def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """What attention over all columns would have been.
+    """Merge parts into what attention over all columns gives.
 
     Args:
-        parts: As `attend(…, partial=True)` returns them: over columns of which each is in one part.
-        sinks: [heads], or None; as for `attend`.
+        parts: Results of `partial` calls; each column is in one part.
+        sinks: [heads], or None: logits of a column without a value.
         dtype: Of the result.
 
     Returns:
@@ -31,7 +31,7 @@ def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype)
 
 
 def merge_stacked(outs: torch.Tensor, logs: torch.Tensor, sinks: torch.Tensor | None = None) -> Part:
-    """The same for parts [parts, …] that lie in one tensor; with the log-sum-exp of all."""
+    """Merge parts that lie in one tensor, [parts, ...] each; with the log-sum-exp of all columns."""
     total = torch.logsumexp(logs, dim=0)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float()[:, None])

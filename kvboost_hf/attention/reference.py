@@ -1,51 +1,45 @@
-"""Attention as it is defined: the truth that every kernel is compared with, and what runs where none does."""
+"""Attention in plain PyTorch operations: tests compare every kernel with it, and it runs where no kernel can."""
+
+from dataclasses import replace
 
 import torch
 
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import CodePlanes, PieceTable
 
 
 def attend(
-    query: torch.Tensor,
+    call: AttentionCall,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    scale: float,
-    visibility: Visibility,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    partial: bool = False,
     compute: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(query · key · scale) · value, for each head. Differentiable.
+) -> Part:
+    """Compute softmax(query · key · scale) · value, for each head. Differentiable.
 
     Args:
-        query: [batch, heads, queries, head_dim].
-        key: [batch, num_kv_heads, columns, head_dim]; the heads are a multiple of these.
+        call: Queries, and how their logits are made.
+        key: [batch, num_kv_heads, columns, head_dim].
         value: [batch, num_kv_heads, columns, value_dim].
-        scale: Factor of the logits.
-        visibility: Who sees what.
-        softcap: Logits are at most this far from 0, by `softcap * tanh(logits / softcap)`; 0 for no cap.
-        sinks: [heads]: logits of a column that everybody sees, and that has no value.
         bias: Added to the logits, [batch or 1, heads or 1, queries, columns].
-        partial: What is computed is a part of the columns: keep float32, for `merge`.
         compute: The dtype to compute in; float64 for the truth.
 
     Returns:
-        [batch, queries, heads, value_dim] in the dtype of the query, float32 if `partial` (float64 if `compute` is),
-        zeros for queries that see nothing; and the log of the sum of the exponentiated logits,
+        [batch, queries, heads, value_dim] in the dtype of the query, float32 if `call.partial` (float64 if `compute`
+        is), zeros for queries that see nothing; and the log of the sum of the exponentiated logits,
         [batch, heads, queries], -inf for queries that see nothing.
     """
+    query, sinks = call.query, call.sinks
     groups = query.shape[1] // key.shape[1]
     keys, values = (each.to(compute).repeat_interleave(groups, dim=1) for each in (key, value))
-    logits = query.to(compute) @ keys.mT * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = query.to(compute) @ keys.mT * call.scale
+    if call.softcap:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
     if bias is not None:
         logits = logits + bias.to(compute)
-    seen = visibility.dense(query.shape[2], key.shape[2], query.device)
+    seen = call.visibility.dense(query.shape[2], key.shape[2], query.device)
     logits = logits.masked_fill(~seen, float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
     if sinks is not None:
@@ -53,20 +47,12 @@ def attend(
     finite = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
     out = (torch.exp(logits - finite[..., None]) @ values).transpose(1, 2).contiguous()
     wide = torch.float64 if compute == torch.float64 else torch.float32
-    return out.to(wide if partial or compute == torch.float64 else query.dtype), lse.to(wide)
+    return out.to(wide if call.partial or compute == torch.float64 else query.dtype), lse.to(wide)
 
 
-def attend_pieces(
-    query: torch.Tensor,
-    table: PieceTable,
-    *,
-    scale: float,
-    total: int,
-    visibility: Visibility,
-    softcap: float = 0.0,
-    compute: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.attend_pieces`."""
+def attend_pieces(call: AttentionCall, table: PieceTable, total: int, *, compute: torch.dtype = torch.float32) -> Part:
+    """Compute attention over pieces, as `ops.attend_pieces` describes it."""
+    query, visibility = call.query, call.visibility
     keys, values = dense_pieces(table, compute)
     own = visibility.columns_of(query.shape[2], total, query.device).expand(len(query), -1)
     there = torch.zeros(len(query), table.columns, dtype=torch.bool, device=query.device)
@@ -77,11 +63,11 @@ def attend_pieces(
     if visibility.keep is not None:
         there &= visibility.keep[:, : table.columns]
     seen = Visibility(visibility.causal, visibility.window, there, own)
-    return attend(query, keys, values, scale=scale, visibility=seen, softcap=softcap, partial=True, compute=compute)
+    return attend(replace(call, visibility=seen, sinks=None, partial=True), keys, values, compute=compute)
 
 
 def dense_pieces(table: PieceTable, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, moved to where they are, and values: [batch, num_kv_heads, columns, head_dim]. Zeros between pieces."""
+    """Copy pieces into tensors [batch, num_kv_heads, columns, head_dim], keys moved; zeros between pieces."""
     heads, _, head_dim = table.keys[0].shape
     shape = (len(table.rows), heads, table.columns, head_dim)
     keys, values = (table.keys[0].new_zeros(shape, dtype=dtype) for _ in range(2))
@@ -102,26 +88,25 @@ def dense_pieces(table: PieceTable, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def attend_codes(
-    query: torch.Tensor,
+    call: AttentionCall,
     keys: CodePlanes,
     values: CodePlanes,
     lengths: torch.Tensor,
     *,
-    scale: float,
-    softcap: float = 0.0,
     compute: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.attend_codes`."""
+) -> Part:
+    """Compute attention over codes, as `ops.attend_codes` describes it."""
+    query = call.query
     head_dim = query.shape[3]
     key, value = (decode(each, head_dim, compute).transpose(1, 2).flatten(2, 3) for each in (keys, values))
     tokens = keys.codes.shape[3]
     keep = (torch.arange(tokens, device=query.device) < lengths[:, None]).flatten()[None].expand(len(query), -1)
     seen = Visibility(causal=False, keep=keep)
-    return attend(query, key, value, scale=scale, visibility=seen, softcap=softcap, partial=True, compute=compute)
+    return attend(replace(call, visibility=seen, sinks=None, partial=True), key, value, compute=compute)
 
 
 def decode(codes: CodePlanes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers, [batch, blocks, heads, tokens, head_dim]."""
+    """Decode codes into numbers [batch, blocks, heads, tokens, head_dim]."""
     numbers = unpack(codes.codes, codes.bits, head_dim)
     if codes.least is not None:
         assert codes.step is not None
@@ -147,7 +132,7 @@ def decode(codes: CodePlanes, head_dim: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The codes [..., dim], uint8, as `CodePlanes` says they are packed."""
+    """Unpack bytes into codes [..., dim], uint8; `CodePlanes` describes how they are packed."""
     if bits == 3:
         lower, upper = torch.split(packed, [-(-dim // 4), -(-dim // 8)], dim=-1)
         return unpack(lower, 2, dim) + 4 * unpack(upper, 1, dim)

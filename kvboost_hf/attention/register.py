@@ -1,4 +1,4 @@
-"""`attn_implementation="kvboost_fa2"`: what transformers calls."""
+"""Registers `kvboost_fa2` with transformers, and turns the calls of its layers into an `AttentionCall`."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvboost_hf.attention import dispatch, ops, reference, sdpa
 from kvboost_hf.attention.backends import active_tier
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.masks import make_mask
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import ATTENTION, CodedKV, Held, HeldKV, PiecedKV, read_reach, read_tree, register_reader
@@ -28,12 +29,9 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it.
+    """Compute the attention of a layer, as transformers calls it.
 
     Args:
         module: The attention layer; tells whether it is causal.
@@ -42,20 +40,19 @@ def attention(
         value: [batch, num_kv_heads, columns, value_dim].
         attention_mask: None, [batch, 1 or heads, queries, columns] bool or numbers to add, or what
             `handles.make_reach` or `handles.make_tree` makes.
-        dropout: Must be 0 where there is a cap or a sink.
+        dropout: Must be 0 where there is a softcap or a sink.
         scaling: Factor of the logits; by default 1 / sqrt(head_dim).
         is_causal: Overrides what the module says.
         sliding_window: Columns that a query sees, its own included; None for all.
-        softcap: Bound of the logits.
-        s_aux: [heads], the logits of attention sinks.
-        position_bias: Numbers to add to the logits, [1 or batch, heads, queries, columns].
-        **kwargs: What other implementations take.
+        **kwargs: `softcap`, the bound of the logits; `s_aux`, [heads], the logits of attention sinks;
+            `position_bias`, numbers to add to the logits, [1 or batch, heads, queries, columns]. Arguments of other
+            implementations are ignored, but for those that would change the result.
 
     Returns:
         [batch, queries, heads, value_dim], and None in place of the weights.
 
     Raises:
-        ValueError: for dropout together with a cap or a sink, for weights (`output_attentions`), for models that
+        ValueError: for dropout together with a softcap or a sink, for weights (`output_attentions`), for models that
             choose keys in ways of their own, for a mask of queries and columns in integers, and for a tree that is not
             that of the queries, or tells no columns to a layer with a window.
     """
@@ -67,33 +64,34 @@ def attention(
             )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    softcap, sinks, position_bias = kwargs.get("softcap") or 0.0, kwargs.get("s_aux"), kwargs.get("position_bias")
     seen, bias = _read_mask(attention_mask, query, key.shape[2], causal=causal, window=sliding_window or 0)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
-    if dropout and (softcap or s_aux is not None):
+    if dropout and (softcap or sinks is not None):
         raise ValueError(
             f"`attention_dropout` must be 0 with 'kvboost_fa2' for a model with a softcap or attention sinks, got "
             f"{dropout}. Set it to 0 in the model's configuration, or train with attn_implementation='eager'."
         )
     if not query.dtype == key.dtype == value.dtype:  # as autocast may leave them
         query, key = query.to(value.dtype), key.to(value.dtype)
+    call = AttentionCall(query, scale, seen, softcap, sinks)
     if isinstance(key, Held) and isinstance(value, Held):
         if bias is None and not dropout and not query.requires_grad:
-            found = _read_in_place(query, key.kv, seen, scale, softcap or 0.0, s_aux)
+            found = _read_in_place(call, key.kv)
             if found is not None:
                 return found, None
         key, value = key.dense(), value.dense()
     differentiable = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     if dropout or differentiable or bias is not None:
-        return _with_graph(query, key, value, seen, bias, scale, softcap or 0.0, s_aux, dropout), None
-    out, _ = ops.attend(query, key, value, scale=scale, visibility=seen, softcap=softcap or 0.0, sinks=s_aux)
-    return out, None
+        return _with_graph(call, key, value, bias, dropout), None
+    return ops.attend(call, key, value)[0], None
 
 
 def _read_mask(
     mask: torch.Tensor | None, query: torch.Tensor, total: int, *, causal: bool, window: int
 ) -> tuple[Visibility, torch.Tensor | None]:
-    """Who sees what, and what is to be added to the logits."""
+    """Return which columns queries see, and what is to be added to the logits."""
     queries = query.shape[2]
     hides = window if window < total else 0
     if mask is None:
@@ -144,32 +142,19 @@ def _read_tree(mask: torch.Tensor, batch: int, queries: int, total: int, *, caus
 
 
 def _with_graph(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    seen: Visibility,
-    bias: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    dropout: float,
+    call: AttentionCall, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, dropout: float
 ) -> torch.Tensor:
-    """With operations that are differentiable, and that take numbers to add to the logits."""
-    if softcap or sinks is not None:
+    """Compute attention with operations that are differentiable, and that take numbers to add to the logits."""
+    if call.softcap or call.sinks is not None:
         count("reference", "with_graph")
-        out, _ = reference.attend(
-            query, key, value, scale=scale, visibility=seen, softcap=softcap, sinks=sinks, bias=bias
-        )
-        return out
+        return reference.attend(call, key, value, bias=bias)[0]
     count("sdpa", "with_graph")
-    out, _ = sdpa.attend(query, key, value, scale=scale, visibility=seen, bias=bias, dropout=dropout)
-    return out
+    return sdpa.attend(call, key, value, bias=bias, dropout=dropout)[0]
 
 
-def _read_in_place(
-    query: torch.Tensor, kv: HeldKV, seen: Visibility, scale: float, softcap: float, sinks: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Attention over K/V that is no tensor of all columns; None where it has to be made one."""
+def _read_in_place(call: AttentionCall, kv: HeldKV) -> torch.Tensor | None:
+    """Compute attention over K/V that is no tensor of all columns; None where it has to be made one."""
+    query, seen = call.query, call.visibility
     if seen.columns is not None or seen.mask is not None:
         return None
     keep = seen.keep
@@ -179,33 +164,30 @@ def _read_in_place(
         return None
     elif keep is not None:  # there is no padding among the codes
         keep = torch.cat([keep[:, : kv.first], keep[:, kv.first + kv.coded :]], dim=1)
-    before, behind = (
-        replace(seen, tree=None) if seen.tree is not None else seen,
-        Visibility(seen.causal, seen.window, keep, tree=seen.tree),
-    )
+    behind = Visibility(seen.causal, seen.window, keep, tree=seen.tree)
+    rest = AttentionCall(query, call.scale, behind, call.softcap, partial=True)
+    if seen.tree is not None:
+        call = replace(call, visibility=replace(seen, tree=None))
     if not ops.is_traced(query):
-        found = dispatch.attend_held(
-            query, kv, scale=scale, before=before, behind=behind, softcap=softcap, sinks=sinks
-        )
+        found = dispatch.attend_held(call, rest, kv)
         if found is not None:
             return found
     if isinstance(kv, PiecedKV):
-        exact, total = (kv.keys, kv.values), kv.table.columns + kv.keys.shape[2]
-        part = ops.attend_pieces(query, kv.table, scale=scale, total=total, visibility=before, softcap=softcap)
+        part = ops.attend_pieces(call, kv.table, kv.table.columns + kv.keys.shape[2])
+        exact = kv.keys, kv.values
     else:
+        part = ops.attend_codes(call, kv.keys, kv.values, kv.lengths)
         exact = kv.exact_keys, kv.exact_values
-        part = ops.attend_codes(query, kv.keys, kv.values, kv.lengths, scale=scale, softcap=softcap)
-    rest = ops.attend(query, *exact, scale=scale, visibility=behind, softcap=softcap, partial=True)
-    return ops.merge([part, rest], sinks, query.dtype)
+    return ops.merge([part, ops.attend(rest, *exact)], call.sinks, query.dtype)
 
 
 def _reads(kind: type[HeldKV], device: torch.device) -> bool:
-    tier = active_tier(device)
-    return tier == "triton" or (tier == "cpu" and kind is CodedKV)
+    backend = active_tier(device)
+    return backend == "triton" or (backend == "cpu" and kind is CodedKV)
 
 
 def register() -> None:
-    """Make the attention known to transformers, and to caches."""
+    """Register the attention with transformers, and as a reader with caches."""
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, make_mask)
     register_reader(ATTENTION, _reads)

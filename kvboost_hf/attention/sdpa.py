@@ -1,4 +1,4 @@
-"""PyTorch's own attention: the fastest there is for a plain square prompt on a GPU, and with a mask for all else."""
+"""Calls `scaled_dot_product_attention`: the fastest for a plain square prompt on a GPU; with a mask for all else."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.visibility import Visibility
 
 _LONG = 32_768  # tokens: cuDNN plans for each length anew, for about as long as it then saves on all layers
-_BACKENDS = [
+_FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -18,39 +18,33 @@ _BACKENDS = [
 ]
 
 
-def is_faster(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visibility: Visibility,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    *,
-    partial: bool,
-) -> bool:
-    """Whether this is a plain prompt on a GPU, for which the vendor's kernels are there."""
-    told = visibility.keep, visibility.columns, visibility.tree, visibility.mask, sinks
+def is_faster(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether this is a plain square prompt on a GPU, for which PyTorch has the vendor's kernels."""
+    query, seen = call.query, call.visibility
+    asked = seen.keep, seen.columns, seen.tree, seen.mask, call.sinks
     return (
         1 < query.shape[2] == key.shape[2]
         and query.is_cuda
-        and not any(each is not None for each in told)
-        and not (visibility.window or softcap or partial)
+        and not any(each is not None for each in asked)
+        and not (seen.window or call.softcap or call.partial)
         and query.dtype != torch.float32
         and key.shape[3] == value.shape[3] <= 256
     )
 
 
 def attend(
-    query: torch.Tensor,
+    call: AttentionCall,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    scale: float,
-    visibility: Visibility,
     bias: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> Part:
-    """See `reference.attend`; differentiable. Without a log-sum-exp."""
+    """Compute what `reference.attend` defines, without softcap, sinks and log-sum-exp. Differentiable."""
+    assert not call.softcap
+    assert not call.partial
+    assert call.sinks is None
+    query, visibility = call.query, call.visibility
     queries, total = query.shape[2], key.shape[2]
     own = (visibility.keep, visibility.columns, visibility.tree, visibility.mask, bias)
     plain = not visibility.window and all(each is None for each in own)
@@ -63,18 +57,25 @@ def attend(
     grouped = query.shape[1] != key.shape[1]
     with _order(query, square=square):
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=square, scale=scale, enable_gqa=grouped
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=square,
+            scale=call.scale,
+            enable_gqa=grouped,
         )
     return out.transpose(1, 2).contiguous(), query.new_empty(0, dtype=torch.float32)
 
 
 def _order(query: torch.Tensor, *, square: bool) -> AbstractContextManager[None]:
-    """Asks cuDNN first for a long square prompt, on a GPU where it is faster than what PyTorch would ask first."""
+    """Ask cuDNN first for a long square prompt, on a GPU where it is faster than what PyTorch would ask first."""
     if not square or query.shape[2] < _LONG or not query.is_cuda or torch.version.hip:
         return nullcontext()
     if torch.cuda.get_device_capability(query.device) < (9, 0):
         return nullcontext()
-    return sdpa_kernel(_BACKENDS, set_priority=True)
+    return sdpa_kernel(_FASTEST_FIRST, set_priority=True)
 
 
 def _mask(query: torch.Tensor, key: torch.Tensor, visibility: Visibility, bias: torch.Tensor | None) -> torch.Tensor:

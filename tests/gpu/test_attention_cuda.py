@@ -10,8 +10,7 @@ import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, handles
 from kvboost_hf.attention import active_tier, kernel_calls, ops, reference, use_tier
-from kvboost_hf.attention.merge import Part
-from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.attention.call import Part
 from kvboost_hf.cache.layers import pieced
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from tests.attention import Problem, assert_within_budget
@@ -56,14 +55,7 @@ def on_gpu(value: Any) -> Any:
 
 
 def attend(problem: Problem) -> Part:
-    return ops.attend(
-        *problem.tensors(),
-        scale=problem.scale,
-        visibility=problem.visibility(),
-        softcap=problem.softcap,
-        sinks=problem.sink_logits(),
-        partial=True,
-    )
+    return ops.attend(problem.call(partial=True), *problem.kv())
 
 
 def check(found: Part, truth: Part, same: Part, dtype: torch.dtype) -> None:
@@ -114,14 +106,7 @@ def test_large_ones(problem: Problem) -> None:
 @pytest.mark.parametrize("case", test_triton_pieces.CASES.values(), ids=test_triton_pieces.CASES)
 def test_pieces(case: test_triton_pieces.Pieced) -> None:
     whole, before = case.whole(), kernel_calls()
-    found = ops.attend_pieces(
-        whole.tensors()[0].to(DEVICE),
-        on_gpu(case.table()),
-        scale=whole.scale,
-        total=whole.columns,
-        visibility=on_gpu(whole.visibility()),
-        softcap=whole.softcap,
-    )
+    found = ops.attend_pieces(on_gpu(whole.call()), on_gpu(case.table()), whole.columns)
     assert dict(kernel_calls() - before) == {"triton.attend_pieces": 1}
     check(found, case.solve(torch.float64), case.solve(whole.dtype), whole.dtype)
 
@@ -129,7 +114,7 @@ def test_pieces(case: test_triton_pieces.Pieced) -> None:
 @pytest.mark.parametrize("case", test_triton_codes.CASES.values(), ids=test_triton_codes.CASES)
 def test_codes(case: test_triton_codes.Coded) -> None:
     problem, before = case.problem, kernel_calls()
-    found = ops.attend_codes(*map(on_gpu, case.given()), scale=problem.scale / 2, softcap=problem.softcap)
+    found = ops.attend_codes(*map(on_gpu, case.given()))
     assert dict(kernel_calls() - before) == {"triton.attend_codes": 1}
     check(found, case.solve(torch.float64), case.solve(problem.dtype), problem.dtype)
 
@@ -138,14 +123,14 @@ def test_a_kernel_that_is_launched_again_says_the_same() -> None:
     """The first launch is Triton's own; others find the compiled kernel, and give it addresses."""
     problem = replace(next(iter(LARGE.values())), device=DEVICE)
     case, coded = next(iter(test_triton_pieces.CASES.values())), next(iter(test_triton_codes.CASES.values()))
-    query, table, given = case.whole().tensors()[0].to(DEVICE), on_gpu(case.table()), list(map(on_gpu, coded.given()))
+    call, table, given = on_gpu(case.whole().call()), on_gpu(case.table()), list(map(on_gpu, coded.given()))
     calls: list[Callable[[], Part]] = [
         lambda: attend(problem),
-        lambda: ops.attend_pieces(query, table, scale=0.2, total=table.columns + 9, visibility=Visibility()),
-        lambda: ops.attend_codes(*given, scale=0.2),
+        lambda: ops.attend_pieces(call, table, table.columns + 9),
+        lambda: ops.attend_codes(*given),
     ]
-    for call in calls:
-        found = [call() for _ in range(3)]
+    for run in calls:
+        found = [run() for _ in range(3)]
         assert all(torch.equal(one, first) for other in found[1:] for one, first in zip(other, found[0], strict=True))
 
 
@@ -153,7 +138,7 @@ def test_a_kernel_that_is_launched_again_says_the_same() -> None:
 def test_a_plain_prompt_goes_to_the_kernels_of_pytorch() -> None:
     problem = Problem(dtype=BF16, queries=300, columns=300, head_dim=64, device=DEVICE)
     before = kernel_calls()
-    out, _ = ops.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+    out, _ = ops.attend(problem.call(), *problem.kv())
     assert dict(kernel_calls() - before) == {"sdpa.square": 1}
     truth, same = (problem.solve(compute)[0] for compute in (torch.float64, BF16))
     assert_within_budget(out, truth, same, BF16)
@@ -164,11 +149,11 @@ def test_a_plain_prompt_goes_to_the_kernels_of_pytorch() -> None:
 def test_it_can_be_captured(queries: int) -> None:
     """A CUDA graph replays it: nothing in a call waits for the device."""
     problem = Problem(dtype=BF16, head_dim=128, heads=8, queries=queries, columns=5_000, device=DEVICE)
-    given, seen = problem.tensors(), problem.visibility()
-    expected, _ = ops.attend(*given, scale=problem.scale, visibility=seen)  # compiled before it is captured
+    given = problem.call(), *problem.kv()
+    expected, _ = ops.attend(*given)  # compiled before it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found, _ = ops.attend(*given, scale=problem.scale, visibility=seen)
+        found, _ = ops.attend(*given)
     found.zero_()
     graph.replay()
     torch.cuda.synchronize()
@@ -279,6 +264,6 @@ def test_moved_chunks_are_repaired() -> None:
 def test_another_tier_can_be_asked_for() -> None:
     problem = Problem(dtype=BF16, device=DEVICE)
     with use_tier("sdpa"):
-        out, _ = ops.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
-    truth, _ = reference.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+        out, _ = ops.attend(problem.call(), *problem.kv())
+    truth, _ = reference.attend(problem.call(), *problem.kv())
     torch.testing.assert_close(out, truth, rtol=2e-2, atol=2e-2)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvboost_hf.attention import kernel_calls, use_tier
+from kvboost_hf.attention.call import Part
 from kvboost_hf.attention.cuda import can_attend, nvrtc
-from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.ops import attend
 from tests.attention import Problem, assert_within_budget
 from tests.cuda_kernel.problems import PROBLEMS
@@ -30,14 +30,7 @@ LARGE = {
 def solve(problem: Problem, *, partial: bool = True) -> Part:
     calls = kernel_calls()["cuda.attend"]
     with use_tier("cuda"):
-        found = attend(
-            *problem.tensors(),
-            scale=problem.scale,
-            visibility=problem.visibility(),
-            softcap=problem.softcap,
-            sinks=problem.sink_logits(),
-            partial=partial,
-        )
+        found = attend(problem.call(partial=partial), *problem.kv())
     assert kernel_calls()["cuda.attend"] == calls + 1
     return found
 
@@ -63,24 +56,19 @@ def test_the_same_each_time_and_in_half_precision() -> None:
 )
 def test_what_is_not_taken(changes: dict[str, Any]) -> None:
     problem = replace(PROBLEMS["suffix"], device=DEVICE)
-    assert can_attend(*problem.tensors(), problem.visibility())
+    assert can_attend(*problem.tensors())
     other = replace(problem, **changes)
-    assert not can_attend(*other.tensors(), other.visibility())
+    assert not can_attend(*other.tensors())
 
 
 def test_in_a_graph() -> None:
     problem = replace(PROBLEMS["splits"], device=DEVICE)
-    given: dict[str, Any] = {
-        "scale": problem.scale,
-        "visibility": problem.visibility(),
-        "sinks": problem.sink_logits(),
-    }
-    query, key, value = problem.tensors()
+    given = problem.call(), *problem.kv()
     with use_tier("cuda"):
-        expected, _ = attend(query, key, value, **given)
+        expected, _ = attend(*given)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found, _ = attend(query, key, value, **given)
+            found, _ = attend(*given)
     found.zero_()
     graph.replay()
     assert torch.equal(found, expected)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvboost_hf.attention import kernel_calls, ops, reference
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.cpu import attend, codes, dense
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import CodePlanes
@@ -49,14 +50,8 @@ PROBLEMS = {
 
 def solve(problem: Problem, visibility: Visibility | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """What the CPU tier makes of it."""
-    return attend(
-        *problem.tensors(),
-        scale=problem.scale,
-        visibility=visibility or problem.visibility(),
-        softcap=problem.softcap,
-        sinks=problem.sink_logits(),
-        partial=True,
-    )
+    call = problem.call(visibility=visibility or problem.visibility(), partial=True)
+    return attend(call, *problem.kv())
 
 
 @pytest.mark.parametrize("in_parts", [True, False])
@@ -121,12 +116,12 @@ def test_parity_over_codes(form: str, queries: int, softcap: float, monkeypatch:
     monkeypatch.setattr(codes, "NUMBERS", 2 * 2 * 32 * 32 * 4)  # so that there are several parts
     query = Problem(queries=queries, heads=4).tensors()[0]
     lengths = torch.tensor([32, 32, 32, 32, 0, 0, 0, 0, 17], dtype=torch.int32)
-    given = (query, *planes(form), lengths)
+    given = (AttentionCall(query, 0.1, Visibility(), softcap), *planes(form), lengths)
     before = kernel_calls()["cpu.attend_codes"]
-    found = ops.attend_codes(*given, scale=0.1, softcap=softcap)
+    found = ops.attend_codes(*given)
     assert kernel_calls()["cpu.attend_codes"] == before + 1
-    truth = reference.attend_codes(*given, scale=0.1, softcap=softcap, compute=torch.float64)
-    same = reference.attend_codes(*given, scale=0.1, softcap=softcap)
+    truth = reference.attend_codes(*given, compute=torch.float64)
+    same = reference.attend_codes(*given)
     for each in zip(found, truth, same, strict=True):
         assert_within_budget(*each, torch.float32)
 
@@ -145,13 +140,13 @@ def test_a_column_that_is_not_read_is_noticed(hidden: str) -> None:
 
 def test_columns_in_any_order() -> None:
     problem = Problem(queries=200, columns=400, sparse=True, window=50)
-    query, key, value = problem.tensors()
     columns = problem.visibility().columns
     assert columns is not None
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     sorted_out, _ = solve(problem)
     seen = Visibility(window=50, columns=columns[:, order])
-    out, _ = attend(query[:, :, order], key, value, scale=problem.scale, visibility=seen, partial=True)
+    call = problem.call(query=problem.tensors()[0][:, :, order], visibility=seen, partial=True)
+    out, _ = attend(call, *problem.kv())
     torch.testing.assert_close(out, sorted_out[:, order])
 
 
@@ -160,14 +155,14 @@ def test_other_dimensions_of_values(keys_first: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     dims = (48, 32) if keys_first else (32, 48)
     query, key, value = (torch.randn(2, 4, 40, dim, generator=draw) for dim in (dims[0], *dims))
-    out, _ = attend(query, key, value, scale=0.2, visibility=Visibility())
-    torch.testing.assert_close(out, reference.attend(query, key, value, scale=0.2, visibility=Visibility())[0])
+    call = AttentionCall(query, 0.2, Visibility())
+    torch.testing.assert_close(attend(call, key, value)[0], reference.attend(call, key, value)[0])
 
 
 def test_the_dtype_of_the_query_comes_back_and_calls_are_counted() -> None:
     problem = Problem(dtype=torch.bfloat16)
     before = kernel_calls()["cpu.attend"]
-    out, lse = ops.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+    out, lse = ops.attend(problem.call(), *problem.kv())
     assert out.dtype == torch.bfloat16
     assert out.is_contiguous()
     assert lse.numel() == 0
@@ -177,21 +172,20 @@ def test_the_dtype_of_the_query_comes_back_and_calls_are_counted() -> None:
 def test_what_is_hidden_is_not_computed() -> None:
     """Columns out of reach of all queries are no numbers, which any product with them would show."""
     problem = Problem(queries=300, columns=1000, window=20)
-    query, key, value = problem.tensors()
+    key, value = problem.kv()
     key[:, :, :600], value[:, :, :600] = float("nan"), float("nan")
-    out, _ = attend(query, key, value, scale=problem.scale, visibility=problem.visibility())
+    out, _ = attend(problem.call(), key, value)
     assert out.isfinite().all()
     columns = torch.arange(5, 305, dtype=torch.int32)[None].expand(2, -1) * 2
-    query, key, value = problem.tensors()
+    key, value = problem.kv()
     key[:, :, 700:], value[:, :, 700:] = float("nan"), float("nan")
-    out, _ = attend(query, key, value, scale=problem.scale, visibility=Visibility(columns=columns))
+    out, _ = attend(problem.call(visibility=Visibility(columns=columns)), key, value)
     assert out.isfinite().all()
 
 
 def test_no_columns() -> None:
-    query, key, value = Problem().tensors()
-    empty = (each[:, :, :0] for each in (key, value))
-    out, lse = attend(query, *empty, scale=1.0, visibility=Visibility(causal=False), partial=True)
+    empty = (each[:, :, :0] for each in Problem().kv())
+    out, lse = attend(Problem().call(visibility=Visibility(causal=False), partial=True), *empty)
     assert not out.any()
     assert (lse == float("-inf")).all()
 
@@ -206,8 +200,8 @@ def test_no_queries(asked: dict[str, Any]) -> None:
 def test_a_sink_of_no_weight() -> None:
     keep = torch.ones(2, 40, dtype=torch.bool)
     keep[1] = False
-    given, sinks = Problem().tensors(), torch.full((4,), float("-inf"))
-    out, lse = attend(*given, scale=1.0, visibility=Visibility(keep=keep), sinks=sinks, partial=True)
-    without, _ = attend(*given, scale=1.0, visibility=Visibility(keep=keep), partial=True)
+    kv, call = Problem().kv(), Problem().call(visibility=Visibility(keep=keep), partial=True)
+    out, lse = attend(replace(call, sinks=torch.full((4,), float("-inf"))), *kv)
+    without, _ = attend(call, *kv)
     assert torch.equal(out, without)
     assert (lse[1] == float("-inf")).all()

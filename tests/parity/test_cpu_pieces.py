@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvboost_hf.attention import kernel_calls, reference, use_tier
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.cpu.pieces import holders
 from kvboost_hf.attention.register import attention
 from kvboost_hf.attention.visibility import Visibility
@@ -50,10 +51,8 @@ def truth(query: torch.Tensor, kv: PiecedKV, row: int, softcap: float, sinks: to
         for pieces, own in zip(parts, (kv.keys, kv.values), strict=True)
     ]
     asked = query[row : row + 1].double()
-    seen = Visibility()
-    out, _ = reference.attend(
-        asked, *whole, scale=0.25, visibility=seen, softcap=softcap, sinks=sinks, compute=torch.float64
-    )
+    call = AttentionCall(asked, 0.25, Visibility(), softcap, sinks)
+    out, _ = reference.attend(call, *whole, compute=torch.float64)
     return out[0]
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvboost_hf.attention import backends, kernel_calls, use_tier
+from kvboost_hf.attention.call import Part
 from kvboost_hf.attention.cuda import launch, nvrtc
-from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.ops import attend
 from tests.attention import Problem, assert_within_budget
 from tests.cuda_kernel.on_cpu import COMPILER, CpuKernel
@@ -25,19 +25,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory):
 
 
 def solve(kernel: CpuKernel, problem: Problem, *, partial: bool = True, value_dim: int | None = None) -> Part:
-    query, key, value = problem.tensors()
-    return launch.attend(
-        kernel,
-        query,
-        key,
-        value[..., :value_dim],
-        scale=problem.scale,
-        visibility=problem.visibility(),
-        softcap=problem.softcap,
-        sinks=problem.sink_logits(),
-        partial=partial,
-        processors=8,
-    )
+    key, value = problem.kv()
+    return launch.attend(kernel, problem.call(partial=partial), key, value[..., :value_dim], processors=8)
 
 
 def check(found: Part, problem: Problem) -> None:
@@ -83,18 +72,7 @@ def test_rows_anywhere(offset: int, kernels) -> None:
     problem = PROBLEMS["suffix"]
     torn = [torch.nn.functional.pad(each, (offset, 8 - offset)) for each in problem.tensors()]
     query, key, value = (each[..., offset : offset + 64] for each in torn)
-    found = launch.attend(
-        kernels(64, 64),
-        query,
-        key,
-        value,
-        scale=problem.scale,
-        visibility=problem.visibility(),
-        softcap=0.0,
-        sinks=None,
-        partial=True,
-        processors=1,
-    )
+    found = launch.attend(kernels(64, 64), problem.call(query=query, partial=True), key, value, processors=1)
     check(found, problem)
 
 
@@ -103,7 +81,7 @@ def test_tensors_elsewhere_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     problem = PROBLEMS["suffix"]
     calls = kernel_calls()["cuda.attend"]
     with use_tier("cuda"):
-        attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+        attend(problem.call(), *problem.kv())
     assert kernel_calls()["cuda.attend"] == calls
 
 

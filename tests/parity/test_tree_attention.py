@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, handles
 from kvboost_hf.attention import kernel_calls, ops, use_tier
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.call import Part
 from kvboost_hf.attention.register import attention
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.cache.layers.pieced import PiecedLayer
@@ -253,14 +253,8 @@ def test_a_window_asks_for_columns() -> None:
 
 def attend(problem: Problem, tier: Any, visibility: Visibility | None = None, *, partial: bool = True) -> Part:
     with use_tier(tier):
-        return ops.attend(
-            *problem.tensors(),
-            scale=problem.scale,
-            visibility=visibility or problem.visibility(),
-            softcap=problem.softcap,
-            sinks=problem.sink_logits(),
-            partial=partial,
-        )
+        call = problem.call(visibility=visibility or problem.visibility(), partial=partial)
+        return ops.attend(call, *problem.kv())
 
 
 @pytest.mark.parametrize("tier", ["cpu", "triton"])

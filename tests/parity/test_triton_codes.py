@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvboost_hf.attention import kernel_calls, ops, reference, use_tier
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.triton import codes
 from kvboost_hf.attention.triton.tiling import Tiling
 from kvboost_hf.cache.codecs import Role, make_codec
@@ -60,24 +60,20 @@ class Coded:
         assert planes is not None
         return planes, decoded
 
-    def given(self) -> tuple[torch.Tensor, CodePlanes, CodePlanes, torch.Tensor]:
+    def given(self) -> tuple[AttentionCall, CodePlanes, CodePlanes, torch.Tensor]:
         lengths = torch.tensor([self.tokens, self.tokens // 3, self.tokens - 1], dtype=torch.int32)
-        return self.problem.tensors()[0], self.planes("keys")[0], self.planes("values")[0], lengths
+        call = self.problem.call(scale=self.problem.scale / 2)
+        return call, self.planes("keys")[0], self.planes("values")[0], lengths
 
     def solve(self, compute: torch.dtype) -> Part:
-        problem = self.problem
-        return reference.attend_codes(*self.given(), scale=problem.scale / 2, softcap=problem.softcap, compute=compute)
+        return reference.attend_codes(*self.given(), compute=compute)
 
     def found(self, **changed: Any) -> Part:
-        problem, given = self.problem, self.given()
-        query, keys, values, lengths = (
-            changed.get(name, each) for name, each in zip(("query", "keys", "values", "lengths"), given, strict=True)
-        )
-        assert codes.can_attend(query, keys, values)
+        names = ("call", "keys", "values", "lengths")
+        call, keys, values, lengths = (changed.get(*each) for each in zip(names, self.given(), strict=True))
+        assert codes.can_attend(call.query, keys, values)
         tiling = Tiling(block_m=16, block_n=self.block_n, warps=1, stages=1, border_stages=1, splits=self.splits)
-        return codes.attend_codes(
-            query, keys, values, lengths, scale=problem.scale / 2, softcap=problem.softcap, tiling=tiling
-        )
+        return codes.attend_codes(call, keys, values, lengths, tiling)
 
 
 def check(case: Coded, found: Part) -> None:
@@ -158,12 +154,12 @@ def test_what_cannot_be_read_is_decoded(config: KVQuantConfig | str) -> None:
 @pytest.mark.parametrize("damage", ["no key codes", "no value codes", "another length", "another query"])
 def test_damage_is_found(config: str, damage: str) -> None:
     case = Coded(config=config, problem=Problem(queries=1, batch=1, dtype=BF16), block_n=32)
-    query, keys, values, lengths = case.given()
+    call, keys, values, lengths = case.given()
     changed: dict[str, Any] = {  # type: ignore[assignment]
         "no key codes": {"keys": replace(keys, codes=torch.zeros_like(keys.codes))},
         "no value codes": {"values": replace(values, codes=torch.zeros_like(values.codes))},
         "another length": {"lengths": lengths - 1},
-        "another query": {"query": query.roll(1, 3)},
+        "another query": {"call": replace(call, query=call.query.roll(1, 3))},
     }[damage]
     with pytest.raises(AssertionError, match="off by"):
         check(case, case.found(**changed))
@@ -181,19 +177,19 @@ def test_the_kernel_is_called() -> None:
     case = Coded(config="int4", problem=Problem(queries=1))
     before = kernel_calls()
     with use_tier("triton"):
-        found = ops.attend_codes(*case.given(), scale=case.problem.scale / 2)
+        found = ops.attend_codes(*case.given())
     assert kernel_calls() - before == {"triton.attend_codes": 1}
     check(case, found)
 
 
 def test_groups_that_no_tile_fits_are_left_to_others() -> None:
     case = Coded(config=KIVI, problem=Problem(queries=1, head_dim=64))
-    query, keys, values, _ = case.given()
-    assert codes.can_attend(query, keys, values)
-    assert not codes.can_attend(query, replace(keys, group_size=24), values)
+    call, keys, values, _ = case.given()
+    assert codes.can_attend(call.query, keys, values)
+    assert not codes.can_attend(call.query, replace(keys, group_size=24), values)
 
 
 def test_codes_at_odd_bytes_are_left_to_others() -> None:
-    query, keys, values, _ = Coded(config="int4", problem=Problem(queries=1)).given()
+    call, keys, values, _ = Coded(config="int4", problem=Problem(queries=1)).given()
     odd = values.codes.new_empty(values.codes.numel() + 1)[1:].view(values.codes.shape)
-    assert not codes.can_attend(query, keys, replace(values, codes=odd))
+    assert not codes.can_attend(call.query, keys, replace(values, codes=odd))

@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.triton import dense
 from kvboost_hf.attention.triton.tiling import Device, plan_tiling
 from kvboost_hf.attention.visibility import Visibility
@@ -40,12 +41,8 @@ def launch(capability: int, head_dim: int, queries: int, asked: str, dtype: torc
 
     tiling = plan_tiling(queries * 4, head_dim, dtype.itemsize, Device(132, SHARED[capability]))
     tiling = replace(tiling, **tiles)
-    arguments = dense.launch_arguments(
+    call = AttentionCall(
         empty(1, queries, 32, head_dim).transpose(1, 2),
-        empty(1, 8, 4096, head_dim),
-        empty(1, 8, 4096, head_dim),
-        out=empty(1, 1, queries, 32, head_dim),
-        lse=empty(1, 1, 32, queries, dtype=torch.float32),
         scale=head_dim**-0.5,
         visibility=Visibility(
             window=1024 if "window" in asked else 0,
@@ -56,8 +53,10 @@ def launch(capability: int, head_dim: int, queries: int, asked: str, dtype: torc
         ),
         softcap=30.0 if "softcap" in asked else 0.0,
         sinks=empty(32) if "sinks" in asked else None,
-        tiling=tiling,
     )
+    key, value = (empty(1, 8, 4096, head_dim) for _ in range(2))
+    out, lse = empty(1, 1, queries, 32, head_dim), empty(1, 1, 32, queries, dtype=torch.float32)
+    arguments = dense.launch_arguments(call, key, value, out, lse, tiling)
     given = dict(zip(dense.fwd.arg_names, map(pointer, chain.from_iterable(arguments)), strict=True))
     return Launch("kvboost_hf.attention.triton.dense:fwd", given, capability, tiling.warps, tiling.stages)
 

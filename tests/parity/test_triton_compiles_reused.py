@@ -11,8 +11,9 @@ import pytest
 import torch
 from triton import knobs
 
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.triton import codes, pieces
-from kvboost_hf.attention.triton.tiling import Device
+from kvboost_hf.attention.triton.tiling import Device, empty_parts
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.cache.codecs import Role, make_codec
 from kvboost_hf.compat import LayerRotation
@@ -33,11 +34,10 @@ def over_pieces(capability: int, head_dim: int, queries: int, window: int = 0) -
     rows, turn = torch.tensor([[[0, 0, -1], [1, 128, 0]]]), torch.zeros(1, head_dim)
     table = PieceTable(keys, keys, rows, 198, turn, turn, torch.arange(head_dim, dtype=torch.int32))
     seen, device = Visibility(window=window), Device(132, SHARED[capability])
-    tiling = pieces.plan(query, table, seen, device)
-    out, lse = parts(query, tiling.splits)
-    given = pieces.launch_arguments(
-        query, table, out, lse, scale=1.0, total=200, visibility=seen, softcap=0.0, tiling=tiling
-    )
+    call = AttentionCall(query, 1.0, seen, partial=True)
+    tiling = pieces.plan(call, table, device)
+    out, lse = empty_parts(query, tiling.splits)
+    given = pieces.launch_arguments(call, table, 200, out, lse, tiling)
     arguments = dict(zip(pieces.fwd_pieces.arg_names, map(pointer, chain.from_iterable(given)), strict=True))
     return Launch("kvboost_hf.attention.triton.pieces:fwd_pieces", arguments, capability, tiling.warps, tiling.stages)
 
@@ -60,16 +60,12 @@ def over_codes(capability: int, head_dim: int, queries: int, config: KVQuantConf
         planes("values"),
     )
     tiling = codes.plan(query, keys, values, Device(132, SHARED[capability]))
-    out, lse = parts(query, tiling.splits)
+    out, lse = empty_parts(query, tiling.splits)
     lengths = torch.full((BLOCKS,), TOKENS, dtype=torch.int32)
-    given = codes.launch_arguments(query, keys, values, lengths, out, lse, scale=1.0, softcap=0.0, tiling=tiling)
+    call = AttentionCall(query, 1.0, Visibility(), partial=True)
+    given = codes.launch_arguments(call, keys, values, lengths, out, lse, tiling)
     arguments = dict(zip(codes.fwd_codes.arg_names, map(pointer, chain.from_iterable(given)), strict=True))
     return Launch("kvboost_hf.attention.triton.codes:fwd_codes", arguments, capability, tiling.warps, tiling.stages)
-
-
-def parts(query: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, queries, head_dim = query.shape
-    return torch.zeros(splits, batch, queries, heads, head_dim), torch.zeros(splits, batch, heads, queries)
 
 
 def over_numbers() -> Launch:

@@ -11,7 +11,8 @@ import torch
 from triton import knobs
 
 from kvboost_hf.attention import kernel_calls, ops, reference, use_tier
-from kvboost_hf.attention.merge import Part, merge
+from kvboost_hf.attention.call import AttentionCall, Part
+from kvboost_hf.attention.merge import merge
 from kvboost_hf.attention.triton import dense
 from kvboost_hf.attention.triton.combine import blocks_of, combine
 from kvboost_hf.attention.triton.tiling import MAX_SPLITS, Device, Tiling, plan_splits, plan_tiling
@@ -63,6 +64,14 @@ def as_problem(case: dict[str, Any]) -> tuple[Problem, int]:
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def given(
+    problem: Problem, visibility: Visibility | None, tensors: Tensors | None
+) -> tuple[AttentionCall, tuple[torch.Tensor, torch.Tensor]]:
+    """A call, and keys and values."""
+    query, *kv = tensors or problem.tensors()
+    return problem.call(query=query, visibility=visibility or problem.visibility(), partial=True), (kv[0], kv[1])
+
+
 def solve(
     problem: Problem,
     splits: int = 1,
@@ -72,33 +81,19 @@ def solve(
     sinks: torch.Tensor | None = None,
 ) -> Part:
     """What the kernel makes of it."""
-    return dense.attend(
-        *(tensors or problem.tensors()),
-        scale=problem.scale,
-        visibility=visibility or problem.visibility(),
-        softcap=problem.softcap,
-        sinks=problem.sink_logits() if sinks is None else sinks,
-        partial=True,
-        tiling=Tiling(block_m=32, block_n=16, warps=1, stages=1, border_stages=1, splits=splits),
-    )
+    call, kv = given(problem, visibility, tensors)
+    if sinks is not None:
+        call = replace(call, sinks=sinks)
+    tiling = Tiling(block_m=32, block_n=16, warps=1, stages=1, border_stages=1, splits=splits)
+    return dense.attend(call, *kv, tiling)
 
 
 def assert_right(
     found: Part, problem: Problem, *, visibility: Visibility | None = None, tensors: Tensors | None = None
 ) -> None:
     """Assert that a result is as near to the truth as that of PyTorch is."""
-    truth, same = (
-        reference.attend(
-            *(tensors or problem.tensors()),
-            scale=problem.scale,
-            visibility=visibility or problem.visibility(),
-            softcap=problem.softcap,
-            sinks=problem.sink_logits(),
-            partial=True,
-            compute=compute,
-        )
-        for compute in (torch.float64, problem.dtype)
-    )
+    call, kv = given(problem, visibility, tensors)
+    truth, same = (reference.attend(call, *kv, compute=compute) for compute in (torch.float64, problem.dtype))
     for ours, exact, plain in zip(found, truth, same, strict=True):
         assert_within_budget(ours, exact, plain, problem.dtype)
 
@@ -127,13 +122,7 @@ def test_the_operator_calls_the_kernel(partial: bool) -> None:
     problem = Problem(dtype=torch.float16, sinks=True)
     before = kernel_calls()
     with use_tier("triton"):
-        out, lse = ops.attend(
-            *problem.tensors(),
-            scale=problem.scale,
-            visibility=problem.visibility(),
-            sinks=problem.sink_logits(),
-            partial=partial,
-        )
+        out, lse = ops.attend(problem.call(partial=partial), *problem.kv())
     assert kernel_calls() - before == {"triton.attend": 1}
     assert out.dtype == (torch.float32 if partial else torch.float16)
     assert out.is_contiguous()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvboost_hf.attention import kernel_calls, ops, reference, use_tier
-from kvboost_hf.attention.merge import Part, merge
+from kvboost_hf.attention.call import Part
+from kvboost_hf.attention.merge import merge
 from kvboost_hf.attention.triton import dense, held, pieces
 from kvboost_hf.attention.triton.tiling import Device, Tiling
 from kvboost_hf.attention.visibility import Visibility
@@ -65,29 +66,14 @@ class Pieced:
 
     def solve(self, compute: torch.dtype) -> Part:
         whole = self.whole()
-        return reference.attend_pieces(
-            whole.tensors()[0],
-            self.table(),
-            scale=whole.scale,
-            total=whole.columns,
-            visibility=whole.visibility(),
-            softcap=whole.softcap,
-            compute=compute,
-        )
+        return reference.attend_pieces(whole.call(), self.table(), whole.columns, compute=compute)
 
     def found(self, table: PieceTable | None = None, visibility: Visibility | None = None) -> Part:
         whole = self.whole()
-        query, table = whole.tensors()[0], table or self.table()
-        assert pieces.can_attend(query, table)
-        return pieces.attend_pieces(
-            query,
-            table,
-            scale=whole.scale,
-            total=whole.columns,
-            visibility=visibility or whole.visibility(),
-            softcap=whole.softcap,
-            tiling=Tiling(block_m=16, block_n=16, warps=1, stages=1, border_stages=1, splits=self.splits),
-        )
+        call, table = whole.call(visibility=visibility or whole.visibility()), table or self.table()
+        assert pieces.can_attend(call.query, table)
+        tiling = Tiling(block_m=16, block_n=16, warps=1, stages=1, border_stages=1, splits=self.splits)
+        return pieces.attend_pieces(call, table, whole.columns, tiling)
 
 
 def check(case: Pieced, found: Part) -> None:
@@ -133,8 +119,7 @@ def test_keys_are_where_they_were_moved_to() -> None:
             keys[row, :, at] = case.turning().rotate(key, by, torch.empty_like(key))
             values[row, :, at], there[row, at] = table.values[piece], True
     seen = Visibility(causal=False, keep=there)
-    query = whole.tensors()[0]
-    truth, _ = reference.attend(query, keys, values, scale=whole.scale, visibility=seen, partial=True)
+    truth, _ = reference.attend(whole.call(visibility=seen, partial=True), keys, values)
     torch.testing.assert_close(case.found()[0], truth, rtol=1e-4, atol=1e-4)
 
 
@@ -157,25 +142,22 @@ def test_damage_is_found(damage: str) -> None:
 
 def test_pieces_and_what_is_behind_them_make_all() -> None:
     whole = Problem(batch=1, queries=5, columns=COLUMNS + 5)
-    query, key, value = whole.tensors()
+    key, value = whole.kv()
     cuts = (0, 16, 53, 58, COLUMNS)
     rows = torch.tensor([[(i, column, -1) for i, column in enumerate(cuts[:-1])]])
     spans = list(pairwise(cuts))
     table = PieceTable(*(tuple(each[0, :, a:b] for a, b in spans) for each in (key, value)), rows, COLUMNS)  # type: ignore[arg-type, call-arg]
-    seen = whole.visibility()
-    before = kernel_calls()
+    call, before = whole.call(partial=True), kernel_calls()
     with use_tier("triton"):
         parts = [
-            ops.attend_pieces(query, table, scale=whole.scale, total=whole.columns, visibility=seen),
-            ops.attend(
-                query, key[:, :, COLUMNS:], value[:, :, COLUMNS:], scale=whole.scale, visibility=seen, partial=True
-            ),
+            ops.attend_pieces(call, table, whole.columns),
+            ops.attend(call, key[:, :, COLUMNS:], value[:, :, COLUMNS:]),
         ]
     called = kernel_calls() - before
     assert called == {"triton.attend_pieces": 1, "triton.attend": 1}
-    found = merge(parts, None, query.dtype)
+    found = merge(parts, None, whole.dtype)
     truth, same = (whole.solve(compute)[0] for compute in (torch.float64, torch.float32))
-    assert_within_budget(found, truth, same, query.dtype)
+    assert_within_budget(found, truth, same, whole.dtype)
 
 
 @pytest.mark.parametrize("asked", [{}, {"sinks": True, "softcap": 3.0}, {"window": 45}], ids=str)
@@ -185,21 +167,21 @@ def test_pieces_and_what_is_behind_them_are_parts_of_one_tensor(
     for module in (dense, held):  # so that both are split
         monkeypatch.setattr(module, "device_of", lambda device: Device(12, 64 * 1024, interpreted=True))
     whole = Problem(batch=1, queries=5, columns=COLUMNS + 40, **asked)
-    query, key, value = whole.tensors()
+    key, value = whole.kv()
     cuts = (0, 16, 53, 58, COLUMNS)
     rows = torch.tensor([[(i, column, -1) for i, column in enumerate(cuts[:-1])]])
     own = [tuple(each[0, :, a:b] for a, b in pairwise(cuts)) for each in (key, value)]
     table = PieceTable(own[0], own[1], rows, COLUMNS)
-    kv, seen = PiecedKV(table, key[:, :, COLUMNS:], value[:, :, COLUMNS:]), whole.visibility()
+    kv, call = PiecedKV(table, key[:, :, COLUMNS:], value[:, :, COLUMNS:]), whole.call()
+    rest = replace(call, sinks=None, partial=True)
     plans = (
-        pieces.plan(query, table, seen, Device(12, 64 * 1024, interpreted=True)),
-        dense.plan(query, kv.keys, kv.values, seen),
+        pieces.plan(call, table, Device(12, 64 * 1024, interpreted=True)),
+        dense.plan(rest, kv.keys, kv.values),
     )
     assert all(plan.splits > 1 for plan in plans)
-    sinks = whole.sink_logits()
-    found = held.attend(query, kv, scale=whole.scale, before=seen, behind=seen, softcap=whole.softcap, sinks=sinks)
+    found = held.attend(call, rest, kv)
     truth, same = (whole.solve(compute)[0] for compute in (torch.float64, torch.float32))
-    assert_within_budget(found, truth, same, query.dtype)
+    assert_within_budget(found, truth, same, whole.dtype)
 
 
 @pytest.mark.parametrize("odd", ["address", "dtype"])
@@ -211,5 +193,5 @@ def test_an_odd_piece_is_left_to_others(odd: str) -> None:
     assert table.places is None
     before = kernel_calls()
     with use_tier("triton"):
-        ops.attend_pieces(whole.tensors()[0], table, scale=1.0, total=10, visibility=Visibility())
+        ops.attend_pieces(whole.call(), table, 10)
     assert kernel_calls() - before == {"reference.attend_pieces": 1}

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvboost_hf import KVQuantConfig
 from kvboost_hf.attention import kernel_calls, ops, reference, sdpa, use_tier
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.handles import CodePlanes, Held, PieceTable, make_reach, read_reach
@@ -32,17 +33,16 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     problem = Problem(padding=True, sinks=True)
     query, key, value = problem.tensors()
     keep = problem.visibility().keep
-    seen = (keep, None, None, None)
-    plain = (None, None)
+    part = (query, 0.2, [None] * 4, True, 0, 0.0, None, True)
     rows = torch.tensor([[[0, 0, -1], [1, 16, -1]]] * 2)
     pieces = ([key[0, :, :16], key[0, :, 16:]], [value[0, :, :16], value[0, :, 16:]], rows)
     codes = torch.randn(2, 3, 2, 16, 32)
     keys, values = (ops._planes(code_planes("turboquant", role, codes)) for role in ("keys", "values"))
     lengths = torch.tensor([16, 9, 16], dtype=torch.int32)
     return {
-        "attend": (query, key, value, seen, problem.sink_logits(), 0.2, True, 0, 0.0, False),
-        "attend_pieces": (query, *pieces, [None] * 3, plain, 40, 47, 0.2, True, 0, 0.0),
-        "attend_codes": (query, keys, values, [4, 0, 4, 0], lengths, 0.2, 0.0),
+        "attend": (key, value, query, 0.2, (keep, None, None, None), True, 0, 0.0, problem.sink_logits(), False),
+        "attend_pieces": (*pieces, 40, [None] * 4, 47, *part),
+        "attend_codes": (keys, values, [4, 0, 4, 0], lengths, *part),
         "merge": ([torch.randn(2, 7, 4, 8)] * 2, [torch.randn(2, 4, 7)] * 2, problem.sink_logits(), torch.bfloat16),
     }
 
@@ -73,13 +73,7 @@ def test_tiers_agree(tier: Any, given: dict[str, Any]) -> None:
     truth, _ = problem.solve(torch.float64)
     same, _ = problem.solve(torch.float32)
     with use_tier(tier):
-        out, lse = ops.attend(
-            *problem.tensors(),
-            scale=problem.scale,
-            visibility=problem.visibility(),
-            softcap=problem.softcap,
-            sinks=problem.sink_logits(),
-        )
+        out, lse = ops.attend(problem.call(), *problem.kv())
     assert lse.numel() == 0
     rows = problem.visibility().dense(problem.queries, problem.columns, out.device).any(-1)
     seen = rows.expand(problem.batch, 1, -1)[:, 0]  # what a query without columns gets is of no use to anybody
@@ -92,7 +86,7 @@ def test_a_plain_prompt_on_a_gpu_is_known_without_a_look_at_it(told: str) -> Non
         query, key, value = (torch.empty(2, 4, 9, 32, dtype=torch.float16, device="cuda") for _ in range(3))
         shape = (2, 1, 9, 9) if told == "mask" else (2, 9)
         seen = Visibility() if told == "nothing" else Visibility(**{told: torch.empty(shape, device="cuda")})  # type: ignore[arg-type]
-        found = sdpa.is_faster(query, key, value, seen, 0.0, None, partial=False)
+        found = sdpa.is_faster(AttentionCall(query, 0.2, seen), key, value)
     assert found == (told == "nothing")
 
 
@@ -111,7 +105,7 @@ def test_a_tier_that_is_asked_for_takes_plain_prompts_too(
     monkeypatch.setattr(sdpa, "is_faster", lambda *args, **kwargs: True)  # as on a GPU
     problem, before = Problem(queries=40), kernel_calls()
     with use_tier(tier):
-        out, _ = ops.attend(*problem.tensors(), scale=problem.scale, visibility=problem.visibility())
+        out, _ = ops.attend(problem.call(), *problem.kv())
     assert dict(kernel_calls() - before) == {called: 1}
     assert_within_budget(out, problem.solve(torch.float64)[0], problem.solve(torch.float32)[0], problem.dtype)
 
@@ -129,20 +123,12 @@ def test_what_is_told_apart_is_told_apart() -> None:
 @pytest.mark.parametrize("tier", ["reference", "triton"])
 def test_parts_are_merged_to_the_whole(tier: Any) -> None:
     problem = Problem(columns=50, sinks=True)
-    query, key, value = problem.tensors()
+    key, value = problem.kv()
     parts = []
     for start, stop in ((0, 11), (11, 12), (12, 50)):
         columns = torch.arange(43, 50, dtype=torch.int32).expand(2, -1) - start
-        parts.append(
-            reference.attend(
-                query,
-                key[:, :, start:stop],
-                value[:, :, start:stop],
-                scale=problem.scale,
-                visibility=Visibility(columns=columns),
-                partial=True,
-            )
-        )
+        call = problem.call(partial=True, sinks=None, visibility=Visibility(columns=columns))
+        parts.append(reference.attend(call, key[:, :, start:stop], value[:, :, start:stop]))
     before = kernel_calls()
     with use_tier(tier):
         whole = ops.merge(parts, problem.sink_logits(), torch.float32)
@@ -198,18 +184,18 @@ def test_without_padding_a_reach_is_one_number() -> None:
 
 def test_calls_are_counted() -> None:
     problem, before = Problem(), kernel_calls()
-    ops.attend(*problem.tensors(), scale=1.0, visibility=problem.visibility())
+    ops.attend(problem.call(), *problem.kv())
     assert dict(kernel_calls() - before) == {"cpu.attend": 1}
 
 
 @pytest.mark.parametrize("tier", ["cpu", "triton", "reference"])
 def test_a_callers_autocast_leaves_codes_in_full_precision(tier: Any) -> None:
-    query, codes = torch.randn(2, 4, 1, 32), torch.randn(2, 3, 2, 16, 32)
+    call, codes = AttentionCall(torch.randn(2, 4, 1, 32), 0.2, Visibility()), torch.randn(2, 3, 2, 16, 32)
     planes = [code_planes("turboquant", role, codes) for role in ("keys", "values")]
     lengths = torch.full((3,), 16, dtype=torch.int32)
     with use_tier(tier):
-        expected, _ = ops.attend_codes(query, *planes, lengths, scale=0.2)  # type: ignore[arg-type]
+        expected, _ = ops.attend_codes(call, *planes, lengths)  # type: ignore[arg-type, call-arg]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found, _ = ops.attend_codes(query, *planes, lengths, scale=0.2)  # type: ignore[arg-type]
+            found, _ = ops.attend_codes(call, *planes, lengths)  # type: ignore[arg-type, call-arg]
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)

@@ -1,4 +1,4 @@
-"""On a CPU: PyTorch's flash attention, in parts that need no mask of all queries and columns, merged."""
+"""Kernels for CPUs: PyTorch's flash attention on tiles that need no mask of all queries and columns, merged."""
 
 from kvboost_hf.attention.cpu.codes import attend_codes
 from kvboost_hf.attention.cpu.decode import can_decode, decode

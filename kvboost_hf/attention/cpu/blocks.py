@@ -1,16 +1,16 @@
-"""Attention a few columns at a time, whose parts are merged as they come."""
+"""Computes attention a few columns at a time, and merges each part into the result as it comes."""
 
 from collections.abc import Callable
 
 import torch
 
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.call import Part
 
-NUMBERS = 1 << 19  # handled at once: what is in between stays in the cache of a processor
+NUMBERS = 1 << 19  # handled at once, so that intermediate results stay in the cache of a processor
 
 
 def join(out: torch.Tensor, lse: torch.Tensor, part: Part) -> None:
-    """Add a part to the results [..., queries, value_dim] and [..., queries], of zeros and -inf to begin with."""
+    """Merge a part into the results [..., queries, value_dim] and [..., queries], which begin as zeros and -inf."""
     total = torch.logaddexp(lse, part[1])
     weight = torch.exp(part[1] - total).nan_to_num_(0.0)  # no number where nothing is seen at all
     out.lerp_(part[0].to(out.dtype), weight[..., None])
@@ -18,7 +18,12 @@ def join(out: torch.Tensor, lse: torch.Tensor, part: Part) -> None:
 
 
 def weighted(logits: torch.Tensor, weigh: Callable[[torch.Tensor], torch.Tensor]) -> Part:
-    """The part of some columns: logits [..., queries, columns], float32, written to, and what weighs their values."""
+    """Compute the part of some columns.
+
+    Args:
+        logits: [..., queries, columns], float32; overwritten.
+        weigh: Multiplies weights of that shape by the values of the columns.
+    """
     largest = logits.amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)
     weights = logits.sub_(largest).exp_()
     total = weights.sum(dim=-1, keepdim=True)
@@ -34,7 +39,7 @@ def attend_capped(
     scale: float,
     softcap: float,
 ) -> Part:
-    """Attention with a softcap, which no flash attention on a CPU has.
+    """Compute attention with a softcap, which no flash attention on a CPU has.
 
     Args:
         query: [batch, heads, queries, head_dim].
@@ -42,7 +47,7 @@ def attend_capped(
         value: [batch, num_kv_heads, columns, value_dim].
         mask: [batch or 1, heads or 1, queries, columns], bool, or None where all is seen.
         scale: Factor of the logits.
-        softcap: Logits are at most this far from 0.
+        softcap: Bound of the logits.
 
     Returns:
         [batch, heads, queries, value_dim], float32, and the log-sum-exp.

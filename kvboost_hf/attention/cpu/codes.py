@@ -1,29 +1,22 @@
-"""Keys and values as codes: decoded a few blocks at a time, before their rotation, which the queries are given."""
+"""Attention over codes: decodes a few blocks at a time, and rotates the queries in place of what it decodes."""
 
 import torch
 
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.cpu.blocks import NUMBERS, join, weighted
 from kvboost_hf.attention.cpu.decoder import Decoder
 from kvboost_hf.attention.cpu.dense import flash
-from kvboost_hf.attention.merge import Part
 from kvboost_hf.handles import CodePlanes
 
 _FEW = 16  # rows of queries for which it is cheaper to turn and scale these than what is decoded
 
 
-def attend_codes(
-    query: torch.Tensor,
-    keys: CodePlanes,
-    values: CodePlanes,
-    lengths: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-) -> Part:
-    """See `ops.attend_codes`."""
+def attend_codes(call: AttentionCall, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor) -> Part:
+    """Compute attention over codes, as `ops.attend_codes` describes it."""
+    query, softcap = call.query, call.softcap
     batch, _, _, dim = query.shape
     blocks, kv_heads, tokens = keys.codes.shape[1:4]
-    rows = query.float().mul(scale).reshape(batch, kv_heads, -1, dim)
+    rows = query.float().mul(call.scale).reshape(batch, kv_heads, -1, dim)
     folded = rows.shape[2] <= _FEW or softcap > 0
     widest = max(dim, rows.shape[2]) if folded else dim
     step = min(blocks, max(1, NUMBERS // (batch * kv_heads * tokens * widest)))

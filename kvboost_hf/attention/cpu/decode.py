@@ -1,26 +1,25 @@
-"""One new token of each row over K/V in pieces: all logits at once, each piece read once for all rows that have it."""
+"""Decodes one token of each row over K/V in pieces: each piece is read once for all rows that have it."""
 
 import torch
 
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.cpu.pieces import can_attend_pieces, holders
-from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import PiecedKV
 
 
-def can_decode(query: torch.Tensor, kv: PiecedKV, visibility: Visibility) -> bool:
+def can_decode(call: AttentionCall, kv: PiecedKV) -> bool:
     """Whether each row has one query, behind all columns, in numbers that can be added up as they are."""
-    plain = visibility.tree is None and can_attend_pieces(kv.table, visibility)
-    return plain and query.shape[2] == 1 and query.dtype == kv.table.keys[0].dtype == torch.float32
+    plain = can_attend_pieces(kv.table, call.visibility) and call.query.shape[2] == 1
+    return plain and call.query.dtype == kv.table.keys[0].dtype == torch.float32
 
 
-def decode(
-    query: torch.Tensor, kv: PiecedKV, *, scale: float, softcap: float, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """Attention of queries [batch, heads, 1, head_dim]; returns [batch, 1, heads, value_dim]."""
+def decode(call: AttentionCall, kv: PiecedKV) -> torch.Tensor:
+    """Compute attention of one query for each row over all columns of K/V; returns [batch, 1, heads, value_dim]."""
+    query, softcap, sinks = call.query, call.softcap, call.sinks
     batch, heads, _, dim = query.shape
     kv_heads, before, behind = kv.keys.shape[1], kv.table.columns, kv.keys.shape[2]
     groups = heads // kv_heads
-    rows = query.reshape(batch, kv_heads, groups, dim).mul(scale)
+    rows = query.reshape(batch, kv_heads, groups, dim).mul(call.scale)
     by_head = rows.transpose(0, 1)  # [kv_heads, batch, groups, dim]
     logits = rows.new_full((batch, kv_heads, groups, before + behind), float("-inf"))
     torch.matmul(rows, kv.keys.mT, out=logits[..., before:])

@@ -1,4 +1,4 @@
-"""Codes, decoded as far as attention needs it: before their rotation, the dimensions in whatever order is fastest."""
+"""Decodes codes as far as attention needs it: before their rotation, with dimensions in the order that is fastest."""
 
 from math import prod
 
@@ -7,16 +7,16 @@ import torch
 from kvboost_hf.attention import reference
 from kvboost_hf.handles import CodePlanes
 
-_PLACES = {2: 4, 3: 4, 4: 2}  # bits of codes of which a byte is looked up at once: how many codes it has
+_PLACES = {2: 4, 3: 4, 4: 2}  # codes in a byte, by their bits, where a byte is looked up at once
 
 
 class Decoder:
-    """Keys or values of a layer, some blocks at a time.
+    """Decodes keys or values of a layer, some blocks at a time.
 
     Args:
         codes: Their codes.
         dim: Their head_dim.
-        blocks: So many at once, at most.
+        blocks: The most blocks that are decoded at a time.
     """
 
     def __init__(self, codes: CodePlanes, dim: int, blocks: int) -> None:
@@ -32,15 +32,15 @@ class Decoder:
         self._buffer = torch.empty(batch * heads * blocks * tokens * dim)
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
-        """Vectors [..., dim] as `read` has them."""
+        """Rotate vectors [..., dim] as those that `read` returns are."""
         return x @ self._turn if self._turn is not None else x
 
     def turn_back(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `turn`."""
+        """Undo `turn`."""
         return x @ self._turn.mT if self._turn is not None else x
 
     def read(self, some: slice) -> torch.Tensor:
-        """What some blocks hold, float32, [batch, heads, columns, dim], until the next call."""
+        """Decode some blocks into [batch, heads, columns, dim], float32, which is valid until the next call."""
         codes, numbers = self._codes, self._numbers(some)
         if codes.codebook is None:
             least, step = self._affine(some)
@@ -62,7 +62,7 @@ class Decoder:
         return numbers.flatten(2, 3)
 
     def logits(self, query: torch.Tensor, some: slice) -> torch.Tensor:
-        """Products of queries [batch, heads, rows, dim], not turned, and what `read` gives: [..., rows, columns]."""
+        """Multiply queries [batch, heads, rows, dim], not turned, by what `read` returns: [..., rows, columns]."""
         codes = self._codes
         if codes.codebook is None:
             if codes.codes.shape[3] % codes.group_size:
@@ -85,7 +85,7 @@ class Decoder:
         return logits.add_((at @ torch.cat([codes.cos, codes.sin], dim=-1).mT).flatten(3))
 
     def weigh(self, weights: torch.Tensor, some: slice) -> torch.Tensor:
-        """Products of weights [batch, heads, rows, columns] and what `read` gives: [..., rows, dim]."""
+        """Multiply weights [batch, heads, rows, columns] by what `read` returns: [..., rows, dim]."""
         codes = self._codes
         if codes.codebook is None:
             least, step = (each.flatten(2, 3).mT for each in self._affine(some))
@@ -100,7 +100,7 @@ class Decoder:
         return (weights * self._scale(some).flatten(2)[:, :, None]) @ self._numbers(some).flatten(2, 3)
 
     def _numbers(self, some: slice) -> torch.Tensor:
-        """What some codes stand for in the codebook, or themselves, [batch, heads, blocks, tokens, dim]."""
+        """Look codes up in the codebook, if there is one: [batch, heads, blocks, tokens, dim]."""
         codes = self._codes
         packed = codes.codes[:, some].transpose(1, 2)
         shape = (*packed.shape[:4], self._dim)

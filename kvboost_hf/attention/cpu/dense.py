@@ -1,13 +1,14 @@
-"""Keys and values as they are: one call of PyTorch's flash attention for each tile."""
+"""Attention over tensors: one call of PyTorch's flash attention for each tile of queries and columns."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.cpu.blocks import attend_capped, join
 from kvboost_hf.attention.cpu.tiles import Tile, is_irregular, is_plain, masked, square, staircase, tree
-from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.visibility import Visibility
 
 _FEW = 16  # queries: the rows of a batch are computed at once, and the heads of a group, with a mask of their own
@@ -15,43 +16,32 @@ _FEW = 16  # queries: the rows of a batch are computed at once, and the heads of
 _SMALL = 1 << 13  # queries times columns up to which a mask takes less time than two calls; 8 times so for few queries
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    visibility: Visibility,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    partial: bool = False,
-) -> Part:
-    """See `reference.attend`."""
-    out, lse = _attend(query, key, value, visibility, scale, softcap)
-    if sinks is not None:
-        sink = sinks.float()[:, None]
+def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
+    """Compute what `reference.attend` defines. The log-sum-exp is empty unless `call.partial`."""
+    out, lse = _attend(call, key, value)
+    if call.sinks is not None:
+        sink = call.sinks.float()[:, None]
         out = out * torch.sigmoid(lse - sink).nan_to_num_(0.0)[..., None]  # no number where nothing is seen at all
         lse = torch.logaddexp(lse, sink)
-    out = out.transpose(1, 2).to(torch.float32 if partial else query.dtype).contiguous()
-    return out, lse.contiguous() if partial else lse.new_empty(0)
+    out = out.transpose(1, 2).to(torch.float32 if call.partial else call.query.dtype).contiguous()
+    return out, lse.contiguous() if call.partial else lse.new_empty(0)
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Visibility, scale: float, softcap: float
-) -> Part:
-    """[batch, heads, queries, value_dim], and the log-sum-exp."""
+def _attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
+    """Attention without sinks, [batch, heads, queries, value_dim], and the log-sum-exp."""
+    query, seen = call.query, call.visibility
     queries, stop = query.shape[2], key.shape[2]
     if not (stop and query.numel()):  # the kernel divides by these
         out = query.new_zeros(*query.shape[:3], value.shape[3])
         return out, torch.full(query.shape[:3], float("-inf"))
-    if is_plain(seen, queries, stop) and not softcap:
-        return _flash(query, key, value, None, seen.causal and queries > 1, scale)
+    if is_plain(seen, queries, stop) and not call.softcap:
+        return _flash(query, key, value, None, seen.causal and queries > 1, call.scale)
     small = queries > 1 and queries * stop <= (_SMALL if queries > _FEW else 8 * _SMALL)
-    if is_irregular(seen) or (small and not softcap):
+    if is_irregular(seen) or (small and not call.softcap):
         dense = seen.dense(queries, stop, query.device)
-        return _solve(query, key, value, masked(dense), None, scale, softcap)
+        return _solve(call, key, value, masked(dense), None)
     if len(query) > 1 and _differ(seen, queries):
-        rows = [_attend(*_row(query, key, value, seen, i), scale, softcap) for i in range(len(query))]
+        rows = [_attend(_row(call, i), key[i : i + 1], value[i : i + 1]) for i in range(len(query))]
         outs, logs = zip(*rows, strict=True)
         return torch.cat(outs), torch.cat(logs)
     own = seen.columns[0].long() if seen.columns is not None and seen.causal else None
@@ -59,7 +49,7 @@ def _attend(
         if bool((own.diff() < 0).any()):
             own, order = own.sort()
             ascending = Visibility(window=seen.window, keep=seen.keep, columns=own[None])
-            out, lse = _attend(query[:, :, order], key, value, ascending, scale, softcap)
+            out, lse = _attend(replace(call, query=query[:, :, order], visibility=ascending), key, value)
             back = order.argsort()
             return out[:, :, back], lse[:, :, back]
         stop = int(own[-1]) + 1
@@ -69,8 +59,10 @@ def _attend(
         own = own - start
         blind = int((own < 0).sum())
         own = own[blind:] if bool((own.diff() != 1).any()) else None
-    query, key, value = query[:, :, blind:], key[:, :, start:stop], value[:, :, start:stop]
-    out, lse = _solve(query, key, value, _tiles(seen, own, queries - blind, stop - start), keep, scale, softcap)
+    if blind:
+        call = replace(call, query=query[:, :, blind:])
+    tiles = _tiles(seen, own, queries - blind, stop - start)
+    out, lse = _solve(call, key[:, :, start:stop], value[:, :, start:stop], tiles, keep)
     if blind:
         out, lse = F.pad(out, (0, 0, blind, 0)), F.pad(lse, (blind, 0), value=float("-inf"))
     return out, lse
@@ -82,16 +74,15 @@ def _differ(seen: Visibility, queries: int) -> bool:
     return columns or (seen.keep is not None and queries > _FEW and bool((seen.keep != seen.keep[:1]).any()))
 
 
-def _row(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Visibility, row: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Visibility]:
-    one = slice(row, row + 1)
+def _row(call: AttentionCall, row: int) -> AttentionCall:
+    """The call of one row of the batch."""
+    one, seen = slice(row, row + 1), call.visibility
     keep, columns, tree = (each[one] if each is not None else None for each in (seen.keep, seen.columns, seen.tree))
-    return query[one], key[one], value[one], Visibility(seen.causal, seen.window, keep, columns, tree)
+    return replace(call, query=call.query[one], visibility=replace(seen, keep=keep, columns=columns, tree=tree))
 
 
 def _kept(seen: Visibility, queries: int, stop: int) -> tuple[int, torch.Tensor | None]:
-    """Where what is kept of [0, stop) begins, and from there on [batch, columns], or None where all is kept."""
+    """Return where the kept columns of [0, stop) begin, and `keep` from there, or None where it is true of all."""
     if seen.keep is None:
         return 0, None
     start = int(seen.keep[:, :stop].any(dim=0).int().argmax())
@@ -101,7 +92,7 @@ def _kept(seen: Visibility, queries: int, stop: int) -> tuple[int, torch.Tensor 
 
 
 def _tiles(seen: Visibility, own: torch.Tensor | None, queries: int, total: int) -> Iterable[Tile]:
-    """Those of regular queries at columns `own`, or at the last ones, but for `keep`."""
+    """Tiles of regular queries at columns `own`, or at the last ones, but for `keep`."""
     if seen.tree is not None:
         return tree(seen.tree, total)
     if not seen.causal:
@@ -112,15 +103,10 @@ def _tiles(seen: Visibility, own: torch.Tensor | None, queries: int, total: int)
 
 
 def _solve(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tiles: Iterable[Tile],
-    keep: torch.Tensor | None,
-    scale: float,
-    softcap: float,
+    call: AttentionCall, key: torch.Tensor, value: torch.Tensor, tiles: Iterable[Tile], keep: torch.Tensor | None
 ) -> Part:
-    """All tiles, merged: [batch, heads, queries, value_dim], and the log-sum-exp."""
+    """Compute all tiles and merge them: [batch, heads, queries, value_dim], and the log-sum-exp."""
+    query, scale, softcap = call.query, call.scale, call.softcap
     shape = (*query.shape[:3], value.shape[3])
     parts: list[tuple[slice, Part]] = []
     for rows, columns, mask, causal in tiles:
@@ -146,7 +132,7 @@ def _solve(
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> Part:
-    """One tile, without a copy of the keys and values for each head of a group."""
+    """Compute one tile, without a copy of the keys and values for each head of a group."""
     batch, heads, rows, _ = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[3]
     groups = heads // kv_heads
@@ -174,7 +160,7 @@ def _flash(
 
 
 def attend_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Part:
-    """Attention of queries that see all columns: [batch, heads, queries, value_dim], and the log-sum-exp."""
+    """Compute attention of queries that see all columns: [batch, heads, queries, value_dim], and the log-sum-exp."""
     return _flash(query, key, value, None, False, scale)
 
 
@@ -187,7 +173,7 @@ def flash(
     causal: bool = False,
     scale: float,
 ) -> Part:
-    """PyTorch's kernel, for as many heads and dimensions in all, and one column or more; a bias of -inf hides."""
+    """Call PyTorch's kernel, which wants as many heads and dimensions in all, and a column; a bias of -inf hides."""
     out: torch.Tensor
     lse: torch.Tensor
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

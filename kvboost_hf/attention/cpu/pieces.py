@@ -1,25 +1,26 @@
-"""Keys and values in pieces: each is read once for all rows that have it."""
+"""Attention over pieces, of which each is read once for all rows that have it."""
 
 from collections import defaultdict
 from functools import lru_cache
 
 import torch
 
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.cpu.blocks import attend_capped, join
 from kvboost_hf.attention.cpu.dense import attend_all
-from kvboost_hf.attention.merge import Part
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import PieceTable
 
 
 def can_attend_pieces(table: PieceTable, visibility: Visibility) -> bool:
     """Whether each row sees all of its pieces, and these are where their keys were computed."""
-    told = visibility.window or any(each is not None for each in (visibility.keep, visibility.columns))
-    return not told and table.cos is None
+    hides = visibility.window or any(each is not None for each in (visibility.keep, visibility.columns))
+    return not hides and table.cos is None
 
 
-def attend_pieces(query: torch.Tensor, table: PieceTable, *, scale: float, softcap: float) -> Part:
-    """See `ops.attend_pieces`; for queries behind all pieces, which see them all."""
+def attend_pieces(call: AttentionCall, table: PieceTable) -> Part:
+    """Compute attention over pieces, as `ops.attend_pieces` describes it; queries see all pieces of their row."""
+    query, scale, softcap = call.query, call.scale, call.softcap
     batch, heads, queries, _ = query.shape
     out = query.new_zeros(batch, heads, queries, table.values[0].shape[2], dtype=torch.float32)
     lse = out.new_full(out.shape[:3], float("-inf"))
@@ -38,7 +39,7 @@ def attend_pieces(query: torch.Tensor, table: PieceTable, *, scale: float, softc
 
 @lru_cache(maxsize=8)  # all layers, and all steps between two changes, have the same tensor
 def holders(rows: torch.Tensor) -> list[tuple[int, int, slice | list[int], int]]:
-    """Of `PieceTable.rows`: each piece and its column, the rows that have it there, and how many these are.
+    """Return each piece of `PieceTable.rows`, its column, the rows that have it there, and how many these are.
 
     Tensors are told apart by what they are, not by what they hold: they must not be written to.
     """

@@ -1,4 +1,4 @@
-"""What has to be computed of a matrix of queries and columns: rectangles, of which few need a mask."""
+"""Cuts the matrix of queries and columns into rectangles to be computed, of which few need a mask."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,7 +11,7 @@ _ROWS = 128  # queries that share a mask: with more of them, more of the work is
 
 
 class Tile(NamedTuple):
-    """Some queries and some columns."""
+    """A rectangle of queries and columns."""
 
     rows: slice
     columns: slice
@@ -33,7 +33,7 @@ def is_irregular(seen: Visibility) -> bool:
 
 
 def square(queries: int, total: int) -> Iterator[Tile]:
-    """For queries that are the last columns, and see those up to theirs."""
+    """Tiles of queries that are the last columns, and see those up to theirs."""
     everyone, first = slice(0, queries), total - queries if queries > 1 else total
     if first:
         yield Tile(everyone, slice(0, first))
@@ -42,7 +42,7 @@ def square(queries: int, total: int) -> Iterator[Tile]:
 
 
 def tree(bits: torch.Tensor, total: int) -> Iterator[Tile]:
-    """For queries that are the last columns, and see all before these, and of these what the bits say."""
+    """Tiles of queries that are the last columns; they see all before these, and of these what the bits say."""
     queries = bits.shape[1]
     everyone, first = slice(0, queries), total - queries
     if first:
@@ -52,7 +52,7 @@ def tree(bits: torch.Tensor, total: int) -> Iterator[Tile]:
 
 
 def staircase(own: torch.Tensor, window: int) -> Iterator[Tile]:
-    """For queries at columns [queries], ascending, that see the `window` columns up to theirs, or all."""
+    """Tiles of queries at columns [queries], ascending, that see the `window` columns up to theirs, or all."""
     before = 0 if window else int(own[0])
     if before:
         yield Tile(slice(0, len(own)), slice(0, before))
@@ -66,7 +66,7 @@ def staircase(own: torch.Tensor, window: int) -> Iterator[Tile]:
 
 
 def masked(mask: torch.Tensor) -> Iterator[Tile]:
-    """For whatever a mask [batch or 1, heads or 1, queries, columns] says."""
+    """Tiles of a mask [batch or 1, heads or 1, queries, columns]."""
     queries, total = mask.shape[2:]
     for start in range(0, queries, _ROWS):
         rows = slice(start, min(start + _ROWS, queries))

@@ -1,10 +1,9 @@
-"""Kernels in CUDA C++ for GPUs that get no tensor cores from Triton: sm_70 and sm_75."""
+"""Kernels in CUDA C++ for sm_70 and sm_75, where Triton does not use tensor cores."""
 
 import torch
 
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.cuda import driver, launch, nvrtc
-from kvboost_hf.attention.merge import Part
-from kvboost_hf.attention.visibility import Visibility
 
 
 def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -13,33 +12,15 @@ def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
     return fits and nvrtc.library() is not None
 
 
-def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visibility: Visibility) -> bool:
+def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether `attend` takes these."""
     half = all(each.is_cuda and each.dtype == torch.float16 for each in (query, key, value))
     return half and all(dim % 16 == 0 and dim <= launch.MAX_DIM for dim in (key.shape[3], value.shape[3]))
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    visibility: Visibility,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    partial: bool = False,
-) -> Part:
-    """See `reference.attend`. Without a log-sum-exp, unless `partial`."""
-    return launch.attend(
-        driver.load(query.device, key.shape[3], value.shape[3]),
-        query,
-        key,
-        value,
-        scale=scale,
-        visibility=visibility,
-        softcap=softcap,
-        sinks=sinks,
-        partial=partial,
-        processors=torch.cuda.get_device_properties(query.device).multi_processor_count,
-    )
+def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
+    """Compute what `reference.attend` defines. The log-sum-exp is empty unless `call.partial`."""
+    device = call.query.device
+    kernel = driver.load(device, key.shape[3], value.shape[3])
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return launch.attend(kernel, call, key, value, processors)

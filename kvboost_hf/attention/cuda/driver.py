@@ -1,4 +1,4 @@
-"""Kernels in the GPU's memory, launched by its driver."""
+"""Loads compiled kernels into the memory of a GPU, and launches them with the CUDA driver."""
 
 import ctypes
 from functools import cache

@@ -1,12 +1,12 @@
-"""One call of `attend.cu`: its arguments, how many blocks, and how much shared memory."""
+"""Launches `attend.cu`: sets its arguments, the number of blocks, and the shared memory of each."""
 
 import ctypes
 from typing import Protocol
 
 import torch
 
-from kvboost_hf.attention.merge import Part, merge_stacked
-from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.attention.call import AttentionCall, Part
+from kvboost_hf.attention.merge import merge_stacked
 
 # As in attend.cu.
 _COLUMNS, _PAD = 32, 8
@@ -50,12 +50,12 @@ class Kernel(Protocol):
 
 
 def warps_of(head_dim: int, value_dim: int) -> int:
-    """How many warps a block has, of 16 rows of queries each."""
+    """The number of warps of a block; each takes 16 rows of queries."""
     return 4 if head_dim + value_dim <= 256 else 2
 
 
 def shared_bytes(head_dim: int, value_dim: int) -> int:
-    """How much shared memory a block needs."""
+    """The shared memory that a block needs."""
     rows = 16 * warps_of(head_dim, value_dim)
     queries = rows * (head_dim + _PAD)
     tiles = _COLUMNS * (head_dim + value_dim + 2 * _PAD)
@@ -64,29 +64,21 @@ def shared_bytes(head_dim: int, value_dim: int) -> int:
 
 
 def splits_of(blocks: int, columns: int, processors: int) -> int:
-    """In how many parts to take the columns, so that there is work for all processors of the GPU, twice."""
+    """The number of parts of the columns that gives each processor of the GPU two blocks."""
     return max(1, min(2 * processors // blocks, columns // _MIN_SPLIT, _MAX_SPLITS))
 
 
-def attend(
-    kernel: Kernel,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    visibility: Visibility,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    partial: bool,
-    processors: int,
-) -> Part:
-    """See `reference.attend`.
+def attend(kernel: Kernel, call: AttentionCall, key: torch.Tensor, value: torch.Tensor, processors: int) -> Part:
+    """Compute what `reference.attend` defines.
 
     Args:
         kernel: Compiled for these dimensions.
+        call: Queries, and how their logits are made.
+        key: [batch, num_kv_heads, columns, head_dim].
+        value: [batch, num_kv_heads, columns, value_dim].
         processors: Streaming multiprocessors of the GPU.
     """
+    query, visibility, partial = call.query, call.visibility, call.partial
     batch, heads, queries, head_dim = query.shape
     kv_heads, total, value_dim = value.shape[1:]
     groups, warps = heads // kv_heads, warps_of(head_dim, value_dim)
@@ -102,7 +94,7 @@ def attend(
         "tree": _expand(visibility.tree, batch, queries),
         "mask": _expand(visibility.mask, batch, heads, queries, total),
     }
-    sinks = sinks.float().contiguous() if sinks is not None else None
+    sinks = call.sinks.float().contiguous() if call.sinks is not None else None
     tensors = {"query": query, "key": key, "value": value, "sinks": sinks, "lse": lse, **seen}
     arguments = Arguments(
         queries=queries,
@@ -111,8 +103,8 @@ def attend(
         groups=groups,
         causal=visibility.causal,
         window=visibility.window if visibility.window < total else 0,
-        scale=scale,
-        softcap=softcap,
+        scale=call.scale,
+        softcap=call.softcap,
         **{name: each.data_ptr() for name, each in tensors.items() if each is not None},
         **{f"{name}_strides": each.stride()[:3] for name, each in (("query", query), ("key", key), ("value", value))},
         **{f"{name}_strides": each.stride() for name, each in seen.items() if each is not None},
@@ -128,7 +120,7 @@ def attend(
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """With rows that are read 16 bytes at once."""
+    """The tensor, copied where its rows cannot be read 16 bytes at a time."""
     *strides, last = tensor.stride()
     fits = last == 1 and tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides)
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)

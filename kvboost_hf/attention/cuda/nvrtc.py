@@ -1,4 +1,4 @@
-"""The kernel's source, compiled by NVRTC, which `kvboost_hf[cuda]` brings: no CUDA toolkit is needed."""
+"""Compiles `attend.cu` with NVRTC, which the extra `kvboost_hf[cuda]` installs; no CUDA toolkit is needed."""
 
 import ctypes
 from contextlib import suppress
@@ -14,7 +14,7 @@ _WHEELS = {
 
 
 def library() -> Path | None:
-    """Where NVRTC is installed, or None."""
+    """The path of NVRTC, or None where it is not installed."""
     for wheel, name in _WHEELS.items():
         with suppress(PackageNotFoundError):
             return Path(str(distribution(wheel).locate_file(name)))
@@ -28,10 +28,10 @@ def compile_attend(architecture: int, head_dim: int, value_dim: int, *options: s
         architecture: The GPU's compute capability, without the dot: 75 for sm_75.
         head_dim: Of queries and keys; a multiple of 16.
         value_dim: Of values; a multiple of 16.
-        options: More of them, for NVRTC.
+        options: Further options of NVRTC.
 
     Returns:
-        The binary for that architecture, and what the compiler has to say.
+        The binary for that architecture, and the log of the compiler.
 
     Raises:
         ImportError: NVRTC is not installed.

@@ -1,7 +1,7 @@
-"""Attention over keys and values that are codes, which become numbers in registers, a block at a time.
+"""Attention in Triton over codes, which are decoded in registers, a tile at a time.
 
-Nothing is rotated there: queries are rotated as the keys were, before, and what is found is rotated back as values
-are, behind. Scales of vectors are factors of logits and of weights, and the mean of a block's keys adds to logits.
+The kernel rotates nothing: queries are rotated before it as keys were, and its result is rotated back after it.
+Scales of vectors are factors of logits and of weights, and the mean of a block's keys is added to logits.
 """
 
 from dataclasses import replace
@@ -14,14 +14,25 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.call import AttentionCall, Part
+from kvboost_hf.attention.triton.code_tiles import (
+    block_of,
+    columns_of,
+    dim_of,
+    load_factors,
+    load_grouped,
+    load_halfwords,
+    load_pairs,
+    start_of,
+)
 from kvboost_hf.attention.triton.combine import combine
-from kvboost_hf.attention.triton.halfwords import count_of, halves, instructions, load_table, numbers, scaled
+from kvboost_hf.attention.triton.halfwords import count_of, instructions, load_table, numbers, scaled
 from kvboost_hf.attention.triton.tile import LOG2E, softmax_end, softmax_step, tanh
 from kvboost_hf.attention.triton.tiling import (
     Device,
     Tiling,
     device_of,
+    empty_parts,
     is_taken,
     padded_dim,
     plan_splits,
@@ -63,27 +74,19 @@ def _are_even(planes: tuple[torch.Tensor | None, ...]) -> bool:
 
 
 def attend_codes(
-    query: torch.Tensor,
-    keys: CodePlanes,
-    values: CodePlanes,
-    lengths: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    tiling: Tiling | None = None,
+    call: AttentionCall, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor, tiling: Tiling | None = None
 ) -> Part:
-    """See `ops.attend_codes`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
+    """Compute attention over codes, as `ops.attend_codes` describes it. Without `tiling` it takes that of `plan`."""
+    query = call.query
     tiling = tiling or plan(query, keys, values, device_of(query.device))
-    batch, heads, queries, head_dim = query.shape
-    out = query.new_empty((tiling.splits, batch, queries, heads, head_dim), dtype=torch.float32)
-    lse = query.new_empty((tiling.splits, batch, heads, queries), dtype=torch.float32)
-    launch(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
+    out, lse = empty_parts(query, tiling.splits)
+    launch(call, keys, values, lengths, out, lse, tiling)
     found, log = (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
     return found if values.rotation is None else found @ values.rotation, log
 
 
 def plan(query: torch.Tensor, keys: CodePlanes, values: CodePlanes, device: Device) -> Tiling:
-    """The tiling that `attend_codes` takes by itself."""
+    """Choose the tiling of a call."""
     (batch, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
     shape = batch * kv_heads, queries * (heads // kv_heads), head_dim, blocks, tokens
     most = _block_of(keys.group_size if keys.least is not None else tokens, tokens)
@@ -130,38 +133,32 @@ def _run_of(bits: int, group: int, head_dim: int) -> int:
 
 
 def launch(
-    query: torch.Tensor,
+    call: AttentionCall,
     keys: CodePlanes,
     values: CodePlanes,
     lengths: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float,
     tiling: Tiling,
 ) -> None:
     """Write the parts of `attend_codes`, before values are rotated back, into `out` [splits, …] and `lse`."""
-    given = launch_arguments(query, keys, values, lengths, out, lse, scale=scale, softcap=softcap, tiling=tiling)
-    (batch, heads, queries, _), kv_heads = query.shape, keys.codes.shape[2]
-    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
-    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
+    given = launch_arguments(call, keys, values, lengths, out, lse, tiling)
+    grid = tiling.grid(call.query, keys.codes.shape[2])
+    _launch(grid, call.query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(
-    query: torch.Tensor,
+    call: AttentionCall,
     keys: CodePlanes,
     values: CodePlanes,
     lengths: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float,
     tiling: Tiling,
 ) -> Arguments:
-    """What `fwd_codes` is called with."""
-    assert scale > 0
+    """Return the arguments of `fwd_codes`."""
+    query, softcap = call.query, call.softcap
+    assert call.scale > 0
     assert keys.least is None or tiling.block_n <= _block_of(keys.group_size, keys.codes.shape[3])
     (_, heads, queries, head_dim), (_, blocks, kv_heads, tokens, _) = query.shape, keys.codes.shape
     query = query.contiguous()
@@ -183,7 +180,7 @@ def launch_arguments(
         ),
         (),
         (kv_heads, queries, blocks),
-        (scale / softcap if softcap else float(scale), softcap or None),
+        (call.scale / softcap if softcap else float(call.scale), softcap or None),
         (
             *(tokens, heads // kv_heads, head_dim, keys.bits, keys.group_size, values.bits),
             *(min(values.group_size, head_dim), _run_of(values.bits, values.group_size, head_dim)),
@@ -204,44 +201,16 @@ def _plane(x: torch.Tensor | None) -> tuple[torch.Tensor, int, int] | None:
 
 @triton.jit(do_not_specialize=["kv_heads", "queries", "blocks"])
 def fwd_codes(
-    query,
-    rotated,
-    key_codes,
-    key_least,
-    key_step,
-    key_scale,
-    key_codebook,
-    mean,
-    cos,
-    sin,
-    partner,
-    value_codes,
-    value_least,
-    value_step,
-    value_scale,
-    value_codebook,
-    lengths,
-    out,
-    lse,
-    kv_heads,
-    queries,
-    blocks,
-    scale,
-    softcap,
-    TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    KEY_GROUP: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    VALUE_GROUP: tl.constexpr,
-    VALUE_RUN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    KEY_PTX: tl.constexpr,
-    VALUE_PTX: tl.constexpr,
-):
+    query, rotated,
+    key_codes, key_least, key_step, key_scale, key_codebook, mean, cos, sin, partner,
+    value_codes, value_least, value_step, value_scale, value_codebook,
+    lengths, out, lse, kv_heads, queries, blocks, scale, softcap,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_RUN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEY_PTX: tl.constexpr, VALUE_PTX: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCK_M rows of one head of keys, and one part of the tiles; row r is query r // GROUPS.
 
     A tile is BLOCK_N tokens of a block. First come the first ones of all blocks, then the second ones, and so on: what
@@ -317,7 +286,7 @@ def fwd_codes(
             scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             if key_least is not None:
                 group = (kv_head * key_groups + first // KEY_GROUP) * HEAD_DIM
-                steps, leasts = _start(key_step, batch, block) + group, _start(key_least, batch, block) + group
+                steps, leasts = start_of(key_step, batch, block) + group, start_of(key_least, batch, block) + group
                 for nibble in tl.static_range(count_of(KEY_BITS) // 2):
                     at_dim = nibble * (HEAD_DIM // 2)
                     step = load_pairs(
@@ -336,7 +305,7 @@ def fwd_codes(
             if key_scale is not None:
                 scores *= now[-1].to(tl.float32)[None, :]
             if mean is not None:
-                of_head = _start(mean, batch, block) + kv_head * HEAD_DIM
+                of_head = start_of(mean, batch, block) + kv_head * HEAD_DIM
                 center = tl.load(of_head + d, mask=d < HEAD_DIM, other=0.0).to(dtype)[None, :]
                 if cos is not None:
                     own = scaled(plain, center, tl.zeros_like(center), dtype, KEY_PTX is not None)
@@ -365,7 +334,7 @@ def fwd_codes(
                 for nibble in tl.static_range(count_of(VALUE_BITS) // 2):
                     if value_least is not None:
                         step, least = load_grouped(
-                            _start(value_step, batch, block), _start(value_least, batch, block), kv_head, token,
+                            start_of(value_step, batch, block), start_of(value_least, batch, block), kv_head, token,
                             value_column, dim_of(HEAD_DIM, 2 * nibble, run * VALUE_RUN),
                             TOKENS, BLOCK_N, HEAD_DIM, VALUE_GROUP, VALUE_RUN, VALUE_PTX is not None,
                         )  # fmt: skip
@@ -392,121 +361,3 @@ def fwd_codes(
 
 
 _launch = Launcher(fwd_codes)
-
-
-@triton.jit
-def _start(plane, batch, block):
-    """Where the numbers of a block are."""
-    return plane[0] + batch * plane[1] + tl.cast(block, tl.int64) * plane[2]
-
-
-@triton.jit
-def load_factors(
-    lengths, key_scale, value_scale, batch, block, head, token, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """The length of a block, and the sizes of its values and keys, of those that have any."""
-    found: tl.tuple = (tl.load(lengths + block),)
-    vector = head * TOKENS + token
-    if value_scale is not None:
-        size = _load(_start(value_scale, batch, block) + vector, token, 0, TOKENS, BLOCK_N, 16)
-        found += (size,)
-    if key_scale is not None:
-        size = _load(_start(key_scale, batch, block) + vector, token, 0, TOKENS, BLOCK_N, 16)
-        found += (size,)
-    return found
-
-
-@triton.jit
-def load_grouped(
-    step, least, head, token, column, first: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """Step and least of values, of dimension `first` and each second one behind it, as far as a run goes."""
-    groups: tl.constexpr = (HEAD_DIM + GROUP - 1) // GROUP
-    at = (head * TOKENS + token)[:, None] * groups
-    if first // GROUP != (first + 2 * RUN - 1) // GROUP:
-        at += (first + 2 * column)[None, :] // GROUP
-        found = (
-            _load(step + at, token[:, None], column[None, :], TOKENS, BLOCK_N, RUN),
-            _load(least + at, token[:, None], column[None, :], TOKENS, BLOCK_N, RUN),
-        )
-    elif groups == 2 and step.dtype.element_ty.primitive_bitwidth == 16:  # words are copied ahead
-        dtype: tl.constexpr = step.dtype.element_ty
-        upper: tl.constexpr = first // GROUP == 1
-        at = at // 2
-        steps = _load(_words(step) + at, token[:, None], 0, TOKENS, BLOCK_N, 16)
-        leasts = _load(_words(least) + at, token[:, None], 0, TOKENS, BLOCK_N, 16)
-        found = halves(steps, upper, dtype, PACKED), halves(leasts, upper, dtype, PACKED)
-    else:
-        at += first // GROUP
-        found = (
-            _load(step + at, token[:, None], 0, TOKENS, BLOCK_N, 16),
-            _load(least + at, token[:, None], 0, TOKENS, BLOCK_N, 16),
-        )
-    return found
-
-
-@triton.jit
-def _words(start):
-    return start.to(tl.pointer_type(tl.int32), bitcast=True)
-
-
-@triton.jit
-def load_halfwords(
-    plane, batch, block, head, token, column, first, COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """COLUMNS of the rows of tokens from `first` on, as `numbers` takes them."""
-    row = _start(plane, batch, block) + (head * TOKENS + token) * (HEAD_DIM * BITS // 16)
-    at = first + column
-    found: tl.tuple = ()
-    if BITS >= 4:
-        found = (_load(row + at, token, column, TOKENS, BLOCK_N, COLUMNS),)
-    else:
-        bits: tl.constexpr = 2 if BITS == 3 else BITS
-        width: tl.constexpr = HEAD_DIM * bits // 16
-        found = _load(row + at % width, token, column, TOKENS, BLOCK_N, COLUMNS), at // width * bits
-    if BITS == 3:
-        third: tl.constexpr = HEAD_DIM // 16
-        last = _load(row + HEAD_DIM // 8 + at % third, token, column, TOKENS, BLOCK_N, COLUMNS)
-        found += (last, at // third)
-    return found
-
-
-@triton.jit
-def _load(at, token, column, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
-    if TOKENS % BLOCK_N == 0 and COLUMNS == block_of(COLUMNS):
-        return tl.load(at)
-    return tl.load(at, mask=(token < TOKENS) & (column < COLUMNS), other=0)
-
-
-@triton.jit
-def load_pairs(plane, at, column, COLUMNS: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """For each column the two numbers from `at` on, two tiles; as words, where two are as long as one."""
-    inside = column < COLUMNS
-    if dtype.primitive_bitwidth == 16:
-        pairs = tl.load(_words(plane + at) + column, mask=inside, other=0)
-        even, odd = halves(pairs, False, dtype, PACKED)[:, None], halves(pairs, True, dtype, PACKED)[:, None]
-    else:
-        even = tl.load(plane + at + 2 * column, mask=inside, other=0.0)[:, None]
-        odd = tl.load(plane + at + 2 * column + 1, mask=inside, other=0.0)[:, None]
-    return even, odd
-
-
-@triton.constexpr_function
-def columns_of(head_dim: int, bits: int) -> int:
-    """How many columns of `numbers` a row has."""
-    return head_dim // (2 if bits == 8 else 4)
-
-
-@triton.constexpr_function
-def block_of(columns: int) -> int:
-    """Of a tile, which products of matrices take."""
-    return max(16, 1 << (columns - 1).bit_length())
-
-
-@triton.constexpr_function
-def dim_of(head_dim: int, n: int, column: int) -> int:
-    """The dimension that tile n of `numbers` has in that column, or in the first one of a run that begins there."""
-    return n // 2 * (head_dim // 2) + n % 2 + 2 * column

@@ -1,4 +1,4 @@
-"""Attention over parts of the columns, made one in one kernel: `merge` for parts that lie in one tensor."""
+"""Merges attention over parts of the columns, which lie in one tensor, with one Triton kernel."""
 
 from functools import cache
 
@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvboost_hf.attention.merge import Part, no_log
+from kvboost_hf.attention.call import Part
+from kvboost_hf.attention.merge import no_log
 from kvboost_hf.attention.triton.tile import LN2, LOG2E
 from kvboost_hf.attention.triton.tiling import MAX_SPLITS, power_of_2
 from kvboost_hf.triton_launch import Launcher
@@ -19,12 +20,12 @@ _NUMBERS = 8192  # that a program holds
 def combine(
     parts: torch.Tensor, logs: torch.Tensor, *, sinks: torch.Tensor | None, dtype: torch.dtype, partial: bool = True
 ) -> Part:
-    """What attention over all columns would have been.
+    """Merge parts into what attention over all columns gives.
 
     Args:
         parts: [parts, batch, queries, heads, value_dim], float32, contiguous; zeros where a query sees nothing.
         logs: [parts, batch, heads, queries], float32, contiguous.
-        sinks: [heads], or None; as for `attend`.
+        sinks: [heads], or None: logits of a column without a value.
         dtype: Of the result.
         partial: Whether the log-sum-exp is wanted; else it is empty.
 

@@ -1,4 +1,4 @@
-"""Attention over keys and values that are tensors: whole prompts, few queries behind many columns, scattered ones.
+"""Attention over tensors in Triton: of whole prompts, of few queries behind many columns, and of scattered queries.
 
 After FlashAttention-2 (https://arxiv.org/abs/2307.08691) and, where queries are few, Flash-Decoding
 (https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvboost_hf.attention.merge import Part, no_log
+from kvboost_hf.attention.call import AttentionCall, Part
+from kvboost_hf.attention.merge import no_log
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.tile import LOG2E, load_rows, softmax_end, softmax_step, tanh
 from kvboost_hf.attention.triton.tiling import (
@@ -24,7 +25,6 @@ from kvboost_hf.attention.triton.tiling import (
     plan_tiling,
     round_columns,
 )
-from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.triton_dot import dot
 from kvboost_hf.triton_launch import Arguments, Launcher
 
@@ -41,23 +41,13 @@ def can_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> b
     )
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    visibility: Visibility,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    partial: bool = False,
-    tiling: Tiling | None = None,
-) -> Part:
-    """See `reference.attend`, with a `scale` above 0. Without a log-sum-exp unless `partial`.
+def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor, tiling: Tiling | None = None) -> Part:
+    """Compute what `reference.attend` defines. The log-sum-exp is empty unless `call.partial`.
 
     Without `tiling` it takes that of `plan`.
     """
-    tiling = tiling or plan(query, key, value, visibility)
+    query, partial = call.query, call.partial
+    tiling = tiling or plan(call, key, value)
     batch, heads, queries, _ = query.shape
     dtype = torch.float32 if partial else query.dtype
     shape = (batch, queries, heads, value.shape[3])
@@ -65,18 +55,17 @@ def attend(
     out = query.new_empty((tiling.splits, *shape), dtype=torch.float32 if split else dtype)
     logs = (tiling.splits, batch, heads, queries) if split or partial else None
     lse = query.new_empty(logs, dtype=torch.float32) if logs else None
-    launch(
-        query, key, value, out, lse, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, tiling=tiling
-    )
+    launch(call, key, value, out, lse, tiling)
     if lse is None:
         return out[0], no_log(query.device)
-    return combine(out, lse, sinks=sinks, dtype=dtype, partial=partial) if split else (out[0], lse[0])
+    return combine(out, lse, sinks=call.sinks, dtype=dtype, partial=partial) if split else (out[0], lse[0])
 
 
-def plan(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visibility: Visibility) -> Tiling:
-    """The tiling that `attend` takes by itself."""
+def plan(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Tiling:
+    """Choose the tiling of a call."""
+    query, window = call.query, call.visibility.window
     (batch, heads, queries, head_dim), (_, kv_heads, total, _) = query.shape, key.shape
-    columns = min(total, visibility.window + queries) if visibility.window else total
+    columns = min(total, window + queries) if window else total
     shape = batch * kv_heads, queries * (heads // kv_heads), max(head_dim, value.shape[3]), round_columns(columns)
     return _plan(*shape, query.itemsize, device_of(query.device))
 
@@ -90,42 +79,30 @@ def _plan(heads: int, rows: int, dim: int, columns: int, itemsize: int, device: 
 
 
 def launch(
-    query: torch.Tensor,
+    call: AttentionCall,
     key: torch.Tensor,
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    *,
-    scale: float,
-    visibility: Visibility,
-    softcap: float,
-    sinks: torch.Tensor | None,
     tiling: Tiling,
 ) -> None:
     """Write the parts of `attend` into `out` [splits, …] and `lse` [splits, …]."""
-    given = launch_arguments(
-        query, key, value, out, lse, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks, tiling=tiling
-    )
-    (batch, heads, queries, _), kv_heads = query.shape, key.shape[1]
-    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
-    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
+    given = launch_arguments(call, key, value, out, lse, tiling)
+    grid = tiling.grid(call.query, key.shape[1])
+    _launch(grid, call.query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(
-    query: torch.Tensor,
+    call: AttentionCall,
     key: torch.Tensor,
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    *,
-    scale: float,
-    visibility: Visibility,
-    softcap: float,
-    sinks: torch.Tensor | None,
     tiling: Tiling,
 ) -> Arguments:
-    """What `fwd` is called with."""
-    assert scale > 0
+    """Return the arguments of `fwd`."""
+    query, visibility, softcap = call.query, call.visibility, call.softcap
+    assert call.scale > 0
     (_, heads, queries, head_dim), (_, kv_heads, total, value_dim) = query.shape, value.shape
     keep, mask = visibility.keep, visibility.mask
     mask_strides = 0, 0, 0
@@ -137,13 +114,13 @@ def launch_arguments(
     columns = None if visibility.columns is None else visibility.columns.contiguous()
     tree = None if visibility.tree is None else visibility.tree.contiguous()
     return (
-        (query, key, value, out, lse, sinks if tiling.splits == 1 else None, keep, columns, tree, mask),
+        (query, key, value, out, lse, call.sinks if tiling.splits == 1 else None, keep, columns, tree, mask),
         (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
         (
             *(0 if keep is None else _broadcast(keep, 0), *mask_strides),
             *(kv_heads, queries, total, visibility.window or None),
         ),
-        (scale / softcap if softcap else float(scale), softcap or None),
+        (call.scale / softcap if softcap else float(call.scale), softcap or None),
         (
             *(visibility.causal, heads // kv_heads, head_dim, value_dim),
             *(tiling.block_m, tiling.block_n, padded_dim(head_dim), padded_dim(value_dim), tiling.border_stages),

@@ -1,16 +1,17 @@
-"""Attention over K/V that is held in pieces or in codes, and in tensors behind these: two kernels and one that merges.
+"""Attention in Triton over K/V of which some columns are pieces or codes, and the others tensors.
 
-All parts go into one tensor, whichever kernel they come from.
+One kernel takes the pieces or codes, another one the tensors. Both write their parts into one tensor, which a third
+one merges.
 """
 
 from dataclasses import replace
 
 import torch
 
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.triton import codes, dense, pieces
 from kvboost_hf.attention.triton.combine import combine
-from kvboost_hf.attention.triton.tiling import MAX_SPLITS, Tiling, device_of
-from kvboost_hf.attention.visibility import Visibility
+from kvboost_hf.attention.triton.tiling import MAX_SPLITS, Tiling, device_of, empty_parts
 from kvboost_hf.handles import CodedKV, HeldKV
 
 
@@ -23,55 +24,38 @@ def can_attend(query: torch.Tensor, kv: HeldKV) -> bool:
     return taken and dense.can_attend(query, kv.keys, kv.values)
 
 
-def attend(
-    query: torch.Tensor,
-    kv: HeldKV,
-    *,
-    scale: float,
-    before: Visibility,
-    behind: Visibility,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """What attention over all columns would have been.
+def attend(call: AttentionCall, rest: AttentionCall, kv: HeldKV) -> torch.Tensor:
+    """Compute attention over all columns.
 
     Args:
-        query: [batch, heads, queries, head_dim].
+        call: The call over all columns; pieces are seen as its visibility says, and codes by all queries.
+        rest: The `partial` call over the columns that are tensors.
         kv: The columns.
-        scale: Factor of the logits, above 0.
-        before: Of all columns, as pieces are asked it; codes are seen by all.
-        behind: Of the columns that are tensors.
-        softcap: As in `reference.attend`.
-        sinks: As in `reference.attend`.
 
     Returns:
         [batch, queries, heads, head_dim].
     """
-    device, (batch, heads, queries, head_dim) = device_of(query.device), query.shape
+    query = call.query
+    device = device_of(query.device)
     if isinstance(kv, CodedKV):
         own, exact = codes.plan(query, kv.keys, kv.values, device), (kv.exact_keys, kv.exact_values)
     else:
-        own, exact = pieces.plan(query, kv.table, before, device), (kv.keys, kv.values)
-    tail = _limited(dense.plan(query, *exact, behind))
+        own, exact = pieces.plan(call, kv.table, device), (kv.keys, kv.values)
+    tail = _limited(dense.plan(rest, *exact))
     own = _limited(own)
-    outs = query.new_empty((own.splits + tail.splits, batch, queries, heads, head_dim), dtype=torch.float32)
-    logs = query.new_empty((own.splits + tail.splits, batch, heads, queries), dtype=torch.float32)
+    outs, logs = empty_parts(query, own.splits + tail.splits)
     if isinstance(kv, CodedKV):
         rotation = kv.values.rotation
         room = outs if rotation is None else outs.new_empty((own.splits, *outs.shape[1:]))
-        codes.launch(query, kv.keys, kv.values, kv.lengths, room, logs, scale=scale, softcap=softcap, tiling=own)
+        codes.launch(call, kv.keys, kv.values, kv.lengths, room, logs, own)
         if rotation is not None:
             torch.matmul(room, rotation, out=outs[: own.splits])
     else:
-        total = kv.table.columns + kv.keys.shape[2]
-        pieces.launch(
-            query, kv.table, outs, logs, scale=scale, total=total, visibility=before, softcap=softcap, tiling=own
-        )
-    rest = outs[own.splits :], logs[own.splits :]
-    dense.launch(query, *exact, *rest, scale=scale, visibility=behind, softcap=softcap, sinks=None, tiling=tail)
-    return combine(outs, logs, sinks=sinks, dtype=query.dtype, partial=False)[0]
+        pieces.launch(call, kv.table, kv.table.columns + kv.keys.shape[2], outs, logs, own)
+    dense.launch(rest, *exact, outs[own.splits :], logs[own.splits :], tail)
+    return combine(outs, logs, sinks=call.sinks, dtype=query.dtype, partial=False)[0]
 
 
 def _limited(tiling: Tiling) -> Tiling:
-    """With so few parts that two of them can be merged at once."""
+    """Limit the parts, so that those of two tilings can be merged at once."""
     return tiling if tiling.splits <= MAX_SPLITS // 2 else replace(tiling, splits=MAX_SPLITS // 2)

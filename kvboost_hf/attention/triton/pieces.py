@@ -1,4 +1,4 @@
-"""Attention over keys and values in pieces that lie anywhere on the device, some of them moved to other positions.
+"""Attention in Triton over pieces that lie anywhere on the device, some of them moved to other positions.
 
 Keys stay as they are: with R(d) the rotation by which a piece is moved, `q · R(d) k = R(-d) q · k`, so that a tile of
 queries is turned back once for each piece.
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvboost_hf.attention.merge import Part
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.dense import take_block
 from kvboost_hf.attention.triton.tile import softmax_end
@@ -19,6 +19,7 @@ from kvboost_hf.attention.triton.tiling import (
     Device,
     Tiling,
     device_of,
+    empty_parts,
     is_taken,
     padded_dim,
     plan_splits,
@@ -26,7 +27,6 @@ from kvboost_hf.attention.triton.tiling import (
     power_of_2,
     round_columns,
 )
-from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import PieceTable
 from kvboost_hf.triton_launch import Arguments, Launcher
 
@@ -44,29 +44,20 @@ def can_attend(query: torch.Tensor, table: PieceTable) -> bool:
     )
 
 
-def attend_pieces(
-    query: torch.Tensor,
-    table: PieceTable,
-    *,
-    scale: float,
-    total: int,
-    visibility: Visibility,
-    softcap: float = 0.0,
-    tiling: Tiling | None = None,
-) -> Part:
-    """See `ops.attend_pieces`, with a `scale` above 0. Without `tiling` it takes that of `plan`."""
-    tiling = tiling or plan(query, table, visibility, device_of(query.device))
-    batch, heads, queries, head_dim = query.shape
-    out = query.new_empty((tiling.splits, batch, queries, heads, head_dim), dtype=torch.float32)
-    lse = query.new_empty((tiling.splits, batch, heads, queries), dtype=torch.float32)
-    launch(query, table, out, lse, scale=scale, total=total, visibility=visibility, softcap=softcap, tiling=tiling)
+def attend_pieces(call: AttentionCall, table: PieceTable, total: int, tiling: Tiling | None = None) -> Part:
+    """Compute attention over pieces, as `ops.attend_pieces` describes it. Without `tiling` it takes that of `plan`."""
+    query = call.query
+    tiling = tiling or plan(call, table, device_of(query.device))
+    out, lse = empty_parts(query, tiling.splits)
+    launch(call, table, total, out, lse, tiling)
     return (out[0], lse[0]) if tiling.splits == 1 else combine(out, lse, sinks=None, dtype=torch.float32)
 
 
-def plan(query: torch.Tensor, table: PieceTable, visibility: Visibility, device: Device) -> Tiling:
-    """The tiling that `attend_pieces` takes by itself: parts are of as many columns, in however many pieces."""
+def plan(call: AttentionCall, table: PieceTable, device: Device) -> Tiling:
+    """Choose the tiling of a call: parts are of as many columns, in however many pieces."""
+    query, window = call.query, call.visibility.window
     (batch, heads, queries, head_dim), kv_heads = query.shape, table.keys[0].shape[0]
-    columns = min(table.columns, visibility.window + queries) if visibility.window else table.columns
+    columns = min(table.columns, window + queries) if window else table.columns
     shape = batch * kv_heads, queries * (heads // kv_heads), head_dim, round_columns(columns)
     return _plan(*shape, query.itemsize, device)
 
@@ -83,40 +74,20 @@ def _plan(heads: int, rows: int, head_dim: int, columns: int, itemsize: int, dev
 
 
 def launch(
-    query: torch.Tensor,
-    table: PieceTable,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    scale: float,
-    total: int,
-    visibility: Visibility,
-    softcap: float,
-    tiling: Tiling,
+    call: AttentionCall, table: PieceTable, total: int, out: torch.Tensor, lse: torch.Tensor, tiling: Tiling
 ) -> None:
     """Write the parts of `attend_pieces` into `out` [splits, …] and `lse` [splits, …]."""
-    given = launch_arguments(
-        query, table, out, lse, scale=scale, total=total, visibility=visibility, softcap=softcap, tiling=tiling
-    )
-    (batch, heads, queries, _), kv_heads = query.shape, table.keys[0].shape[0]
-    grid = (-(-queries * (heads // kv_heads) // tiling.block_m), batch * kv_heads, tiling.splits)
-    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
+    given = launch_arguments(call, table, total, out, lse, tiling)
+    grid = tiling.grid(call.query, table.keys[0].shape[0])
+    _launch(grid, call.query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(
-    query: torch.Tensor,
-    table: PieceTable,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    scale: float,
-    total: int,
-    visibility: Visibility,
-    softcap: float,
-    tiling: Tiling,
+    call: AttentionCall, table: PieceTable, total: int, out: torch.Tensor, lse: torch.Tensor, tiling: Tiling
 ) -> Arguments:
-    """What `fwd_pieces` is called with."""
-    assert scale > 0
+    """Return the arguments of `fwd_pieces`."""
+    query, visibility, softcap = call.query, call.visibility, call.softcap
+    assert call.scale > 0
     assert table.places is not None
     keep = visibility.keep.contiguous().view(torch.uint8) if visibility.keep is not None else None
     columns = visibility.columns.contiguous() if visibility.columns is not None else None
@@ -129,7 +100,7 @@ def launch_arguments(
             *(keep.shape[1] if keep is not None else 0, kv_heads, queries),
             *(pieces, table.columns, total, visibility.window or None),
         ),
-        (scale / softcap if softcap else float(scale), softcap or None),
+        (call.scale / softcap if softcap else float(call.scale), softcap or None),
         (
             *(visibility.causal, heads // kv_heads, head_dim, max(_MANY, power_of_2(pieces))),
             *(tiling.block_m, tiling.block_n, padded_dim(head_dim), tiling.border_stages, 16 // query.itemsize),

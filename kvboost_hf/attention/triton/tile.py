@@ -1,4 +1,4 @@
-"""What every kernel does with a tile of queries and a block of columns."""
+"""Loads rows and computes a running softmax: what all Triton kernels of attention share."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def load_rows(start, stride, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr):
-    """[BLOCK, PADDED] of [rows, DIM] numbers from `start`, zeros elsewhere; `ALL` if there are BLOCK rows."""
+    """Load [BLOCK, PADDED] of [rows, DIM] numbers from `start`, zeros elsewhere; `ALL` if there are BLOCK rows."""
     row = tl.arange(0, BLOCK)[:, None]
     dim = tl.arange(0, PADDED)[None, :]
     at = start + row * stride + dim
@@ -24,7 +24,7 @@ def load_rows(start, stride, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, PADDE
 
 @triton.jit
 def tanh(x):
-    """As exact near 0 as float32 is near 1, and never an overflow."""
+    """Compute tanh, as exact near 0 as float32 is near 1, and never with an overflow."""
     faded = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     size = (1 - faded) / (1 + faded)
     return tl.where(x < 0, -size, size)
@@ -55,7 +55,7 @@ def softmax_end(sums, peak, norm, logit):
 
     Args:
         sums: [rows, dims]: weighted values.
-        peak: [rows]; see `softmax_step`.
+        peak: [rows]: the largest of the scaled scores.
         norm: [rows]: the sum of the weights.
         logit: [rows], or None: of a column that everybody sees, without a value.
 

@@ -1,4 +1,4 @@
-"""How large the tiles of a kernel are, and into how many parts it splits the columns: by shapes alone."""
+"""Chooses the tiles of a kernel, and the number of parts into which it splits the columns, by shapes alone."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +20,7 @@ def is_taken(query: torch.Tensor, dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Device:
-    """What a tiling depends on."""
+    """The properties of a device that a tiling depends on."""
 
     processors: int
     shared_bytes: int  # that one program may use
@@ -29,7 +29,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How one call is cut."""
+    """The tiles of one call, and its parts."""
 
     block_m: int  # rows of a program: queries times the heads that share keys
     block_n: int  # columns that it takes at a time
@@ -38,10 +38,22 @@ class Tiling:
     border_stages: int  # the same at borders, which are short
     splits: int = 1  # parts of the columns, each with programs of its own
 
+    def grid(self, query: torch.Tensor, kv_heads: int) -> tuple[int, int, int]:
+        """The programs of a kernel: tiles of queries that share keys, heads of keys in the batch, and parts."""
+        batch, heads, queries, _ = query.shape
+        return -(-queries * (heads // kv_heads) // self.block_m), batch * kv_heads, self.splits
+
+
+def empty_parts(query: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate [splits, batch, queries, heads, head_dim] and [splits, batch, heads, queries], float32."""
+    batch, heads, queries, head_dim = query.shape
+    out = query.new_empty((splits, batch, queries, heads, head_dim), dtype=torch.float32)
+    return out, query.new_empty((splits, batch, heads, queries), dtype=torch.float32)
+
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """The processors of a device; of one only, on a CPU."""
+    """Return the properties of a device; a CPU has one processor."""
     if device.type == "cpu":
         return Device(processors=1, shared_bytes=64 * 1024, interpreted=True)
     found = torch.cuda.get_device_properties(device)
@@ -49,29 +61,29 @@ def device_of(device: torch.device) -> Device:
 
 
 def power_of_2(x: int) -> int:
-    """The least one that is not below x; Triton's own function takes 20 times as long."""
+    """Round up to a power of two; Triton's own function takes 20 times as long."""
     return 1 << (x - 1).bit_length()
 
 
 @cache
 def padded_dim(dim: int) -> int:
-    """Dimensions of a tile for vectors of so many."""
+    """The dimensions of a tile for vectors of `dim` dimensions."""
     return max(16, power_of_2(dim))
 
 
 def round_columns(columns: int) -> int:
-    """Columns by which tilings are told apart: a cache that grows is not planned for anew at each token."""
+    """Round columns up, so that a cache that grows does not get a new tiling at each token."""
     return -(-columns // _STEP) * _STEP
 
 
 def plan_tiling(rows: int, dim: int, itemsize: int, device: Device) -> Tiling:
-    """Tiles that fit into registers and shared memory.
+    """Choose tiles that fit into registers and shared memory.
 
     Args:
         rows: Queries times the heads that share keys.
         dim: The larger of head_dim and value_dim.
         itemsize: Of keys and values, in bytes.
-        device: Where.
+        device: The device of the call.
     """
     if device.interpreted:
         return Tiling(block_m=32, block_n=16, warps=1, stages=1, border_stages=1)
@@ -89,13 +101,13 @@ def plan_tiling(rows: int, dim: int, itemsize: int, device: Device) -> Tiling:
 
 
 def plan_splits(programs: int, columns: int, block_n: int, device: Device, *, per_processor: int = 2) -> int:
-    """Into how many parts columns go, so that a few queries keep all processors busy.
+    """Choose the number of parts of the columns, so that a few queries keep all processors busy.
 
     Args:
-        programs: There are without parts.
-        columns: That a query sees at most.
+        programs: The programs without parts.
+        columns: The most that a query sees.
         block_n: Columns that a program takes at a time.
-        device: Where.
+        device: The device of the call.
         per_processor: Programs that fit onto a processor at a time.
     """
     room = device.processors * per_processor // max(programs, 1)
