@@ -1,6 +1,6 @@
 """Problems for attention kernels, and how far from the truth a kernel may be."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class Problem:
         call = AttentionCall(
             self.tensors()[0], self.scale, self.visibility(), self.softcap, self.sink_logits(), partial=partial
         )
-        return replace(call, **changed)
+        return call._replace(**changed)
 
     def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value."""

@@ -43,8 +43,12 @@ def active_tier(device: torch.device | str | None = None, dtype: torch.dtype | N
         'cpu'
     """
     place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    forced = _forced.get()
-    return forced if forced is not None else _choose(place, dtype or torch.float16)
+    return backend_of(place, dtype or torch.float16)
+
+
+def backend_of(device: torch.device, dtype: torch.dtype = torch.float16) -> Backend:
+    """Return the backend that runs, which is the one of `use_tier` within it."""
+    return _forced.get() or _choose(device, dtype)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The arguments of one call of attention, whatever form its keys and values have, and what such a call returns."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +11,7 @@ from kvboost_hf.attention.visibility import Visibility
 Part = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionCall:
+class AttentionCall(NamedTuple):  # made once for each layer: a frozen dataclass takes three times as long to make
     """The queries of a layer, and how their logits are scaled, bounded and masked.
 
     Keys and values are given beside it: as tensors, in pieces (`PieceTable`) or as codes (`CodePlanes`). A call over

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from kvboost_hf.attention import cpu, reference, sdpa
-from kvboost_hf.attention.backends import active_tier
+from kvboost_hf.attention.backends import backend_of
 from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.merge import merge as merge_parts
 from kvboost_hf.attention.merge import no_log
@@ -20,20 +20,20 @@ from kvboost_hf.kernel_calls import count
 def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
     """Run the kernel for `ops.attend`."""
     query = call.query
-    backend = active_tier(query.device, query.dtype)
+    backend = backend_of(query.device, query.dtype)
     # Before sm_80, PyTorch's fast kernel takes no grouped heads.
     own = backend == "triton" or (backend == "cuda" and query.shape[1] == key.shape[1])
     if own and sdpa.is_faster(call, key, value):
         count("sdpa", "square")
         return sdpa.attend(call, key, value)
     if backend == "triton":
-        from kvboost_hf.attention.triton import dense
+        import kvboost_hf.attention.triton.dense as dense
 
         if dense.can_attend(query, key, value):
             count(backend, "attend")
             return dense.attend(call, key, value)
     if backend == "cuda":
-        from kvboost_hf.attention import cuda
+        import kvboost_hf.attention.cuda as cuda
 
         if cuda.can_attend(query, key, value):
             count(backend, "attend")
@@ -51,9 +51,9 @@ def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
 
 def attend_pieces(call: AttentionCall, table: PieceTable, total: int) -> Part:
     """Run the kernel for `ops.attend_pieces`."""
-    backend = active_tier(call.query.device, call.query.dtype)
+    backend = backend_of(call.query.device, call.query.dtype)
     if backend == "triton":
-        from kvboost_hf.attention.triton import pieces
+        import kvboost_hf.attention.triton.pieces as pieces
 
         if pieces.can_attend(call.query, table):
             count(backend, "attend_pieces")
@@ -77,9 +77,9 @@ def attend_held(call: AttentionCall, rest: AttentionCall, kv: HeldKV) -> torch.T
         [batch, queries, heads, value_dim], or None where the backend has no kernels that do this in one go.
     """
     query = call.query
-    backend = active_tier(query.device, query.dtype)
+    backend = backend_of(query.device, query.dtype)
     if backend == "triton":
-        from kvboost_hf.attention.triton import held
+        import kvboost_hf.attention.triton.held as held
 
         if held.can_attend(query, kv):
             count(backend, "attend_pieces" if isinstance(kv, PiecedKV) else "attend_codes")
@@ -94,7 +94,7 @@ def attend_held(call: AttentionCall, rest: AttentionCall, kv: HeldKV) -> torch.T
 def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Run the kernel for `ops.merge`."""
     first = parts[0][0]
-    if active_tier(first.device, dtype) == "triton":
+    if backend_of(first.device, dtype) == "triton":
         from kvboost_hf.attention.triton import combine, tiling
 
         if tiling.is_taken(first, first.shape[3]):
@@ -106,10 +106,10 @@ def merge(parts: Sequence[Part], sinks: torch.Tensor | None, dtype: torch.dtype)
 
 def attend_codes(call: AttentionCall, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor) -> Part:
     """Run the kernel for `ops.attend_codes`."""
-    backend = active_tier(call.query.device, call.query.dtype)
+    backend = backend_of(call.query.device, call.query.dtype)
     with _without_autocast(call.query):
         if backend == "triton":
-            from kvboost_hf.attention.triton import codes
+            import kvboost_hf.attention.triton.codes as codes
 
             if codes.can_attend(call.query, keys, values):
                 count(backend, "attend_codes")

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from kvboost_hf.attention.backends import active_tier
+from kvboost_hf.attention.backends import backend_of
 from kvboost_hf.compat import mask_form
 from kvboost_hf.handles import make_reach
 
@@ -131,7 +131,7 @@ def _is_looked_at(keep: torch.Tensor, queries: int, window: int) -> bool:
 
 def _are_read(device: torch.device) -> bool:
     """Whether kernels read a number for each column in no time that counts, so that the host need not look at it."""
-    return not torch.compiler.is_compiling() and active_tier(device) == "triton"
+    return not torch.compiler.is_compiling() and backend_of(device) == "triton"
 
 
 def _padding_ahead(attention_mask: torch.Tensor | None, columns: torch.Tensor, kv_length: int) -> torch.Tensor | None:

@@ -1,7 +1,5 @@
 """Attention in plain PyTorch operations: tests compare every kernel with it, and it runs where no kernel can."""
 
-from dataclasses import replace
-
 import torch
 
 from kvboost_hf.attention.call import AttentionCall, Part
@@ -63,7 +61,7 @@ def attend_pieces(call: AttentionCall, table: PieceTable, total: int, *, compute
     if visibility.keep is not None:
         there &= visibility.keep[:, : table.columns]
     seen = Visibility(visibility.causal, visibility.window, there, own)
-    return attend(replace(call, visibility=seen, sinks=None, partial=True), keys, values, compute=compute)
+    return attend(call._replace(visibility=seen, sinks=None, partial=True), keys, values, compute=compute)
 
 
 def dense_pieces(table: PieceTable, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +100,7 @@ def attend_codes(
     tokens = keys.codes.shape[3]
     keep = (torch.arange(tokens, device=query.device) < lengths[:, None]).flatten()[None].expand(len(query), -1)
     seen = Visibility(causal=False, keep=keep)
-    return attend(replace(call, visibility=seen, sinks=None, partial=True), key, value, compute=compute)
+    return attend(call._replace(visibility=seen, sinks=None, partial=True), key, value, compute=compute)
 
 
 def decode(codes: CodePlanes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvboost_hf.attention import dispatch, ops, reference, sdpa
-from kvboost_hf.attention.backends import active_tier
+from kvboost_hf.attention.backends import backend_of
 from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.masks import make_mask
 from kvboost_hf.attention.visibility import Visibility
@@ -16,7 +16,7 @@ from kvboost_hf.handles import ATTENTION, CodedKV, Held, HeldKV, PiecedKV, read_
 from kvboost_hf.kernel_calls import count
 
 # Weights, which no kernel has; keys chosen by an index of the model's own; sinks that differ between queries.
-_NOT_TAKEN = ("output_attentions", "indices", "block_indices", "sinks")
+_NOT_TAKEN = {"output_attentions", "indices", "block_indices", "sinks"}
 
 
 def attention(
@@ -56,8 +56,8 @@ def attention(
             choose keys in ways of their own, for a mask of queries and columns in integers, and for a tree that is not
             that of the queries, or tells no columns to a layer with a window.
     """
-    for name in _NOT_TAKEN:
-        if kwargs.get(name) is not None and kwargs[name] is not False:
+    for name in _NOT_TAKEN.intersection(kwargs):
+        if kwargs[name] is not None and kwargs[name] is not False:
             raise ValueError(
                 f"`{name}` is not taken by 'kvboost_fa2', but {type(module).__name__} asks for it. Use "
                 "attn_implementation='sdpa' or 'eager'."
@@ -164,10 +164,10 @@ def _read_in_place(call: AttentionCall, kv: HeldKV) -> torch.Tensor | None:
         return None
     elif keep is not None:  # there is no padding among the codes
         keep = torch.cat([keep[:, : kv.first], keep[:, kv.first + kv.coded :]], dim=1)
-    behind = Visibility(seen.causal, seen.window, keep, tree=seen.tree)
+    behind = seen if keep is seen.keep else Visibility(seen.causal, seen.window, keep, tree=seen.tree)
     rest = AttentionCall(query, call.scale, behind, call.softcap, partial=True)
     if seen.tree is not None:
-        call = replace(call, visibility=replace(seen, tree=None))
+        call = call._replace(visibility=replace(seen, tree=None))
     if not ops.is_traced(query):
         found = dispatch.attend_held(call, rest, kv)
         if found is not None:
@@ -182,7 +182,7 @@ def _read_in_place(call: AttentionCall, kv: HeldKV) -> torch.Tensor | None:
 
 
 def _reads(kind: type[HeldKV], device: torch.device) -> bool:
-    backend = active_tier(device)
+    backend = backend_of(device)
     return backend == "triton" or (backend == "cpu" and kind is CodedKV)
 
 

@@ -21,11 +21,11 @@ _FASTEST_FIRST = [
 def is_faster(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether this is a plain square prompt on a GPU, for which PyTorch has the vendor's kernels."""
     query, seen = call.query, call.visibility
+    if not (1 < query.shape[2] == key.shape[2] and query.is_cuda):
+        return False
     asked = seen.keep, seen.columns, seen.tree, seen.mask, call.sinks
     return (
-        1 < query.shape[2] == key.shape[2]
-        and query.is_cuda
-        and not any(each is not None for each in asked)
+        not any(each is not None for each in asked)
         and not (seen.window or call.softcap or call.partial)
         and query.dtype != torch.float32
         and key.shape[3] == value.shape[3] <= 256

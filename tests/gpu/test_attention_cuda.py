@@ -10,7 +10,7 @@ import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, handles
 from kvboost_hf.attention import active_tier, kernel_calls, ops, reference, use_tier
-from kvboost_hf.attention.call import Part
+from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.cache.layers import pieced
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from tests.attention import Problem, assert_within_budget
@@ -51,6 +51,8 @@ def on_gpu(value: Any) -> Any:
         if "rows" in given:  # stay in host memory; where the pieces are has changed
             given |= {"rows": value.rows, "places": None}  # type: ignore[attr-defined]
         return replace(value, **given)
+    if isinstance(value, AttentionCall):
+        return AttentionCall(*map(on_gpu, value))
     return type(value)(map(on_gpu, value)) if isinstance(value, tuple | list) else value
 
 

@@ -201,7 +201,7 @@ def test_a_sink_of_no_weight() -> None:
     keep = torch.ones(2, 40, dtype=torch.bool)
     keep[1] = False
     kv, call = Problem().kv(), Problem().call(visibility=Visibility(keep=keep), partial=True)
-    out, lse = attend(replace(call, sinks=torch.full((4,), float("-inf"))), *kv)
+    out, lse = attend(call._replace(sinks=torch.full((4,), float("-inf"))), *kv)
     without, _ = attend(call, *kv)
     assert torch.equal(out, without)
     assert (lse[1] == float("-inf")).all()

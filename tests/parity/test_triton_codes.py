@@ -159,7 +159,7 @@ def test_damage_is_found(config: str, damage: str) -> None:
         "no key codes": {"keys": replace(keys, codes=torch.zeros_like(keys.codes))},
         "no value codes": {"values": replace(values, codes=torch.zeros_like(values.codes))},
         "another length": {"lengths": lengths - 1},
-        "another query": {"call": replace(call, query=call.query.roll(1, 3))},
+        "another query": {"call": call._replace(query=call.query.roll(1, 3))},
     }[damage]
     with pytest.raises(AssertionError, match="off by"):
         check(case, case.found(**changed))

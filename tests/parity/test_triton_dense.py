@@ -83,7 +83,7 @@ def solve(
     """What the kernel makes of it."""
     call, kv = given(problem, visibility, tensors)
     if sinks is not None:
-        call = replace(call, sinks=sinks)
+        call = call._replace(sinks=sinks)
     tiling = Tiling(block_m=32, block_n=16, warps=1, stages=1, border_stages=1, splits=splits)
     return dense.attend(call, *kv, tiling)
 

@@ -173,7 +173,7 @@ def test_pieces_and_what_is_behind_them_are_parts_of_one_tensor(
     own = [tuple(each[0, :, a:b] for a, b in pairwise(cuts)) for each in (key, value)]
     table = PieceTable(own[0], own[1], rows, COLUMNS)
     kv, call = PiecedKV(table, key[:, :, COLUMNS:], value[:, :, COLUMNS:]), whole.call()
-    rest = replace(call, sinks=None, partial=True)
+    rest = call._replace(sinks=None, partial=True)
     plans = (
         pieces.plan(call, table, Device(12, 64 * 1024, interpreted=True)),
         dense.plan(rest, kv.keys, kv.values),

@@ -49,7 +49,7 @@ def _attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part
         if bool((own.diff() < 0).any()):
             own, order = own.sort()
             ascending = Visibility(window=seen.window, keep=seen.keep, columns=own[None])
-            out, lse = _attend(replace(call, query=query[:, :, order], visibility=ascending), key, value)
+            out, lse = _attend(call._replace(query=query[:, :, order], visibility=ascending), key, value)
             back = order.argsort()
             return out[:, :, back], lse[:, :, back]
         stop = int(own[-1]) + 1
@@ -60,7 +60,7 @@ def _attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part
         blind = int((own < 0).sum())
         own = own[blind:] if bool((own.diff() != 1).any()) else None
     if blind:
-        call = replace(call, query=query[:, :, blind:])
+        call = call._replace(query=query[:, :, blind:])
     tiles = _tiles(seen, own, queries - blind, stop - start)
     out, lse = _solve(call, key[:, :, start:stop], value[:, :, start:stop], tiles, keep)
     if blind:
@@ -78,7 +78,7 @@ def _row(call: AttentionCall, row: int) -> AttentionCall:
     """The call of one row of the batch."""
     one, seen = slice(row, row + 1), call.visibility
     keep, columns, tree = (each[one] if each is not None else None for each in (seen.keep, seen.columns, seen.tree))
-    return replace(call, query=call.query[one], visibility=replace(seen, keep=keep, columns=columns, tree=tree))
+    return call._replace(query=call.query[one], visibility=replace(seen, keep=keep, columns=columns, tree=tree))
 
 
 def _kept(seen: Visibility, queries: int, stop: int) -> tuple[int, torch.Tensor | None]:

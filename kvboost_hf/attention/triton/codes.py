@@ -143,8 +143,9 @@ def launch(
 ) -> None:
     """Write the parts of `attend_codes`, before values are rotated back, into `out` [splits, …] and `lse`."""
     given = launch_arguments(call, keys, values, lengths, out, lse, tiling)
-    grid = tiling.grid(call.query, keys.codes.shape[2])
-    _launch(grid, call.query.device, given, warps=tiling.warps, stages=tiling.stages)
+    query = call.query
+    grid = tiling.grid(query, keys.codes.shape[2])
+    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(

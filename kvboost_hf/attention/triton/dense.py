@@ -88,8 +88,9 @@ def launch(
 ) -> None:
     """Write the parts of `attend` into `out` [splits, …] and `lse` [splits, …]."""
     given = launch_arguments(call, key, value, out, lse, tiling)
-    grid = tiling.grid(call.query, key.shape[1])
-    _launch(grid, call.query.device, given, warps=tiling.warps, stages=tiling.stages)
+    query = call.query
+    grid = tiling.grid(query, key.shape[1])
+    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(

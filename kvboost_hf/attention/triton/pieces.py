@@ -78,8 +78,9 @@ def launch(
 ) -> None:
     """Write the parts of `attend_pieces` into `out` [splits, …] and `lse` [splits, …]."""
     given = launch_arguments(call, table, total, out, lse, tiling)
-    grid = tiling.grid(call.query, table.keys[0].shape[0])
-    _launch(grid, call.query.device, given, warps=tiling.warps, stages=tiling.stages)
+    query = call.query
+    grid = tiling.grid(query, table.keys[0].shape[0])
+    _launch(grid, query.device, given, warps=tiling.warps, stages=tiling.stages)
 
 
 def launch_arguments(
