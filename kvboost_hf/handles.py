@@ -1,7 +1,7 @@
-"""Keys and values as a cache holds them, for an attention that reads them there.
+"""Handles of keys and values, so that an attention reads them where a cache holds them, and compact masks.
 
-`Cache.update` may return what is no tensor of all columns: a `Held` in place of the keys, and one in place of the
-values. `kvboost_fa2` reads what is in it; for anybody else it makes itself into the tensor that it stands for.
+`Cache.update` may return two `Held` in place of keys and values. `kvboost_fa2` reads the pieces or codes that they
+refer to; for any other operation they turn into the tensors that they stand for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ ATTENTION = "kvboost_fa2"  # as transformers knows the attention that can read t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodePlanes:
-    """Keys or values in blocks of as many tokens each, as codes that a kernel can decode.
+    """Keys or values as codes that a kernel can decode, in blocks of the same number of tokens.
 
     Either `least` and `step` are there, and a number is `least + step * code`; or `scale` and `codebook` are, and a
     vector is `(scale * codebook[codes]) @ rotation`, with `mean` turned to its token's position added to it.
@@ -61,13 +61,13 @@ class CodedKV:
     """K/V of a layer of which some columns in the middle are codes.
 
     Args:
-        keys: Codes of the columns from `first` on.
-        values: The same.
+        keys: Codes of the keys from column `first` on.
+        values: Codes of the values of the same columns.
         lengths: [blocks], int32: how many of the first tokens of each block are columns.
-        coded: How many columns are codes: the sum of `lengths`.
+        coded: The number of columns that are codes: the sum of `lengths`.
         first: The first of them.
-        exact_keys: [batch, num_kv_heads, columns, head_dim], those before and behind the codes.
-        exact_values: The same.
+        exact_keys: [batch, num_kv_heads, columns, head_dim]: the keys before and behind the codes.
+        exact_values: The values of the same columns.
     """
 
     keys: CodePlanes
@@ -85,11 +85,11 @@ class PieceTable:
 
     Args:
         keys: Of each piece, [num_kv_heads, tokens, head_dim]; the last stride is 1.
-        values: The same.
+        values: Of each piece, like `keys`.
         rows: [batch, pieces, 3], int64, in host memory: for each row its pieces in order, as the number of the piece,
             the column of its first token, and the row of `cos` and `sin` that moves its keys, or -1. Rows with fewer
             pieces end in -1, -1, -1.
-        columns: Behind the last piece; the same for all rows.
+        columns: The number of these columns, the same for all rows.
         cos: [shifts, head_dim], float32, or None where nothing moves.
         sin: Like `cos`, signed: a query is turned back by `query * cos + query[partner] * sin`.
         partner: [head_dim], int32.
@@ -129,14 +129,14 @@ def _places(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], rows: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PiecedKV:
-    """K/V of a layer: pieces, and tensors behind them.
+    """K/V of a layer of which the first columns are in pieces.
 
     Args:
         table: The columns [0, table.columns).
-        keys: [batch, num_kv_heads, columns, head_dim], those behind them.
-        values: The same.
-        keep: [batch, columns], bool: which of those behind are there to attend to, and all pieces are; None where the
-            mask tells it.
+        keys: [batch, num_kv_heads, columns, head_dim]: the keys of the columns behind the pieces.
+        values: The values of the same columns.
+        keep: [batch, columns], bool: False for padding among the columns behind the pieces, where no column of a
+            piece is padding; None where the mask tells it.
     """
 
     table: PieceTable
@@ -155,20 +155,20 @@ HeldKV = CodedKV | PiecedKV
 def make_reach(
     keep: torch.Tensor | None, window: int, device: torch.device | str, columns: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """What `kvboost_fa2` takes for a mask of causal layers.
+    """Make the compact mask of causal layers that `kvboost_fa2` takes.
 
     Args:
-        keep: [batch, columns], bool: the ones that are there to attend to. None for all.
-        window: 0 for none.
-        device: Of the mask.
+        keep: [batch, columns], bool: False for padding. None where there is none.
+        window: Columns that a query sees, its own included; 0 for all.
+        device: The device of the mask.
         columns: [batch, queries]: the column of each query, where they are not the last ones; without `keep`, of one
             query.
 
     Returns:
-        None if there is nothing to say. Else int32: [batch, 1, 1, columns], 1 for those that are there; with a window
-        the reach of each in place of 1, and that twice, [batch, 2, 1, columns]. Where all columns are alike, there is
-        one in place of all, and without `columns` one row. With `columns` it is followed, in the last but one
-        dimension, by a row that begins with them.
+        None where nothing but the causal order hides a column. Else int32: [batch, 1, 1, columns], 0 for padding and 1
+        for all others; with a window, its size in place of 1, and that twice, [batch, 2, 1, columns]. Where all
+        columns are alike, there is one in place of all, and without `columns` one row. With `columns` it is followed,
+        in the last but one dimension, by a row that begins with them.
     """
     if keep is None and columns is None:
         return torch.full((1, 2, 1, 1), window, dtype=torch.int32, device=device) if window else None
@@ -186,7 +186,7 @@ def make_reach(
 def read_reach(
     mask: torch.Tensor, queries: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Of what `make_reach` has made: `keep`, `columns`, and of a window the reach [batch or 1, columns or 1]."""
+    """Read a mask of `make_reach`: `keep`, `columns`, and with a window the reach [batch or 1, columns or 1]."""
     reach = mask[:, 0, 0]
     keep = reach > 0 if mask.shape[3] > 1 else None
     # Contiguous here, where a graph does it once for all layers, and not in each kernel's launch.
@@ -195,7 +195,7 @@ def read_reach(
 
 
 def make_tree(bits: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
-    """What `kvboost_fa2` takes for a mask of causal layers whose queries are the nodes of a tree.
+    """Make the compact mask of causal layers whose queries are the nodes of a tree, for `kvboost_fa2`.
 
     Args:
         bits: [batch, queries], int64, of 64 queries at most, which are the last columns: bit t says whether the query
@@ -211,18 +211,18 @@ def make_tree(bits: torch.Tensor, columns: torch.Tensor | None = None) -> torch.
 
 
 def read_tree(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of what `make_tree` has made: `bits`, and `columns` in int32."""
+    """Read a mask of `make_tree`: `bits`, and `columns` in int32."""
     return mask[:, 0, 0], mask[:, 0, 1].int() if mask.shape[2] == 2 else None
 
 
 class Held(torch.Tensor):
-    """Stands for the keys or the values [batch, num_kv_heads, columns, head_dim] of a layer.
+    """A tensor that stands for the keys or the values [batch, num_kv_heads, columns, head_dim] of a layer.
 
     Args:
-        kv: Both, as they are held.
+        kv: Keys and values, as the cache holds them.
         dense: Makes the tensor of all columns; called at most once.
         like: A tensor with the batch size, heads, head_dim, dtype and device.
-        columns: How many there are.
+        columns: The number of columns.
     """
 
     kv: HeldKV
@@ -240,7 +240,7 @@ class Held(torch.Tensor):
         self._version_made = 0
 
     def dense(self) -> torch.Tensor:
-        """All columns in one tensor."""
+        """Return all columns in one tensor, which is made once."""
         if self._made is None:
             self._made = self._make()
             self._version_made = -1 if self._made.is_inference() else self._made._version
@@ -248,7 +248,7 @@ class Held(torch.Tensor):
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody has written to it, which nothing but the tensor made by `dense` has felt."""
+        """Whether somebody has written to it; only the tensor made by `dense` has the change, not the cache."""
         if not self.is_inference() and self._version:
             return True
         made = self._made
@@ -256,7 +256,7 @@ class Held(torch.Tensor):
 
     @property
     def is_dense(self) -> bool:
-        """Whether somebody has asked for `dense`, which is kept from then on."""
+        """Whether `dense` has made its tensor."""
         return self._made is not None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -279,10 +279,10 @@ _readers: dict[str, Reader] = {}
 
 
 def read_in_place(kind: type[HeldKV], device: torch.device) -> bool:
-    """Whether an attention is there that reads K/V of this kind on this device, faster than it is made dense."""
+    """Whether a registered attention reads K/V of this kind in place on a device, faster than it is made dense."""
     return any(reads(kind, device) for reads in _readers.values())
 
 
 def register_reader(name: str, reads: Reader) -> None:
-    """Have the attention of this name asked by `read_in_place`."""
+    """Register an attention under a name; `read_in_place` asks `reads` for what it reads."""
     _readers[name] = reads

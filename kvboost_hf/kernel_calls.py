@@ -1,4 +1,4 @@
-"""Which kernels have run, counted: so that tests and users can tell that it was not another one."""
+"""Counts the calls of each kernel, so that tests and users can tell which ones have run."""
 
 import threading
 from collections import Counter
@@ -10,14 +10,14 @@ _lock = threading.Lock()
 
 
 def kernel_calls() -> Counter[str]:
-    """How often each kernel was called in this process, as `"<tier>.<kernel>"`."""
+    """Return how often each kernel was called in this process, by `"<backend>.<kernel>"`."""
     with _lock:
         return Counter(_calls)
 
 
-def count(tier: str, kernel: str) -> None:
-    """Count one call; not while `torch.compile` traces, whose graphs hold no lock: operators count inside."""
+def count(backend: str, kernel: str) -> None:
+    """Count one call, but not while `torch.compile` traces: its graphs hold no lock, and operators count when run."""
     if torch.compiler.is_dynamo_compiling():
         return
     with _lock:
-        _calls[f"{tier}.{kernel}"] += 1
+        _calls[f"{backend}.{kernel}"] += 1

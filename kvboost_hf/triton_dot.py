@@ -1,4 +1,4 @@
-"""The product of two tiles in Triton, as all kernels here want it. Imports Triton."""
+"""Multiplies two tiles in Triton, exactly, and also under the interpreter. Imports Triton."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ INTERPRET = tl.constexpr(knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b, onto=None):
-    """a @ b + onto in float32, as exact as the dtype of the operands."""
+    """Compute a @ b + onto in float32, without rounding the operands."""
     if INTERPRET:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, onto, input_precision="ieee")

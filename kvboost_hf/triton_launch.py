@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that skip Triton's front end where the compiled kernel is known. Imports Triton.
+"""Launches Triton kernels without Triton's front end where the compiled kernel is known. Imports Triton.
 
 At each call the front end looks at every argument and at the environment to find the compiled kernel, calls hooks, and
 asks the driver what each address is: together several times as long as a launch takes.
@@ -17,7 +17,7 @@ from triton.runtime.driver import driver
 _ALIGNMENT = 16  # Triton compiles another kernel for addresses, in bytes, and strides that are no multiples of it
 
 
-# The arguments of a kernel, in the order of its parameters; what is not asked of it is None.
+# The arguments of a kernel, in the order of its parameters; None for those that a call does not use.
 Arguments = tuple[
     tuple[Any, ...],  # tensors, or (tensor, *strides) each
     tuple[int, ...],  # strides, for which Triton specializes the kernel
@@ -28,7 +28,7 @@ Arguments = tuple[
 
 
 class Launcher:
-    """Calls a kernel, and remembers its compiled forms by all that Triton compiles them for.
+    """Launches a kernel, and keeps its compiled forms by all properties of the arguments that Triton compiles for.
 
     Args:
         kernel: A function of `triton.jit`.
@@ -44,14 +44,14 @@ class Launcher:
     def __call__(
         self, grid: tuple[int, int, int], device: torch.device, arguments: Arguments, *, warps: int, stages: int
     ) -> None:
-        """Launch it on a device's current stream.
+        """Launch the kernel on the current stream of a device.
 
         Args:
             grid: Programs, in three dimensions.
-            device: Of all tensors.
-            arguments: Of the kernel.
-            warps: Of a program.
-            stages: Of its pipelined loops.
+            device: The device of all tensors.
+            arguments: The arguments of the kernel.
+            warps: The warps of a program.
+            stages: The stages of its pipelined loops.
         """
         # Triton launches on the current device.
         if _several_devices() and device.index not in (None, torch.cuda.current_device()):
@@ -76,9 +76,10 @@ class Launcher:
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)
 
     def _form(self, arguments: Arguments) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]]:
-        """Names the compiled kernel, and gives its arguments with addresses, of which the driver need not be asked.
+        """Return the key of the compiled kernel, and its arguments with addresses in place of tensors.
 
-        There is no name where addresses or strides are odd, or where numbers take 64 bits.
+        With addresses, the driver need not be asked for them. There is no key where addresses or strides are not
+        aligned, or where numbers take 64 bits.
         """
         tensors, strides, numbers, factors, constants = arguments
         kinds = *map(type, tensors), *map(type, numbers), *map(type, factors)

@@ -1,4 +1,4 @@
-"""`kvboost_fa2`: attention over K/V that is reused: in chunks, in codes, or in parts computed again."""
+"""`kvboost_fa2`: an attention implementation for transformers that reads reused K/V where a cache holds it."""
 
 from kvboost_hf.attention.backends import active_tier, use_tier
 from kvboost_hf.attention.register import register

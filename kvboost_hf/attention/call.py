@@ -1,4 +1,4 @@
-"""The arguments of one call of attention, whatever form its keys and values have, and what such a call returns."""
+"""The arguments of one call of attention without its keys and values, which have several forms, and its result."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
-"""The masks that transformers makes for `kvboost_fa2`: none, a number for each column, or whatever the model needs.
+"""Makes the masks that transformers gives to `kvboost_fa2`: none, one number for each column, or a matrix.
 
-An attention without a mask function of its own is given no mask at all, and would attend to padding.
+transformers gives no mask at all to an attention without a mask function of its own, which would attend to padding.
 """
 
 from collections.abc import Callable
@@ -35,18 +35,18 @@ def make_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """A mask for `register.attention`.
+    """Make the mask of a forward, for `register.attention`.
 
     Args:
-        batch_size: Rows.
-        q_length: Queries.
-        kv_length: Columns of keys that attention will be given.
+        batch_size: The rows of the batch.
+        q_length: The number of queries.
+        kv_length: The number of columns of the keys.
         q_offset: The position of the first query; a tensor if a cache has a fixed size.
         kv_offset: The position of the first of these columns.
-        mask_function: Who sees what, by position.
-        attention_mask: [batch, positions], bool, True for what is no padding.
-        config: Of the model.
-        **kwargs: What transformers' own mask functions take.
+        mask_function: Tells whether a position sees another one.
+        attention_mask: [batch, positions], bool, False for padding.
+        config: The model's configuration.
+        **kwargs: Further arguments of transformers' own mask functions.
 
     Returns:
         None where queries are the last columns, and see all before them, or, if the layer is not causal, all; what
@@ -56,7 +56,7 @@ def make_mask(
     """
     form, device = mask_form(config), kwargs.get("device", "cpu")
     window = _window(mask_function)
-    if form == "compact" and window is not None and _is_told(mask_function, config):
+    if form == "compact" and window is not None and _layers_know(mask_function, config):
         if isinstance(q_offset, torch.Tensor):
             if kv_offset == 0 and mask_function is not bidirectional_mask_function:
                 columns = (torch.arange(q_length, dtype=torch.int32, device=device) + q_offset).expand(batch_size, -1)
@@ -78,15 +78,15 @@ def make_mask(
     return found
 
 
-def _is_told(mask_function: Callable[..., Any], config: Any) -> bool:
-    """Whether layers are causal if and only if this function is: with these settings, only one of the two is."""
+def _layers_know(mask_function: Callable[..., Any], config: Any) -> bool:
+    """Whether layers are causal exactly if this function is, so that a compact mask need not say it."""
     if mask_function is bidirectional_mask_function:
         return getattr(config, "is_causal", None) is not False
     return not getattr(config, "use_bidirectional_attention", None)
 
 
 def _window(mask_function: Callable[..., Any]) -> int | None:
-    """The window of a mask function, 0 for one without; None for one that asks something else."""
+    """Return the window of a mask function, 0 for one without; None where it has conditions of other kinds."""
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return 0
     if torch.compiler.is_compiling():  # which cannot look into closures
@@ -99,7 +99,7 @@ def _window(mask_function: Callable[..., Any]) -> int | None:
 
 
 def _inner(function: Any, like: Any) -> Any:
-    """What a closure holds, if it was made by the same function as another one; else nothing."""
+    """Return the content of a closure, if the function that made it also made `like`; else an empty tuple."""
     if getattr(function, "__code__", None) is not like.__code__:
         return ()
     (cell,) = function.__closure__
@@ -109,40 +109,41 @@ def _inner(function: Any, like: Any) -> Any:
 def _make_compact(
     attention_mask: torch.Tensor | None, q_length: int, kv_length: int, window: int, device: torch.device | str
 ) -> torch.Tensor | None:
-    """The mask of queries that are the last columns; bool, as layers read it, of one query without a window."""
+    """Make the mask of queries that are the last columns; bool, as layers read it, of one query without a window."""
     keep = attention_mask[:, -kv_length:].bool() if attention_mask is not None else None
     window = window if window < kv_length else 0
-    if keep is not None and _is_looked_at(keep, q_length, window) and bool(keep.all()):
+    if keep is not None and _is_checked(keep, q_length, window) and bool(keep.all()):
         keep = None
-    if keep is not None and q_length == 1 and not window and _are_read(keep.device):
+    if keep is not None and q_length == 1 and not window and _reads_masks_fast(keep.device):
         return keep[:, None, None]
     return make_reach(keep, window, device)
 
 
-def _is_looked_at(keep: torch.Tensor, queries: int, window: int) -> bool:
-    """Whether the host reads if there is padding at all, so that no layer reads a mask; a GPU is waited for then.
+def _is_checked(keep: torch.Tensor, queries: int, window: int) -> bool:
+    """Whether the host checks if there is padding at all, so that no layer reads a mask where there is none.
 
-    Once in the forward of a prompt, not while tokens are decoded, and not while a graph is compiled or captured.
+    The host then waits for a GPU: once in the forward of a prompt, never while tokens are decoded, nor while a graph
+    is compiled or captured.
     """
     if _is_recorded(keep.device):
         return False
-    return not _are_read(keep.device) or (queries > 1 and not window)
+    return not _reads_masks_fast(keep.device) or (queries > 1 and not window)
 
 
-def _are_read(device: torch.device) -> bool:
-    """Whether kernels read a number for each column in no time that counts, so that the host need not look at it."""
+def _reads_masks_fast(device: torch.device) -> bool:
+    """Whether reading a mask costs the kernels of a device next to nothing, so that the host need not check it."""
     return not torch.compiler.is_compiling() and backend_of(device) == "triton"
 
 
 def _padding_ahead(attention_mask: torch.Tensor | None, columns: torch.Tensor, kv_length: int) -> torch.Tensor | None:
-    """[batch, kv_length], where the mask ends with the last query; None where there is no padding, for one query."""
+    """Extend a mask that ends with the last query to [batch, kv_length]; None for one query without padding."""
     if attention_mask is not None:
         return F.pad(attention_mask.bool(), (0, kv_length - attention_mask.shape[1]))
     return None if columns.shape[1] == 1 else torch.ones_like(columns[:, :1], dtype=torch.bool).expand(-1, kv_length)
 
 
 def _is_recorded(device: torch.device) -> bool:
-    """Whether what is done now is only recorded: for torch.compile, for a CUDA graph, or for its shapes."""
+    """Whether operations are only recorded now: for torch.compile, for a CUDA graph, or for their shapes."""
     if torch.compiler.is_compiling() or device.type == "meta":
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Which columns of K/V each query may attend to, without a matrix of queries and columns."""
+"""Describes which columns of K/V each query may attend to, without a matrix of queries and columns."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,19 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visibility:
-    """What is asked of a query and a column; all of it has to hold.
+    """The conditions under which a query sees a column; all of them have to hold.
 
     Columns are counted from the first one of K/V. Queries are the last columns, unless `columns` says where they are.
 
     Args:
-        causal: The column is not behind the query's own.
-        window: The column is less than so many before the query's own; 0 for any.
-        keep: [batch, columns], bool: the column is no padding.
+        causal: Queries see no column behind their own.
+        window: Queries see this many columns up to their own, which counts; 0 for all.
+        keep: [batch, columns], bool: False for padding, which no query sees.
         columns: [batch, queries], int32: the column of each query, in any order.
         tree: [batch, queries], int64, of 64 queries at most, which are the last columns: bit t says whether the query
-            sees the t-th of them. `causal` and `window` are asked of the columns before them, by `columns` if given.
-        mask: [batch or 1, heads or 1, queries, columns], bool: everything else there is to say.
+            sees the t-th of them. `causal` and `window` then only concern the columns before these; a query's own
+            column is that of `columns`, if given.
+        mask: [batch or 1, heads or 1, queries, columns], bool: any further condition.
     """
 
     causal: bool = True
@@ -29,13 +30,13 @@ class Visibility:
     mask: torch.Tensor | None = None
 
     def columns_of(self, queries: int, total: int, device: torch.device) -> torch.Tensor:
-        """The columns [batch or 1, queries] of the queries."""
+        """Return the columns [batch or 1, queries] of the queries."""
         if self.columns is not None:
             return self.columns
         return torch.arange(total - queries, total, device=device)[None]
 
     def dense(self, queries: int, total: int, device: torch.device) -> torch.Tensor:
-        """[batch or 1, heads or 1, queries, columns], bool: True where the query sees the column."""
+        """Make the matrix [batch or 1, heads or 1, queries, columns], bool: True where the query sees the column."""
         own = self.columns_of(queries, total, device)[:, :, None]
         column = torch.arange(total, device=device)[None, None]
         seen = torch.ones(1, queries, total, dtype=torch.bool, device=device)

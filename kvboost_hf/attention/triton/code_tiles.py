@@ -8,7 +8,7 @@ from kvboost_hf.attention.triton.halfwords import halves
 
 @triton.jit
 def start_of(plane, batch, block):
-    """Where the numbers of a block are."""
+    """The address of a block in a plane."""
     return plane[0] + batch * plane[1] + tl.cast(block, tl.int64) * plane[2]
 
 
@@ -16,7 +16,7 @@ def start_of(plane, batch, block):
 def load_factors(
     lengths, key_scale, value_scale, batch, block, head, token, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The length of a block, and the sizes of its values and keys, of those that have any."""
+    """Load the length of a block, and the scales of its values and of its keys, if they have any."""
     found: tl.tuple = (tl.load(lengths + block),)
     vector = head * TOKENS + token
     if value_scale is not None:
@@ -34,7 +34,7 @@ def load_grouped(
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Step and least of values, of dimension `first` and each second one behind it, as far as a run goes."""
+    """Load `step` and `least` of values, for dimension `first` and each second one behind it in a run."""
     groups: tl.constexpr = (HEAD_DIM + GROUP - 1) // GROUP
     at = (head * TOKENS + token)[:, None] * groups
     if first // GROUP != (first + 2 * RUN - 1) // GROUP:
@@ -69,7 +69,7 @@ def load_halfwords(
     plane, batch, block, head, token, column, first, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of the rows of tokens from `first` on, as `numbers` takes them."""
+    """Load COLUMNS halfwords of the rows of tokens from `first` on, as `numbers` takes them."""
     row = start_of(plane, batch, block) + (head * TOKENS + token) * (HEAD_DIM * BITS // 16)
     at = first + column
     found: tl.tuple = ()
@@ -95,7 +95,7 @@ def _load(at, token, column, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMN
 
 @triton.jit
 def load_pairs(plane, at, column, COLUMNS: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """For each column the two numbers from `at` on, two tiles; as words, where two are as long as one."""
+    """Load two tiles, for each column the two numbers from `at` on; as words, where two numbers fit into one."""
     inside = column < COLUMNS
     if dtype.primitive_bitwidth == 16:
         pairs = tl.load(_words(plane + at) + column, mask=inside, other=0)
@@ -108,17 +108,17 @@ def load_pairs(plane, at, column, COLUMNS: tl.constexpr, dtype: tl.constexpr, PA
 
 @triton.constexpr_function
 def columns_of(head_dim: int, bits: int) -> int:
-    """How many columns of `numbers` a row has."""
+    """The columns of `numbers` that a row has."""
     return head_dim // (2 if bits == 8 else 4)
 
 
 @triton.constexpr_function
 def block_of(columns: int) -> int:
-    """Of a tile, which products of matrices take."""
+    """The columns of a tile that matrix products take: a power of two, 16 or more."""
     return max(16, 1 << (columns - 1).bit_length())
 
 
 @triton.constexpr_function
 def dim_of(head_dim: int, n: int, column: int) -> int:
-    """The dimension that tile n of `numbers` has in that column, or in the first one of a run that begins there."""
+    """The dimension in that column of tile n of `numbers`, or in the first one of a run that begins there."""
     return n // 2 * (head_dim // 2) + n % 2 + 2 * column

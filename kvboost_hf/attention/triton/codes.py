@@ -126,7 +126,7 @@ def _block_of(group: int, tokens: int) -> int:
 
 @cache
 def _run_of(bits: int, group: int, head_dim: int) -> int:
-    """Columns of values that are taken at a time: those of one group if they are enough for a product, else all."""
+    """The columns of values that are taken at a time: those of one group if they fill a product, else all."""
     columns: int = columns_of(head_dim, bits)
     run = gcd(columns, group // 2)
     return run if run >= _MIN_RUN else columns

@@ -1,4 +1,4 @@
-"""Makes numbers of codes in registers, two at a time.
+"""Decodes codes into numbers in registers, two at a time.
 
 A row of codes is read in halfwords. Codes of 4 bits or fewer have one nibble each: column c of a tile has the halfword
 c % n of a row of n, moved by `c // n` codes, so that all of them together are `head_dim / 4` columns. As `CodePlanes`
@@ -30,7 +30,7 @@ FUSED_HALF = tl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
 
 @triton.jit
 def numbers(given, table, BITS: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    """What the codes in a tile of halfwords stand for: `count_of` tiles, of nibble `i // 2` of byte `i % 2`.
+    """Decode a tile of halfwords into `count_of` tiles; tile i is of nibble `i // 2` of byte `i % 2`.
 
     Args:
         given: The halfwords, int16; with fewer than 4 bits also how far up codes begin in their nibbles, int32; with 3
@@ -61,7 +61,7 @@ def numbers(given, table, BITS: tl.constexpr, dtype: tl.constexpr, PTX: tl.const
 
 @triton.jit
 def scaled(x, step, least, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """`x * step + least`, rounded once."""
+    """Compute `x * step + least`, rounded once."""
     if PACKED:
         found = tl.inline_asm_elementwise(
             FUSED_HALF if dtype == tl.float16 else FUSED, "=r,r,r,r", [x, step, least], x.dtype, is_pure=True, pack=2
@@ -73,7 +73,7 @@ def scaled(x, step, least, dtype: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def halves(words, upper: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """Of words of two numbers each, those in the lower or the upper half."""
+    """Take the numbers in the lower or the upper halves of words of two."""
     if PACKED:
         found = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x7632;" if upper else "prmt.b32 $0, $1, $2, 0x5410;",
@@ -86,7 +86,7 @@ def halves(words, upper: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr
 
 @triton.jit
 def load_table(codebook, BITS: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """A codebook for `numbers`; of 4 bits, the upper half.
+    """Load a codebook for `numbers`; of 4 bits, its upper half.
 
     `PACKED`, four words: the lower bytes of the numbers, four to a word, and the upper ones. Else, the numbers.
     """
@@ -123,19 +123,19 @@ def _look_up(codes, table, BITS: tl.constexpr):
 
 @triton.constexpr_function
 def count_of(bits: int) -> int:
-    """How many codes a column has."""
+    """The codes of a column."""
     return 2 if bits == 8 else 4
 
 
 @triton.constexpr_function
 def bit_of(i: int) -> int:
-    """Where in a halfword tile i of `numbers` has its codes."""
+    """The bit of a halfword at which the code of tile i of `numbers` begins."""
     return i // 2 * 4 + i % 2 * 8
 
 
 @triton.constexpr_function
 def mask_of(bits: int) -> int:
-    """The bits of a code at bit 0, without the third one of 3, which is elsewhere."""
+    """The mask of a code that begins at bit 0; of 3 bits, without the third one, which is elsewhere."""
     return 3 if bits == 3 else (1 << bits) - 1
 
 
@@ -151,7 +151,7 @@ def _repeated(dtype, count):
 
 @cache
 def instructions(bits: int, dtype: torch.dtype, *, codebook: bool) -> str:
-    """The PTX of `numbers`: its operands are the tiles, then the inputs, those of 32 bits for both halfwords."""
+    """Write the PTX of `numbers`; its operands are the tiles, then the inputs, of 32 bits for two halfwords."""
     asm, count, half = _Text(), count_of(bits), dtype == torch.float16
     code = _aligned(asm, "code", count) if bits < 4 else f"${count}"
     if codebook:
@@ -179,7 +179,7 @@ def instructions(bits: int, dtype: torch.dtype, *, codebook: bool) -> str:
 
 
 def _aligned(asm: "_Text", name: str, operand: int) -> str:
-    """Two halfwords, each moved by its shift; what comes into one from the other is above its codes."""
+    """Shift two halfwords, each by its own shift; bits that enter one from the other are above its codes."""
     asm("shr.b32 t, ${}, ${}", operand, operand + 1)
     asm("shr.b32 u, ${}, ${}", operand, operand + 2)
     asm("prmt.b32 {}, t, u, 0x7610", name)
@@ -214,7 +214,7 @@ def _choose(asm: "_Text", bits: int, code: str) -> None:
 
 
 class _Text:
-    """Lines of PTX with registers of their own."""
+    """Collects lines of PTX, with registers of their own."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -232,10 +232,10 @@ def _twice(halfword: int) -> str:
 
 
 def _bits(x: float, half: bool) -> int:
-    """A number as it is stored in 16 bits, which can hold it."""
+    """The 16 bits that store a number exactly."""
     return int.from_bytes(struct.pack("<e", x) if half else struct.pack("<f", x)[2:], "little")
 
 
 def _lut(function: Callable[[int, int, int], int]) -> int:
-    """The constant with which lop3 is that function of bits."""
+    """The constant for which `lop3` computes a function of three bits."""
     return function(0xF0, 0xCC, 0xAA) & 0xFF
