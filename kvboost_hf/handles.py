@@ -145,7 +145,7 @@ class PiecedKV:
     keep: torch.Tensor | None = None
 
 
-HeldKV = CodedKV | PiecedKV
+MixedKV = CodedKV | PiecedKV  # some columns are pieces or codes, and the others tensors
 
 
 # A matrix of queries and columns is as large as their product. Instead, each column has a reach: how far behind it
@@ -225,15 +225,15 @@ class Held(torch.Tensor):
         columns: The number of columns.
     """
 
-    kv: HeldKV
+    kv: MixedKV
 
     @staticmethod
-    def __new__(cls, kv: HeldKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> "Held":
+    def __new__(cls, kv: MixedKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> "Held":
         shape = (*like.shape[:2], columns, like.shape[3])
         made: Held = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         return made
 
-    def __init__(self, kv: HeldKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> None:
+    def __init__(self, kv: MixedKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> None:
         self.kv = kv
         self._make = dense
         self._made: torch.Tensor | None = None
@@ -274,11 +274,11 @@ class Held(torch.Tensor):
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
 
-Reader = Callable[[type[HeldKV], torch.device], bool]
+Reader = Callable[[type[MixedKV], torch.device], bool]
 _readers: dict[str, Reader] = {}
 
 
-def read_in_place(kind: type[HeldKV], device: torch.device) -> bool:
+def read_in_place(kind: type[MixedKV], device: torch.device) -> bool:
     """Whether a registered attention reads K/V of this kind in place on a device, faster than it is made dense."""
     return any(reads(kind, device) for reads in _readers.values())
 

@@ -71,7 +71,7 @@ def pretended_gpu() -> Iterator[PretendedGPU]:
     from triton.runtime.driver import driver
 
     from kvboost_hf.attention import backends, use_tier
-    from kvboost_hf.attention.triton import codes, combine, dense, held, pieces, tiling
+    from kvboost_hf.attention.triton import codes, combine, dense, mixed, pieces, tiling
 
     gpu, h100 = PretendedGPU(), tiling.Device(processors=132, shared_bytes=227 * 1024)
 
@@ -82,7 +82,7 @@ def pretended_gpu() -> Iterator[PretendedGPU]:
         stack.enter_context(mock.patch.object(driver, "_active", gpu))
         stack.enter_context(mock.patch("triton.compiler.compile", lambda source, **given: Compiled(source, gpu)))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", True))
-        for module in (codes, dense, held, pieces):
+        for module in (codes, dense, mixed, pieces):
             stack.enter_context(mock.patch.object(module, "device_of", device_of))
         for module in (codes, combine, dense, pieces):  # what an earlier one has compiled is forgotten
             module._launch._compiled.clear()

@@ -13,7 +13,7 @@ from kvboost_hf.attention.backends import backend_of
 from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.merge import merge as merge_parts
 from kvboost_hf.attention.merge import no_log
-from kvboost_hf.handles import CodePlanes, HeldKV, PiecedKV, PieceTable
+from kvboost_hf.handles import CodePlanes, MixedKV, PiecedKV, PieceTable
 from kvboost_hf.kernel_calls import count
 
 
@@ -65,7 +65,7 @@ def attend_pieces(call: AttentionCall, table: PieceTable, total: int) -> Part:
     return reference.attend_pieces(call, table, total)
 
 
-def attend_held(call: AttentionCall, rest: AttentionCall, kv: HeldKV) -> torch.Tensor | None:
+def attend_mixed(call: AttentionCall, rest: AttentionCall, kv: MixedKV) -> torch.Tensor | None:
     """Compute attention over all columns of K/V of which some are pieces or codes, and the others tensors.
 
     Args:
@@ -79,12 +79,12 @@ def attend_held(call: AttentionCall, rest: AttentionCall, kv: HeldKV) -> torch.T
     query = call.query
     backend = backend_of(query.device, query.dtype)
     if backend == "triton":
-        import kvboost_hf.attention.triton.held as held
+        import kvboost_hf.attention.triton.mixed as mixed
 
-        if held.can_attend(query, kv):
+        if mixed.can_attend(query, kv):
             count(backend, "attend_pieces" if isinstance(kv, PiecedKV) else "attend_codes")
             with _without_autocast(query):
-                return held.attend(call, rest, kv)
+                return mixed.attend(call, rest, kv)
     if backend == "cpu" and isinstance(kv, PiecedKV) and rest.visibility.tree is None and cpu.can_decode(call, kv):
         count(backend, "decode")
         return cpu.decode(call, kv)

@@ -12,7 +12,7 @@ from kvboost_hf.attention.backends import backend_of
 from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.masks import make_mask
 from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.handles import ATTENTION, CodedKV, Held, HeldKV, PiecedKV, read_reach, read_tree, register_reader
+from kvboost_hf.handles import ATTENTION, CodedKV, Held, MixedKV, PiecedKV, read_reach, read_tree, register_reader
 from kvboost_hf.kernel_calls import count
 
 # Weights, which no kernel has; keys chosen by an index of the model's own; sinks that differ between queries.
@@ -54,7 +54,7 @@ def attention(
     Raises:
         ValueError: for dropout together with a softcap or a sink, for weights (`output_attentions`), for models that
             choose keys in ways of their own, for a mask of queries and columns in integers, and for a tree that is not
-            that of the queries, or tells no columns to a layer with a window.
+            that of the queries, or has no columns for a layer with a window.
     """
     for name in _NOT_TAKEN.intersection(kwargs):
         if kwargs[name] is not None and kwargs[name] is not False:
@@ -98,8 +98,8 @@ def _read_mask(
         return Visibility(causal, hides), None
     if mask.is_floating_point():
         return Visibility(causal=False), mask
-    told = mask.dtype in (torch.int32, torch.int64) and mask.shape[2] <= 2
-    if not told and mask.dtype != torch.bool:
+    compact = mask.dtype in (torch.int32, torch.int64) and mask.shape[2] <= 2
+    if not compact and mask.dtype != torch.bool:
         raise ValueError(
             f"`attention_mask` of the shape {list(mask.shape)} must be bool, or numbers to add, got {mask.dtype}. "
             "Pass attention_mask.bool()."
@@ -110,7 +110,7 @@ def _read_mask(
         keep, columns, reach = read_reach(mask, queries)
         if reach is None or window:
             return Visibility(causal, hides, keep, columns), None
-        # The layer does not tell its window: by a matrix.
+        # transformers does not pass the window of this layer: make it a matrix.
         seen = Visibility(causal, keep=keep, columns=columns)
         own = seen.columns_of(queries, total, mask.device)[:, :, None]
         within = own - torch.arange(total, device=mask.device) < reach[:, None]
@@ -127,16 +127,16 @@ def _read_tree(mask: torch.Tensor, batch: int, queries: int, total: int, *, caus
         fits = bool((bits >> torch.arange(queries, device=mask.device) & 1).all())
     if not fits:
         raise ValueError(
-            f"`attention_mask` in int64 must tell what each of {queries} queries, 64 at most, in {batch} rows sees of "
-            f"a tree, got the shape {list(mask.shape)}. Pass make_tree(bits), where each node sees itself, or "
+            f"`attention_mask` in int64 must describe a tree of {queries} queries, 64 at most, in {batch} rows, got "
+            f"the shape {list(mask.shape)}. Pass make_tree(bits), where each node sees itself, or "
             "attention_mask.bool() if it is no tree."
         )
     if window >= total:  # hides nothing
         window = 0
     if window and columns is None:
         raise ValueError(
-            f"`columns` must be told of a tree in a layer with a window of {window}, over {total} columns, got bits "
-            "alone. Pass make_tree(bits, columns)."
+            f"`columns` must be given with a tree in a layer with a window of {window}, over {total} columns, got "
+            "bits alone. Pass make_tree(bits, columns)."
         )
     return Visibility(causal, window, columns=columns if window else None, tree=bits)
 
@@ -152,7 +152,7 @@ def _with_graph(
     return sdpa.attend(call, key, value, bias=bias, dropout=dropout)[0]
 
 
-def _read_in_place(call: AttentionCall, kv: HeldKV) -> torch.Tensor | None:
+def _read_in_place(call: AttentionCall, kv: MixedKV) -> torch.Tensor | None:
     """Compute attention over K/V that is no tensor of all columns; None where it has to be made one."""
     query, seen = call.query, call.visibility
     if seen.columns is not None or seen.mask is not None:
@@ -169,7 +169,7 @@ def _read_in_place(call: AttentionCall, kv: HeldKV) -> torch.Tensor | None:
     if seen.tree is not None:
         call = call._replace(visibility=replace(seen, tree=None))
     if not ops.is_traced(query):
-        found = dispatch.attend_held(call, rest, kv)
+        found = dispatch.attend_mixed(call, rest, kv)
         if found is not None:
             return found
     if isinstance(kv, PiecedKV):
@@ -181,7 +181,7 @@ def _read_in_place(call: AttentionCall, kv: HeldKV) -> torch.Tensor | None:
     return ops.merge([part, ops.attend(rest, *exact)], call.sinks, query.dtype)
 
 
-def _reads(kind: type[HeldKV], device: torch.device) -> bool:
+def _reads(kind: type[MixedKV], device: torch.device) -> bool:
     backend = backend_of(device)
     return backend == "triton" or (backend == "cpu" and kind is CodedKV)
 

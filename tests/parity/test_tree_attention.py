@@ -231,7 +231,7 @@ def test_pieces_are_read_in_place(name: str, tier: Any, monkeypatch: pytest.Monk
 )
 def test_what_is_no_tree_of_the_queries_is_refused(mask: torch.Tensor, columns: int) -> None:
     problem = Problem(queries=65 if mask.shape[-1] == 65 else 9, columns=columns)
-    with pytest.raises(ValueError, match="must tell what each of"):
+    with pytest.raises(ValueError, match="must describe a tree of"):
         attention(nn.Module(), *problem.tensors(), mask)
 
 
@@ -246,7 +246,7 @@ def test_a_tree_may_be_all_there_is() -> None:
 
 def test_a_window_asks_for_columns() -> None:
     given = nn.Module(), *Problem(queries=9).tensors(), make_tree(torch.ones(2, 9, dtype=torch.long))
-    with pytest.raises(ValueError, match="`columns` must be told of a tree in a layer with a window of 39"):
+    with pytest.raises(ValueError, match="`columns` must be given with a tree in a layer with a window of 39"):
         attention(*given, sliding_window=39)
     assert torch.equal(attention(*given, sliding_window=40)[0], attention(*given)[0])
 

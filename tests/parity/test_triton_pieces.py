@@ -10,7 +10,7 @@ import torch
 from kvboost_hf.attention import kernel_calls, ops, reference, use_tier
 from kvboost_hf.attention.call import Part
 from kvboost_hf.attention.merge import merge
-from kvboost_hf.attention.triton import dense, held, pieces
+from kvboost_hf.attention.triton import dense, mixed, pieces
 from kvboost_hf.attention.triton.tiling import Device, Tiling
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.compat import LayerRotation
@@ -164,7 +164,7 @@ def test_pieces_and_what_is_behind_them_make_all() -> None:
 def test_pieces_and_what_is_behind_them_are_parts_of_one_tensor(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (dense, held):  # so that both are split
+    for module in (dense, mixed):  # so that both are split
         monkeypatch.setattr(module, "device_of", lambda device: Device(12, 64 * 1024, interpreted=True))
     whole = Problem(batch=1, queries=5, columns=COLUMNS + 40, **asked)
     key, value = whole.kv()
@@ -179,7 +179,7 @@ def test_pieces_and_what_is_behind_them_are_parts_of_one_tensor(
         dense.plan(rest, kv.keys, kv.values),
     )
     assert all(plan.splits > 1 for plan in plans)
-    found = held.attend(call, rest, kv)
+    found = mixed.attend(call, rest, kv)
     truth, same = (whole.solve(compute)[0] for compute in (torch.float64, torch.float32))
     assert_within_budget(found, truth, same, whole.dtype)
 

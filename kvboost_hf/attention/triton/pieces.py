@@ -110,41 +110,16 @@ def launch_arguments(
 
 
 @triton.jit(
-    do_not_specialize="keep_batch kv_heads queries pieces held total window".split(),
+    do_not_specialize="keep_batch kv_heads queries pieces pieced total window".split(),
     do_not_specialize_on_alignment=["keep"],
 )
 def fwd_pieces(
-    query,
-    places,
-    cos,
-    sin,
-    partner,
-    out,
-    lse,
-    keep,
-    columns,
-    query_batch,
-    query_head,
-    query_row,
-    keep_batch,
-    kv_heads,
-    queries,
-    pieces,
-    held,
-    total,
-    window,
-    scale,
-    softcap,
-    CAUSAL: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BORDER_STAGES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    query, places, cos, sin, partner, out, lse, keep, columns,
+    query_batch, query_head, query_row, keep_batch, kv_heads, queries, pieces, pieced, total, window, scale, softcap,
+    CAUSAL: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BORDER_STAGES: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """One program for BLOCK_M rows of one head of keys, and one part of the columns; row r is query r // GROUPS."""
     batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -154,9 +129,9 @@ def fwd_pieces(
     if columns is not None:
         own = tl.load(columns + batch * queries + i, mask=there, other=0)
     earliest, latest = tl.min(tl.where(there, own, total), 0), tl.max(tl.where(there, own, 0), 0)
-    low, high = 0, held
+    low, high = 0, pieced
     if CAUSAL:
-        high = tl.minimum(held, latest + 1)
+        high = tl.minimum(pieced, latest + 1)
     if window is not None:
         low = tl.maximum(earliest - window + 1, 0)
     part = tl.cdiv(tl.cdiv(high - low, BLOCK_N), tl.num_programs(2)) * BLOCK_N

@@ -12,10 +12,10 @@ from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.triton import codes, dense, pieces
 from kvboost_hf.attention.triton.combine import combine
 from kvboost_hf.attention.triton.tiling import MAX_SPLITS, Tiling, device_of, empty_parts
-from kvboost_hf.handles import CodedKV, HeldKV
+from kvboost_hf.handles import CodedKV, MixedKV
 
 
-def can_attend(query: torch.Tensor, kv: HeldKV) -> bool:
+def can_attend(query: torch.Tensor, kv: MixedKV) -> bool:
     """Whether `attend` takes these."""
     if isinstance(kv, CodedKV):
         taken = codes.can_attend(query, kv.keys, kv.values)
@@ -24,7 +24,7 @@ def can_attend(query: torch.Tensor, kv: HeldKV) -> bool:
     return taken and dense.can_attend(query, kv.keys, kv.values)
 
 
-def attend(call: AttentionCall, rest: AttentionCall, kv: HeldKV) -> torch.Tensor:
+def attend(call: AttentionCall, rest: AttentionCall, kv: MixedKV) -> torch.Tensor:
     """Compute attention over all columns.
 
     Args:
