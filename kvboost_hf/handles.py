@@ -1,6 +1,6 @@
 """Handles of keys and values, so that an attention reads them where a cache holds them, and compact masks.
 
-`Cache.update` may return two `Held` in place of keys and values. `kvboost_fa2` reads the pieces or codes that they
+`Cache.update` may return two `KVHandle` in place of keys and values. `kvboost_fa2` reads the pieces or codes that they
 refer to; for any other operation they turn into the tensors that they stand for.
 """
 
@@ -215,7 +215,7 @@ def read_tree(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     return mask[:, 0, 0], mask[:, 0, 1].int() if mask.shape[2] == 2 else None
 
 
-class Held(torch.Tensor):
+class KVHandle(torch.Tensor):
     """A tensor that stands for the keys or the values [batch, num_kv_heads, columns, head_dim] of a layer.
 
     Args:
@@ -228,9 +228,9 @@ class Held(torch.Tensor):
     kv: MixedKV
 
     @staticmethod
-    def __new__(cls, kv: MixedKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> "Held":
+    def __new__(cls, kv: MixedKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> "KVHandle":
         shape = (*like.shape[:2], columns, like.shape[3])
-        made: Held = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        made: KVHandle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         return made
 
     def __init__(self, kv: MixedKV, dense: Callable[[], torch.Tensor], like: torch.Tensor, columns: int) -> None:
@@ -260,7 +260,7 @@ class Held(torch.Tensor):
         return self._made is not None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Held({type(self.kv).__name__}, shape={tuple(self.shape)})"
+        return f"KVHandle({type(self.kv).__name__}, shape={tuple(self.shape)})"
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -269,7 +269,7 @@ class Held(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         def plain(value: Any) -> Any:
-            return value.dense() if isinstance(value, Held) else value
+            return value.dense() if isinstance(value, KVHandle) else value
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 

@@ -135,11 +135,11 @@ def _layer(query: Any, *held: Any, mask: Any = None) -> Callable[[], Any]:
 
     import torch
 
-    from kvboost_hf.handles import Held
+    from kvboost_hf.handles import KVHandle
 
     attention = import_module("kvboost_hf.attention.register").attention
     if len(held) == 1:
-        held = tuple(Held(held[0], lambda: torch.empty(0), query, 0) for _ in range(2))
+        held = tuple(KVHandle(held[0], lambda: torch.empty(0), query, 0) for _ in range(2))
     given = {"scaling": 0.09, "is_causal": True, "position_ids": None, "use_cache": True}
     return partial(attention, None, query, *held, mask, **given)
 

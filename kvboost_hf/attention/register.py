@@ -12,7 +12,7 @@ from kvboost_hf.attention.backends import backend_of
 from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.masks import make_mask
 from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.handles import ATTENTION, CodedKV, Held, MixedKV, PiecedKV, read_reach, read_tree, register_reader
+from kvboost_hf.handles import ATTENTION, CodedKV, KVHandle, MixedKV, PiecedKV, read_reach, read_tree, register_reader
 from kvboost_hf.kernel_calls import count
 
 # Weights, which no kernel has; keys chosen by an index of the model's own; sinks that differ between queries.
@@ -36,7 +36,7 @@ def attention(
     Args:
         module: The attention layer; tells whether it is causal.
         query: [batch, heads, queries, head_dim].
-        key: [batch, num_kv_heads, columns, head_dim]; may be a `Held`, as `value`.
+        key: [batch, num_kv_heads, columns, head_dim]; may be a `KVHandle`, as `value`.
         value: [batch, num_kv_heads, columns, value_dim].
         attention_mask: None, [batch, 1 or heads, queries, columns] bool or numbers to add, or what
             `handles.make_reach` or `handles.make_tree` makes.
@@ -76,7 +76,7 @@ def attention(
     if not query.dtype == key.dtype == value.dtype:  # as autocast may leave them
         query, key = query.to(value.dtype), key.to(value.dtype)
     call = AttentionCall(query, scale, seen, softcap, sinks)
-    if isinstance(key, Held) and isinstance(value, Held):
+    if isinstance(key, KVHandle) and isinstance(value, KVHandle):
         if bias is None and not dropout and not query.requires_grad:
             found = _read_in_place(call, key.kv)
             if found is not None:

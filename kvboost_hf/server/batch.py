@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvboost_hf.compat import cache_argument
-from kvboost_hf.handles import Held, PiecedKV, PieceTable
+from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable
 from kvboost_hf.server.prefixes import PrefixTree
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, tokens, head_dim]
@@ -42,7 +42,7 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         return self.stop + (self.table.columns if self.table is not None else 0)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """Append [rows, num_kv_heads, 1, head_dim]; returns views of all columns, or a `Held` each."""
+        """Append [rows, num_kv_heads, 1, head_dim]; returns views of all columns, or a `KVHandle` each."""
         start, self.stop = self.stop, self.stop + key_states.shape[2]
         if self.stop > self.buffers[0].shape[2]:
             self.move(0, len(self.buffers[0]), start, self.stop)
@@ -52,7 +52,7 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         if self.table is None:
             return keys, values
         kv, columns = PiecedKV(self.table, keys, values, self.keep), self.get_seq_length()
-        return Held(kv, _not_dense, keys, columns), Held(kv, _not_dense, values, columns)
+        return KVHandle(kv, _not_dense, keys, columns), KVHandle(kv, _not_dense, values, columns)
 
     def add(self, pair: Pair, stop: int) -> None:
         """Add a row whose last columns are `pair`; all rows end at `stop` then. If it fails, nothing has changed."""

@@ -10,7 +10,7 @@ from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.cpu.pieces import holders
 from kvboost_hf.attention.register import attention
 from kvboost_hf.attention.visibility import Visibility
-from kvboost_hf.handles import Held, PiecedKV, PieceTable
+from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable
 
 TOKENS = (30, 7, 70, 1)  # of pieces
 ROWS = [[0, 2], [0, 1, 3], [], [0, 2], [2]]  # the pieces of each row
@@ -58,7 +58,7 @@ def truth(query: torch.Tensor, kv: PiecedKV, row: int, softcap: float, sinks: to
 
 def attend(query: torch.Tensor, kv: PiecedKV, softcap: float, sinks: torch.Tensor | None) -> torch.Tensor:
     columns = kv.table.columns + kv.keys.shape[2]
-    key, value = (Held(kv, lambda: pytest.fail("copied"), like, columns) for like in (kv.keys, kv.values))
+    key, value = (KVHandle(kv, lambda: pytest.fail("copied"), like, columns) for like in (kv.keys, kv.values))
     return attention(Layer(), query, key, value, None, scaling=0.25, softcap=softcap, s_aux=sinks)[0]
 
 

@@ -12,7 +12,7 @@ from kvboost_hf.attention import kernel_calls, ops, reference, sdpa, use_tier
 from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.handles import CodePlanes, Held, PieceTable, make_reach, read_reach
+from kvboost_hf.handles import CodePlanes, KVHandle, PieceTable, make_reach, read_reach
 from tests.attention import Problem, assert_within_budget
 
 OPERATORS = torch.ops.kvboost_hf
@@ -144,7 +144,7 @@ def test_a_held_tensor_is_a_tensor_to_everybody_else() -> None:
         return whole
 
     table = PieceTable((whole[0],), (whole[0],), torch.tensor([[[0, 0, -1]]] * 2), 5)
-    held = Held(table, dense, whole, 5)  # type: ignore[arg-type]
+    held = KVHandle(table, dense, whole, 5)  # type: ignore[arg-type]
     assert (held.shape, held.dtype, held.device, held.requires_grad) == (whole.shape, whole.dtype, whole.device, False)
     assert not asked
     assert torch.equal(held * 2, whole * 2)

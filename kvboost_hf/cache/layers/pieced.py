@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kvboost_hf.cache.layers.base import ColumnSpec, GrowingLayer, GrowingTensor, Piece
-from kvboost_hf.handles import Held, PiecedKV, PieceTable, read_in_place
+from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable, read_in_place
 
 _JOINED_ON = ("cuda",)
 
@@ -43,7 +43,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     _rows: tuple[_Row, ...] = ()  # of each row, its pieces in order; nothing if all columns are in the buffers
     _table: PieceTable | None = None
-    _held: tuple[Held, Held] | None = None  # what stands for all columns while there are pieces
+    _held: tuple[KVHandle, KVHandle] | None = None  # what stands for all columns while there are pieces
 
     # What transformers calls
 
@@ -52,7 +52,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `GrowingLayer.update`; what is returned may be a `Held` each."""
+        """See `GrowingLayer.update`; what is returned may be a `KVHandle` each."""
         # Who has asked for all columns once will do so at each step.
         if not self._may_hand_out(key_states.device) or (self._held is not None and self._held[0].is_dense):
             self._settle()
@@ -71,7 +71,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
 
     @property
     def intact(self) -> bool:
-        """See `ReuseLayer.intact`; writes to a `Held` reach nothing but the tensor that it has made."""
+        """See `ReuseLayer.intact`; writes to a `KVHandle` reach nothing but the tensor that it has made."""
         written = self._held is not None and any(held.is_written for held in self._held)
         return not written and super().intact
 
@@ -216,7 +216,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         none = like.new_empty(len(self._rows), like.shape[0], 0, like.shape[2])
         behind = [tensor.view() if tensor.buffer is not None else none for tensor in self._tensors]
         kv = PiecedKV(self._table, behind[0], behind[1])
-        keys, values = (Held(kv, partial(_whole, kv, at), none, self.length) for at in range(2))
+        keys, values = (KVHandle(kv, partial(_whole, kv, at), none, self.length) for at in range(2))
         self._held = keys, values
 
     def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from kvboost_hf.cache.layers.base import ColumnLayer, ColumnSpec, Piece, capacit
 from kvboost_hf.cache.layers.coded import CodedTensor, block_capacity
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.handles import CodedKV, CodePlanes, Held, read_in_place
+from kvboost_hf.handles import CodedKV, CodePlanes, KVHandle, read_in_place
 
 
 class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         lengths = _lengths(blocks, key_states.device)
         kv = CodedKV(key_codes, value_codes, lengths, sum(blocks), keys.sinks, *exact)
         made = (
-            Held(kv, partial(tensor.whole, len(blocks), part), part, part.shape[2] + kv.coded)
+            KVHandle(kv, partial(tensor.whole, len(blocks), part), part, part.shape[2] + kv.coded)
             for tensor, part in zip(self._tensors, exact, strict=True)
         )
         return next(made), next(made)
