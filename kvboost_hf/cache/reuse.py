@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.forward import lend
-from kvboost_hf.cache.forward.admission import Request
 from kvboost_hf.cache.forward.flow import next_forward
-from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.live_kv import LiveKV
@@ -122,7 +121,7 @@ class ChunkReuseCache(Cache):
     def _is_user_defined(self, value: bool) -> None:
         call, live, static = calling(), self._live, self._live.static
         if static is not None:
-            self._recover()
+            self._settle()
             static.in_use = call.uses_cache
             static.require_call_fits(call, live.held)
         self._user_defined = value
@@ -259,7 +258,7 @@ class ChunkReuseCache(Cache):
         )
         self._forward = next_forward(self._parts, request)
         live.in_forward = True
-        given = self._forward.begin()
+        given = self._forward.begin(request)
         if static is not None and live.plain_reason is None:
             static.open(live.static_layers, given, step=request.is_step)
         return given
@@ -280,8 +279,8 @@ class ChunkReuseCache(Cache):
     def _recover(self) -> None:
         """After a forward that raised or was interrupted, forget what it may have left."""
         forward, self._forward = self._forward, None
+        self._live.in_forward = False
         if forward is not None:
-            self._live.in_forward = False
             forward.abandon()
 
     def _settle(self) -> None:
@@ -344,7 +343,6 @@ class ChunkReuseCache(Cache):
 
     def store_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds to the store, unfinished chunks included."""
-        self._writer.confirm_steps()
         return self._writer.offer_all(pinned=pinned)
 
     def store_content(self, store: ChunkStore, start: int, *, pinned: bool = False) -> list[Put]:

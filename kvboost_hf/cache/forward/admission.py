@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.forward.fill import stored_chunk
 from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.forward.running import CacheParts
+from kvboost_hf.cache.forward.running import CacheParts, Request
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_own
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED
@@ -60,33 +59,6 @@ MASK_COSTS_MORE = (
 MOVED_MEDIA = "it has images, sound or video"
 MOVED_FIXED_SIZE = "the cache has a fixed size (max_cache_len)"
 MOVED_QUANTIZED = "the cache holds codes (live_quant)"
-
-
-@dataclass(slots=True)
-class Request:
-    """A forward as the cache was asked for it.
-
-    Args:
-        cache: The cache that it came with.
-        model: The model.
-        kwargs: Its arguments by name.
-        armed: It brings a whole prompt, whatever the layers hold.
-        in_own_loop: Whoever calls the model leaves it as it is between the tokens of a text, as generate() does.
-        hides_padding_only: The mask of the generate() call, if it goes on from what the layers hold.
-        stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
-        inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
-        is_step: It decodes one token behind what the layers hold.
-    """
-
-    cache: Cache
-    model: PreTrainedModel
-    kwargs: Kwargs
-    armed: bool
-    in_own_loop: bool
-    hides_padding_only: bool
-    stores_whole: bool
-    inputs: ForwardInputs | str = "not read yet"
-    is_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)

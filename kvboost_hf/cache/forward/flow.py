@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.admission import (
     Admitted,
-    Request,
     adds_mask,
     admit_more,
     admit_piece,
@@ -32,7 +31,7 @@ from kvboost_hf.cache.forward.fill import needed_for, with_loaded
 from kvboost_hf.cache.forward.loading import can_overlap
 from kvboost_hf.cache.forward.moved_forward import plan_moved
 from kvboost_hf.cache.forward.reused import PromptColumns, Reused
-from kvboost_hf.cache.forward.running import CacheParts, Forward, Step, Unrecorded
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, Step, Unrecorded
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, plan_batch
@@ -56,14 +55,16 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
         ValueError: for more columns than a cache of a fixed size has room for.
     """
     live, model = parts.live, request.model
-    if request.armed or not live.held:
+    parts.writer.confirm_steps()
+    held = 0 if request.armed else live.held
+    if not held:
         _begin_text(parts, request)
+        held = 0 if request.armed else live.held
     elif live.plain_reason is None and not live.owns_layers:
         live.follow_others()
     if live.plain_reason is not None:
         return _plain(parts, request, live.plain_reason)
     request.kwargs = seen = with_positions(model, request.kwargs)
-    held = 0 if request.armed else live.held
     if live.static is not None:  # generate() may have made a 4-D mask
         live.static.require_fits(seen, held)
         pads = live.ledger.log.pads if live.ledger is not None else None
@@ -87,16 +88,16 @@ def _begin_text(parts: CacheParts, request: Request) -> None:
 
 def _plain(parts: CacheParts, request: Request, reason: str) -> Forward:
     """Run a text on the layers that transformers would have given it."""
-    live, kwargs = parts.live, request.kwargs
+    live = parts.live
     if request.armed and live.plain_used:
         live.drop()
     if not live.plain_used:
         live.tally = Tally(bypass=reason)
-        _count_all(live.tally, kwargs)
+        _count_all(live.tally, request.kwargs)
     live.plain_used = True
     if has_own_cache(request.model):
-        kwargs = {**kwargs, cache_argument(request.model): None}
-    return Unrecorded(parts, 0, 0, kwargs)
+        request.kwargs = {**request.kwargs, cache_argument(request.model): None}
+    return Unrecorded(parts, 0, 0)
 
 
 def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
@@ -104,13 +105,11 @@ def _bypass(parts: CacheParts, request: Request, reason: str) -> Forward:
     parts.writer.offer_tails()
     parts.live.drop()
     parts.live.tally.bypass = reason
-    kwargs = request.kwargs
-    _count_all(parts.live.tally, kwargs)
-    stop = _new_columns(kwargs)
-    if kwargs.get("use_cache") is False:
+    _count_all(parts.live.tally, request.kwargs)
+    if request.kwargs.get("use_cache") is False:
         # generate() passes its cache even where it is not to be used, and then the whole sequence at each step.
-        kwargs = {**kwargs, cache_argument(request.model): None}
-    return Unrecorded(parts, 0, stop, kwargs)
+        request.kwargs = {**request.kwargs, cache_argument(request.model): None}
+    return Unrecorded(parts, 0, _new_columns(request.kwargs))
 
 
 def _lose_track(parts: CacheParts, request: Request, held: int, reason: str) -> Forward:
@@ -123,7 +122,7 @@ def _lose_track(parts: CacheParts, request: Request, held: int, reason: str) -> 
     if isinstance(ids, torch.Tensor) and more:
         tally.prompt += ids.numel()
         tally.forwarded += ids.numel()
-    return Unrecorded(parts, held, held + _new_columns(request.kwargs), request.kwargs)
+    return Unrecorded(parts, held, held + _new_columns(request.kwargs))
 
 
 def _prompt(parts: CacheParts, request: Request) -> Forward:
@@ -153,10 +152,9 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
 def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     """Ids follow what the layers hold: a decoding step, candidates to verify, or more of a prompt."""
     live, inputs = parts.live, request.inputs
-    parts.writer.confirm_steps()
     ledger = live.in_step(look=live.stateful or not request.is_step)
     if live.untracked and request.is_step:
-        return Unrecorded(parts, held, held + 1, request.kwargs)
+        return Unrecorded(parts, held, held + 1)
     if (reason := admit_more(parts, request, ledger, held)) is not None:
         return _lose_track(parts, request, held, reason)
     assert ledger is not None
@@ -170,12 +168,12 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
         # What is kept of decoded tokens is not what a prompt would leave: let the store have what there is.
         parts.writer.offer_tails()
         live.ledger, live.untracked = None, True
-        return Unrecorded(parts, held, held + new, request.kwargs)
+        return Unrecorded(parts, held, held + new)
     mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
     # Any other mask may hide anything, and to read it would make a GPU wait.
     if mask is None or (in_generate() and request.hides_padding_only):
         live.hand_out(attention_kind(request.model) == ATTENTION)
-    return Step(parts, held, request.kwargs, inputs, mask)
+    return Step(parts, held, inputs, mask)
 
 
 def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Forward:
@@ -213,14 +211,14 @@ def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forwar
         if prompt.first:  # earlier pieces of the prompt are in the layers, and must stay
             return _lose_track(parts, request, prompt.held, reason)
         return _bypass(parts, request, reason)
+    live.hand_out(attention_kind(model) == ATTENTION)  # what overlaps depends on it
     overlaps = plan.filled > prompt.held and _may_overlap(parts, model, plan, prompt)
-    return Reused(parts, request, prompt, plan, cuts, overlaps=overlaps)
+    return Reused(parts, prompt, plan, cuts, overlaps=overlaps, stores_whole=request.stores_whole)
 
 
 def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
     """Rewind the layers to the columns that the new prompt shares with them; returns how many those are."""
     live, writer, prompt = parts.live, parts.writer, found.prompt
-    writer.confirm_steps()
     ledger = live.in_step()
     if ledger is not None and ledger.unconfirmed:
         writer.confirm(ledger)

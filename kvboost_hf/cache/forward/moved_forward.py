@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost_hf.cache.forward.admission import Request, reason_against_moving
+from kvboost_hf.cache.forward.admission import reason_against_moving
 from kvboost_hf.cache.forward.attention_scores import attention_of_the_end, num_queries
 from kvboost_hf.cache.forward.moved import BlendPlan, choose_columns, place, plan_blend
 from kvboost_hf.cache.forward.moved_probe import needs_no_mask
 from kvboost_hf.cache.forward.reused import PromptColumns, note_miss
-from kvboost_hf.cache.forward.running import CacheParts, Forward, note_hooks, offer
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass
 from kvboost_hf.cache.planning.blended import Blended
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, trim_row
@@ -61,7 +61,7 @@ def plan_moved(
         return None
     for row, (row_plan, pad) in enumerate(zip(exact.rows, plan.pads, strict=True)):
         note_miss(parts, row, prompt.ids[row, pad:], row_plan)
-    return Moved(parts, request, prompt, plan, measures)
+    return Moved(parts, prompt, plan, measures, stores_whole=request.stores_whole)
 
 
 def _find(parts: CacheParts, prompt: PromptColumns, exact: ReusePlan) -> BlendPlan | None:
@@ -83,24 +83,23 @@ class Moved(Forward):
 
     Args:
         parts: Of the cache.
-        request: The forward as it was asked for.
         prompt: Its columns.
         plan: Which chunks serve them.
         measures: What has to be measured to choose what to compute again.
+        stores_whole: Store all of the prompt when it is done.
     """
 
     def __init__(
-        self, parts: CacheParts, request: Request, prompt: PromptColumns, plan: BlendPlan, measures: Measure
+        self, parts: CacheParts, prompt: PromptColumns, plan: BlendPlan, measures: Measure, *, stores_whole: bool
     ) -> None:
         super().__init__(parts, plan.held)
-        self._request, self._prompt, self._plan, self._measures = request, prompt, plan, measures
-        self._repair = REPAIRS[parts.binding.policy.repair]
+        self._prompt, self._plan, self._measures, self._stores_whole = prompt, plan, measures, stores_whole
         self._looked = [0] * len(parts.live.layers)  # tokens through each layer, to see what the end attends to
         self._scatter: ScatterPass | None = None
 
-    def begin(self) -> Kwargs:
+    def begin(self, request: Request) -> Kwargs:
         """See `Forward`."""
-        plan, request, layers = self._plan, self._request, self.parts.live.layers
+        plan, layers, policy = self._plan, self.parts.live.layers, self.parts.binding.policy
         model, first, ids = request.model, self._prompt.first, self._prompt.inputs.input_ids
         rotation = key_rotation(model)
         assert not isinstance(rotation, str)
@@ -115,7 +114,7 @@ class Moved(Forward):
         else:
             may_compute = np.zeros((len(plan.rows), plan.columns), dtype=bool)
             may_compute[:, first:] = True
-            columns = self._choose(scores, may_compute, 1.0)
+            columns = _choose(plan, policy, scores, may_compute, 1.0)
         self._scatter = ScatterPass(
             model, request.cache, layers, columns, plan.pads, narrowing=narrowing, unmasked=unmasked
         )
@@ -124,24 +123,16 @@ class Moved(Forward):
 
     def _narrowing(self, rotation: KeyRotation, *, unmasked: bool) -> tuple[Narrowing, Columns]:
         """How layers choose the columns that go on, and those to begin with."""
-        plan = self._plan
+        plan, policy = self._plan, self.parts.binding.policy  # not `self`, which has the `ScatterPass`
 
         def narrow(measured: Scores, step: int) -> Columns:
-            return self._choose(measured, ~(measured < 0), _SLACK[step])
+            return _choose(plan, policy, measured, ~(measured < 0), _SLACK[step])
 
         # A few exact columns more, if that makes it a whole prompt, save more than they cost: it needs no mask.
         few = unmasked and not self._prompt.first and plan.first_computed <= plan.columns // 16
         start = 0 if few else plan.first_computed
         columns = np.arange(start, plan.columns)[None].repeat(len(plan.rows), axis=0)
         return Narrowing(_MEASURED_LAYER, len(_SLACK), narrow, 1 - rotation.rotated(_MEASURED_LAYER)), columns
-
-    def _choose(self, scores: Scores | None, may_compute: Mask, slack: float) -> Columns:
-        policy = self.parts.binding.policy
-        wanted = [
-            row.computed | self._repair.choose(row, policy, scores[at] if scores is not None else None, slack)
-            for at, row in enumerate(self._plan.rows)
-        ]
-        return choose_columns(wanted, list(may_compute))
 
     def update(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
@@ -186,7 +177,7 @@ class Moved(Forward):
         confirmed = not self._prompt.inputs.verifies
         self.parts.binding.store.promote(self._plan.chunks)
         offer(self.parts, self._plan.columns, confirmed=confirmed, root_checked=True)
-        if confirmed and self._request.stores_whole:
+        if confirmed and self._stores_whole:
             self.parts.writer.offer_tails()
 
     def abandon(self) -> None:
@@ -194,6 +185,16 @@ class Moved(Forward):
         if self._scatter is not None:
             self._scatter.close()
         super().abandon()
+
+
+def _choose(plan: BlendPlan, policy: ReusePolicy, scores: Scores | None, may_compute: Mask, slack: float) -> Columns:
+    """The columns to compute, of those that may be."""
+    repair = REPAIRS[policy.repair]
+    wanted = [
+        row.computed | repair.choose(row, policy, scores[at] if scores is not None else None, slack)
+        for at, row in enumerate(plan.rows)
+    ]
+    return choose_columns(wanted, list(may_compute))
 
 
 def _saving(

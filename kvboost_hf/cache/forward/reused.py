@@ -10,11 +10,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from kvboost_hf.cache.forward.admission import Request
 from kvboost_hf.cache.forward.audit import audit, put_right
 from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead, stored_chunk
 from kvboost_hf.cache.forward.loading import Loading
-from kvboost_hf.cache.forward.running import CacheParts, Forward, note_hooks, offer
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
 from kvboost_hf.cache.layers.base import Piece
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens
@@ -25,8 +24,7 @@ from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.media import Prompt, narrow_media
 from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
 from kvboost_hf.cache.store.compute_pace import ComputePace
-from kvboost_hf.compat import attention_kind
-from kvboost_hf.handles import ATTENTION
+from kvboost_hf.compat import cache_argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,48 +64,51 @@ class Reused(Forward):
 
     Args:
         parts: Of the cache.
-        request: The forward as it was asked for.
         prompt: Its columns.
         plan: Which of them the store serves.
         cuts: Columns before which to run a forward of its own, and to keep states.
         overlaps: K/V may be loaded while the model computes.
+        stores_whole: Store all of the prompt when it is done.
     """
 
     def __init__(
         self,
         parts: CacheParts,
-        request: Request,
         prompt: PromptColumns,
         plan: ReusePlan,
         cuts: Sequence[int],
         *,
         overlaps: bool,
+        stores_whole: bool,
     ) -> None:
         super().__init__(parts, prompt.held)
-        self._request, self._prompt, self._plan, self._cuts = request, prompt, plan, cuts
-        self._overlaps = overlaps
+        self._prompt, self._plan, self._cuts = prompt, plan, cuts
+        self._overlaps, self._stores_whole = overlaps, stores_whole
         self._loading: Loading | None = None
         self._fetched: list[StoredChunk | StoredStates] = []  # what has served, some of it from lower tiers
-        self._confirmed = not prompt.inputs.verifies or request.stores_whole  # no crop() will follow
-        self._audited = self._hooked = self._changed = False
+        self._confirmed = not prompt.inputs.verifies or stores_whole  # no crop() will follow
+        self._audited: Kwargs | None = None  # the caller's arguments, if the prompt may be computed a second time
+        self._only_if_altered = self._changed = False
         self._began = 0.0
 
-    def begin(self) -> Kwargs:
+    def begin(self, request: Request) -> Kwargs:
         """See `Forward`."""
-        parts, request, prompt, plan = self.parts, self._request, self._prompt, self._plan
-        live, model = parts.live, request.model
-        live.hand_out(attention_kind(model) == ATTENTION)
+        parts, prompt, plan, model = self.parts, self._prompt, self._plan, request.model
+        live = parts.live
         if self._overlaps:
-            self._loading = self._load_meanwhile()
+            self._loading = self._load_meanwhile(model)
             self._loading.start()  # not before it is known here: an interrupt has to stop it
         elif plan.filled > prompt.held:
             live.tally.forwarded += fill_layers(model, live.layers, plan, prompt.inputs, prompt.first)
         self._note_filled()
-        self._run_to_cuts()
+        self._run_to_cuts(model)
         if plan.filled > prompt.first == 0:
-            self._audited = parts.binding.store.audit_is_due(parts.binding.policy.audit_rate)
+            due = parts.binding.store.audit_is_due(parts.binding.policy.audit_rate)
             fingerprint = parts.binding.fingerprint
-            self._hooked = fingerprint is not None and bool(fingerprint.watched)
+            if due or (fingerprint is not None and fingerprint.watched):
+                name = cache_argument(model)
+                self._audited = {key: value for key, value in request.kwargs.items() if key != name}
+                self._only_if_altered = not due
         self._began = time.perf_counter()
         return _narrow(model, request.kwargs, prompt, self.length - prompt.first)
 
@@ -127,8 +128,9 @@ class Reused(Forward):
         live, prompt = self.parts.live, self._prompt
         live.filled(prompt.ids[:, self.length :], prompt.columns)
         changed = None
-        if live.ledger is not None and (self._audited or (self._hooked and self.parts.binding.altered)):
-            changed = self._audit(live.ledger, output)
+        if live.ledger is not None and self._audited is not None:
+            if not self._only_if_altered or self.parts.binding.altered is not None:
+                changed = self._audit(live.ledger, self._audited, output)
         self._changed = changed is not None
         note_hooks(self.parts, confirmed=self._confirmed)
         return changed
@@ -141,7 +143,7 @@ class Reused(Forward):
         if parts.live.ledger is not None and self._confirmed and (computed or self._changed):
             parts.writer.offer_again(parts.live.ledger)
         offer(parts, self._prompt.columns, confirmed=self._confirmed, root_checked=True)
-        if self._confirmed and self._request.stores_whole:
+        if self._confirmed and self._stores_whole:
             parts.writer.offer_tails()
 
     def abandon(self) -> None:
@@ -150,17 +152,17 @@ class Reused(Forward):
             self._loading.stop()
         super().abandon()
 
-    def _load_meanwhile(self) -> Loading:
-        parts, prompt, plan = self.parts, self._prompt, self._plan
-        live, tally = parts.live, parts.live.tally
+    def _load_meanwhile(self, model: PreTrainedModel) -> Loading:
+        plan, layers, tally = self._plan, self.parts.live.layers, self.parts.live.tally
+        inputs, first = self._prompt.inputs, self._prompt.first  # not `self`, which has the `Loading`
         served, rows = dict(tally.tiers), list(tally.rows)
 
         def compute() -> list[list[Piece]]:
             tally.tiers, tally.rows = served, rows
             tally.forwarded += sum(plan.filled - max(plan.held, pad) for pad in plan.pads)
-            return compute_columns(self._request.model, live.layers, plan, prompt.inputs, prompt.first)
+            return compute_columns(model, layers, plan, inputs, first)
 
-        return Loading(live.layers, plan, compute, parts.binding.store.lose)
+        return Loading(layers, plan, compute, self.parts.binding.store.lose)
 
     def _note_filled(self) -> None:
         """Record what was filled, and where and why the store could give no more."""
@@ -186,7 +188,7 @@ class Reused(Forward):
         tally.forwarded += int((self._prompt.columns - np.maximum(plan.filled, ledger.log.pads)).sum())
         self.length = plan.filled
 
-    def _run_to_cuts(self) -> None:
+    def _run_to_cuts(self, model: PreTrainedModel) -> None:
         """Compute up to each cut, and keep states there."""
         parts, prompt = self.parts, self._prompt
         live, ledger, store = parts.live, parts.live.ledger, parts.binding.store
@@ -194,7 +196,7 @@ class Reused(Forward):
         rows = range(len(prompt.ids))
         for cut in self._cuts:
             columns = slice(self.length, cut)
-            run_ahead(self._request.model, live.layers, prompt.inputs, rows, columns, prompt.first)
+            run_ahead(model, live.layers, prompt.inputs, rows, columns, prompt.first)
             live.filled(prompt.ids[:, columns], cut)
             self.length = cut
             if live.stateful and store.usable:
@@ -204,16 +206,17 @@ class Reused(Forward):
 
     def _note_pace(self) -> None:
         """Tell how fast the model is. On a GPU the host's clock does not."""
-        if self._loading is None and self._prompt.inputs.input_ids.device.type == "cpu":
+        model = self.parts.binding.model
+        if model is not None and self._loading is None and self._prompt.inputs.input_ids.device.type == "cpu":
             tokens = len(self._prompt.ids) * (self._prompt.columns - self.length)
-            ComputePace.of(self._request.model).observe(tokens, time.perf_counter() - self._began)
+            ComputePace.of(model).observe(tokens, time.perf_counter() - self._began)
 
-    def _audit(self, ledger: Ledger, output: Any) -> Any:
+    def _audit(self, ledger: Ledger, kwargs: Kwargs, output: Any) -> Any:
         """Compute the prompt a second time; returns the output to give in place of `output`, if it was wrong."""
-        parts, request = self.parts, self._request
-        live = parts.live
+        live, model = self.parts.live, self.parts.binding.model
+        assert model is not None
         logits = output["logits"] if isinstance(output, ModelOutput) else output[0]
-        found = audit(request.model, live.layers, ledger, parts.binding.store, request.kwargs, logits)
+        found = audit(model, live.layers, ledger, self.parts.binding.store, kwargs, logits)
         live.tally.audit_tokens, live.tally.audit_divergence = found.tokens, found.divergence
         if found.logits is None:
             return None

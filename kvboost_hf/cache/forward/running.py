@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.live_kv import LiveKV
@@ -33,6 +35,33 @@ class CacheParts:
     writer: StoreWriter
 
 
+@dataclass(slots=True)
+class Request:
+    """A forward as the cache was asked for it.
+
+    Args:
+        cache: The cache that it came with.
+        model: The model.
+        kwargs: Its arguments by name.
+        armed: It brings a whole prompt, whatever the layers hold.
+        in_own_loop: Whoever calls the model leaves it as it is between the tokens of a text, as generate() does.
+        hides_padding_only: The mask of the generate() call, if it goes on from what the layers hold.
+        stores_whole: Nobody will tell when the call has ended: store all of a prompt at once.
+        inputs: The arguments as far as reuse is concerned; or why K/V of it cannot be told by its tokens.
+        is_step: It decodes one token behind what the layers hold.
+    """
+
+    cache: Cache
+    model: PreTrainedModel
+    kwargs: Kwargs
+    armed: bool
+    in_own_loop: bool
+    hides_padding_only: bool
+    stores_whole: bool
+    inputs: ForwardInputs | str = "not read yet"
+    is_step: bool = False
+
+
 class Forward(ABC):
     """One forward of the model with a cache.
 
@@ -45,8 +74,12 @@ class Forward(ABC):
         self.parts, self.length = parts, length
 
     @abstractmethod
-    def begin(self) -> Kwargs:
-        """Put in place what can be reused; returns the arguments to run the model with."""
+    def begin(self, request: Request) -> Kwargs:
+        """Put in place what can be reused; returns the arguments to run the model with.
+
+        The request holds the cache, and so the forward must not keep it: nothing would free a cache whose forward has
+        failed.
+        """
 
     def update(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
@@ -81,16 +114,15 @@ class Unrecorded(Forward):
         parts: Of the cache.
         length: Columns in the layers before it.
         stop: Columns after it.
-        kwargs: Its arguments.
     """
 
-    def __init__(self, parts: CacheParts, length: int, stop: int, kwargs: Kwargs) -> None:
+    def __init__(self, parts: CacheParts, length: int, stop: int) -> None:
         super().__init__(parts, length)
-        self._stop, self._kwargs = stop, kwargs
+        self._stop = stop
 
-    def begin(self) -> Kwargs:
+    def begin(self, request: Request) -> Kwargs:
         """See `Forward`."""
-        return self._kwargs
+        return request.kwargs
 
     def record(self, output: Any) -> Any:
         """See `Forward`."""
@@ -107,20 +139,17 @@ class Step(Forward):
     Args:
         parts: Of the cache.
         held: Columns in the layers before it.
-        kwargs: Its arguments.
-        inputs: The same, as they were read.
+        inputs: Its arguments.
         mask: Of its attention, or None for one that hides nothing.
     """
 
-    def __init__(
-        self, parts: CacheParts, held: int, kwargs: Kwargs, inputs: ForwardInputs, mask: MaskShape | None
-    ) -> None:
+    def __init__(self, parts: CacheParts, held: int, inputs: ForwardInputs, mask: MaskShape | None) -> None:
         super().__init__(parts, held)
-        self._kwargs, self._inputs, self._mask = kwargs, inputs, mask
+        self._inputs, self._mask = inputs, mask
 
-    def begin(self) -> Kwargs:
+    def begin(self, request: Request) -> Kwargs:
         """See `Forward`."""
-        return self._kwargs
+        return request.kwargs
 
     def record(self, output: Any) -> Any:
         """See `Forward`."""
@@ -138,9 +167,9 @@ class Step(Forward):
 class Lent(Forward):
     """Layers that run forwards of somebody else, who forgets what these append, or hands over a part of it."""
 
-    def begin(self) -> Kwargs:
-        """There are no arguments."""
-        return {}
+    def begin(self, request: Request) -> Kwargs:
+        """Not called: no request comes with it."""
+        return request.kwargs
 
     def record(self, output: Any) -> Any:
         """Nothing: such a forward is not told to the cache."""

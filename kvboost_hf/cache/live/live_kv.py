@@ -172,9 +172,7 @@ class LiveKV:
 
     @property
     def held(self) -> int:
-        """Columns in the layers."""
-        if self.static is not None:
-            self._catch_up(self.static)
+        """Columns in the layers; without compiled steps that `catch_up` has not taken over."""
         if self._counting is not None:
             return self._counting.length or 0
         if self.plain_reason is None:
@@ -195,8 +193,6 @@ class LiveKV:
         Args:
             look: Find out whether somebody has written to their tensors. What is not found now is found later.
         """
-        if self.static is not None:
-            self._catch_up(self.static)
         ledger = self.ledger
         if ledger is not None and (ledger.version != self._version() or (look and not self.untouched(ledger))):
             self.note_change()
@@ -213,7 +209,7 @@ class LiveKV:
 
     def note_change(self) -> None:
         """Nothing is known any more of what the layers hold."""
-        self.ledger, self.changed = None, True
+        self.ledger, self.changed, self.stepped = None, True, False
         self.tally.dropped = CHANGED
 
     def _model_bumps(self) -> int:
@@ -302,14 +298,14 @@ class LiveKV:
             layer.reset()
         if self.plain_reason is not None and self.plain_used and model is not None:
             self._show(self._native_layers(model))
-        self.plain_used = self.untracked = self.lost = False
+        self.plain_used = self.untracked = self.lost = self.stepped = False
         self._columns = 0
         self.ledger = None
 
-    def _catch_up(self, static: StaticDecoding) -> None:
-        """Take over what compiled steps have left."""
-        version, ledger = self._version(), self.ledger
-        if self.in_forward or not any([layer.catch_up() for layer in self.static_layers]):
+    def catch_up(self) -> None:
+        """Take over what compiled steps have left: before anything is asked of the layers or the ledger."""
+        static, version, ledger = self.static, self._version(), self.ledger
+        if static is None or self.in_forward or not any([layer.catch_up() for layer in self.static_layers]):
             return
         if not static.catch_up(self.static_layers, ledger if ledger and ledger.version == version else None):
             self.ledger = None

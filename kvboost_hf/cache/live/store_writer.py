@@ -38,7 +38,7 @@ class StoreWriter:
             ledger: That of the layers, in step.
             root_checked: The root of the model was read just before the forward.
         """
-        ledger.unconfirmed = self._live.stepped = False
+        ledger.unconfirmed = False
         if not ledger.has_new_chunk(self._binding.store.chunker.chunk_size):
             return
         if self._may_store(ledger, root_checked=root_checked):
@@ -50,14 +50,17 @@ class StoreWriter:
                 self._live.ledger = None
 
     def confirm_steps(self) -> None:
-        """Offer what compiled steps have appended."""
-        if self._live.static is not None:
-            ledger = self._live.in_step()
-            if ledger is not None and self._live.stepped:
+        """Take over what compiled steps have appended, and offer it."""
+        live = self._live
+        if live.static is not None:
+            live.catch_up()
+            stepped, live.stepped = live.stepped, False
+            if stepped and (ledger := live.in_step(look=False)) is not None:
                 self.confirm(ledger)
 
     def offer_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds, unfinished chunks included."""
+        self.confirm_steps()
         ledger, layers, store = self._live.in_step(), self._live.layers, self._binding.store
         if ledger is None or not self._may_store(ledger):
             return []
@@ -80,6 +83,7 @@ class StoreWriter:
 
         They are cut as if they were all there is, so that they are cut in the same way behind any other text.
         """
+        self.confirm_steps()
         ledger = self._live.in_step()
         if ledger is None or not self._may_store(ledger):
             return []
