@@ -37,9 +37,9 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from kvboost_hf import load_assistant
 from kvboost_hf.assets import load_embedded, load_embedded_draft
-from kvboost_hf.assets.evaluate import encode_chat
-from kvboost_hf.assets.evaluate_draft import Round, Rounds, assisted_answer, held_out_prompts, use_constant_drafts
 from kvboost_hf.assets.world import Turn, chat_messages, make_documents
+from recipes.evaluate import encode_chat
+from recipes.evaluate_draft import Round, Rounds, assisted_answer, held_out_prompts, use_constant_drafts
 
 RATIOS = {"in memory": 5, "fast link": 20, "middle link": 60, "slow link": 200}
 LENGTHS = range(1, 21)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import DraftTreeConfig, TreeDecoding, load_assistant
 from kvboost_hf.assets import load_embedded, load_embedded_draft
-from kvboost_hf.assets.evaluate_draft import use_constant_drafts
+from recipes.evaluate_draft import use_constant_drafts
 
 NOISE = (0.0, 0.25, 0.4, 0.6)
 SHAPES = {

@@ -24,11 +24,11 @@ from kvboost_hf import (
     stream_layers,
 )
 from kvboost_hf.assets import load_embedded, load_embedded_draft
-from kvboost_hf.assets.evaluate_draft import held_out_prompts, use_constant_drafts
 from kvboost_hf.assets.world import make_documents
 from kvboost_hf.compat import decoder_layers
 from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.double import PoisoningBackend
+from recipes.evaluate_draft import held_out_prompts, use_constant_drafts
+from tests.offload.poisoning import PoisoningBackend
 
 ASSISTANTS = ("adaptive", "constant", "lookup", "prompt lookup", "early exit", "other tokenizer", "trees")
 DRAFTS = ("adaptive", "constant", "other tokenizer", "trees")  # models of their own, with K/V of their own

@@ -1,7 +1,7 @@
 """The embedded reader: a language model of under a million parameters that answers questions about documents.
 
-It is trained by :mod:`kvboost_hf.assets.train` on the synthetic text of :mod:`kvboost_hf.assets.world`, so that demos
-and quality tests run on a CPU without a download. It knows nothing but that world.
+`recipes/train.py` of the repository trains it on the synthetic text of `kvboost_hf.assets.world`, so that demos and
+quality tests run on a CPU without a download. It knows nothing but that world.
 
 Example:
     >>> model, tokenizer = load_embedded()
@@ -31,7 +31,7 @@ EMBEDDED_DRAFT_DIR: Path = Path(__file__).parent / "draft"
 def load_embedded(
     dtype: torch.dtype | None = None, attn_implementation: str | None = None
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Loads the embedded reader and its tokenizer from the package's own files.
+    """Load the embedded reader and its tokenizer from the package's own files.
 
     Args:
         dtype: Type of the weights; float32 if None.
@@ -46,9 +46,9 @@ def load_embedded(
 
 
 def load_embedded_draft(dtype: torch.dtype | None = None, attn_implementation: str | None = None) -> LlamaForCausalLM:
-    """Loads the draft of the embedded reader, a model of one layer with the reader's tokenizer.
+    """Load the draft of the embedded reader, a model of one layer with the reader's tokenizer.
 
-    It is trained by :mod:`kvboost_hf.assets.train_draft`, for ``reader.generate(assistant_model=draft)``.
+    `recipes/train_draft.py` of the repository trains it, for ``reader.generate(assistant_model=draft)``.
 
     Args:
         dtype: Type of the weights; float32 if None.

@@ -1,7 +1,4 @@
-"""What each name, argument and flag of the kvboost package is here, or why there is none.
-
-`python -m kvboost_hf.migration` prints it as a page.
-"""
+"""Maps names, arguments and flags of the kvboost package to those of this one; docs/migration.py writes its page."""
 
 import sys
 from collections.abc import Iterable

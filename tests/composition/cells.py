@@ -30,11 +30,11 @@ from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.planning.repair import REPAIRS
 from kvboost_hf.compat import decoder_layers
 from kvboost_hf.compat.probes import padding_reason
-from kvboost_hf.offload.awq.write import quantize_awq
 from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.double import PoisoningBackend
+from recipes.awq import quantize_awq
 from tests.composition.factors import CHAINS, Cell
 from tests.conftest import left_pad, make_model, random_ids
+from tests.offload.poisoning import PoisoningBackend
 from tests.speculation import Passes
 from tests.streaming import FULL_STREAM, stream_except
 

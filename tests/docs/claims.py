@@ -48,7 +48,9 @@ CLAIMS = [
 ]
 MEASURED = re.compile(rf"(?<![\w.-]){NUMBER}(?:{'|'.join(UNITS)}|{SECONDS}|(?P<percent> ?%))?")
 
-SCRIPT = re.compile(r"\bpython\s+(?P<script>benchmarks/\w+\.py)|\bpython\s+-m\s+(?P<module>kvboost_hf[\w.]+)")
+SCRIPT = re.compile(
+    r"\bpython\s+(?P<script>benchmarks/\w+\.py)|\bpython\s+-m\s+(?P<module>(?:kvboost_hf|recipes|benchmarks)\.[\w.]+)"
+)
 TARGET = re.compile(r"\bmake\s+((?:bench|demo|gpu|soak)[\w-]*)")
 OURS = re.compile(r"\bkvboost-hf\s+(bench|demo|verify)\b")
 COMMIT = re.compile(r"\bcommit\s+`?(?P<commit>[0-9a-f]{7,40})\b")

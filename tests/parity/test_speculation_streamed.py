@@ -7,7 +7,7 @@ import pytest
 
 from kvboost_hf import load_assistant, streaming_stats
 from kvboost_hf.assets import load_embedded_draft
-from kvboost_hf.assets.evaluate_draft import assisted_answer, held_out_prompts
+from recipes.evaluate_draft import assisted_answer, held_out_prompts
 from tests.speculation import LENGTH, Reader
 
 PROMPTS = 6

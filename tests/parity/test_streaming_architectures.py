@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import stop_streaming, stream_layers, streaming_stats, with_streaming
 from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.double import PoisoningBackend
 from tests.architectures.models import TRIED, make_architecture
 from tests.conftest import random_ids
+from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM, stream_everything
 
 # Why not.

@@ -32,11 +32,11 @@ from kvboost_hf.attention import kernel_calls
 from kvboost_hf.cache.store.compute_pace import ComputePace
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
 from kvboost_hf.offload.awq.layout import dequantize
-from kvboost_hf.offload.awq.write import quantize, quantize_awq
 from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.sizes import estimate_sizes
+from recipes.awq import quantize, quantize_awq
 from tests.conftest import as_inputs, random_ids
+from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM
 
 IDS = random_ids(40, seed=1)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from kvboost_hf.offload.backends.base import Backend
 from kvboost_hf.offload.backends.cuda import CudaBackend
-from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.backends.threaded import ThreadedBackend
 from kvboost_hf.offload.disk import LayerFolder
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.host import HostSource
 from kvboost_hf.offload.sources import Source
+from tests.offload.poisoning import PoisoningBackend
 from tests.offload.simulated_cuda import SimulatedEvent, SimulatedGpu
 
 N_SLOTS, SLOT_BYTES, PIECE_BYTES = 3, 1024, 300

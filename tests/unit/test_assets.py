@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded, load_embedded_draft
-from kvboost_hf.assets.evaluate import accuracy, answer, chat_accuracy, encode_chat
-from kvboost_hf.assets.evaluate_draft import (
+from kvboost_hf.assets.world import MAX_SUBJECTS, Document, Turn, chat_messages, make_chat, make_documents
+from recipes.evaluate import accuracy, answer, chat_accuracy, encode_chat
+from recipes.evaluate_draft import (
     Round,
     Rounds,
     assisted_answer,
@@ -21,7 +22,7 @@ from kvboost_hf.assets.evaluate_draft import (
     held_out_prompts,
     use_constant_drafts,
 )
-from kvboost_hf.assets.train import (
+from recipes.train import (
     CURRICULUM,
     IGNORED_LABEL,
     MAX_POSITIONS,
@@ -32,8 +33,7 @@ from kvboost_hf.assets.train import (
     make_copy_batch,
     make_reading_batch,
 )
-from kvboost_hf.assets.train_draft import build_draft, distill
-from kvboost_hf.assets.world import MAX_SUBJECTS, Document, Turn, chat_messages, make_chat, make_documents
+from recipes.train_draft import build_draft, distill
 
 MAX_BYTES = 12_000_000
 HELD_OUT_SEED = 77

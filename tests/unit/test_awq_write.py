@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvboost_hf.offload.awq import write
 from kvboost_hf.offload.awq.layout import dequantize, layout_of
 from kvboost_hf.offload.awq.linear import AwqLinear
-from kvboost_hf.offload.awq.write import quantize, quantize_awq, write_random_awq
+from recipes import awq
+from recipes.awq import quantize, quantize_awq, write_random_awq
 from tests.conftest import make_model, random_ids
 
 GROUP_SIZE = 32
@@ -230,7 +230,7 @@ class Alive(TorchDispatchMode):
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "_AT_ONCE", 256)
+    monkeypatch.setattr(awq, "_AT_ONCE", 256)
     config = make_model("deep_llama").config
     with Alive() as alive:
         write_random_awq(config, tmp_path, group_size=GROUP_SIZE)

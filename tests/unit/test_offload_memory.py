@@ -21,12 +21,12 @@ import torch
 from kvboost_hf.offload import disk
 from kvboost_hf.offload.backends.base import Backend
 from kvboost_hf.offload.backends.cuda import CudaBackend
-from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.backends.threaded import ThreadedBackend
 from kvboost_hf.offload.backends.timings import Timings
 from kvboost_hf.offload.disk import FileSource, LayerFolder
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.host import HostMemory, HostSource, Pinning, cuda_pinning
+from tests.offload.poisoning import PoisoningBackend
 from tests.offload.simulated_cuda import BYTES_PER_MS, SimulatedGpu
 
 CPU = torch.device("cpu")

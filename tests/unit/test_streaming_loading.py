@@ -20,11 +20,11 @@ from kvboost_hf import StreamingConfig, load_streamed, stream_layers, streaming_
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from kvboost_hf.offload import build
 from kvboost_hf.offload import checkpoint as checkpoints
-from kvboost_hf.offload.awq.write import quantize_awq, write_random_awq
 from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.checkpoint import any_of
+from recipes.awq import quantize_awq, write_random_awq
 from tests.conftest import make_model, random_ids
+from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM, make_layers
 
 IDS = random_ids(20, seed=1)
@@ -227,7 +227,7 @@ _PEAK = """
 import resource, sys, torch
 from kvboost_hf import StreamingConfig, load_streamed
 from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.double import PoisoningBackend
+from tests.offload.poisoning import PoisoningBackend
 import transformers.models.llama.modeling_llama
 def high(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 def now(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) * 1024

@@ -23,11 +23,11 @@ from kvboost_hf import load_streamed, streaming_plan
 from kvboost_hf.compat import bytes_per_token, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.triton.tiling import SCRATCH_BYTES
-from kvboost_hf.offload.awq.write import write_random_awq
 from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.backends.double import PoisoningBackend
 from kvboost_hf.offload.plan import ModelSizes
 from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, what_fits
+from recipes.awq import write_random_awq
+from tests.offload.poisoning import PoisoningBackend
 
 
 def llama(**changes: Any) -> LlamaConfig:

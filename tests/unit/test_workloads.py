@@ -4,8 +4,8 @@ import pytest
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.chat import encode
-from kvboost_hf.assets.evaluate import answer
 from kvboost_hf.demo.workloads import linked_documents, shuffled_documents
+from recipes.evaluate import answer
 
 
 @pytest.mark.parametrize("make", [shuffled_documents, linked_documents])

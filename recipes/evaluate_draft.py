@@ -1,6 +1,6 @@
 """Measures how much of what a draft proposes its target keeps, in assisted ``generate()``.
 
-Run it as ``python -m kvboost_hf.assets.evaluate_draft`` for the tables of the embedded draft's model card.
+Run it as ``python -m recipes.evaluate_draft`` for the tables of the embedded draft's model card.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf.assets import load_embedded, load_embedded_draft
-from kvboost_hf.assets.evaluate import encode_chat
 from kvboost_hf.assets.world import Turn, chat_messages, make_chat, make_documents
+from recipes.evaluate import encode_chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def held_out_prompts(
     Args:
         tokenizer: The embedded tokenizer.
         count: Number of prompts.
-        seed: Below 10 000, see :func:`kvboost_hf.assets.evaluate.accuracy`.
+        seed: Below 10 000, see :func:`recipes.evaluate.accuracy`.
         num_documents: Documents of each prompt.
         num_words: Length of a document.
 

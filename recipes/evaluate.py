@@ -1,6 +1,6 @@
 """Measures how well a model answers questions about documents it never saw, by greedy ``generate()``.
 
-Run it as ``python -m kvboost_hf.assets.evaluate`` for the table of the embedded reader's model card.
+Run it as ``python -m recipes.evaluate`` for the table of the embedded reader's model card.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_chat, make_documents
 
 
@@ -92,8 +93,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
     Returns:
         Token ids of shape ``[1, num_tokens]``, int64, on the CPU.
     """
-    prompt = cast(str, tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-    return torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
+    return torch.tensor([encode(tokenizer, messages)])
 
 
 def accuracy(

@@ -1,11 +1,11 @@
 """The recipe of the embedded draft: one layer that learns to say what the embedded reader says.
 
-The chats are those that the reader was trained on, see :mod:`kvboost_hf.assets.train`. At each token of an answer the
+The chats are those that the reader was trained on, see :mod:`recipes.train`. At each token of an answer the
 draft learns the reader's own distribution of the next one, with the right answer so far forced, as in
 https://arxiv.org/abs/1503.02531. One layer learns to name what was asked for and how the sentence goes, and seldom to
 look the value up: that takes an induction head, of two layers.
 
-Run it as ``python -m kvboost_hf.assets.train_draft --out DIR --minutes 12``.
+Run it as ``python -m recipes.train_draft --out DIR --minutes 12``.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.train import HELD_OUT_SEEDS, IGNORED_LABEL, Batch, ReadingStage, make_reading_batch, save
+from recipes.train import HELD_OUT_SEEDS, IGNORED_LABEL, Batch, ReadingStage, make_reading_batch, save
 
 logger = logging.getLogger(__name__)
 

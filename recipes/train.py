@@ -7,7 +7,7 @@ right, and every batch is new, so that accuracy in training is held-out accuracy
 In the reading stages most sequences get random jumps in their positions at line ends, as in PoSE
 (https://arxiv.org/abs/2309.10400), so that the model reads at positions beyond the lengths it was trained on.
 
-Run it as ``python -m kvboost_hf.assets.train --out DIR --minutes 50``.
+Run it as ``python -m recipes.train --out DIR --minutes 50``.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A backend for tests that goes wrong wherever one on a device might, and keeps time without a clock on the wall."""
+"""A backend of streaming for tests: slots hold poison until their copy was waited for, and time is simulated."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ POISON = 0xFF  # NaN in floating point, -1 in integers
 
 
 class PoisoningBackend:
-    """Slots on a CPU that hold poison from `issue` to `wait`, which alone copies. See `Backend`.
+    """A `Backend` on a CPU whose slots hold poison from `issue` to `wait`; `wait` makes the copy.
 
     Calls in another order than that of `Backend` are refused.
 
