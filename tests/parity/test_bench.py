@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.turboquant.sabotage import sabotaged
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from kvboost_hf.bench.arms import ARMS, PLAIN, Arm, OurServer
 from kvboost_hf.bench.environments import make_environment, peers_at_hand
@@ -27,7 +28,6 @@ from kvboost_hf.bench.summary import summaries
 from kvboost_hf.bench.workloads import WORKLOADS, Prompt
 from kvboost_hf.cli import main
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.verify.sabotage import sabotaged
 
 EMBEDDED = ModelSource()
 

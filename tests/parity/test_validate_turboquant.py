@@ -3,22 +3,25 @@
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.turboquant.__main__ import main
+from benchmarks.turboquant.checks import Check
+from benchmarks.turboquant.distortion import claimed
+from benchmarks.turboquant.heads import read_heads
+from benchmarks.turboquant.inner_products import inner_product_checks
+from benchmarks.turboquant.needle import make_needles
+from benchmarks.turboquant.sabotage import sabotaged
+from benchmarks.turboquant.validate import TurboQuantReport, validate_turboquant
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec
 from kvboost_hf.cache.codecs.turboquant import TurboQuant
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.verify import Check, TurboQuantReport, validate_turboquant
-from kvboost_hf.verify.distortion import claimed
-from kvboost_hf.verify.heads import read_heads
-from kvboost_hf.verify.inner_products import inner_product_checks
-from kvboost_hf.verify.needle import make_needles
-from kvboost_hf.verify.sabotage import sabotaged
 from tests.conftest import make_model, random_ids
 
 Reader = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
@@ -186,3 +189,14 @@ def test_what_is_refused(reader: Reader) -> None:
         validate_turboquant(model, tokenizer, codecs=["int3"])
     with pytest.raises(ValueError, match="eval mode"):
         validate_turboquant(load_embedded()[0].train(), tokenizer)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The lamp is red. " * 40, encoding="utf-8")
+    assert main(["turboquant:4", "--prompts", str(prompts), "--json", "-"]) == 0
+    told = capsys.readouterr()
+    result = json.loads(told.out)
+    assert result["ok"] is True
+    assert result["checks"][-1]["name"] == "needles, turboquant:4"
+    assert result["verdict"] in told.err

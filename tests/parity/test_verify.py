@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.turboquant.sabotage import Damage, sabotaged
 from kvboost_hf import ChunkStore, ReusePolicy, attach, detach, verify_correctness
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.chat import encode
@@ -14,7 +15,6 @@ from kvboost_hf.cache.planning.cutting import ContentChunker
 from kvboost_hf.config import KVQuantConfig, Repair
 from kvboost_hf.demo.workloads import linked_documents, shuffled_documents
 from kvboost_hf.verify import CorrectnessReport
-from kvboost_hf.verify.sabotage import Damage, sabotaged
 from tests.architectures.models import make_architecture
 from tests.conftest import counted, make_model, random_ids
 

@@ -10,10 +10,12 @@ import torch
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.store.compute_pace import ComputePace
-from kvboost_hf.cli import _load_draft, _load_served, command_line, main
+from kvboost_hf.cli import command_line, main
+from kvboost_hf.cli.models import load_model
+from kvboost_hf.cli.serving import load_draft
 from kvboost_hf.offload.build import streaming_plan
 from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
-from kvboost_hf.server.options import draft_trees, engine_settings, server_settings
+from kvboost_hf.server.options import draft_trees, engine_settings, server_settings, streaming_config
 from kvboost_hf.server.serve import start_engine
 from kvboost_hf.server.stored import unfound
 from kvboost_hf.server.worker import ModelEngine
@@ -35,9 +37,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def served(flags: str) -> Iterator[ModelEngine]:
     options = command_line().parse_args(["serve", *flags.split()])
-    model, tokenizer, _ = _load_served(options)
+    model, tokenizer, _ = load_model(options, streaming_config(options))
     kept, settings = engine_settings(options), server_settings(options, "reader", None)
-    draft, trees = _load_draft(options, model), draft_trees(options)
+    draft, trees = load_draft(options, model), draft_trees(options)
     engine = start_engine(model, tokenizer, settings, kept, draft=draft, draft_trees=trees)
     try:
         yield engine

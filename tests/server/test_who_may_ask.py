@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvboost_hf.cli import _model_name, main
+from kvboost_hf.cli import main
+from kvboost_hf.cli.serving import model_name
 from kvboost_hf.server.guard import JsonLines
 from kvboost_hf.server.hosts import Hosts
 from kvboost_hf.server.keys import read_keys
@@ -267,7 +268,7 @@ def test_clients_with_certificates(engine: FakeEngine, tokenizer: Any, certifica
 def test_bad_flags_are_refused_before_the_model_is_loaded(
     certificate: TlsFiles, flags: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost_hf.cli._load", lambda options: pytest.fail("it was loaded"))
+    monkeypatch.setattr("kvboost_hf.cli.serving.load_model", lambda *_: pytest.fail("it was loaded"))
     assert main(["serve", *flags.format(certificate.certfile, certificate.keyfile).split()]) == 2
     assert says in capsys.readouterr().err
 
@@ -283,9 +284,9 @@ def test_a_model_is_not_called_by_its_path(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "reader").mkdir()
     monkeypatch.chdir(tmp_path)
     for given in (str(tmp_path / "reader"), "reader", "./reader/", "reader/../reader"):
-        assert _model_name(given) == "reader"
-    assert _model_name("Qwen/Qwen2.5-3B-Instruct") == "Qwen/Qwen2.5-3B-Instruct"
-    assert _model_name(None) == "reader"
+        assert model_name(given) == "reader"
+    assert model_name("Qwen/Qwen2.5-3B-Instruct") == "Qwen/Qwen2.5-3B-Instruct"
+    assert model_name(None) == "reader"
 
 
 def test_what_is_polled_is_not_logged(serve: Serve, engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:

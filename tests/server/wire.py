@@ -88,7 +88,7 @@ def running(engine: Engine, tokenizer: Any, **changes: Any) -> Iterator[Wire]:
 def process(log: Path, *options: str, **how: Any) -> Iterator[tuple[subprocess.Popen[str], Wire]]:
     """`kvboost-hf serve` on the embedded model, in a process of its own."""
     wire = Wire(free_port())
-    command = [sys.executable, "-m", "kvboost_hf.cli", "serve", "--device", "cpu", "--port", str(wire.port), *options]
+    command = [sys.executable, "-m", "kvboost_hf", "serve", "--device", "cpu", "--port", str(wire.port), *options]
     with log.open("w") as stderr:
         server = subprocess.Popen(command, stderr=stderr, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
     try:

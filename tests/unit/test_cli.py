@@ -85,8 +85,6 @@ def test_verify_codecs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main([*command, "--codec", "turboquant:1"]) == 1
     assert "turboquant:1 is NOT within the thresholds" in " ".join(capsys.readouterr().out.split())
     assert main([*command, "--codec", "int3"]) == 2
-    assert main([*command, "--codec", "int8", "--turboquant"]) == 2
-    assert "`--codec` does not go with `--turboquant`" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*command, "--live-quant", "8"])
     assert "must have from 1 to 4 bits, got 8. Pass 'int8' for 8 bits" in capsys.readouterr().err
@@ -99,18 +97,6 @@ def test_verify_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
         assert main(["verify", "--prompts", str(prompts)]) == 2
         assert message in capsys.readouterr().err
     assert main(["verify", "--prompts", str(tmp_path / "missing")]) == 2
-
-
-def test_verify_turboquant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("The lamp is red. " * 40, encoding="utf-8")
-    assert main(["verify", "--prompts", str(prompts), "--json", "-", "--turboquant", "turboquant:4"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["ok"] is True
-    assert result["checks"][-1]["name"] == "needles, turboquant:4"
-    assert main(["verify", "--turboquant", "--figure", "verify.png"]) == 2
-    assert main(["verify", "--turboquant", "int3"]) == 2
-    assert "A codec must be" in capsys.readouterr().err
 
 
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.turboquant.checks import Check, Figures
+from benchmarks.turboquant.distortion import distortion_checks
+from benchmarks.turboquant.heads import read_heads
+from benchmarks.turboquant.inner_products import inner_product_checks
+from benchmarks.turboquant.needle import make_needles, needle_checks
+from benchmarks.turboquant.sabotage import controls
 from kvboost_hf.cache.codecs import config_of, make_codec
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.verify.checks import Check, Figures
-from kvboost_hf.verify.distortion import distortion_checks
-from kvboost_hf.verify.heads import read_heads
-from kvboost_hf.verify.inner_products import inner_product_checks
-from kvboost_hf.verify.needle import make_needles, needle_checks
 from kvboost_hf.verify.prompts import Prompt, as_ids
 from kvboost_hf.verify.run import require_plain
-from kvboost_hf.verify.sabotage import controls
 
 CODECS = ("turboquant:4", "turboquant:3.5", "turboquant:3", "turboquant:2")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

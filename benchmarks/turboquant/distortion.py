@@ -6,11 +6,11 @@ from statistics import fmean
 
 import torch
 
+from benchmarks.turboquant.checks import Check, Figures
+from benchmarks.turboquant.heads import LayerHeads
+from benchmarks.turboquant.sabotage import controls
 from kvboost_hf.cache.codecs import Codec, Role, make_codec
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.verify.checks import Check, Figures
-from kvboost_hf.verify.heads import LayerHeads
-from kvboost_hf.verify.sabotage import controls
 
 # Of N(0, 1), by bits (Max, 1960), which the paper gives as .36, .117, .03 and .009.
 DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}

@@ -5,12 +5,12 @@ from statistics import fmean
 
 import torch
 
+from benchmarks.turboquant.checks import Check, Figures
+from benchmarks.turboquant.distortion import DISTORTION, TOLERANCE, as_in_the_paper
+from benchmarks.turboquant.heads import LayerHeads
+from benchmarks.turboquant.sabotage import controls
 from kvboost_hf.cache.codecs import Codec, make_codec
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.verify.checks import Check, Figures
-from kvboost_hf.verify.distortion import DISTORTION, TOLERANCE, as_in_the_paper
-from kvboost_hf.verify.heads import LayerHeads
-from kvboost_hf.verify.sabotage import controls
 
 # head_dim times the mean squared error of the product of unit vectors, with QJL; after the paper's Theorem 2.
 VARIANCE = {2: 0.56, 3: 0.18, 4: 0.047}

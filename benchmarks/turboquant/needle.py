@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.turboquant.checks import Check, Figures
+from benchmarks.turboquant.sabotage import controls
 from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import make_documents
 from kvboost_hf.cache.codecs import Codec, make_codec
@@ -15,9 +17,7 @@ from kvboost_hf.cache.planning.cutting import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
-from kvboost_hf.verify.checks import Check, Figures
 from kvboost_hf.verify.measure import answer
-from kvboost_hf.verify.sabotage import controls
 
 _WORDS = 96  # of a document of the text around it
 _MAX_NEW_TOKENS = 24

@@ -1,0 +1,52 @@
+"""The commands `kvboost-hf` and `kvboost-server`: one file for each subcommand, with `add` for its flags."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+
+from kvboost_hf import __version__
+from kvboost_hf.cli import bench, check, demo, fits, inspect, serving, verify, warm
+from kvboost_hf.cli.models import require_device
+from kvboost_hf.errors import KVBoostError
+
+__all__ = ["command_line", "main", "serve"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `kvboost-hf`.
+
+    Args:
+        arguments: Of the command; None takes those of the process.
+
+    Returns:
+        The exit status: 2 for what is refused, 130 after Ctrl-C.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    options = command_line().parse_args(given)
+    options.given = given
+    try:
+        if hasattr(options, "device"):
+            require_device(options.device)
+        return int(options.run(options))
+    except (KVBoostError, ValueError, OSError) as error:
+        sys.stderr.write(f"kvboost-hf: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("kvboost-hf: interrupted\n")
+        return 128 + signal.SIGINT
+
+
+def serve() -> int:
+    """Run `kvboost-server`, which is `kvboost-hf serve`; returns the exit status."""
+    return main(["serve", *sys.argv[1:]])
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The parser of all subcommands; `docs/flags.py` writes `docs/flags.md` from it."""
+    parser = argparse.ArgumentParser(prog="kvboost-hf", description="K/V reuse for Hugging Face transformers.")
+    parser.add_argument("--version", action="version", version=f"kvboost_hf {__version__}")
+    commands = parser.add_subparsers(required=True)
+    for command in (demo, bench, check, verify, fits, warm, serving, inspect):
+        command.add(commands)
+    return parser

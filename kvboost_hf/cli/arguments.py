@@ -1,0 +1,62 @@
+"""Types of arguments that several commands share, and the error for a package that is not installed."""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from kvboost_hf.outputs import output_path
+
+# Of `ArgumentParser.add_subparsers`, as argparse calls it.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+@contextmanager
+def needs_extra(extra: str, command: str) -> Iterator[None]:
+    """Turn an import that fails inside the context into an error that names the extra to install.
+
+    Args:
+        extra: Of this package, such as `"demo"`.
+        command: Of `kvboost-hf`.
+
+    Raises:
+        ValueError: a package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(f"`kvboost-hf {command}` needs {error.name}: pip install 'kvboost_hf[{extra}]'") from error
+
+
+def positive(text: str) -> int:
+    """An integer above 0."""
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    return value
+
+
+def output(text: str) -> Path:
+    """A file that can be written, or '-' for standard output."""
+    try:
+        return output_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def figure(text: str) -> Path:
+    """A file that can be written, of a format for figures."""
+    if not text.endswith((".png", ".pdf", ".svg")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no figure: name a file that ends in .png, .pdf or .svg")
+    return output(text)
+
+
+def one_of(names: Iterable[str], text: str) -> str:
+    """A help text that lists the choices."""
+    return f"{text}, of {', '.join(names)}"
+
+
+def add_json(parser: argparse.ArgumentParser, help: str = "write all figures ('-' for standard output)") -> None:
+    """Add `--json FILE`."""
+    parser.add_argument("--json", type=output, metavar="FILE", help=help)

@@ -1,0 +1,53 @@
+"""`kvboost-hf bench`: the same prompts by every way of serving them; the measuring is in `kvboost_hf.bench`."""
+
+import argparse
+
+from kvboost_hf.bench.arms import ARMS
+from kvboost_hf.bench.peers import PEERS
+from kvboost_hf.bench.workloads import WORKLOADS
+from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, one_of, output, positive
+from kvboost_hf.cli.models import add_model
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "bench", help="measure ways of serving the same prompts, and others' ways beside them"
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--random", type=_sizes, metavar="LxW", help="a random model of L layers, W wide, such as 8x512"
+    )
+    parser.add_argument("--draft", metavar="NAME", help="a draft model (default: the embedded one, where it fits)")
+    for flag, known, text in (("--arms", ARMS, "ways to serve"), ("--workloads", WORKLOADS, "what is asked")):
+        names = list(known)
+        parser.add_argument(flag, nargs="+", choices=names, default=names, metavar="NAME", help=one_of(names, text))
+    text = "ways of others; all if none is named (default: none)"
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), metavar="NAME", help=one_of(PEERS, text))
+    text = "let pip get what peers need into virtual environments that are thrown away afterwards"
+    parser.add_argument("--install-peers", action="store_true", help=text)
+    parser.add_argument("--prompts", type=positive, default=6, help="of each workload, from 2 to 8 (default: 6)")
+    parser.add_argument("--repeats", type=positive, default=2, help="counted rounds of each workload (default: 2)")
+    parser.add_argument("--max-new-tokens", type=positive, default=16, help="length of an answer (default: 16)")
+    parser.add_argument("--seed", type=int, default=0, help="of documents and questions (default: 0)")
+    text = "write a page with figures ('-' for standard output)"
+    parser.add_argument("--html", type=output, metavar="FILE", help=text)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and show; returns 1 if lossless reuse changed a token in float32, or something failed."""
+    with needs_extra("demo", "bench"):
+        from kvboost_hf.bench.command import bench
+
+        if options.html is not None:
+            import matplotlib  # noqa: F401  # before anything is measured
+    return bench(options)
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    layers, _, width = text.partition("x")
+    if not (layers.isdecimal() and width.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be layers x width, such as 8x512, got {text}")
+    return int(layers), int(width)

@@ -1,0 +1,33 @@
+"""`kvboost-hf fits`: which layers of a model stay on a device, and how fast the others can be streamed."""
+
+import argparse
+import sys
+
+import torch
+
+from kvboost_hf.cli.arguments import Commands, positive
+from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.sizes import what_fits
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("fits", help="say what of a model stays on a device, and how fast the rest can come")
+    parser.add_argument("--model", required=True, help="a hub name or a folder; only its configuration is read")
+    parser.add_argument("--vram-budget", required=True, metavar="SIZE", help="of the device, such as 8GB or 7.5GiB")
+    parser.add_argument("--bits", type=int, choices=(4, 16), help="of weights (default: those of the checkpoint)")
+    parser.add_argument("--max-tokens", type=positive, default=4096, help="in the context (default: 4096)")
+    parser.add_argument("--prefill-chunk-size", type=positive, metavar="TOKENS", help="in one forward (default: all)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(options.model)
+    streaming = StreamingConfig(max_tokens=options.max_tokens, prefill_chunk_size=options.prefill_chunk_size)
+    dtype = config.dtype or torch.float16
+    plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits, dtype=dtype)
+    sys.stdout.write(f"{plan}\n")
+    return 0

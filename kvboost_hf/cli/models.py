@@ -1,0 +1,52 @@
+"""Loads the model that a command names, or the embedded one."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
+from kvboost_hf.compat import available_device
+from kvboost_hf.config import StreamingConfig
+from kvboost_hf.engine.load import load
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add `--model`, `--device` and `--dtype`."""
+    parser.add_argument("--model", help="a hub name or a folder (default: the embedded model)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    text = "where it runs (default: cuda where there is one, or cpu)"
+    parser.add_argument("--device", default=device, help=text)
+    text = "auto, float32, bfloat16 or float16 (default: auto)"
+    known = ("auto", "float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=known, metavar="DTYPE", default="auto", help=text)
+
+
+def require_device(device: str) -> None:
+    """Raise ValueError for a device that is not here."""
+    wrong = f"`--device` must be one that PyTorch finds here, such as cpu, got {device!r}."
+    try:
+        found = available_device(device)
+    except ValueError as error:
+        raise ValueError(wrong) from error
+    if found.type == "meta":
+        raise ValueError(wrong)
+
+
+def load_model(options: argparse.Namespace, streaming: StreamingConfig | None = None) -> tuple[Any, Any, str]:
+    """The model of the options on its device, its tokenizer, and the name to show.
+
+    Args:
+        options: Parsed, with those of `add_model`.
+        streaming: Which layers are streamed; None for none.
+
+    Raises:
+        ValueError: the embedded model is to be streamed.
+    """
+    if options.model is not None:
+        return *load(options.model, streaming, options.device, {"dtype": options.dtype}), Path(options.model).name
+    if streaming is not None:
+        raise ValueError("`--awq-streaming` needs `--model`: the embedded model fits any device.")
+    model, tokenizer = load_embedded(None if options.dtype == "auto" else getattr(torch, options.dtype))
+    return model.to(options.device), tokenizer, f"embedded {EMBEDDED_MODEL_DIR.name}"

@@ -1,0 +1,70 @@
+"""`kvboost-hf serve`: answers requests as OpenAI's API does; the server is in `kvboost_hf.server`."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from kvboost_hf.assets import EMBEDDED_MODEL_DIR
+from kvboost_hf.cli.arguments import Commands, needs_extra
+from kvboost_hf.cli.models import add_model, load_model
+from kvboost_hf.server.options import (
+    add_options,
+    add_secrets,
+    draft_trees,
+    engine_settings,
+    server_settings,
+    streaming_config,
+)
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser("serve", help="answer requests as OpenAI's API does")
+    add_model(parser)
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal ends the process."""
+    with needs_extra("server", "serve"):
+        from kvboost_hf.server.listen import require_free
+        from kvboost_hf.server.serve import serve
+
+    add_secrets(options, os.environ)
+    kept, trees = engine_settings(options), draft_trees(options)
+    # All of it refuses now, not when the model is there.
+    if (tls := server_settings(options, "model", None).tls) is not None:
+        tls.context()
+    require_free(options.host, options.port)
+    model, tokenizer, _ = load_model(options, streaming_config(options))
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    serve(
+        model,
+        tokenizer,
+        server_settings(options, model_name(options.model), positions),
+        kept,
+        draft=load_draft(options, model),
+        draft_trees=trees,
+        attn_implementation=options.attn_implementation,
+        warm=options.warm,
+        log_level=options.log_level,
+    )
+    return 0
+
+
+def load_draft(options: argparse.Namespace, model: Any) -> Any:
+    """The model that drafts for `model`; None for no drafts."""
+    if draft_trees(options) is None:
+        return None
+    from transformers import AutoModelForCausalLM
+
+    draft = AutoModelForCausalLM.from_pretrained(options.speculative_draft_model, dtype=model.dtype)
+    return draft.to(options.device).eval()
+
+
+def model_name(model: str | None) -> str:
+    """The name by which clients ask for a model: that of the hub, or the last part of its folder."""
+    folder = Path(model or EMBEDDED_MODEL_DIR).expanduser()
+    return folder.resolve().name if model is None or folder.is_dir() else model
