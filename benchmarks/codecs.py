@@ -12,7 +12,6 @@ rotate with their positions. What is encoded is kept until all is; what is decod
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from record import write
 from reuse import Result, in_turn, measured_on, medians, provenance
 
 from kvboost_hf.cache.codecs import Codec, Planes, Role, make_codec
@@ -152,9 +152,7 @@ def main() -> None:
         result["codecs"][name] = measure(spec, options.device, options.rounds)
     if options.out is not None:
         where = options.device if options.device != "cpu" else f"cpu-{options.threads}"
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"codecs-{where}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / f"codecs-{where}.md").write_text(markdown(result))
+        write(options.out, f"codecs-{where}", result, markdown(result))
     print(markdown(result))
 
 

@@ -19,7 +19,6 @@ layers and heads.
 
 import argparse
 import copy
-import json
 import random
 import statistics
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import write
 from repair_quality import FreezableStore, damage
 from reuse import Result, measured_on, provenance
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
@@ -383,10 +383,8 @@ def main() -> None:
     arms = make_live_arms() if options.live else make_arms()
     dtype = getattr(torch, options.dtype)
     result = {"provenance": where, **measure(options.device, dtype, -(-options.questions // 10), 10, arms)}
-    options.out.mkdir(parents=True, exist_ok=True)
     name = f"codecs-quality-{'live-' if options.live else ''}{options.device}"
-    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / f"{name}.md").write_text(markdown(result))
+    write(options.out, name, result, markdown(result))
     if not options.live:
         figure(result, options.out / "codecs-quality.png")
     print(markdown(result))

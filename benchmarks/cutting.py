@@ -7,13 +7,13 @@ has a cache of its own, so that all it reuses comes from the store. Counts, whic
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from record import write
 from reuse import Result, measured_on, provenance
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
@@ -95,9 +95,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="series of prompts of each kind")
     options = parser.parse_args()
     result: Result = {"provenance": provenance(sys.argv[1:], "cutting.py"), "rows": run(options.seeds)}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "cutting.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "cutting.md").write_text(markdown(result))
+    write(options.out, "cutting", result, markdown(result))
     print(markdown(result))
 
 

@@ -14,7 +14,6 @@ was asked for, and do not depend on the machine.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -22,35 +21,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import write
 from reuse import Ids, in_turn, prefilled
+from shapes import make_model
 from targets import Result, host_time
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.bench.provenance import provenance
 
 LAYERS, UNSEEN, STEPS, CHUNK = 32, 8, 16, 128
+SIZES: dict[str, Any] = {  # so small that computing takes no time; in place of those of `tiny`
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 131_072,
+}
 Arm = Callable[[], float]
-
-
-def make_model(layers: int = LAYERS) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=131_072,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 class Operators(TorchDispatchMode):
@@ -218,7 +210,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = make_model()
+    model = make_model("cpu", "tiny", **SIZES)
     result: Result = {"tokens": options.tokens, "first": [], "next": []}
     result["provenance"] = str(provenance(f"`python benchmarks/host_time.py {' '.join(sys.argv[1:])}`", "cpu"))
     for attention in ("sdpa", "kvboost_fa2"):
@@ -227,9 +219,7 @@ def main() -> None:
         found = next_tokens(model, options.tokens, options.rounds)
         counted = next_operators(model, options.tokens)
         result["next"].append({"attention": attention, "ms": found, "operators": counted})
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "host_time.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "host_time.md").write_text(markdown(result))
+    write(options.out, "host_time", result, markdown(result))
     print(markdown(result))
 
 

@@ -8,7 +8,6 @@ does every document of the prompt. Milliseconds, medians of 20 rounds.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import threading
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from record import write
 from reuse import Result, measured_on, provenance
 
 from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker, Tokens, prefix_key
@@ -142,9 +142,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     result: Result = {"provenance": provenance(sys.argv[1:], "planning.py"), "arms": run(options.rounds)}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "planning.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "planning.md").write_text(markdown(result))
+    write(options.out, "planning", result, markdown(result))
     print(markdown(result))
 
 

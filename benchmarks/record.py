@@ -90,11 +90,22 @@ class Record:
         return self._markdown(self.result) + "".join(f"{line}\n" for line in _remarks(self.result))
 
     def _write(self) -> None:
-        out = self._options.out
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / f"{self._name}.json").write_text(json.dumps(self.result, indent=1) + "\n")
-            (out / f"{self._name}.md").write_text(self._text())
+        write(self._options.out, self._name, self.result, self._text())
+
+
+def write(out: Path | None, name: str, result: Result, table: str) -> None:
+    """Write `name.json` and `name.md`.
+
+    Args:
+        out: The folder, which is made; None writes neither.
+        name: Of the files.
+        result: What the JSON holds.
+        table: The Markdown.
+    """
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (out / f"{name}.md").write_text(table)
 
 
 def reason(error: Exception) -> str:

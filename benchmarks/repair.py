@@ -17,7 +17,6 @@ seen in another order. Both sides tokenize within the clock and are told the tex
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -25,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from record import Record, add_options, add_shape
+from record import Record, add_options, add_shape, write
 from repair_quality import (
     draw_case,
     measure_quality,
@@ -44,7 +43,7 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
 from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.demo.run import timed_generate  # type: ignore[attr-defined]
+from kvboost_hf.demo.timing import timed_generate
 
 DOCUMENTS, NUM_LAYERS = (6, 512), (8, 16)  # of ttft: how many of how many words; of the small model
 MAX_NEW_TOKENS = 12
@@ -257,7 +256,6 @@ def main() -> None:
     arguments = ["PEER_PYTHON" if a == options.peer_python else a for a in sys.argv[1:]]
     if options.out is None:
         parser.error("--out is missing")
-    options.out.mkdir(parents=True, exist_ok=True)
     chosen = options.parts or ["ttft", *(part for part in parts if part != "peer" or options.peer_python)]
     for part in chosen:
         where = provenance(arguments, "repair.py")
@@ -268,8 +266,7 @@ def main() -> None:
         result = measure()
         name = f"repair-{part}-{options.device}"
         text = "\n".join([measured_on(where), "", *markdown(result)]) + "\n"
-        (options.out / f"{name}.json").write_text(json.dumps({"provenance": where, **result}, indent=1) + "\n")
-        (options.out / f"{name}.md").write_text(text)
+        write(options.out, name, {"provenance": where, **result}, text)
         if part in figures:
             figures[part](result, options.out / f"{name}.png")
         print(text)

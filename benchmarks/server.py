@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from record import write
 from reuse import Result, make_model, measured_on, provenance
 from server_process import OURS, serving
 
@@ -249,9 +250,7 @@ def main() -> None:
         "provenance": provenance(sys.argv[1:], "server.py"),
         **run(options.rounds, options.seed, options.peer_python, options.logs),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "server-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "server-cpu.md").write_text(markdown(result))
+    write(options.out, "server-cpu", result, markdown(result))
     print(markdown(result))
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import write
 from reuse import Result, measured_on, provenance
 from server_process import OURS, Process, serving
 
@@ -445,9 +446,7 @@ def main() -> None:
         "provenance": provenance(sys.argv[1:], "server_storm.py"),
         **run(options.requests, options.clients, options.seed),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "server-storm-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "server-storm-cpu.md").write_text(markdown(result))
+    write(options.out, "server-storm-cpu", result, markdown(result))
     print(markdown(result))
     sys.exit(1 if result["errors"] else 0)
 

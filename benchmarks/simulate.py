@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from record import write
 from reuse import Result, measured_on, provenance
 
 from kvboost_hf.cache.planning.chunks import prefix_key, root_key
@@ -468,12 +469,9 @@ def main() -> None:
     arms = run(options.requests, options.seed, *sizes)
     seconds = time.perf_counter() - begin
     result: Result = {"provenance": where, "seconds": seconds, **arms}
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / options.name
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(result))
+    write(options.out, options.name, result, markdown(result))
     if result["by_room"]:
-        draw(result, path.with_suffix(".png"))
+        draw(result, options.out / f"{options.name}.png")
     print(markdown(result))
 
 

@@ -13,7 +13,6 @@ tokens; what was flushed must be found while there is room.
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -33,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from record import write
 from reuse import Result, measured_on, provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -408,9 +408,7 @@ def main() -> None:
         "stores": asdict(stores),
         "seconds_of_stores": time.perf_counter() - half,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "soak-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "soak-cpu.md").write_text(markdown(result))
+    write(options.out, "soak-cpu", result, markdown(result))
     print(markdown(result))
     sys.exit(0 if tally.is_clean() and stores.is_clean() else 1)
 

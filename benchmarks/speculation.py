@@ -18,7 +18,6 @@ On a GPU, time is real, and so is the link: see speculation_link.py. `--shape ti
 """
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import add_options, add_shape
+from record import add_options, add_shape, write
 from reuse import measured_on, provenance
 from speculation_link import measure_link
 from targets import Result
@@ -238,10 +237,7 @@ def main() -> None:
     reader, tokenizer = load_embedded()
     for name, tasks in WORK.items():
         result[name] = measure(reader, tasks(tokenizer, getattr(options, name), options.seed))
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "speculation.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "speculation.md").write_text(markdown(result))
+    write(options.out, "speculation", result, markdown(result))
     print(markdown(result))
 
 

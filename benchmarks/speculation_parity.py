@@ -19,7 +19,6 @@ than two units, tokens part only where the best two are within four.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from record import write
 from reuse import Result, measured_on, provenance
 
 from tests.speculation import (
@@ -162,10 +162,7 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         result["half"] += in_half_precision("reader", Reader("sdpa", False, dtype), chats)
         result["half"] += in_half_precision("random", make_unsure(Reader("sdpa", False, dtype)), chats[::3])
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "speculation-parity.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "speculation-parity.md").write_text(markdown(result))
+    write(options.out, "speculation-parity", result, markdown(result))
     print(markdown(result))
     assert all(row["equal"] == row["prompts"] for row in result["float32"]), "a draft changed what is said"
     assert all(row["gap"] <= WITHIN for row in result["half"]), "answers part where no rounding would part them"

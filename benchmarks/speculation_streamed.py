@@ -15,12 +15,12 @@ as measured, and as it would be with nothing hidden.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from record import write
 from reuse import Result, measured_on, provenance
 from speculation import WORK, Task, assisted, plain
 
@@ -113,10 +113,7 @@ def main() -> None:
                 rows.append({"schedule": schedule, **measure(ratio, schedule, tasks)})
                 print(rows[-1], flush=True)
         result[name] = {"texts": len(tasks), "rows": rows}
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "speculation-streamed.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "speculation-streamed.md").write_text(markdown(result))
+    write(options.out, "speculation-streamed", result, markdown(result))
     print(markdown(result))
 
 

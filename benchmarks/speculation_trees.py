@@ -11,12 +11,12 @@ At equal passes of the target, what counts is the tokens that each pass gives; o
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from record import write
 from reuse import Result, measured_on, provenance
 from speculation import LENGTHS, RATIOS, WORK, Task, VirtualClock, assisted, plain
 from transformers import PreTrainedModel
@@ -157,10 +157,7 @@ def main() -> None:
             found[share] = measure(reader, share, tasks, expected)
             print(f"{name}, noise {share}", flush=True)
         result[name] = {"texts": len(tasks), "tokens": sum(map(len, expected)), "found": found}
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "speculation-trees.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "speculation-trees.md").write_text(markdown(result))
+    write(options.out, "speculation-trees", result, markdown(result))
     print(markdown(result))
 
 

@@ -18,7 +18,7 @@ _CHUNKS, _LAYERS = 3, 8
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    made: PreTrainedModel = host_time.make_model(_LAYERS)
+    made: PreTrainedModel = host_time.make_model("cpu", "tiny", **host_time.SIZES | {"num_hidden_layers": _LAYERS})
     return made
 
 
