@@ -443,17 +443,29 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer.save_pretrained(out)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains a reader and saves it, after each stage too."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def begin(description: str | None, minutes: float, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the options of a recipe, and sets the log, the threads and the seed.
+
+    Args:
+        description: Of the recipe.
+        minutes: Of the training, unless others are given.
+        arguments: Of the command; None takes those of the process.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model and tokenizer to")
-    parser.add_argument("--minutes", type=float, default=50.0, help="wall-clock time of the training")
+    parser.add_argument("--minutes", type=float, default=minutes, help="wall-clock time of the training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains a reader and saves it, after each stage too."""
+    options = begin(__doc__, 50.0, arguments)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     train(

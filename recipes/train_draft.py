@@ -8,20 +8,18 @@ look the value up: that takes an induction head, of two layers.
 Run it as ``python -m recipes.train_draft --out DIR --minutes 12``.
 """
 
-import argparse
 import copy
 import logging
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
-from recipes.train import HELD_OUT_SEEDS, IGNORED_LABEL, Batch, ReadingStage, make_reading_batch, save
+from recipes.train import HELD_OUT_SEEDS, IGNORED_LABEL, Batch, ReadingStage, begin, make_reading_batch, save
 
 logger = logging.getLogger(__name__)
 
@@ -128,15 +126,7 @@ def _answer_logits(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains a draft and saves it, on the way too."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the model and tokenizer to")
-    parser.add_argument("--minutes", type=float, default=12.0, help="wall-clock time of the training")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of PyTorch")
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
+    options = begin(__doc__, 12.0, arguments)
     reader, tokenizer = load_embedded()
     draft = build_draft(reader)
 
