@@ -1,4 +1,4 @@
-"""A check: figures, what they may be, and what they are where something is broken on purpose."""
+"""A check: figures, their limits, and the figures of codecs that are broken on purpose."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

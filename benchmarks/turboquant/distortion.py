@@ -1,4 +1,4 @@
-"""How far what a codec gives back is from what it was given, on a model's own keys and values."""
+"""Checks the distortion of a codec on the keys and values of a model."""
 
 from collections.abc import Iterator, Sequence
 from math import floor, pi

@@ -1,4 +1,4 @@
-"""What the attention of a model really works on: keys, values and queries of its layers."""
+"""Reads keys, values and queries of the layers of a model."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a codec does to the products of queries and keys, and to the attention that comes of them."""
+"""Checks how a codec changes products of queries and keys, and the attention."""
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""`validate_turboquant`: what its paper shows, shown again on a model's own K/V."""
+"""`validate_turboquant`: the checks of TurboQuant's paper on the K/V of a model."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from benchmarks.turboquant.needle import make_needles, needle_checks
 from benchmarks.turboquant.sabotage import controls
 from kvboost_hf.cache.codecs import config_of, make_codec
 from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.verify.correctness import require_plain
 from kvboost_hf.verify.prompts import Prompt, as_ids
-from kvboost_hf.verify.run import require_plain
 
 CODECS = ("turboquant:4", "turboquant:3.5", "turboquant:3", "turboquant:2")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -24,7 +24,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurboQuantReport:
-    """What `validate_turboquant` found; true if every check passed. Printed, a table and a verdict.
+    """The result of `validate_turboquant`; true if every check passed. Printed, a table and a verdict.
 
     The column "broken on purpose" has the figures with zeros, with tokens shuffled and with another seed.
 
@@ -50,7 +50,7 @@ class TurboQuantReport:
 
     @property
     def verdict(self) -> str:
-        """What follows, in a sentence or two."""
+        """The conclusion, in a sentence or two."""
         judged = [check for check in self.checks if check.allowed]
         broken = sum(len(check.controls) for check in judged)
         undetected = sum(len(check.undetected) for check in judged)

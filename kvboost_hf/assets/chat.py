@@ -1,4 +1,4 @@
-"""Chats as token ids."""
+"""Encodes chats as token ids."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ Message = dict[str, str]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Ids of a chat up to where the answer starts; plain labels where the tokenizer has no chat template."""
+    """Ids of a chat up to the start of the next answer; without a chat template, roles are written as plain labels."""
     if tokenizer.chat_template is not None:
         prompt = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
         return list(tokenizer.encode(prompt, add_special_tokens=False))

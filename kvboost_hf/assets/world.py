@@ -1,4 +1,4 @@
-"""A small world of facts, told in templated English, for the embedded reader to read and be asked about.
+"""Makes documents and questions in templated English, for the embedded reader to answer.
 
 Everything is drawn from the :class:`random.Random` that the caller passes: the same seed gives the same documents. A
 document is a paragraph of short sentences. Each sentence states one fact about one subject (a person or an object)
@@ -279,7 +279,7 @@ def _capitalized(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user brings in one turn of a chat: documents, possibly none, and a question.
+    """One turn of a user in a chat: documents, possibly none, and a question.
 
     Attributes:
         documents: The documents that are new in this turn.

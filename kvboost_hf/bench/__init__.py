@@ -1,1 +1,1 @@
-"""The benchmark behind `kvboost-hf bench`: the same prompts by every way of serving them, and by others' ways."""
+"""Measures ways of serving the same prompts, those of other libraries beside them: `kvboost-hf bench`."""

@@ -1,4 +1,4 @@
-"""The ways of serving prompts that this package has. A new one is a line in `ARMS`."""
+"""The arms of the benchmark: ways in which this package serves prompts. A new arm is a line in `ARMS`."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import ReusePolicy
-from kvboost_hf.demo.run import BLEND as FIRST_K
+from kvboost_hf.demo.measure import BLEND as FIRST_K
 
 _MEMORY, _DISK = "ram:1GB", "4GB"
 
@@ -28,7 +28,7 @@ class Arm:
     """One way of serving prompts.
 
     Args:
-        name: What it is asked for by.
+        name: Its name in `--arms`.
         policy: How stored K/V may be used; None for plain generate().
         codec: How K/V is stored.
         attention: Attention implementation; None for the default one.
@@ -59,7 +59,7 @@ class Arm:
         return None
 
     def open(self, models: Models, tokenizer: Any, folder: Path | None) -> "OurServer":
-        """A server that has seen nothing yet, but for what is in the folder.
+        """A server that keeps nothing yet but what is in the folder.
 
         Args:
             models: Where its model is.
@@ -97,7 +97,7 @@ ARMS: dict[str, Arm] = {
 
 
 class OurServer:
-    """What `Arm.open` makes."""
+    """Serves prompts as an `Arm` says."""
 
     def __init__(self, arm: Arm, models: Models, tokenizer: Any, folder: Path | None) -> None:
         self._model, self._count = models.get(arm.attention, streamed=arm.streamed)

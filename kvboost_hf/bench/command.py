@@ -1,4 +1,4 @@
-"""`kvboost-hf bench`."""
+"""Runs `kvboost-hf bench`: measures, prints tables, and writes JSON and HTML."""
 
 import argparse
 import shlex
@@ -27,13 +27,13 @@ from kvboost_hf.outputs import STANDARD_OUTPUT, write
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run it.
+    """Measure and show.
 
     Args:
         options: Of the command line; `given` are its arguments as they were given.
 
     Returns:
-        The exit status: 1 where what is lossless has given other tokens, or something has failed.
+        The exit status: 1 if a lossless arm gave other tokens in float32, or something failed.
 
     Raises:
         ValueError: for options that do not go together.
@@ -88,7 +88,7 @@ def bench(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _termination_is_an_exit() -> Iterator[None]:
-    """Let signals end processes and folders as an exception does, not leave them behind."""
+    """Turn signals that end the process into an exception, so that child processes and folders are removed."""
 
     def leave(number: int, _frame: Any) -> None:
         raise SystemExit(128 + number)

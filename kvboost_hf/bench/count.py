@@ -1,4 +1,4 @@
-"""Counting what really goes through a model, whoever asks."""
+"""Counts the tokens that go through the decoder layers of a model."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from kvboost_hf.compat import decoder_layers
 
 
 class ForwardCount:
-    """Counts tokens that a model's decoder layers put out.
+    """Counts tokens that go through a model: the mean over its decoder layers.
 
-    A repair sends fewer tokens through later layers than through the first ones: what is counted is the mean.
+    A repair sends fewer tokens through later layers than through the first ones.
 
     Args:
         model: Gets a forward hook on each decoder layer.

@@ -1,4 +1,4 @@
-"""Peers whose packages do not belong into this environment get one of their own, which is thrown away afterwards."""
+"""Makes temporary virtual environments for peers whose packages must not be installed in this one."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""kvboost 0.9.0, which runs in an environment of its own only (see `environments.py`)."""
+"""Serves prompts with kvboost 0.9.0, which runs in an environment of its own (see `environments.py`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _ENGINE = {"chunk_size": 128, "max_cache_bytes": 2_000_000_000}
 
 @dataclass(frozen=True, slots=True)
 class KVBoostPeer:
-    """One of its ways to repair."""
+    """kvboost with one of its repair strategies."""
 
     name: str
     strategy: str

@@ -1,4 +1,4 @@
-"""The models of a run: one for each way of computing, shared by the arms that compute alike."""
+"""Loads the models of a run: one for each attention, streamed or not, shared by the arms that use it."""
 
 from pathlib import Path
 from typing import NamedTuple

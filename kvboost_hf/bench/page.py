@@ -1,4 +1,4 @@
-"""One HTML file with figures, which needs nothing else."""
+"""Writes the results as one HTML page that loads no other file."""
 
 from collections.abc import Sequence
 from html import escape

@@ -1,9 +1,9 @@
-"""Peers in a process of their own, which waits while others have their turn.
+"""Runs peers in another process, which waits while other arms answer.
 
     PYTHON -m kvboost_hf.bench.peer_process SOURCE THREADS FOLDER
 
-The interpreter is one of an environment that has what the peers need. Each line of standard input is a JSON list, a
-name and arguments, and gets what `_Peers` has under this name in answer, as JSON: `{"told": …}`, or `{"error": …}`.
+The interpreter is that of an environment with the packages of the peers. Each line of standard input is a JSON list,
+the name of a method of `_Peers` and its arguments. The answer is a line of JSON: `{"result": …}` or `{"error": …}`.
 """
 
 import json
@@ -27,11 +27,11 @@ from kvboost_hf.bench.peers import PEERS
 from kvboost_hf.bench.served import Served, Server, reason
 from kvboost_hf.bench.source import ModelSource
 
-_LAST_WORDS_S = 10  # that a process which is needed no more has to end by itself
+_EXIT_TIMEOUT_S = 10  # for the process to end by itself
 
 
 class PeerError(Exception):
-    """An error in another process."""
+    """An error that the other process reports."""
 
 
 class PeerProcess:
@@ -69,7 +69,7 @@ class PeerProcess:
             self._process.stdin.close()
         if error is None:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LAST_WORDS_S)
+                self._process.wait(_EXIT_TIMEOUT_S)
         self._kill()
         self._process.stdout.close()
         self._said.close()
@@ -85,7 +85,7 @@ class PeerProcess:
         self._process.wait()
 
     def ask(self, *asked: Any) -> Any:
-        """Send a line and wait for its answer. Who does not wait ends the process.
+        """Send a line and wait for its answer; if the wait is interrupted, the process is killed.
 
         Raises:
             OSError: the process has ended.
@@ -108,7 +108,7 @@ class PeerProcess:
             raise
         if "error" in answer:
             raise PeerError(answer["error"])
-        return answer["told"]
+        return answer["result"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class _ServerElsewhere:
 
 
 class _Peers:
-    """What the process does."""
+    """The peers inside the process."""
 
     def __init__(self, source: ModelSource, folder: Path) -> None:
         self._models, self._tokenizer = Models(source, folder), source.tokenizer()
@@ -182,7 +182,7 @@ def main() -> None:
         for line in sys.stdin:
             name, *arguments = json.loads(line)
             try:
-                answer = {"told": getattr(peers, name)(*arguments)}
+                answer = {"result": getattr(peers, name)(*arguments)}
             except Exception as error:  # others are served here, too
                 answer = {"error": reason(error)}
             print(json.dumps(answer), file=asking, flush=True)

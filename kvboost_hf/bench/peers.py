@@ -1,4 +1,4 @@
-"""Ways of serving prompts that others have, transformers above all. A new one is a line in `PEERS`."""
+"""The peers of the benchmark: ways in which transformers and kvboost serve prompts. A new one is a line in `PEERS`."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Peer:
     """One way of serving prompts.
 
     Args:
-        name: What it is asked for by.
+        name: Its name in `--peers`.
         make: Makes a server that has seen nothing yet, for a model.
         attention: Asks for a model with this attention, which no arm shares; None for the one that all share.
         needs: A package that it needs in an environment of its own; None where it runs in this one.

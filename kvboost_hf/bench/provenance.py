@@ -1,4 +1,4 @@
-"""Where figures come from: without it they tell nothing."""
+"""Records the commit, hardware, versions and command of a run."""
 
 import platform
 import subprocess
@@ -13,14 +13,14 @@ from kvboost_hf import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What a run was made with.
+    """The conditions of a run.
 
     Args:
-        command: That makes it again.
+        command: That repeats it.
         commit: Of the checkout, with a plus where files differ from it; None outside of one.
         hardware: The GPU, or the processor.
         threads: Of PyTorch.
-        versions: Of this package and what it runs on.
+        versions: Of this package, PyTorch, transformers and Python.
     """
 
     command: str
@@ -36,7 +36,7 @@ class Provenance:
 
 
 def provenance(command: str, device: str) -> Provenance:
-    """What this process runs on.
+    """The conditions of a run in this process.
 
     Args:
         command: That was given.

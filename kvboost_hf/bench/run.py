@@ -1,4 +1,4 @@
-"""Running every workload by every arm.
+"""Runs each workload with each arm and peer.
 
 All arms get the same prompts in the same order. Within a prompt they take turns, and each prompt begins with another
 arm. A round begins with empty caches and stores; the first one is not counted.
@@ -32,7 +32,7 @@ class Contender(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is asked for by."""
+        """Its name on the command line."""
         ...
 
     def refusal(self, models: Models, tokenizer: Any) -> str | None:
@@ -40,7 +40,7 @@ class Contender(Protocol):
         ...
 
     def open(self, models: Models, tokenizer: Any, folder: Path | None) -> Server:
-        """A server that has seen nothing yet, but for what is in the folder."""
+        """A server that keeps nothing yet but what is in the folder."""
         ...
 
 
@@ -100,7 +100,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run has found.
+    """The results of a run.
 
     Args:
         rows: All that was measured.
@@ -161,7 +161,7 @@ class _Bench:
         self.failed: dict[str, str] = {}
 
     def expect(self, series: int) -> None:
-        """Say that so many series of prompts are to be answered, too."""
+        """Add so many series of prompts to those that `progress` counts."""
         self._total += series * self._settings.prompts
 
     def served(self, workload: Workload, contenders: Sequence[Contender]) -> list[Row]:
@@ -255,7 +255,7 @@ class _Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later:
-    """What a new process does: opens the folders, and answers."""
+    """The later half of a workload, which a new process answers from the folders of the first half."""
 
     models: Models
     arms: Sequence[Arm]

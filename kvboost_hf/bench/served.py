@@ -1,4 +1,4 @@
-"""One prompt, answered and measured."""
+"""Answers one prompt, and measures it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from kvboost_hf.demo.timing import timed_generate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What an answer took.
+    """The measurements of one answer.
 
     Args:
         ids: Tokens of the answer.
@@ -21,9 +21,9 @@ class Served:
         total_ms: From the call to its return.
         prefilled: Tokens that went through the model before the first one was there.
         forwarded: Tokens that went through the model, all in all.
-        reused: Tokens of the prompt that were not computed, as the arm tells it; None where it does not.
-        store_bytes: Bytes that are kept for later prompts; None where the arm does not tell.
-        bypassed: Why nothing of the prompt could be reused, as the arm tells it.
+        reused: Tokens of the prompt that were not computed, by its own report; None without one.
+        store_bytes: Bytes that are kept for later prompts; None if unknown.
+        bypassed: Why nothing of the prompt could be reused, by its own report.
     """
 
     ids: list[int]
@@ -49,7 +49,7 @@ class Server(Protocol):
 
 
 def reason(error: Exception) -> str:
-    """An error, told in a line."""
+    """The type and the text of an error, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

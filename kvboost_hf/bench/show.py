@@ -1,4 +1,4 @@
-"""Showing results: tables for the terminal, and JSON."""
+"""Formats results: tables for the terminal, and JSON."""
 
 import json
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def table(workload: Workload, rows: Sequence[Summary]) -> Table:
 
 
 def remarks(result: Result) -> list[str]:
-    """What else there is to tell of a run: what did not run, or not to its end, and what reused nothing."""
+    """Lines about arms that did not run, failed, or reused nothing."""
     lines = [f"Not run: {name}: {why}" for name, why in result.refused.items()]
     lines += [f"Failed: {name}: {why}" for name, why in result.failed.items()]
     for why in dict.fromkeys(row.served.bypassed for row in result.rows if row.served.bypassed):

@@ -1,4 +1,4 @@
-"""Where the model of a run comes from."""
+"""Loads the model of a run, its draft and its tokenizer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +53,14 @@ class ModelSource:
 
     @property
     def shown(self) -> str:
-        """What to call the model."""
+        """The name to show."""
         if self.random is not None:
             return "random Llama, {} layers of {}".format(*self.random)
         return self.name or f"embedded {EMBEDDED_MODEL_DIR.name}"
 
     @property
     def draft_name(self) -> str | None:
-        """What to load as a draft; None where there is none."""
+        """The draft model to load; None for none."""
         return self.draft or (str(EMBEDDED_DRAFT_DIR) if self.name is None else None)
 
     def tokenizer(self) -> Any:

@@ -1,4 +1,4 @@
-"""What all rows of an arm in a workload come to."""
+"""Summarizes the rows of each arm in each workload."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Those who answer the same prompts in turn."""
+"""Lets several servers answer each prompt in turn."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -46,12 +46,12 @@ class Turns:
             self._fail(name, error)
 
     def answer(self, ids: Sequence[int], max_new_tokens: int, first: int) -> dict[str, Served]:
-        """What each of them answers.
+        """The answers of all servers to one prompt, by name.
 
         Args:
             ids: The prompt.
             max_new_tokens: Length of an answer.
-            first: Whose turn it is, in the order in which they were opened; counted round and round.
+            first: Index of the server that begins, in the order in which they were opened, modulo their number.
         """
         names = list(self._servers)
         found: dict[str, Served] = {}

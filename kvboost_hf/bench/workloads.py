@@ -1,4 +1,4 @@
-"""What is asked of every arm."""
+"""The workloads of the benchmark: series of prompts whose right answers are known."""
 
 import random
 from collections.abc import Callable, Generator, Sequence
@@ -38,8 +38,8 @@ class Workload:
     """A series of prompts.
 
     Args:
-        name: What it is asked for by.
-        about: What is special about it.
+        name: Its name in `--workloads`.
+        about: A description.
         ask: Makes the prompts: takes a tokenizer, their number and a seed.
         restarts: Whether a new process serves the later half.
     """

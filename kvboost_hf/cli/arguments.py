@@ -1,11 +1,12 @@
-"""Types of arguments that several commands share, and the error for a package that is not installed."""
+"""Arguments that several commands share, and the error for a package that is not installed."""
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
+from kvboost_hf.cache.tiers.addresses import parse_tier
 from kvboost_hf.outputs import output_path
 
 # Of `ArgumentParser.add_subparsers`, as argparse calls it.
@@ -60,3 +61,9 @@ def one_of(names: Iterable[str], text: str) -> str:
 def add_json(parser: argparse.ArgumentParser, help: str = "write all figures ('-' for standard output)") -> None:
     """Add `--json FILE`."""
     parser.add_argument("--json", type=output, metavar="FILE", help=help)
+
+
+def require_lasting(addresses: Sequence[str]) -> None:
+    """Raise ValueError unless one of these tiers outlives the process."""
+    if all(parse_tier(address).kind in ("ram", "device") for address in addresses):
+        raise ValueError(f"`--tiers` must have one that outlives a process, got {list(addresses)}. Pass disk:FOLDER.")

@@ -8,7 +8,7 @@ import torch
 
 from kvboost_hf.cli.arguments import Commands, add_json, figure, needs_extra, positive
 from kvboost_hf.cli.models import add_model, load_model
-from kvboost_hf.demo.run import Demo, Row, ShuffledRow
+from kvboost_hf.demo.measure import Demo, Row, ShuffledRow
 from kvboost_hf.outputs import STANDARD_OUTPUT, write
 
 

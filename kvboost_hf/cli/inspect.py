@@ -10,8 +10,7 @@ from typing import Any
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
-from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, positive
-from kvboost_hf.cli.warm import require_lasting
+from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, positive, require_lasting
 from kvboost_hf.contents import as_json, as_tables, contents
 from kvboost_hf.outputs import STANDARD_OUTPUT, write
 

@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
         type=Path,
         metavar="FILE",
         help="a prompt on each line, or a JSON list of texts; taken as they are, without a chat template, and served "
-        "in this order (default: made-up documents in ever other orders, with questions that need one or two of them)",
+        "in this order (default: made-up documents in changing orders, with questions that need one or two of them)",
     )
     parser.add_argument(
         "--documents",

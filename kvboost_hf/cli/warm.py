@@ -2,14 +2,13 @@
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.tiers.addresses import parse_tier
-from kvboost_hf.cli.arguments import Commands, needs_extra
+from kvboost_hf.cli.arguments import Commands, needs_extra, require_lasting
 from kvboost_hf.cli.models import add_model, load_model
 from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.options import (
@@ -85,12 +84,6 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
     failed = not tiers or any(stats["errors"] for stats in tiers.values())
     return 1 if failed else 0
-
-
-def require_lasting(addresses: Sequence[str]) -> None:
-    """Raise ValueError unless one of these tiers outlives the process."""
-    if all(parse_tier(address).kind in ("ram", "device") for address in addresses):
-        raise ValueError(f"`--tiers` must have one that outlives a process, got {list(addresses)}. Pass disk:FOLDER.")
 
 
 def _salts(options: argparse.Namespace) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Showing the demo's results: a table, a figure, JSON."""
+"""Formats the results of the demo: tables, a figure, JSON."""
 
 import json
 import platform
@@ -11,7 +11,7 @@ import transformers
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvboost_hf.demo.run import Row, ShuffledRow
+from kvboost_hf.demo.measure import Row, ShuffledRow
 
 _PLAIN, _REUSE, _BLEND = "#9a9a9a", "#1f6fb2", "#d9822b"
 

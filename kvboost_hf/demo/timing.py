@@ -1,4 +1,4 @@
-"""Timing generate() calls, and medians over repetitions.
+"""Times generate() calls, and takes medians over repetitions.
 
 The time to the first token is that from the call of generate() to the token's arrival on the host (a streamer takes it
 there), planning, copying and storing included.

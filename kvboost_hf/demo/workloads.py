@@ -1,4 +1,4 @@
-"""What is asked: a chat that grows, questions about one long document, and about documents in ever other orders."""
+"""Makes prompts: a growing chat, questions about one long document, and about documents in changing orders."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -89,8 +89,8 @@ def linked_documents(
 ) -> list[Question]:
     """As `shuffled_documents`, with 6 out of 9 documents in each prompt, which begin with "It".
 
-    What that is, only the document before tells, another one in each prompt: K/V that moves with its document knows a
-    wrong one. Every other question is about such a fact.
+    The document before tells what "it" is, and is another one in each prompt: K/V that moves with its document refers
+    to a wrong subject. Every other question is about such a fact.
     """
 
     def write(num_words: int) -> list[Document]:
@@ -133,7 +133,7 @@ def _starting_with_it(rng: random.Random, count: int, num_words: int) -> list[Do
 
 
 def _fact_across(before: Document, document: Document) -> Fact | None:
-    """What the first sentence of `document` says of the last subject of `before`; None if `before` says it, too."""
+    """The first fact of `document`, about the last subject of `before`; None if `before` tells it, too."""
     subject, told = before.facts[-1].subject, document.facts[0]
     if any(fact.subject == subject and fact.attribute == told.attribute for fact in before.facts):
         return None

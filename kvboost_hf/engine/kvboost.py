@@ -36,7 +36,7 @@ from kvboost_hf.migration import refuse
 from kvboost_hf.offload.build import streaming_stats
 from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
-from kvboost_hf.verify.run import require_plain
+from kvboost_hf.verify.correctness import require_plain
 
 _log = logging.getLogger("kvboost_hf")
 

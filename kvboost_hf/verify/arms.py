@@ -1,4 +1,4 @@
-"""The ways of serving prompts that are compared."""
+"""The arms that `verify_correctness` compares."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Arm:
 
     @property
     def kind(self) -> Kind:
-        """What is to be expected of it."""
+        """The category by which the report judges it."""
         if self.coding is not None:
             return "coded"
         if self.policy is None:
@@ -90,7 +90,7 @@ def coded_arms(
         own: That of the caller's stores; one more codec if it is lossy.
 
     Raises:
-        ValueError: for what is no codec, or none that is lossy.
+        ValueError: for an unknown codec, or one that is lossless.
     """
     stored: dict[str, Coding] = {}
     for codec in (*map(make_codec, codecs), *(() if own.lossless else (own,))):

@@ -1,4 +1,4 @@
-"""One prompt with K/V in fewer bits, which is read back from where it was kept, and counted."""
+"""Answers a prompt from K/V in fewer bits, and counts the tokens that were read as codes."""
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +18,7 @@ def answer_from_codes(
     ids: torch.Tensor,
     max_new_tokens: int,
 ) -> tuple[Answer, ChunkReuseCache, int]:
-    """Store a prompt, ids [1, n], and answer it with a cache that holds nothing but what the store gives it.
+    """Store a prompt, ids [1, n], and answer it with a new cache that reads it from the store.
 
     Args:
         model: Answers.

@@ -1,4 +1,4 @@
-"""A report as a figure: quality against the share of tokens that is computed."""
+"""Draws a report: quality against the share of tokens that is computed."""
 
 from pathlib import Path
 

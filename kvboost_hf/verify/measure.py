@@ -1,4 +1,4 @@
-"""One prompt by one arm, and how far its logits are from those of plain generate()."""
+"""Answers a prompt, and compares the logits with those of plain generate()."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,11 @@ from kvboost_hf.verify.results import PromptResult
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What generate() said.
+    """The output of one generate() call.
 
     Args:
         ids: New tokens.
-        logits: What they were chosen by, [new tokens, vocab], float32, on the CPU.
+        logits: From which they were chosen, [new tokens, vocab], float32, on the CPU.
     """
 
     ids: list[int]

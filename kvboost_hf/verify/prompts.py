@@ -1,4 +1,4 @@
-"""Prompts as callers have them: texts, lists of ids, tensors."""
+"""Turns prompts into token ids: texts, lists of ids, tensors."""
 
 from collections.abc import Sequence
 from typing import Any

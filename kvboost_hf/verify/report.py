@@ -1,4 +1,4 @@
-"""`CorrectnessReport`: which ways of reuse passed, as a table and in words."""
+"""`CorrectnessReport`: the results of all arms, as a table and a verdict."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _COSTS, _READ = ("moved", "computed"), ("as codes",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectnessReport:
-    """What `verify_correctness` found.
+    """The result of `verify_correctness`.
 
     True if exact reuse is right, and each codec and live quantization that was asked for was read from and meets the
     thresholds.
@@ -102,7 +102,7 @@ class CorrectnessReport:
 
     @property
     def verdict(self) -> str:
-        """What follows, in a sentence or two."""
+        """The conclusion, in a sentence or two."""
         return _verdict(self)
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class CorrectnessReport:
         return "\n\n".join([*tables, self.verdict])
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON; what is no finite number is None."""
+        """All figures, for JSON; numbers that are not finite are None."""
         content = {
             "ok": bool(self),
             "verdict": self.verdict,
@@ -151,7 +151,6 @@ def _cells(arm: ArmResult) -> tuple[str, ...]:
 
 
 def _verdict(report: CorrectnessReport) -> str:
-    """What follows from a report."""
     if report.wrong:
         said = _what_is_wrong(report.wrong[0], len(report.wrong), report)
     else:

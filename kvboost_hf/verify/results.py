@@ -1,4 +1,4 @@
-"""Measurements of one arm, compared with plain `generate()`, by prompt and over all prompts."""
+"""The measurements of one arm against plain `generate()`: by prompt, and over all prompts."""
 
 import math
 from dataclasses import asdict, dataclass

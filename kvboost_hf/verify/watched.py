@@ -1,4 +1,4 @@
-"""A codec whose decoding is counted, or replaced."""
+"""Counts how often a codec decodes, or replaces its decoding."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Running the demo's workloads.
+"""Runs the workloads of the demo.
 
 All arms run the same prompts in turn, prompt by prompt; medians are taken over repetitions of a whole workload, each
 starting with empty caches and stores.

@@ -1,4 +1,4 @@
-"""`verify_correctness`: the same prompts by every arm."""
+"""`verify_correctness`: serves the same prompts by each arm, and compares the answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -84,9 +84,9 @@ def verify_correctness(
         `ReusePolicy()` where exact reuse is best, or where fewer than 8 prompts had anything that could be moved.
 
     Raises:
-        ValueError: for no prompts, what is no prompt, a text without a tokenizer, policies without mode `"blend"`,
-            codecs that are none or not lossy, thresholds or counts out of range, a model that cannot be served, is in
-            training mode or is attached.
+        ValueError: for no prompts, an invalid prompt, a text without a tokenizer, policies without mode `"blend"`,
+            codecs that are unknown or lossless, thresholds or counts out of range, a model that cannot be served, is
+            in training mode or is attached.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
