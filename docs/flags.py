@@ -1,15 +1,14 @@
-"""The page of all flags, from the parser: `python docs/flags.py --write docs/flags.md`."""
+"""The page of all flags, from the parser: `python docs/flags.py > docs/flags.md`."""
 
 import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvboost_hf.cli import command_line
 
 _OPENING = """# Every flag
 
-<!-- Written by `python docs/flags.py --write docs/flags.md`: change the parser. -->
+<!-- Written by `python docs/flags.py > docs/flags.md`: change the parser. -->
 
 The command is `kvboost-hf`, with one of the words below behind it. `kvboost-server` is `kvboost-hf serve` by another
 name. `kvboost-hf COMMAND --help` prints what is here. Where no model is named, the small one that comes with the
@@ -57,16 +56,5 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def main() -> None:
-    """Print the page, or write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="where to (default: standard output)")
-    target: Path | None = parser.parse_args().write
-    if target is None:
-        sys.stdout.write(page())
-    else:
-        target.write_text(page(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(page())

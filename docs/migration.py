@@ -1,8 +1,6 @@
-"""Writes the page that maps names of kvboost: `python docs/migration.py --write docs/migrating-from-kvboost.md`."""
+"""Writes the page that maps names of kvboost: `python docs/migration.py > docs/migrating-from-kvboost.md`."""
 
-import argparse
 import sys
-from pathlib import Path
 
 from kvboost_hf.migration.table import TABLE, Entry
 
@@ -22,7 +20,7 @@ _TITLES = {
 }
 _OPENING = """# Migrating from kvboost
 
-<!-- Written by `python docs/migration.py --write docs/migrating-from-kvboost.md`: change the table. -->
+<!-- Written by `python docs/migration.py > docs/migrating-from-kvboost.md`: change the table. -->
 
 What the names of kvboost 0.9.0 are here. Most programs need another import, and nothing else:
 
@@ -66,16 +64,5 @@ def _line(entry: Entry) -> str:
     return f"| {', '.join(f'`{name}`' for name in entry.names)} | {where} | {entry.note} |"
 
 
-def main() -> None:
-    """Print the page, or write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="where to (default: standard output)")
-    target: Path | None = parser.parse_args().write
-    if target is None:
-        sys.stdout.write(page())
-    else:
-        target.write_text(page(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(page())

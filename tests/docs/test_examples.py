@@ -156,4 +156,4 @@ def test_the_tables_of_simulated_passes_are_what_the_code_says() -> None:
 def test_the_page_of_flags_is_what_the_parser_says() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "flags.py"))["page"]()
     written = ROOT / "docs" / "flags.md"
-    assert written.read_text(encoding="utf-8") == page, f"run python docs/flags.py --write {written.relative_to(ROOT)}"
+    assert written.read_text(encoding="utf-8") == page, f"run python docs/flags.py > {written.relative_to(ROOT)}"

@@ -227,5 +227,5 @@ def test_fields_of_drafts_have_their_names() -> None:
 def test_the_page_is_what_the_table_says() -> None:
     written = ROOT / "docs" / "migrating-from-kvboost.md"
     page = runpy.run_path(str(ROOT / "docs" / "migration.py"))["page"]()
-    assert written.read_text(encoding="utf-8") == page, f"run python docs/migration.py --write {written}"
+    assert written.read_text(encoding="utf-8") == page, f"run python docs/migration.py > {written}"
     assert Entry("a, b", "c.").names == ("a", "b")
