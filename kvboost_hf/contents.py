@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvboost_hf.cache.planning.token_codes import shown_ids
+from kvboost_hf.cache.planning.column_ids import text_ids
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def contents(tiers: Sequence[Tier], decode: Decode | None = None) -> list[Line]:
 
 
 def _line(tier: Tier, entry: Entry, hits: int | None, decode: Decode | None) -> Line:
-    ids = [token for token in shown_ids(entry.tokens).tolist() if token >= 0]
+    ids = [token for token in text_ids(entry.tokens).tolist() if token >= 0]
     text = decode(ids) if decode is not None else None
     count = len(entry.tokens)
     names = (entry.model.hex()[:8], entry.root.hex()[:8], entry.kind.value)

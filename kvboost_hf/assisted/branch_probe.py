@@ -11,7 +11,7 @@ from kvboost_hf.assisted.branches import BRANCHING_LAYERS, Branches
 from kvboost_hf.compat import (
     KeptOnModel,
     ProbeCache,
-    attention_kind,
+    attn_implementation,
     cache_layers,
     decoder_layers,
     difference,
@@ -39,7 +39,7 @@ def branch_reason(model: PreTrainedModel) -> str | None:
 
     Once per model: three forwards of a few tokens.
     """
-    found, key = _BranchFindings.of(model), (model.dtype, attention_kind(model))
+    found, key = _BranchFindings.of(model), (model.dtype, attn_implementation(model))
     with found.lock:
         if key not in found.reasons:
             found.reasons[key] = _reason(model)
@@ -50,9 +50,9 @@ def _reason(model: PreTrainedModel) -> str | None:
     config: Any = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if attention_kind(model) not in _ATTENTION_KINDS:
+    if attn_implementation(model) not in _ATTENTION_KINDS:
         return (
-            f"its attention ({attention_kind(model)}) takes no mask of its own for each token; "
+            f"its attention ({attn_implementation(model)}) takes no mask of its own for each token; "
             f"use sdpa, eager or {ATTENTION}"
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.assisted.tree import as_bits, depths, lineage
-from kvboost_hf.compat import attention_kind, cache_argument, hook_layers, kv_sources, mask_form
+from kvboost_hf.compat import attn_implementation, cache_argument, hook_layers, kv_sources, mask_form
 from kvboost_hf.handles import ATTENTION, make_tree
 
 _BITS = 64  # queries that a tree of bits can have
@@ -73,8 +73,8 @@ class Branches:
         self._parents: list[int] = []
         self._kv: list[Pair | None] = []  # of each layer, of all tokens so far
         form = mask_form(model.config.get_text_config(decoder=True))
-        self._takes_bits = attention_kind(model) == ATTENTION and form == "compact" and keep is None
-        self._mask_dtype = model.dtype if attention_kind(model) == "eager" else torch.bool
+        self._takes_bits = attn_implementation(model) == ATTENTION and form == "compact" and keep is None
+        self._mask_dtype = model.dtype if attn_implementation(model) == "eager" else torch.bool
 
     # A compiled model breaks its graph here, rather than tracing what is not arithmetic.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -236,7 +236,7 @@ class ChunkReuseCache(Cache):
         """Called with the keyword arguments of a forward; returns those to run it with."""
         live, static = self._live, self._live.static
         if static is not None and torch.compiler.is_compiling():
-            static.tape.note(live.static_layers[0].length_tensor, kwargs)
+            static.step_log.record(live.static_layers[0].length_tensor, kwargs)
             return kwargs
         if model is not self._binding.model:
             raise CacheModelMismatchError(

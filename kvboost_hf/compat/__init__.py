@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kvboost_hf.compat.attention import attention_function, attention_kind, mask_form
+from kvboost_hf.compat.attention import attention_function, attn_implementation, mask_form
 from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
 from kvboost_hf.compat.hooks import hook_layers, own_hook, own_hooks
 from kvboost_hf.compat.kept import KeptOnModel
@@ -48,7 +48,7 @@ __all__ = [
     "ProbeCache",
     "Shifts",
     "attention_function",
-    "attention_kind",
+    "attn_implementation",
     "available_device",
     "bytes_per_token",
     "cache_argument",

@@ -24,7 +24,7 @@ _MAPPINGS = (
 )
 
 
-def attention_kind(model: PreTrainedModel) -> str:
+def attn_implementation(model: PreTrainedModel) -> str:
     """The attention implementation of the decoder, as transformers names it."""
     config: Any = model.config.get_text_config(decoder=True)
     return str(config._attn_implementation)
@@ -32,7 +32,7 @@ def attention_kind(model: PreTrainedModel) -> str:
 
 def attention_function(model: PreTrainedModel) -> Callable[..., Any] | None:
     """The function that computes the decoder's attention; None where transformers does not look it up by name."""
-    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(attention_kind(model))
+    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(attn_implementation(model))
     return found
 
 

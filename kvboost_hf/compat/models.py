@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.compat.kept import KeptOnModel
 
-# Cache layers of transformers that `cache/kinds.py` has a layer for; the first ones sum up what they have seen.
+# Cache layers of transformers that `cache/layers/choose.py` can replace; stateful ones keep a sum of what they saw.
 STATEFUL_LAYERS = frozenset(
     (
         "LinearAttentionLayer",

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from kvboost_hf.compat import (
     KeptOnModel,
     ProbeCache,
-    attention_kind,
+    attn_implementation,
     cache_layers,
     difference,
     input_device,
@@ -46,7 +46,7 @@ def choose_attention(model: PreTrainedModel, asked: str | None = None) -> None:
                 f"or {ATTENTION!r}."
             ) from error
         return
-    own = attention_kind(model)
+    own = attn_implementation(model)
     if input_device(model).type != "cpu" or own == ATTENTION:
         return
     if _is_taken(model):
@@ -58,7 +58,7 @@ def choose_attention(model: PreTrainedModel, asked: str | None = None) -> None:
 
 def sharing_reason(model: PreTrainedModel) -> str | None:
     """Why rows must have copies of all their K/V, or None. Runs the model on a few tokens, once per dtype."""
-    if (kind := attention_kind(model)) != ATTENTION:
+    if (kind := attn_implementation(model)) != ATTENTION:
         return f"its attention is {kind!r}, and {ATTENTION!r} alone reads K/V that lies anywhere"
     if not _is_taken(model):
         return "it does not leave all of attention to what is registered"

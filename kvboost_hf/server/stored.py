@@ -13,7 +13,7 @@ from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.planning.chunks import Chunker, root_key
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.tiers.base import Entry, Kind
-from kvboost_hf.compat import attention_kind
+from kvboost_hf.compat import attn_implementation
 from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.handles import ATTENTION
 
@@ -73,7 +73,7 @@ def _difference(
 
     With `attentions`, others are tried, too: all weights are read again for each of them.
     """
-    own = attention_kind(model)
+    own = attn_implementation(model)
     codecs = {make_codec(spec).name: f"--codec {spec}" for spec in ("raw", *_LOSSY)}
     lives = {b"": "no --live-quant"}
     lives |= {mark(config): f"--live-quant {spec}" for spec in _LOSSY if (config := config_of(spec)) is not None}
@@ -107,7 +107,7 @@ def _shown(settings: Sequence[str]) -> str:
 
 def _fingerprint_with(model: PreTrainedModel, attention: str) -> bytes | None:
     """The fingerprint of a model with another attention, which it has meanwhile; None where it does not take it."""
-    own = attention_kind(model)
+    own = attn_implementation(model)
     try:
         if attention != own:
             model.set_attn_implementation(attention)
@@ -115,7 +115,7 @@ def _fingerprint_with(model: PreTrainedModel, attention: str) -> bytes | None:
     except (ImportError, ValueError):
         return None
     finally:
-        if attention_kind(model) != own:
+        if attn_implementation(model) != own:
             model.set_attn_implementation(own)
     return fingerprint if isinstance(fingerprint, bytes) else None
 

@@ -18,7 +18,7 @@ from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.cache.forward import scatter
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.identity.foreign import only_looks
-from kvboost_hf.cache.planning.repair import REPAIRS, BlendedRow
+from kvboost_hf.cache.planning.repair import REPAIRS, RepairRow
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 
 MOVABLE = ["llama", "qwen2", "qwen3", "phi", "mistral", "gemma2", "deepseek_v3"]
@@ -149,7 +149,7 @@ def test_only_what_was_measured_goes_on(slack: float) -> None:
     moved = np.ones(100, dtype=bool)
     scores = np.where(np.arange(100) < 40, 1.0, -1.0)
     policy = blend("cacheblend", 0.1, max_recompute_ratio=1.0, min_coverage=0.95)
-    chosen = REPAIRS["cacheblend"].choose(BlendedRow(~moved, moved, (0,)), policy, scores, slack)
+    chosen = REPAIRS["cacheblend"].choose(RepairRow(~moved, moved, (0,)), policy, scores, slack)
     assert not chosen[40:].any()
     assert chosen.sum() == min(40, math.ceil(slack * 38))
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.column_ids import media_ids, shifted_ids
 from kvboost_hf.cache.planning.cutting import ContentChunker
-from kvboost_hf.cache.planning.token_codes import media_codes, shifted_codes
 
 END, NEWLINE, START = 3, 4, 5  # a sentence's end, half of a separator, the start of a message
 
@@ -123,11 +123,11 @@ class TestBoundaries:
 
     def test_ids_behind_codes_are_looked_at_and_media_is_none(self) -> None:
         chunker = ContentChunker(64, separators=[(0,), (NEWLINE, NEWLINE)])
-        media = media_codes(b"an image", 30)
+        media = media_ids(b"an image", 30)
         assert chunker.next_cut(media, 0) is None
         rest = text(20)
         rest[[10, 11]] = NEWLINE
-        row = np.concatenate([media, shifted_codes(rest, np.full(20, -17))])
+        row = np.concatenate([media, shifted_ids(rest, np.full(20, -17))])
         assert chunker.next_cut(row, 0) == 42
 
 

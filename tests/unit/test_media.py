@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost_hf.cache.planning.token_codes import media_codes, shifted_codes, shown_ids
+from kvboost_hf.cache.planning.column_ids import media_ids, shifted_ids, text_ids
 from kvboost_hf.cache.prompt.media import Prompt, _hash, _split_items
 from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
 
@@ -12,14 +12,14 @@ from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
 def test_codes_of_text_and_media_never_meet() -> None:
     ids = np.array([0, 5, 2**31 - 1])
     shifts = np.array([0, -(2**20), 2**20])
-    text = shifted_codes(ids, shifts)
-    assert shown_ids(text).tolist() == ids.tolist()
-    shown = media_codes(b"seed", 1000)
-    assert (shown_ids(shown) == -1).all()
+    text = shifted_ids(ids, shifts)
+    assert text_ids(text).tolist() == ids.tolist()
+    shown = media_ids(b"seed", 1000)
+    assert (text_ids(shown) == -1).all()
     assert len(np.unique(shown)) == 1000
     assert not set(text.tolist()) & set(shown.tolist())
-    assert not np.array_equal(shown, media_codes(b"other", 1000))
-    assert shifted_codes(ids[:1], np.array([3])) != shifted_codes(ids[:1], np.array([4]))
+    assert not np.array_equal(shown, media_ids(b"other", 1000))
+    assert shifted_ids(ids[:1], np.array([3])) != shifted_ids(ids[:1], np.array([4]))
 
 
 @pytest.mark.parametrize(

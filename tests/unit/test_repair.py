@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 
 from kvboost_hf import ReusePolicy
 from kvboost_hf.cache.forward.moved import choose_columns
-from kvboost_hf.cache.planning.blended import Blended
-from kvboost_hf.cache.planning.repair import REPAIRS, BlendedRow, Scores
+from kvboost_hf.cache.planning.moved_columns import MovedColumns
+from kvboost_hf.cache.planning.repair import REPAIRS, RepairRow, Scores
 
 
-def row(*moved: tuple[int, int], length: int = 100, seams: tuple[int, ...] | None = None) -> BlendedRow:
+def row(*moved: tuple[int, int], length: int = 100, seams: tuple[int, ...] | None = None) -> RepairRow:
     """A row with moved tokens in some intervals, each of which begins with a seam unless seams are told."""
     served = np.zeros(length, dtype=bool)
     for start, stop in moved:
         served[start:stop] = True
-    return BlendedRow(~served, served, tuple(start for start, _ in moved) if seams is None else seams)
+    return RepairRow(~served, served, tuple(start for start, _ in moved) if seams is None else seams)
 
 
 def policy(repair: str, **settings: Any) -> ReusePolicy:
     return ReusePolicy(mode="blend", repair=repair, **settings)  # type: ignore[arg-type]
 
 
-def chosen(repair: str, given_row: BlendedRow, scores: Scores | None = None, **settings: Any) -> list[int]:
+def chosen(repair: str, given_row: RepairRow, scores: Scores | None = None, **settings: Any) -> list[int]:
     found = REPAIRS[repair].choose(given_row, policy(repair, **settings), scores)
     return np.flatnonzero(found).tolist()
 
@@ -96,7 +96,7 @@ def test_rows_get_equally_many_columns() -> None:
 class TestBlended:
     moved = np.array([[0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0]], dtype=bool)
     stale = np.array([[0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]], dtype=bool)
-    blended = Blended(moved, stale)
+    blended = MovedColumns(moved, stale)
 
     def test_taint_begins_with_the_first_stale_column(self) -> None:
         assert self.blended.is_tainted(0)
@@ -108,13 +108,13 @@ class TestBlended:
     def test_pieces(self) -> None:
         pieces, at = [], 0
         while True:
-            moved, stop = self.blended.piece(0, at)
+            moved, stop = self.blended.run_at(0, at)
             pieces.append((at, moved))
             if stop is None:
                 break
             at = stop
         assert pieces == [(0, False), (1, True), (3, False), (4, True), (5, False)]
-        assert self.blended.piece(0, 7) == (False, None)
+        assert self.blended.run_at(0, 7) == (False, None)
 
     def test_nothing_is_left_of_it(self) -> None:
         assert self.blended.crop(2) is None

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkStore, StoreClosedError
 from kvboost_hf.cache.planning import ngram_index
 from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
-from kvboost_hf.cache.planning.token_codes import media_codes, shifted_codes
+from kvboost_hf.cache.planning.column_ids import media_ids, shifted_ids
 from kvboost_hf.cache.store.chunk_store import Put
 from kvboost_hf.cache.store.kv import Block, LayerKV
 
@@ -119,8 +119,8 @@ def test_a_forgotten_salt_is_nobodys(store: ChunkStore) -> None:
 
 
 def test_media_are_no_text(store: ChunkStore) -> None:
-    shown = media_codes(b"a picture", 6)
-    behind = shifted_codes(text(300, n=4), np.full(4, 17))
+    shown = media_ids(b"a picture", 6)
+    behind = shifted_ids(text(300, n=4), np.full(4, 17))
     put(store, np.concatenate([text(100, n=6), shown, behind]))
     assert store.continuation([100, 101], 20) == [102, 103, 104, 105]
     assert store.continuation([104, 105], 20) == []

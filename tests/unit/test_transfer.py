@@ -15,7 +15,7 @@ from kvboost_hf.cache.codecs import lloyd_max, turboquant
 from kvboost_hf.cache.forward import loading
 from kvboost_hf.cache.forward import moved as blend
 from kvboost_hf.cache.layers.base import GrowingLayer
-from kvboost_hf.cache.planning.repair import BlendedRow
+from kvboost_hf.cache.planning.repair import RepairRow
 from kvboost_hf.cache.store import kv
 from kvboost_hf.cache.store.kv import Block, LayerKV
 from kvboost_hf.compat import KeyRotation, LayerRotation
@@ -160,7 +160,7 @@ def placed(gpu: DoubleDevice, num_layers: int, num_pieces: int, *, style: str = 
         turned = KeyRotation((layout,)).rotate(0, exact[2], 7 * number + 5)
         wanted += [torch.zeros(2, 3, 16), turned]
         columns += 35
-    row = BlendedRow(np.zeros(columns, dtype=bool), np.zeros(columns, dtype=bool), ())
+    row = RepairRow(np.zeros(columns, dtype=bool), np.zeros(columns, dtype=bool), ())
     plan = blend.BlendPlan(0, columns, (0,), (tuple(pieces),), (row,))
     layers = [GrowingLayer() for _ in range(num_layers)]
     before, sent, blocking = sum(gpu.work.values()), len(gpu.sent), len(gpu.blocking)

@@ -36,7 +36,7 @@ from kvboost_hf.cache.prompt.inputs import (
 from kvboost_hf.cache.prompt.media import ENCODED, Prompt, has_types_of_media, payload, read_prompt
 from kvboost_hf.cache.prompt.positions import counts_from_padding_id
 from kvboost_hf.cache.store.costs import PIECE, Costs
-from kvboost_hf.compat import attention_kind, padding_reason, rope_regime
+from kvboost_hf.compat import attn_implementation, padding_reason, rope_regime
 
 UPDATE_REPLACED = "`update` of this ChunkReuseCache was replaced"
 MASK = "the attention mask hides more than padding on the left"
@@ -204,7 +204,7 @@ def adds_mask(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, inputs
     """Whether attention needs a mask only because something is reused; on a CPU: elsewhere it is not measured."""
     if any(plan.pads) or parts.live.regime or parts.live.static is not None:
         return False  # padding needs a mask in any case
-    return inputs.input_ids.device.type == "cpu" and attention_kind(model) == "sdpa"
+    return inputs.input_ids.device.type == "cpu" and attn_implementation(model) == "sdpa"
 
 
 def _without_empty_mask(parts: CacheParts, inputs: ForwardInputs, pads: NDArray[np.int64]) -> ForwardInputs:

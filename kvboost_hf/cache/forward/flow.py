@@ -42,7 +42,7 @@ from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_i
 from kvboost_hf.cache.prompt.media import Prompt
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.cache.store.costs import pieces
-from kvboost_hf.compat import attention_kind, cache_argument, has_own_cache, probe_reason, steps_reason
+from kvboost_hf.compat import attn_implementation, cache_argument, has_own_cache, probe_reason, steps_reason
 from kvboost_hf.handles import ATTENTION
 
 _NEVER = 2**62  # tokens that an extra forward must save
@@ -146,7 +146,7 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
     tally.moved = ledger.blended.tainted_columns(held) if ledger.blended is not None else 0
     tally.forwarded = -candidates * batch
     tally.bypass = inputs.computes_all
-    return _reuse(parts, request, PromptColumns(inputs, found.prompt, found.prompt.codes, held))
+    return _reuse(parts, request, PromptColumns(inputs, found.prompt, found.prompt.column_ids, held))
 
 
 def _more(parts: CacheParts, request: Request, held: int) -> Forward:
@@ -172,7 +172,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     mask = MaskShape.of(inputs.attention_mask) if inputs.attention_mask is not None else None
     # Any other mask may hide anything, and to read it would make a GPU wait.
     if mask is None or (in_generate() and request.hides_padding_only):
-        live.hand_out(attention_kind(request.model) == ATTENTION)
+        live.hand_out(attn_implementation(request.model) == ATTENTION)
     return Step(parts, held, inputs, mask)
 
 
@@ -185,7 +185,7 @@ def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Fo
     parts.live.expect_padding(found.pads)
     columns = held + found.inputs.input_ids.shape[1]
     parts.live.tally.prompt += int((columns - np.maximum(found.pads, held)).sum())
-    ids = np.concatenate([ledger.log.columns(), found.prompt.codes], axis=1)
+    ids = np.concatenate([ledger.log.columns(), found.prompt.column_ids], axis=1)
     return _reuse(parts, request, PromptColumns(found.inputs, found.prompt, ids, held))
 
 
@@ -227,7 +227,7 @@ def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
         writer.offer_tails()
         live.drop()
         return 0
-    held = prompt.cut(min(common_columns(ledger.log.columns(), prompt.codes), max(limit, 0)))
+    held = prompt.cut(min(common_columns(ledger.log.columns(), prompt.column_ids), max(limit, 0)))
     if held <= int(found.pads.max()):  # some row keeps nothing
         held = 0
     if held < ledger.log.length and not live.can_rewind(held):

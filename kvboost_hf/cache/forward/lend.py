@@ -12,7 +12,7 @@ import torch
 from kvboost_hf.cache.forward.running import CacheParts
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.compat import attention_kind, rope_regime
+from kvboost_hf.compat import attn_implementation, rope_regime
 from kvboost_hf.handles import ATTENTION
 
 LayerPair = tuple[torch.Tensor, torch.Tensor]  # keys and values [1, num_kv_heads, tokens, head_dim]
@@ -29,7 +29,7 @@ def lending_reason(live: LiveKV) -> str | None:
 def lend(parts: CacheParts) -> list[Any]:
     """The layers, as transformers knows them, for forwards that are not told to the cache."""
     model = parts.binding.model
-    parts.live.hand_out(model is not None and attention_kind(model) == ATTENTION)
+    parts.live.hand_out(model is not None and attn_implementation(model) == ATTENTION)
     return [layer.lend() for layer in parts.live.layers]
 
 

@@ -20,7 +20,7 @@ from kvboost_hf.cache.layers.base import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.match import MovedIndex, MovedSegment, find_moved
 from kvboost_hf.cache.planning.plan import RowPlan, Segment
-from kvboost_hf.cache.planning.repair import BlendedRow, Mask
+from kvboost_hf.cache.planning.repair import Mask, RepairRow
 from kvboost_hf.cache.store import transfer
 from kvboost_hf.cache.store.chunk_store import StoredChunk
 from kvboost_hf.cache.store.kv import LayerKVReader
@@ -48,7 +48,7 @@ class BlendPlan:
     columns: int
     pads: tuple[int, ...]
     placed: tuple[tuple[Placed, ...], ...]  # per row, in order
-    rows: tuple[BlendedRow, ...]
+    rows: tuple[RepairRow, ...]
 
     @property
     def first_computed(self) -> int:
@@ -105,7 +105,7 @@ def plan_blend(
     columns = ids.shape[1]
     found: dict[bytes, tuple[MovedSegment, ...]] = {}  # beams and num_return_sequences repeat rows
     placed: list[tuple[Placed, ...]] = []
-    rows: list[BlendedRow] = []
+    rows: list[RepairRow] = []
     for tokens, pad, plan in zip(ids, pads, exact, strict=True):
         own = tokens[pad:]
         key = own.tobytes()
@@ -118,7 +118,7 @@ def plan_blend(
         for segment in segments:
             moved[segment.start + pad : segment.stop + pad] = True
         seams = tuple(segment.start + pad for segment in segments if not segment.continues)
-        rows.append(BlendedRow(computed & ~moved, moved, seams))
+        rows.append(RepairRow(computed & ~moved, moved, seams))
         placed.append((*_exact(plan.segments, pad), *_moved(segments, pad)))
     if not any(found.values()):
         return None

@@ -21,7 +21,7 @@ from kvboost_hf.cache.forward.moved_probe import needs_no_mask
 from kvboost_hf.cache.forward.reused import PromptColumns, note_miss
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass
-from kvboost_hf.cache.planning.blended import Blended
+from kvboost_hf.cache.planning.moved_columns import MovedColumns
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, trim_row
 from kvboost_hf.cache.planning.repair import REPAIRS, Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.prompt.hook import Kwargs
@@ -152,7 +152,7 @@ class Moved(Forward):
             if ledger.blended is not None:
                 ledger.blended = ledger.blended.extend(moved, stale)
             elif stale.any():
-                ledger.blended = Blended(moved, stale)
+                ledger.blended = MovedColumns(moved, stale)
             self._count(moved, stale, self._scatter.layer_tokens)
         parts.live.filled(self._prompt.ids[:, plan.held :], plan.columns)
         note_hooks(parts, confirmed=not self._prompt.inputs.verifies)

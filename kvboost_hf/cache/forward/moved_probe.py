@@ -13,13 +13,13 @@ from kvboost_hf.cache.forward.attention_scores import attention_of_the_end
 from kvboost_hf.cache.forward.moved import BlendPlan, Placed, place
 from kvboost_hf.cache.forward.scatter import Narrowing, ScatterCache, ScatterPass
 from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.planning.repair import BlendedRow, Measure
+from kvboost_hf.cache.planning.repair import Measure, RepairRow
 from kvboost_hf.cache.store.chunk_store import StoredChunk
 from kvboost_hf.cache.store.kv import copy_columns
 from kvboost_hf.compat import (
     KeptOnModel,
     KeyRotation,
-    attention_kind,
+    attn_implementation,
     cache_argument,
     decoder_layers,
     difference,
@@ -51,7 +51,7 @@ def blend_reason(model: PreTrainedModel, measure: Measure) -> str | None:
 
     Once per model: a few forwards of a few tokens.
     """
-    found, key = _BlendFindings.of(model), (model.dtype, attention_kind(model), measure)
+    found, key = _BlendFindings.of(model), (model.dtype, attn_implementation(model), measure)
     with found.lock:
         if key not in found.reasons:
             found.reasons[key] = _reason(model, measure)
@@ -60,7 +60,7 @@ def blend_reason(model: PreTrainedModel, measure: Measure) -> str | None:
 
 def needs_no_mask(model: PreTrainedModel) -> bool:
     """Whether the model's own forward of a whole prompt gives its layers no mask: SDPA's causal one will do."""
-    return _BlendFindings.of(model).unmasked.get((model.dtype, attention_kind(model)), False)
+    return _BlendFindings.of(model).unmasked.get((model.dtype, attn_implementation(model)), False)
 
 
 def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
@@ -69,9 +69,9 @@ def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
     rotation = key_rotation(model)
     if isinstance(rotation, str):
         return rotation
-    if attention_kind(model) not in _ATTENTION_KINDS:
+    if attn_implementation(model) not in _ATTENTION_KINDS:
         return (
-            f"its attention ({attention_kind(model)}) takes no mask of its own for each token; "
+            f"its attention ({attn_implementation(model)}) takes no mask of its own for each token; "
             f"use sdpa, eager or {ATTENTION}"
         )
     if len(decoder_layers(model)) != len(make_layers(model)):
@@ -100,13 +100,13 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
         plain = _last_logits(model, Cache(layers=[layer.native for layer in make_layers(model)]), ids, positions)
     finally:
         watch.remove()
-    _BlendFindings.of(model).unmasked[model.dtype, attention_kind(model)] = masks == [None]
+    _BlendFindings.of(model).unmasked[model.dtype, attn_implementation(model)] = masks == [None]
     _last_logits(model, Cache(layers=[layer.native for layer in layers]), ids, positions + _SHIFT)
     kv = copy_columns(layers, 0, _MOVED.start, _MOVED.stop)
     chunk = StoredChunk(b"", b"", b"", _MOVED.start + _SHIFT, ids[0, _MOVED].cpu().numpy(), kv, 0)
     moved = np.zeros(_TOKENS, dtype=bool)
     moved[_MOVED] = True
-    row = BlendedRow(~moved, moved, (_MOVED.start,))
+    row = RepairRow(~moved, moved, (_MOVED.start,))
     piece = Placed(_MOVED.start, _MOVED.stop, chunk, 0, -_SHIFT)
     plan = BlendPlan(0, _TOKENS, (0,), ((piece,),), (row,))
 

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.layers.base import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.layers.windows import SlidingLayer
-from kvboost_hf.compat import attention_kind, hook_layers, kv_sources, mask_form
+from kvboost_hf.compat import attn_implementation, hook_layers, kv_sources, mask_form
 from kvboost_hf.handles import ATTENTION, make_reach
 
 Columns = NDArray[np.int64]  # [batch, m], ascending in each row
@@ -88,7 +88,7 @@ class ScatterPass:
         self._pads = np.asarray(pads)
         self._length = max(layer.length or 0 for layer in layers)
         self._present, self._unmasked = present, unmasked
-        kind = attention_kind(model)
+        kind = attn_implementation(model)
         self._mask_dtype = None if kind in ("sdpa", ATTENTION) else model.dtype
         form = mask_form(model.config.get_text_config(decoder=True))
         self._compact = compact and kind == ATTENTION and form == "compact"

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.identity.checksum import checksum
-from kvboost_hf.cache.identity.code_names import code_name, library_versions
+from kvboost_hf.cache.identity.durable_names import durable_name, library_versions
 from kvboost_hf.cache.identity.foreign import HookWatch
 from kvboost_hf.cache.identity.walk import Found, ModelWalk, config_scalars
 from kvboost_hf.cache.identity.weights import WeightsWatch
@@ -82,7 +82,7 @@ class ModelFingerprint:
                 return None
             codes: set[str] = set()
             for part in found.parts:
-                name = code_name(part)
+                name = durable_name(part)
                 if name is None:
                     return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
                 codes.add(name)

@@ -29,8 +29,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from kvboost_hf.cache.identity.code_names import is_of_package, is_written_where_it_says
-from kvboost_hf.compat import attention_function, attention_kind, own_hook, own_hooks
+from kvboost_hf.cache.identity.durable_names import is_of_package, is_written_where_it_says
+from kvboost_hf.compat import attention_function, attn_implementation, own_hook, own_hooks
 
 _CACHE_ARGUMENTS = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past"))
 _ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -158,7 +158,7 @@ def foreign_functions(model: nn.Module, kinds: Iterable[type]) -> list[Any]:
     """Functions of others that forwards call: attention and masks, and what was put into modules and classes."""
     found = _replaced_in(F)
     if isinstance(model, PreTrainedModel):
-        mask = ALL_MASK_ATTENTION_FUNCTIONS.get(attention_kind(model))
+        mask = ALL_MASK_ATTENTION_FUNCTIONS.get(attn_implementation(model))
         attention = foreign_attention(model)
         found += [] if attention is None else [attention]
         found += [] if mask is None or _is_original(mask) else [mask]

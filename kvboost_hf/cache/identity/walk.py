@@ -19,7 +19,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from kvboost_hf.cache.identity.checksum import checksum
-from kvboost_hf.cache.identity.code_names import is_of_package, is_written_where_it_says
+from kvboost_hf.cache.identity.durable_names import is_of_package, is_written_where_it_says
 from kvboost_hf.cache.identity.foreign import (
     OF_TORCH,
     HookWatch,

@@ -11,7 +11,7 @@ from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers
 from kvboost_hf.cache.layers.stateful import EmptyLayer, HybridLayer, HybridSlidingLayer, OpaqueLayer, StateLayer
 from kvboost_hf.cache.layers.windows import IndexedLayer, SlidingLayer, SparseLayer
-from kvboost_hf.compat import SERVED_LAYERS, KeyRotation, attention_kind, cache_layers, input_device, key_rotation
+from kvboost_hf.compat import SERVED_LAYERS, KeyRotation, attn_implementation, cache_layers, input_device, key_rotation
 from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.handles import ATTENTION, PiecedKV, read_in_place
 
@@ -42,7 +42,7 @@ def make_layers(model: PreTrainedModel, live_quant: KVQuantConfig | None = None)
     """
     layers = [_MAKERS[type(stock).__name__](stock) for stock in cache_layers(model)]
     if live_quant is None:
-        if attention_kind(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
+        if attn_implementation(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
             return [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
         return layers
     codec, found = make_codec(live_quant), key_rotation(model)

@@ -22,7 +22,7 @@ from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.prompt.generate_call import GenerateCall
 from kvboost_hf.cache.prompt.inputs import accepts_position_ids
-from kvboost_hf.cache.prompt.token_tape import DecodeTape, Windows, is_of_all_columns, seen_columns
+from kvboost_hf.cache.prompt.step_log import StepLog, Windows, is_of_all_columns, seen_columns
 from kvboost_hf.compat import cache_layers, known_reason, rope_regime
 from kvboost_hf.handles import ATTENTION
 
@@ -48,7 +48,7 @@ class StaticDecoding:
             raise ValueError(f"`max_cache_len` is not for {type(model).__name__}: {reason}. Leave it out.")
         self.max_cache_len = max_cache_len
         self._windows = _windows(model)
-        self.tape = DecodeTape(max_cache_len, self._windows)
+        self.step_log = StepLog(max_cache_len, self._windows)
         self.in_use = True  # the last generate() call was not told use_cache=False
         self._new = 0  # columns of the forward under way
 
@@ -136,7 +136,7 @@ class StaticDecoding:
             layer.whole = step and not torch.is_grad_enabled()
         ids = kwargs.get("input_ids")
         if isinstance(ids, torch.Tensor) and not step:
-            self.tape.rewind(ids.shape[0], ids.device)
+            self.step_log.reset(ids.shape[0], ids.device)
 
     def close(self, layers: Sequence[StaticReuseLayer]) -> None:
         """The forward has ended."""
@@ -149,7 +149,7 @@ class StaticDecoding:
         shortest = min(layer.length for layer in used)
         for layer in used:  # a graph may have been interrupted
             layer.truncate(shortest)
-        return ledger is not None and self.tape.play(ledger.log, shortest)
+        return ledger is not None and self.step_log.append_to(ledger.log, shortest)
 
 
 def _columns(kwargs: dict[str, Any]) -> int:

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.planning.blended import Blended
 from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key
+from kvboost_hf.cache.planning.moved_columns import MovedColumns
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
@@ -36,7 +36,7 @@ class Ledger:
     root: bytes
     version: int = 0
     unconfirmed: bool = False
-    blended: Blended | None = None
+    blended: MovedColumns | None = None
 
     @classmethod
     def empty(cls, pads: NDArray[np.int64], root: bytes) -> "Ledger":
@@ -104,7 +104,7 @@ class Ledger:
     def has_new_chunk(self, chunk_size: int) -> bool:
         """Whether some row may have a new complete chunk; reads no ids."""
         if self.blended is not None and any(
-            self.blended.ends_piece(row, int(pad) + borders[-1].at)
+            self.blended.run_ends(row, int(pad) + borders[-1].at)
             for row, (pad, borders) in enumerate(zip(self.log.pads, self.borders, strict=True))
         ):
             return True
@@ -156,7 +156,7 @@ class Ledger:
         return self._put(row, border, tail, layers, store, pinned, unfinished=True)
 
     def _store_blended_row(
-        self, blended: Blended, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, pinned: bool
+        self, blended: MovedColumns, row: int, layers: Sequence[ReuseLayer], store: ChunkStore, pinned: bool
     ) -> list[Put]:
         """Offer what was computed of a row with moved chunks: the pieces between them, each cut from its beginning."""
         tokens, borders, pad = self.log.row(row), self.borders[row], int(self.log.pads[row])
@@ -164,7 +164,7 @@ class Ledger:
         behind: bytes | None = None  # key of the piece that ends where the next one begins
         while borders[-1].at < len(tokens):
             border = borders[-1]
-            moved, stop = blended.piece(row, border.at + pad)
+            moved, stop = blended.run_at(row, border.at + pad)
             end = min(stop - pad, len(tokens)) if stop is not None else None
             cut = end
             if not moved:
@@ -186,7 +186,7 @@ class Ledger:
 
     def _put_piece(
         self,
-        blended: Blended,
+        blended: MovedColumns,
         row: int,
         border: Border,
         parent: bytes,
@@ -275,7 +275,7 @@ class Ledger:
             return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
 
 
-def _is_tainted(blended: Blended | None, row: int) -> bool:
+def _is_tainted(blended: MovedColumns | None, row: int) -> bool:
     return blended is not None and blended.is_tainted(row)
 
 

@@ -328,4 +328,4 @@ class LiveKV:
         twin._records_for_call = self._records_for_call
         twin.ledger = self.ledger.copy() if self.ledger is not None else None
         if self.static is not None and twin.static is not None:
-            twin.static.tape = self.static.tape.copy()
+            twin.static.step_log = self.static.step_log.copy()

@@ -22,27 +22,28 @@ Tokens = NDArray[np.int64]
 KEY_BYTES = 20
 
 
-def _digest(*parts: bytes) -> bytes:
-    digest = blake2b(digest_size=KEY_BYTES)
+def digest(*parts: bytes, size: int = KEY_BYTES) -> bytes:
+    """One BLAKE2b digest of several byte strings, each with its length before it."""
+    found = blake2b(digest_size=size)
     for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.digest()
 
 
 def root_key(fingerprint: bytes, salt: bytes, regime: bytes = b"") -> bytes:
     """The key before the first chunk: everything besides tokens that K/V depends on, and the caller's salt."""
-    return _digest(b"root", fingerprint, salt, regime)
+    return digest(b"root", fingerprint, salt, regime)
 
 
 def prefix_key(parent: bytes, tokens: Tokens) -> bytes:
     """The key of a chunk with this history: `parent` is the prefix key of the chunk before, or the root."""
-    return _digest(parent, tokens.tobytes())
+    return digest(parent, tokens.tobytes())
 
 
 def states_key(parent: bytes, tokens: Tokens) -> bytes:
     """The key of the states after `tokens`, which follow the chunk border with prefix key `parent`."""
-    return _digest(b"states", parent, tokens.tobytes())
+    return digest(b"states", parent, tokens.tobytes())
 
 
 def content_only_key(root: bytes, parent: bytes, start: int, tokens: Tokens) -> bytes:
@@ -54,7 +55,7 @@ def content_only_key(root: bytes, parent: bytes, start: int, tokens: Tokens) -> 
         start: How many tokens were before it.
         tokens: Its tokens.
     """
-    return _digest(b"content only", root, parent, start.to_bytes(8, "little"), tokens.tobytes())
+    return digest(b"content only", root, parent, start.to_bytes(8, "little"), tokens.tobytes())
 
 
 def common_length(a: Tokens, b: Tokens) -> int:

@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.token_codes import shown_ids
+from kvboost_hf.cache.planning.column_ids import text_ids
 
 LEAST_CHUNK_SIZE = 32
 _SHORTEST = 8  # tokens before an explicit boundary: a shorter chunk could not be looked up (plan.HEAD_TOKENS)
@@ -137,7 +137,7 @@ class ContentChunker:
         window = tokens[start : start + self.chunk_size]
         marks = None
         if self._marks is not None or self._sequences:
-            ids = shown_ids(window)
+            ids = text_ids(window)
             marks = self._marks.take(ids + 1, mode="clip") if self._marks is not None else None
             boundary = self._boundary(ids, marks)
             if boundary is not None:

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.token_codes import shown_ids
+from kvboost_hf.cache.planning.column_ids import text_ids
 from kvboost_hf.ngrams import MAX_NGRAM, longest_match
 
 _NO_TEXT = -1  # media, what was removed, and what parts entries
@@ -39,7 +39,7 @@ class NgramIndex:
         """Take in the text of a chunk, which continues that of the chunk `parent`, if that is here."""
         _, before = self._spans.get(parent, (0, 0))
         known = self._text[before - 1 - MAX_NGRAM : before - 1] if before else np.full(MAX_NGRAM, _NO_TEXT)
-        entry = np.concatenate([known, shown_ids(tokens), [_NO_TEXT]])
+        entry = np.concatenate([known, text_ids(tokens), [_NO_TEXT]])
         start, self._end = self._end, self._end + len(entry)
         if self._end > len(self._text):
             self._text = np.concatenate([self._text, np.full(self._end, _NO_TEXT, dtype=np.int32)])

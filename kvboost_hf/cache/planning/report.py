@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvboost_hf.cache.planning.chunks import Tokens, common_length
+from kvboost_hf.cache.planning.column_ids import text_ids
 from kvboost_hf.cache.planning.plan import Miss
-from kvboost_hf.cache.planning.token_codes import shown_ids
 
 _CONTEXT_TOKENS = 12
 _CLOCK = re.compile(r"\d{1,4}[-/:]\d{1,2}([-/:.]\d{1,4})*")
@@ -182,8 +182,8 @@ def miss_report(row: int, tokens: Tokens, miss: Miss, *, evicted: bool, other_fi
     expected: Tokens | None = None
     if miss.nearest is not None:
         stored = miss.nearest[common_length(miss.nearest, tokens[miss.border.at :]) :]
-        expected = shown_ids(stored[:_CONTEXT_TOKENS]) if len(stored) else None
-    before, found = shown_ids(before), shown_ids(found)
+        expected = text_ids(stored[:_CONTEXT_TOKENS]) if len(stored) else None
+    before, found = text_ids(before), text_ids(found)
     if expected is not None:
         return MissReport(row, miss.at, before, found, expected, "diverged")
     if evicted:

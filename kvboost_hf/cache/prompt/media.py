@@ -1,18 +1,19 @@
-"""Images, sound and video in a prompt: which columns they stand in, and what their K/V can be told by.
+"""Finds the columns of images, sound and video in a prompt, and gives them ids from a hash of what they show.
 
-A multimodal model puts the features of an image in the place of placeholder ids. Two prompts with the same ids and
-other images have other K/V from the first placeholder on, so the columns of media get codes that are drawn from a hash
-of what is shown there (see `codes.py`); text before the first placeholder is found whatever follows it.
+A multimodal model replaces placeholder ids with the features of an image. Two prompts with the same ids and different
+images have different K/V from the first placeholder on, so the columns of media get column ids that are drawn from a
+hash of the media (see `column_ids.py`). Text before the first placeholder is found whatever follows it.
 
-    ids     t t t [img img img img] t t [img img] t t        a *run* is a block of neighbouring placeholders
-    codes   t t t  m1  m2  m3  m4   t t  m5  m6   t t        m1…m4: images of the run, ids, types, positions
+    input_ids   t t t [img img img img] t t [img img] t t    a *run* is a block of neighbouring placeholders
+    column_ids  t t t  m1  m2  m3  m4   t t  m5  m6   t t    m1…m4: hash of the run's images, ids, types, positions
 
-The codes of a run are drawn from the whole run, because attention within it may go both ways. For the same reason a
-prompt is never cut inside one. Where it can be told which image stands where, each run depends on its own images only,
-so that a chat may go on to the next image; otherwise on all that was passed.
+Attention within a run may be bidirectional. So the ids of a run are drawn from the whole run, and a prompt is never
+cut inside one. Where the arguments tell which image each run shows, a run's ids depend on its own image only, so that
+a chat can go on to the next image; otherwise they depend on all media of the call.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from secrets import token_bytes
 from typing import Any
 
@@ -21,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationMixin, PreTrainedModel
 
-from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.token_codes import digest, media_codes, shifted_codes
+from kvboost_hf.cache.planning.chunks import Tokens, digest
+from kvboost_hf.cache.planning.column_ids import media_ids, shifted_ids
 from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
 from kvboost_hf.compat import KeptOnModel
 
@@ -32,6 +33,8 @@ except ImportError:  # before transformers 5.23, which encodes images ahead of t
     _slice_mm_encoder_output = None  # type: ignore[assignment]
 
 Arguments = dict[str, Any]
+
+_digest = partial(digest, size=32)
 
 ENCODED = "mm_encoder_outputs"
 
@@ -88,9 +91,9 @@ def _given(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The columns of a prompt as keys see them."""
+    """The column ids of a prompt, and which columns are media."""
 
-    codes: Tokens  # [batch, m]
+    column_ids: Tokens  # [batch, m]
     media: NDArray[np.bool_]  # [batch, m], columns that hold an image, or are said to
     divisible: bool = True  # a part of the media can be left out, and not all of it only
 
@@ -162,7 +165,7 @@ def read_prompt(
     shift, agree = common_shift(shifts)
     if not bool((agree | media).all()):
         return "position_ids of text do not count up"
-    codes = shifted_codes(ids, np.where(media, 0, shift))
+    column_ids = shifted_ids(ids, np.where(media, 0, shift))
     for row, start, stop in _runs(media):
         inside = np.s_[..., row, start:stop]
         told = sorted(
@@ -171,8 +174,8 @@ def read_prompt(
         parts = [ids[inside].tobytes(), shifts[-3:][inside].tobytes(), *told]
         if types is not None:
             parts.append(types[inside].tobytes())
-        codes[row, start:stop] = media_codes(digest(*parts), stop - start)
-    return Prompt(codes, media, _divisible(model, shown, ids))
+        column_ids[row, start:stop] = media_ids(_digest(*parts), stop - start)
+    return Prompt(column_ids, media, _divisible(model, shown, ids))
 
 
 def narrow_media(model: PreTrainedModel, kwargs: Arguments, prompt: Prompt, served: int) -> Arguments:
@@ -180,7 +183,7 @@ def narrow_media(model: PreTrainedModel, kwargs: Arguments, prompt: Prompt, serv
     narrowed = dict(kwargs)
     for name in _NARROWED_TYPES:
         if kwargs.get(name) is not None:
-            narrowed[name] = kwargs[name][:, served - prompt.codes.shape[1] :]
+            narrowed[name] = kwargs[name][:, served - prompt.column_ids.shape[1] :]
     if not prompt.media[:, served:].any():
         for name in MEDIA_ARGUMENTS & narrowed.keys():
             del narrowed[name]
@@ -299,19 +302,19 @@ def _owners(
 
     def add_everywhere(key: bytes) -> None:
         for row in range(len(ids)):  # rows may be alike but for what is shown: it matters which part is theirs
-            add(digest(key, before[row].tobytes()), slice(row, row + 1), slice(None))
+            add(_digest(key, before[row].tobytes()), slice(row, row + 1), slice(None))
 
     for kind in sorted({_PAYLOAD[name] for name in given if name in _PAYLOAD}):
         parts = {name: value for name, value in given.items() if _kind(name) == kind}
         runs = _runs(_is_placeholder(model, ids[::repeats], kind)) if kind else []
         items = _split_items(parts, kind, [stop - start for _, start, stop in runs])
         if not items:
-            add_everywhere(digest(kind.encode(), _hash(parts)))
+            add_everywhere(_digest(kind.encode(), _hash(parts)))
         for item, (row, start, stop) in zip(items, runs, strict=bool(items)):
-            add(digest(kind.encode(), item), slice(row * repeats, (row + 1) * repeats), slice(start, stop))
+            add(_digest(kind.encode(), item), slice(row * repeats, (row + 1) * repeats), slice(start, stop))
     rest = {name: value for name, value in given.items() if _kind(name) is None}
     if rest:
-        add_everywhere(digest(b"common", _hash(rest)))
+        add_everywhere(_digest(b"common", _hash(rest)))
     return owners
 
 
@@ -369,11 +372,11 @@ def _hash(value: Any) -> bytes:
         value = torch.from_numpy(value)
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        return digest(str((value.dtype, tuple(value.shape))).encode(), data.tobytes())
+        return _digest(str((value.dtype, tuple(value.shape))).encode(), data.tobytes())
     if isinstance(value, dict):
-        return digest(b"dict", *(part for name in sorted(value) for part in (name.encode(), _hash(value[name]))))
+        return _digest(b"dict", *(part for name in sorted(value) for part in (name.encode(), _hash(value[name]))))
     if isinstance(value, list | tuple):
-        return digest(b"list", *(_hash(item) for item in value))
+        return _digest(b"list", *(_hash(item) for item in value))
     if value is None or isinstance(value, bool | int | float | str):
-        return digest(b"value", repr(value).encode())
+        return _digest(b"value", repr(value).encode())
     return token_bytes(32)  # nobody knows what is in it: it never matches

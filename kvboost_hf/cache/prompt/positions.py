@@ -42,7 +42,7 @@ def common_shift(shifts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[
     return shifts[0], (shifts == shifts[0]).all(axis=0)
 
 
-def told_positions(position_ids: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def text_positions(position_ids: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The place in the row and the position of each id of text, [batch or 1, m]; -1 for what its planes disagree on.
 
     Args:

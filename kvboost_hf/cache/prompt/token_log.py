@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.token_codes import shifted_codes
+from kvboost_hf.cache.planning.column_ids import shifted_ids
 from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
 
 
@@ -46,7 +46,7 @@ class TokenLog:
     """Ids by row and column, for a batch whose rows start with `pads[row]` columns of padding.
 
     Where positions have several dimensions, or an image is shown, it is not the id that is kept but what stands for it
-    (see `codes.py`).
+    (see `column_ids.py`).
     """
 
     def __init__(self, pads: NDArray[np.int64]) -> None:
@@ -124,7 +124,7 @@ class TokenLog:
         ids = torch.cat([p.ids for p in pending], dim=1).cpu().numpy()
         counted = [p for p in pending if p.position_ids is None or p.position_ids.ndim == 2]
         if len(counted) < len(pending):
-            ids = shifted_codes(ids, self._shifts(pending))
+            ids = shifted_ids(ids, self._shifts(pending))
         self._ids[:, self._settled : self._settled + ids.shape[1]] = ids
         self._settled += ids.shape[1]
         self._trusted = self._trusted and self._positions_hold(counted) and self._masks_hold(pending)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.token_codes import shown_ids
+from kvboost_hf.cache.planning.column_ids import text_ids
 from kvboost_hf.cache.prompt.inputs import with_positions
 from kvboost_hf.cache.store.kv import ColumnFormat, LayerKV, copy_columns
 from kvboost_hf.cache.store.memory import StoredChunk, StoredStates
@@ -113,7 +113,7 @@ def _text(stored: _Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
         parts.append(above.tokens)
         parent = above.parent
     text = np.concatenate(parts[::-1])
-    return text if np.array_equal(shown_ids(text), text) else None
+    return text if np.array_equal(text_ids(text), text) else None
 
 
 def _is_of_now(model: PreTrainedModel, store: Checked, stored: _Stored, tokens: int) -> bool:

@@ -1,6 +1,6 @@
 """Ways to choose which tokens of moved chunks are computed again: one small file each."""
 
-from kvboost_hf.cache.planning.repair.base import BlendedRow, Mask, Measure, Repair, Scores, budget
+from kvboost_hf.cache.planning.repair.base import Mask, Measure, Repair, RepairRow, Scores, budget
 from kvboost_hf.cache.planning.repair.cacheblend import CacheBlend
 from kvboost_hf.cache.planning.repair.first_k import FirstK
 from kvboost_hf.cache.planning.repair.query import Query
@@ -14,4 +14,4 @@ REPAIRS: dict[str, Repair] = {
     "query": Query(),
 }
 
-__all__ = ["REPAIRS", "BlendedRow", "Mask", "Measure", "Repair", "Scores", "budget"]
+__all__ = ["REPAIRS", "Mask", "Measure", "Repair", "RepairRow", "Scores", "budget"]

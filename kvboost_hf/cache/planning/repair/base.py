@@ -22,7 +22,7 @@ class Measure(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class BlendedRow:
+class RepairRow:
     """A row of a prompt, by column: what is computed in any case, and what moved chunks can serve.
 
     Args:
@@ -48,11 +48,11 @@ class Repair:
 
     measure = Measure.NOTHING
 
-    def by_place(self, row: BlendedRow, policy: ReusePolicy) -> Mask:
+    def by_place(self, row: RepairRow, policy: ReusePolicy) -> Mask:
         """Those that can be told before anything is measured."""
         return np.zeros_like(row.moved)
 
-    def choose(self, row: BlendedRow, policy: ReusePolicy, scores: Scores | None = None, slack: float = 1.0) -> Mask:
+    def choose(self, row: RepairRow, policy: ReusePolicy, scores: Scores | None = None, slack: float = 1.0) -> Mask:
         """All of them.
 
         Args:
@@ -76,19 +76,19 @@ class Repair:
         chosen[ranked[: max(0, math.ceil(slack * count) - int(chosen.sum()))]] = True
         return chosen
 
-    def needs_scores(self, row: BlendedRow, policy: ReusePolicy) -> bool:
+    def needs_scores(self, row: RepairRow, policy: ReusePolicy) -> bool:
         """Whether more is to be computed again than is told by place, but for what rounding leaves at each seam."""
         ratio = max(policy.recompute_ratio, policy.max_recompute_ratio or 0.0)
         left = budget(row, ratio) - int(self.choose(row, policy).sum())
         return self.measure is not Measure.NOTHING and left > len(row.seams)
 
 
-def budget(row: BlendedRow, ratio: float) -> int:
+def budget(row: RepairRow, ratio: float) -> int:
     """How many moved tokens a ratio stands for."""
     return math.ceil(ratio * int(row.moved.sum()) - 1e-9)
 
 
-def _budget(policy: ReusePolicy, row: BlendedRow, ranked: Scores, covered: float, chosen: int, total: float) -> int:
+def _budget(policy: ReusePolicy, row: RepairRow, ranked: Scores, covered: float, chosen: int, total: float) -> int:
     """How many moved tokens to compute again, `chosen` ones and what `ranked` scores demand included."""
     floor = budget(row, policy.recompute_ratio)
     if policy.max_recompute_ratio is None or not total > 0:

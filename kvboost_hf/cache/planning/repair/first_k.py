@@ -1,18 +1,18 @@
 """The first tokens after each seam: EPIC's LegoLink (Hu et al., 2024, https://arxiv.org/abs/2410.15332)."""
 
-from kvboost_hf.cache.planning.repair.base import BlendedRow, Mask, Repair, budget
+from kvboost_hf.cache.planning.repair.base import Mask, Repair, RepairRow, budget
 from kvboost_hf.config import ReusePolicy
 
 
 class FirstK(Repair):
     """As many tokens after each seam as `recompute_ratio` allows; what short chunks do not need, others get."""
 
-    def by_place(self, row: BlendedRow, policy: ReusePolicy) -> Mask:
+    def by_place(self, row: RepairRow, policy: ReusePolicy) -> Mask:
         """See `Repair.by_place`."""
         return first_after_seams(row, budget(row, policy.recompute_ratio))
 
 
-def first_after_seams(row: BlendedRow, count: int, most: int | None = None) -> Mask:
+def first_after_seams(row: RepairRow, count: int, most: int | None = None) -> Mask:
     """`count` moved tokens or a few less, the same number after each seam, but not more than `most`."""
     best = row.around_seams(after=0)
     low, high = 0, len(row.moved) if most is None else most

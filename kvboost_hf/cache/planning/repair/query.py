@@ -4,7 +4,7 @@ Choosing by the query's attention is ProphetKV's idea (https://arxiv.org/abs/260
 would mean in its new history; the tokens after each seam are where that changes most, so they come first.
 """
 
-from kvboost_hf.cache.planning.repair.base import BlendedRow, Mask, Measure, Repair, budget
+from kvboost_hf.cache.planning.repair.base import Mask, Measure, Repair, RepairRow, budget
 from kvboost_hf.cache.planning.repair.first_k import first_after_seams
 from kvboost_hf.config import ReusePolicy
 
@@ -14,6 +14,6 @@ class Query(Repair):
 
     measure = Measure.ATTENTION
 
-    def by_place(self, row: BlendedRow, policy: ReusePolicy) -> Mask:
+    def by_place(self, row: RepairRow, policy: ReusePolicy) -> Mask:
         """See `Repair.by_place`."""
         return first_after_seams(row, budget(row, policy.recompute_ratio), most=policy.seam_tokens)

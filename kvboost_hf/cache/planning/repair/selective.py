@@ -1,12 +1,12 @@
 """A fixed number of tokens at each seam."""
 
-from kvboost_hf.cache.planning.repair.base import BlendedRow, Mask, Repair
+from kvboost_hf.cache.planning.repair.base import Mask, Repair, RepairRow
 from kvboost_hf.config import ReusePolicy
 
 
 class Selective(Repair):
     """`seam_tokens` after each seam: those whose history has changed most."""
 
-    def by_place(self, row: BlendedRow, policy: ReusePolicy) -> Mask:
+    def by_place(self, row: RepairRow, policy: ReusePolicy) -> Mask:
         """See `Repair.by_place`."""
         return row.around_seams(after=policy.seam_tokens)

@@ -1,4 +1,4 @@
-"""What of a batch's K/V is not what a plain forward would have computed."""
+"""Tracks which columns of each row hold K/V that a plain forward would not produce."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ Columns = NDArray[np.bool_]  # [batch, columns]
 
 
 @dataclass(frozen=True, slots=True)
-class Blended:
-    """Moved chunks of a batch: which columns they served, and which of these were not computed again.
+class MovedColumns:
+    """The columns of a batch that moved chunks served, and those of them that were not computed again.
 
     K/V of a token is that of a plain forward as long as that of every token before it is: from the first stale column
     on, nothing of a row may be found by its history.
@@ -35,7 +35,7 @@ class Blended:
         """Over all rows, how many of the first `held` columns are not those of a plain forward."""
         return sum(max(0, held - self.tainted_from(row)) for row in range(len(self.stale)) if self.is_tainted(row))
 
-    def piece(self, row: int, column: int) -> "tuple[bool, int | None]":
+    def run_at(self, row: int, column: int) -> "tuple[bool, int | None]":
         """Whether a column was served by a moved chunk, and where that changes next; None if it does not."""
         moved = self.moved[row, column:]
         if not len(moved):
@@ -45,24 +45,24 @@ class Blended:
             return bool(moved[0]), column + int(changes[0])
         return bool(moved[0]), self.moved.shape[1] if moved[0] else None
 
-    def ends_piece(self, row: int, column: int) -> bool:
-        """Whether a piece that begins at a column of a tainted row ends somewhere."""
+    def run_ends(self, row: int, column: int) -> bool:
+        """Whether the run of `run_at` ends, in a row that has stale columns."""
         return self.is_tainted(row) and bool(self.moved[row, column:].any())
 
-    def crop(self, length: int) -> "Blended | None":
+    def crop(self, length: int) -> "MovedColumns | None":
         """The same of the first `length` columns; None where nothing of it is left."""
         stale = self.stale[:, :length]
-        return Blended(self.moved[:, :length], stale) if stale.any() else None
+        return MovedColumns(self.moved[:, :length], stale) if stale.any() else None
 
-    def select(self, rows: NDArray[np.int64]) -> "Blended | None":
+    def select(self, rows: NDArray[np.int64]) -> "MovedColumns | None":
         """Row i becomes what row `rows[i]` was."""
         stale = self.stale[rows]
-        return Blended(self.moved[rows], stale) if stale.any() else None
+        return MovedColumns(self.moved[rows], stale) if stale.any() else None
 
-    def extend(self, moved: Columns, stale: Columns) -> "Blended":
+    def extend(self, moved: Columns, stale: Columns) -> "MovedColumns":
         """With more columns: `moved` and `stale` cover all columns, of which those from here on are new."""
         known = self.moved.shape[1]
         moved, stale = moved.copy(), stale.copy()
         moved[:, :known] |= self.moved
         stale[:, :known] |= self.stale
-        return Blended(moved, stale)
+        return MovedColumns(moved, stale)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvboost_hf.cache.prompt.step_log import StepLog, Windows, seen_columns
 from kvboost_hf.cache.prompt.token_log import TokenLog
-from kvboost_hf.cache.prompt.token_tape import DecodeTape, Windows, seen_columns
 from kvboost_hf.handles import make_reach
 
 TOTAL, HELD, WINDOW = 32, 20, 8
@@ -39,13 +39,13 @@ def mask_of(form: str, column: int, window: int) -> torch.Tensor:
 
 def play(windows: Windows, masks: list[Any]) -> bool:
     """Whether steps with these masks, from column HELD on, are taken over."""
-    tape, log = DecodeTape(TOTAL, windows), TokenLog(PADS)
-    tape.rewind(2, torch.device("cpu"))
+    steps, log = StepLog(TOTAL, windows), TokenLog(PADS)
+    steps.reset(2, torch.device("cpu"))
     log.extend(np.zeros((2, HELD), dtype=np.int64))
     for column, mask in enumerate(masks, start=HELD):
         ids, positions = torch.full((2, 1), column), torch.from_numpy(column - PADS)[:, None]
-        tape.note(torch.tensor(column), {"input_ids": ids, "position_ids": positions, "attention_mask": mask})
-    found = tape.play(log, HELD + len(masks))
+        steps.record(torch.tensor(column), {"input_ids": ids, "position_ids": positions, "attention_mask": mask})
+    found = steps.append_to(log, HELD + len(masks))
     assert log.length == HELD + found * len(masks)
     return found
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost_hf.cache.planning.token_codes import shifted_codes
-from kvboost_hf.cache.prompt.positions import told_positions
+from kvboost_hf.cache.planning.column_ids import shifted_ids
+from kvboost_hf.cache.prompt.positions import text_positions
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.handles import read_reach
 
@@ -18,8 +18,8 @@ Windows = Mapping[str, int]
 _NOTES = 5  # token id, place in the row, position, first visible column, visible columns
 
 
-class DecodeTape:
-    """By row and column, what a compiled forward was given.
+class StepLog:
+    """Stores the token id, positions and visible columns of each token that a compiled forward was given.
 
     Args:
         columns: As many as the cache can hold.
@@ -31,7 +31,7 @@ class DecodeTape:
         self._window = next(iter(windows.values()))  # of the mask that is noted
         self._notes: torch.Tensor | None = None  # [4, batch, columns]
 
-    def rewind(self, batch: int, device: torch.device) -> None:
+    def reset(self, batch: int, device: torch.device) -> None:
         """Forget everything; what follows has `batch` rows."""
         if self._notes is None or self._notes.shape[1] != batch or self._notes.device != device:
             with torch.inference_mode(False):
@@ -39,7 +39,7 @@ class DecodeTape:
             torch._dynamo.mark_static_address(self._notes)
         self._notes.fill_(-1)
 
-    def note(self, length: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    def record(self, length: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Write down the arguments of a forward that appends to `length` columns. Tensor operations alone."""
         ids, positions, mask = kwargs.get("input_ids"), kwargs.get("position_ids"), kwargs.get("attention_mask")
         if self._notes is None or not isinstance(ids, torch.Tensor) or ids.shape[0] != self._notes.shape[1]:
@@ -55,11 +55,11 @@ class DecodeTape:
             first, count = seen.to(torch.uint8).argmax(-1), seen.sum(-1)
         else:
             first, count = -torch.ones_like(ids), -torch.ones_like(ids)  # nothing that can be relied on
-        told = told_positions(positions, columns - first)
+        told = text_positions(positions, columns - first)
         notes = torch.stack([note.expand_as(ids) for note in (ids, *told, first, count)])
         self._notes.index_copy_(2, columns.to(self._notes.device), notes.to(self._notes))
 
-    def play(self, log: TokenLog, stop: int) -> bool:
+    def append_to(self, log: TokenLog, stop: int) -> bool:
         """Append columns up to `stop` to `log`, unless they saw something else than the history that they should."""
         if self._notes is None or stop <= log.length or self._notes.shape[1] != log.batch_size:
             return False
@@ -70,14 +70,14 @@ class DecodeTape:
         own = columns - pads
         if not ((places == own) & (positions >= 0) & (first == begin) & (count == columns + 1 - begin)).all():
             return False
-        log.extend(shifted_codes(ids, positions - own))
+        log.extend(shifted_ids(ids, positions - own))
         return True
 
-    def copy(self) -> "DecodeTape":
-        """A tape of the same, that can be written on its own."""
-        twin = DecodeTape(self._columns, self._windows)
+    def copy(self) -> "StepLog":
+        """An independent copy."""
+        twin = StepLog(self._columns, self._windows)
         if self._notes is not None:
-            twin.rewind(self._notes.shape[1], self._notes.device)
+            twin.reset(self._notes.shape[1], self._notes.device)
             assert twin._notes is not None
             twin._notes.copy_(self._notes)
         return twin

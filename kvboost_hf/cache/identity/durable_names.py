@@ -22,13 +22,13 @@ def library_versions() -> tuple[str, ...]:
     return torch.__version__, transformers.__version__
 
 
-def code_name(code: Any) -> str | None:
+def durable_name(code: Any) -> str | None:
     """A name that changes with the code, or None for what cannot be named: closures, and objects with a state.
 
     Example:
-        >>> code_name(torch.nn.Linear.forward).startswith("torch ")
+        >>> durable_name(torch.nn.Linear.forward).startswith("torch ")
         True
-        >>> code_name(lambda x: x) is None
+        >>> durable_name(lambda x: x) is None
         True
     """
     if code is None:
