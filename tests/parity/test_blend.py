@@ -17,7 +17,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.cache.forward import scatter
 from kvboost_hf.cache.forward.moved_probe import blend_reason
-from kvboost_hf.cache.identity.foreign import only_looks
+from kvboost_hf.cache.identity.hooks import only_looks
 from kvboost_hf.cache.planning.repair import REPAIRS, RepairRow
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 

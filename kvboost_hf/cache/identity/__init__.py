@@ -1,1 +1,1 @@
-"""Keys for all that K/V depends on besides tokens: weights, code, hooks and settings."""
+"""Fingerprints of models: all that K/V depends on besides tokens, such as weights, code, hooks and settings."""

@@ -1,9 +1,9 @@
-"""Notices what is written to a weight behind PyTorch's back, through `weight.data`.
+"""Detects writes to weights through `weight.data`, which PyTorch's version counters miss.
 
-`data` is a tensor in the memory of the parameter, with a version counter of its own. Whoever takes it may write to the
-weight, now or later, and the parameter's counter will not tell. So the first prompt makes `data` of `nn.Parameter` a
-property, which reads the memory of a weight that a cache depends on before it hands it out. From then on the memory is
-read again at each prompt, and compared, until nobody but the model holds it.
+`data` is a tensor in the memory of the parameter with a version counter of its own, so that a write through it does
+not change the parameter's counter. The first prompt therefore makes `nn.Parameter.data` a property. It hashes the
+memory of a weight that a cache depends on before it returns the tensor. From then on each prompt hashes that memory
+again, until the model alone refers to it.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ _lock = threading.RLock()  # between handing memory out and finding that nobody 
 
 
 class Memory:
-    """What one weight or several are kept in. Holds it weakly.
+    """The memory of one or more weights, referred to weakly.
 
     Args:
         storage: Of a weight.
@@ -43,8 +43,8 @@ class Memory:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # no other gets its address
         self.address: int = storage._cdata
-        self.writes = 0  # how often it was found to have been written to
-        self._content: Hashable = None  # as it was when it was last looked at; None while nobody else can write to it
+        self.writes = 0  # how often its content was found changed
+        self._content: Hashable = None  # a hash of it when last read; None while nobody else can write to it
 
     @property
     def is_shared(self) -> bool:
@@ -52,12 +52,12 @@ class Memory:
         return self._content is not None
 
     def share(self, weight: torch.Tensor) -> None:
-        """Somebody else is about to hold it, or does."""
+        """Note that somebody else holds it, or is about to."""
         if self._content is None:
             self._content = _content(weight)
 
     def look(self, weight: torch.Tensor, known: int) -> None:
-        """Find out whether it was written to, and whether others than `known` tensors still hold it."""
+        """Count a write if the content has changed, and check whether more than `known` tensors still refer to it."""
         with _lock:
             shared = _holders(weight) > known
             now = _content(weight)
@@ -66,10 +66,10 @@ class Memory:
 
 
 class Memories:
-    """What a list of tensors is kept in.
+    """The memories of a list of tensors.
 
     Args:
-        tensors: Not held.
+        tensors: The tensors; no reference to them is kept.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -100,10 +100,10 @@ class Memories:
             )
 
     def writes(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """How often somebody was found to have written to them; None if one is gone.
+        """How many writes were found so far; None if a memory was freed.
 
         Args:
-            tensors: The same again.
+            tensors: Those of the constructor.
         """
         if 0 in map(_uses, self._addresses):
             return None
@@ -152,7 +152,7 @@ def _holders(weight: torch.Tensor) -> int:
 
 @cache
 def _uses_by_python() -> int:
-    """How many uses a storage has besides its tensors, when it was asked for before and is again."""
+    """How many uses a storage has besides its tensors, once Python refers to it."""
     alone = torch.empty(1, device="cpu")
     alone.untyped_storage()
     storage = alone.untyped_storage()

@@ -1,4 +1,4 @@
-"""A checksum over all values of many tensors, computed where they are."""
+"""A checksum over all values of many tensors, computed on their devices."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -19,7 +19,7 @@ def checksum(tensors: Iterable[torch.Tensor], used_on: Mapping[int, torch.device
 
     Args:
         tensors: To be read.
-        used_on: By the id of tensors that are kept on one device and used on another, which counts: the latter.
+        used_on: By tensor id, the device a tensor is used on if it is kept on another; that device counts.
     """
     digest = blake2b(digest_size=20)
     sums: dict[torch.device, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Names for code that mean the same in every process: for fingerprints that outlive one."""
+"""Names of functions that are the same in every process, for fingerprints of stores on disk."""
 
 import functools
 import importlib.metadata
@@ -18,12 +18,12 @@ _PACKAGES = frozenset(("accelerate", "bitsandbytes", "peft", "torch", "transform
 
 
 def library_versions() -> tuple[str, ...]:
-    """Those that K/V may depend on."""
+    """The versions of the libraries that K/V may depend on."""
     return torch.__version__, transformers.__version__
 
 
 def durable_name(code: Any) -> str | None:
-    """A name that changes with the code, or None for what cannot be named: closures, and objects with a state.
+    """A name that changes with the code of a function, or None for closures and objects, which have a state.
 
     Example:
         >>> durable_name(torch.nn.Linear.forward).startswith("torch ")
@@ -48,9 +48,9 @@ def durable_name(code: Any) -> str | None:
 
 
 def is_written_where_it_says(code: Any) -> bool:
-    """Whether a function is of the file of its module, or a decorator's of a package, with all that it wraps.
+    """Whether a function, and all that it wraps, is from the file of its module or from a package.
 
-    `functools.wraps` gives what takes the place of a function the name of that function.
+    A patch made with `functools.wraps` has the name of the function that it replaces, but comes from another file.
     """
     while isinstance(code, types.FunctionType):
         written = code.__code__.co_filename
@@ -65,14 +65,19 @@ def is_written_where_it_says(code: Any) -> bool:
 
 @functools.cache
 def _folders() -> tuple[str, ...]:
-    """Where the packages are."""
+    """The folders of the packages."""
     specs = [importlib.util.find_spec(package) for package in sorted(_PACKAGES)]
     return tuple(f"{place}{os.sep}" for spec in specs if spec for place in spec.submodule_search_locations or ())
 
 
 def is_of_package(code: Any) -> bool:
-    """Whether a function or class is of a package that is named by its version."""
+    """Whether a function or class is of a package whose version stands for its code."""
     return str(getattr(code, "__module__", "")).partition(".")[0] in _PACKAGES
+
+
+def is_package_code(function: Any) -> bool:
+    """Whether a function is of a package, and unpatched."""
+    return is_of_package(function) and is_written_where_it_says(function)
 
 
 @functools.cache

@@ -1,9 +1,10 @@
-"""What K/V depends on besides tokens: configuration, weights, adapters, hooks, autocast.
+"""The fingerprint of a model: a hash of all that its K/V depends on besides tokens.
 
-Stored K/V is right only for the model as it was when it computed them. Reading all weights at each call would cost
-more than it saves, so changes of weights are noticed in cheap ways (`weights.py`), or all of them are read if that is
-asked for (`checksum.py`). What can be switched on and off without touching a weight (adapters, forward hooks, scalar
-attributes) is read from the modules, and gives the old fingerprint again when it is switched back.
+That is configuration, weights, adapters, hooks and autocast. Stored K/V is valid only for the model as it was when it
+computed them. Reading all weights at each call would cost more than reuse saves, so changed weights are detected in
+cheaper ways (`weights.py`), or by a checksum of all on request (`checksum.py`). Settings that change without a weight
+changing (adapters, forward hooks, scalar attributes) are read from the modules; switched back, they give the old
+fingerprint again.
 """
 
 import threading
@@ -16,8 +17,9 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.durable_names import durable_name, library_versions
-from kvboost_hf.cache.identity.foreign import HookWatch
-from kvboost_hf.cache.identity.walk import Found, ModelWalk, config_scalars
+from kvboost_hf.cache.identity.hooks import HookWatch
+from kvboost_hf.cache.identity.settings import config_scalars
+from kvboost_hf.cache.identity.walk import Found, ModelWalk
 from kvboost_hf.cache.identity.weights import WeightsWatch
 from kvboost_hf.compat import note_changes
 
@@ -27,7 +29,7 @@ class ModelFingerprint:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.bumps = 0  # how often all that was computed before was declared another model's
+        self.bumps = 0  # how often `bump` was called
         self._weights = WeightsWatch()
         self._walk = ModelWalk()
         self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
@@ -37,7 +39,7 @@ class ModelFingerprint:
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
 
     def look(self, model: nn.Module) -> None:
-        """Find out what others have changed in `model`, so that probes of it are told apart by that."""
+        """Detect what others have changed in `model`, so that it is probed again after a change."""
         with self._lock:
             self._look(model)
 
@@ -64,13 +66,13 @@ class ModelFingerprint:
             return known[1]
 
     def durable(self, model: nn.Module, *, full: bool = False) -> bytes | str | None:
-        """A fingerprint that another process finds, too, for the same model; or why there is none.
+        """A fingerprint that is the same in other processes, or the reason why there is none.
 
         None while a part of the model is in training mode, as `current`.
 
-        All weights are read when it is first asked for, and again when they seem to have changed. Code counts by the
-        version of its package, or by its source file; hooks and functions that were put in place one by one cannot
-        be told apart across processes.
+        All weights are read at the first call, and again when they seem to have changed. Code counts by the version of
+        its package, or by its source file. Closures and objects used as hooks or functions have no such name: with
+        one of them there is no durable fingerprint.
 
         Args:
             model: The one that is followed.
@@ -96,16 +98,16 @@ class ModelFingerprint:
 
     @property
     def altered(self) -> str | None:
-        """Why nothing is known of what the model computes, or None: a hook changes it, or may do so."""
+        """Why a hook changes, or may change, what the model computes, or None."""
         return next((reason for watch in self.watched if (reason := watch.reason) is not None), None)
 
     def bump(self) -> None:
-        """Make all that was computed before count as another model's."""
+        """Change the fingerprint, so that all K/V computed before is no longer found."""
         with self._lock:
             self.bumps += 1
 
     def _look(self, model: nn.Module) -> tuple[Found, list[int]]:
-        """What there is in the model now, and the serials of its parts."""
+        """Walk through the model; returns what was found, and the serials of its parts."""
         found = self._walk.look(model)
         self.watched = found.watched
         serials = self._serials(found.parts)
@@ -137,7 +139,7 @@ class ModelFingerprint:
 
 
 def model_name(model: nn.Module) -> bytes:
-    """What models of one configuration share, whatever their weights."""
+    """A hash of a model's configuration and shapes, without its weights."""
     digest = blake2b(digest_size=20)
     _digest_shapes(digest, model)
     return digest.digest()

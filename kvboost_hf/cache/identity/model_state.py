@@ -1,4 +1,4 @@
-"""State that the cache keeps on a model."""
+"""The state that caches share through their model."""
 
 import threading
 from typing import Any

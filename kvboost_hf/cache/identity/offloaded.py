@@ -1,4 +1,4 @@
-"""Weights that accelerate keeps elsewhere between forwards: in host memory, or in files."""
+"""Finds weights that accelerate or layer streaming keep in host memory or in files between forwards."""
 
 import os
 from collections.abc import Iterator
@@ -21,9 +21,10 @@ def weight_maps(hook: Any) -> Iterator[Any]:
 
 
 def weights_at_rest(hook: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-    """Behind a hook that streams a layer, by the id of each tensor of the layer: it, and where its values are kept.
+    """By the id of each tensor of a streamed layer: the tensor, and its values in host memory.
 
-    What the layer's own tensors hold depends on when they are looked at. None stands for a file.
+    The layer's own tensors share slots with other layers, so that their values are not stable. None stands for values
+    in a file.
     """
     found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for inner in getattr(hook, "hooks", (hook,)):
@@ -32,7 +33,7 @@ def weights_at_rest(hook: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor | N
 
 
 def files_at_rest(hook: Any) -> set[FileMark]:
-    """Files behind a hook that streams a layer, as they are now."""
+    """The files of a hook that streams a layer, with size and time of change."""
     paths = {path for inner in getattr(hook, "hooks", (hook,)) for path in getattr(inner, "files_at_rest", ())}
     return _marks(paths)
 
@@ -44,7 +45,7 @@ def offloaded_tensors(weights: Any) -> list[torch.Tensor]:
 
 
 def offloaded_files(weights: Any) -> set[FileMark]:
-    """Files with weights, as they are now; they are not read."""
+    """Files with weights, with size and time of change; they are not read."""
     folder = getattr(weights, "save_folder", None) or ""
     paths = {
         info.get("safetensors_file") or os.path.join(folder, f"{name}.dat")

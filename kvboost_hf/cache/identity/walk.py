@@ -1,15 +1,14 @@
-"""All that K/V of a model may depend on besides tokens, found by a walk through its modules.
+"""Walks through the modules of a model and collects all that its K/V may depend on besides tokens.
 
-To look at every attribute of every module takes milliseconds, and is done at each prompt. So the walk notes the layout
-of the modules: which there are, the names and types of their attributes, and the values of those that are numbers or
-strings. While the layout is the same, tensors and objects are read where they were found. A layout holds none of them,
-for memory that a user frees has to be free.
+The walk is repeated for each prompt, and reading every attribute of every module takes milliseconds. So the first walk
+records a layout: the modules, the names and types of their attributes, and the values of numbers and strings. While
+the layout is unchanged, later walks read tensors and objects directly where the first one found them. A layout holds
+no reference to tensors, so that memory a user frees is free.
 """
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
@@ -20,17 +19,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.durable_names import is_of_package, is_written_where_it_says
-from kvboost_hf.cache.identity.foreign import (
-    OF_TORCH,
-    HookWatch,
-    Reached,
-    Reader,
-    foreign_functions,
-    hooks_of_all_modules,
-    is_own,
-    only_looks,
-    watch_hooks,
-)
+from kvboost_hf.cache.identity.foreign import foreign_functions, is_own
+from kvboost_hf.cache.identity.hooks import HookWatch, hooks_of_all_modules, only_looks, watch_hooks
 from kvboost_hf.cache.identity.offloaded import (
     FileMark,
     files_at_rest,
@@ -39,10 +29,11 @@ from kvboost_hf.cache.identity.offloaded import (
     weight_maps,
     weights_at_rest,
 )
+from kvboost_hf.cache.identity.reachable import OF_TORCH, Reached, Reader
+from kvboost_hf.cache.identity.settings import SCALARS, adapter_switches, autocast, config_scalars, ids_of_configs
 from kvboost_hf.cache.identity.weights import plain_tensors
 from kvboost_hf.compat import KeptOnModel, frequencies_vary
 
-_SCALARS = frozenset((float, bool, str, int))
 # Attributes that are read elsewhere, or by generate(), or that are our own.
 _PASSED_OVER = (PreTrainedConfig, GenerationConfig, KeptOnModel, type(None))
 _PLAIN = frozenset((nn.Parameter, torch.Tensor))
@@ -78,11 +69,11 @@ _UNREAD = (OF_TORCH - {"training"}) | _NOTES | _SAID_OF_CLASSES
 
 @dataclass(slots=True)
 class Found:
-    """What K/V of a model may depend on."""
+    """The tensors, settings, functions and files that K/V of a model may depend on."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
-    switches: list[Hashable] = field(default_factory=list)  # what can be switched without touching a tensor
-    own_configs: list[Hashable] = field(default_factory=list)  # of parts that do not share the model's
+    switches: list[Hashable] = field(default_factory=list)  # settings that can change without a tensor changing
+    own_configs: list[Hashable] = field(default_factory=list)  # scalars of configurations that are not the model's own
     parts: list[Any] = field(default_factory=list)  # hooks and functions: told apart by identity
     foreign: slice = field(default_factory=lambda: slice(0))  # of the parts: functions of others
     files: set[FileMark] = field(default_factory=set)
@@ -98,7 +89,7 @@ class ModelWalk:
         self._layout: _Layout | None = None
 
     def look(self, model: nn.Module) -> Found:
-        """What there is in the model now."""
+        """Collect from the model as it is now."""
         walk = self._layout.read(model) if self._layout is not None else None
         if walk is None:
             walk = _Walk(model)
@@ -107,28 +98,26 @@ class ModelWalk:
 
 
 class _Walk:
-    """What the modules of a model consist of.
+    """One walk through the modules of a model.
 
     Args:
-        model: Is walked through; None to be filled in otherwise.
+        model: The model; None for a walk that `_Layout.read` fills in.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.found = Found()
-        self.held: list[Any] = []  # attributes that may hold values
+        self.others: list[Any] = []  # attributes that may reach tensors or values
         self.configs: list[PreTrainedConfig] = []  # of modules
         self.hooked: list[nn.Module] = []  # modules with forward hooks
         self.modules: list[nn.Module] = []
-        self.kinds: dict[type, None] = {}  # of modules
+        self.classes: dict[type, None] = {}  # of modules, in order
         self.is_ordinary = True  # all is where the layout of the modules says
-        self.held_at: list[tuple[int, str]] = []  # number of a module, and an attribute of it
+        self.others_at: list[tuple[int, str]] = []  # number of a module, and an attribute of it
         self.configs_at: list[tuple[int, str]] = []
         self._maps: dict[int, Any] = {}
         self._at_rest: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # of streamed layers
         seen: set[int] = set()  # ids of modules
-        todo = (
-            [model] if model is not None else []
-        )  # by hand: the generators of model.modules() take three times as long
+        todo = [model] if model is not None else []  # model.modules() takes three times as long
         while todo:
             module = todo.pop()
             if id(module) in seen:  # of several parents
@@ -138,99 +127,110 @@ class _Walk:
             todo += [child for child in children if child is not None]
 
     def _add(self, module: nn.Module) -> Iterable[nn.Module | None]:
-        """Add what a module has, but for its children, which are returned."""
-        found, tensors, switches = self.found, self.found.tensors, self.found.switches
+        """Add all that a module holds except its children, which are returned."""
         attributes = module.__dict__
         number = len(self.modules)
         self.modules.append(module)
-        self.kinds[type(module)] = None
+        self.classes[type(module)] = None
         if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
             self.hooked.append(module)
         if frequencies_vary(module):  # it writes its frequencies anew at each forward; their regime is in the root
             self.is_ordinary = False
-            switches += [value for name, value in attributes.items() if name.endswith("attention_scaling")]
+            self.found.switches += [value for name, value in attributes.items() if name.endswith("attention_scaling")]
             if "forward" in attributes:
-                found.parts.append(attributes["forward"])
-                self.held.append(attributes["forward"])
+                self._add_function(attributes["forward"])
             return ()
-        found.in_training |= module.training and not _is_the_same_in_training(module)
-        switches.append(type(module).__qualname__)
-        hook = attributes.get("_hf_hook")
-        if hook is not None:
-            self.is_ordinary = False
-            if not is_of_package(type(hook)):
-                self.held.append(hook)
-            self._at_rest |= weights_at_rest(hook)
-            found.files |= files_at_rest(hook)
-            self._maps |= {id(weights): weights for weights in weight_maps(hook)}
+        self.found.in_training |= module.training and not _is_the_same_in_training(module)
+        self.found.switches.append(type(module).__qualname__)
+        if (hook := attributes.get("_hf_hook")) is not None:
+            self._add_accelerate_hook(hook)
         for group in (attributes["_parameters"], attributes["_buffers"]):
             for tensor in group.values() if group else ():
-                if id(tensor) in self._at_rest:
-                    kept = self._at_rest[id(tensor)][1]
-                    if kept is not None:
-                        found.used_on[id(kept)] = tensor.device
-                        tensors.append(kept)
-                elif type(tensor) in _PLAIN:
-                    if not tensor.is_meta:
-                        tensors.append(tensor)
-                    else:
-                        self.is_ordinary = False
-                elif tensor is not None:
-                    self.is_ordinary = False
-                    tensors += plain_tensors(tensor)
-        if "_active_adapter" in attributes:
-            self.is_ordinary = False
-            switches += _adapter_switches(module)
-            attributes = {name: value for name, value in attributes.items() if name not in _ADAPTER_STATE}
-        switches += [v for name, v in attributes.items() if type(v) in _SCALARS and name not in _NOTES]
-        for name, value in [item for item in attributes.items() if item[0] not in _READ_ELSEWHERE]:
-            if name.startswith(_OURS) or type(value) in _SCALARS or isinstance(value, _PASSED_OVER):
-                if isinstance(value, PreTrainedConfig):
-                    self.configs.append(value)
-                    self.configs_at.append((number, name))
-            elif isinstance(value, torch.Tensor):  # neither parameter nor buffer
-                self.is_ordinary = False
-                if not any(name + suffix in attributes["_parameters"] for suffix in _RECOMPUTED):
-                    tensors += plain_tensors(value)
-            elif isinstance(value, torch.ScriptObject):  # packed weights
-                self.is_ordinary = False
-                found.parts.append(value)
-            else:
-                self.held.append(value)
-                self.held_at.append((number, name))
+                self._add_tensor(tensor)
+        self._add_attributes(number, attributes)
         replaced = attributes.get("forward")  # on the object; accelerate puts the own one there when a hook goes
         if replaced is not None:
             self.is_ordinary = False
             if not any(getattr(by, "leaves_kv_alone", False) for by in (hook, replaced)):
                 if replaced != type(module).forward.__get__(module):
-                    found.parts.append(replaced)
-                    self.held.append(replaced)
-        children: dict[str, nn.Module | None] = module.__dict__["_modules"]
+                    self._add_function(replaced)
+        children: dict[str, nn.Module | None] = attributes["_modules"]
         return children.values()
 
+    def _add_function(self, function: Any) -> None:
+        self.found.parts.append(function)
+        self.others.append(function)
+
+    def _add_accelerate_hook(self, hook: Any) -> None:
+        self.is_ordinary = False
+        if not is_of_package(type(hook)):
+            self.others.append(hook)
+        self._at_rest |= weights_at_rest(hook)
+        self.found.files |= files_at_rest(hook)
+        self._maps |= {id(weights): weights for weights in weight_maps(hook)}
+
+    def _add_tensor(self, tensor: torch.Tensor | None) -> None:
+        """Add a parameter or buffer, or what it is loaded from before each forward."""
+        if id(tensor) in self._at_rest:
+            assert tensor is not None
+            kept = self._at_rest[id(tensor)][1]
+            if kept is not None:
+                self.found.used_on[id(kept)] = tensor.device
+                self.found.tensors.append(kept)
+        elif tensor is not None and type(tensor) in _PLAIN and not tensor.is_meta:
+            self.found.tensors.append(tensor)
+        elif tensor is not None:
+            self.is_ordinary = False
+            if type(tensor) not in _PLAIN:
+                self.found.tensors += plain_tensors(tensor)
+
+    def _add_attributes(self, number: int, attributes: dict[str, Any]) -> None:
+        """Add the attributes of module `number` that `nn.Module` does not define."""
+        found, parameters = self.found, attributes["_parameters"]
+        if "_active_adapter" in attributes:
+            self.is_ordinary = False
+            found.switches += adapter_switches(self.modules[number])
+            attributes = {name: value for name, value in attributes.items() if name not in _ADAPTER_STATE}
+        found.switches += [v for name, v in attributes.items() if type(v) in SCALARS and name not in _NOTES]
+        for name, value in [item for item in attributes.items() if item[0] not in _READ_ELSEWHERE]:
+            if name.startswith(_OURS) or type(value) in SCALARS or isinstance(value, _PASSED_OVER):
+                if isinstance(value, PreTrainedConfig):
+                    self.configs.append(value)
+                    self.configs_at.append((number, name))
+            elif isinstance(value, torch.Tensor):  # neither parameter nor buffer
+                self.is_ordinary = False
+                if not any(name + suffix in parameters for suffix in _RECOMPUTED):
+                    found.tensors += plain_tensors(value)
+            elif isinstance(value, torch.ScriptObject):  # packed weights
+                self.is_ordinary = False
+                found.parts.append(value)
+            else:
+                self.others.append(value)
+                self.others_at.append((number, name))
+
     def complete(self, model: nn.Module) -> Found:
-        """Add what is not a part of any one module: configurations, hooks, functions, and what these can reach."""
+        """Add what is no part of any one module: configurations, hooks, functions, and all that these can reach."""
         found = self.found
         config = getattr(model, "config", None)
-        seen = _ids_of_configs(config)
+        seen = ids_of_configs(config)
         for own in self.configs:
             if id(own) not in seen:
                 seen.add(id(own))
                 found.own_configs += config_scalars(own)
         for module in self.hooked:
             _add_hooks(found, module)
-        found.parts += [getattr(kind, "forward", None) for kind in self.kinds]
-        foreign = foreign_functions(model, self.kinds)
+        found.parts += [getattr(kind, "forward", None) for kind in self.classes]
+        foreign = foreign_functions(model, self.classes)
         found.foreign = slice(len(found.parts), len(found.parts) + len(foreign))
         found.parts += foreign
         found.switches = [autocast(), *config_scalars(config), *found.switches, *found.own_configs]
         everywhere = [hook for hooks in hooks_of_all_modules() for hook in hooks.values() if not only_looks(hook)]
         found.parts += everywhere
-        held = [*self.held, *everywhere]
-        held += [forward for kind in self.kinds if not is_own(forward := getattr(kind, "forward", None))]
-        held += _values_of_classes(self.kinds)
-        if held or foreign:
-            _read_values(found, [*held, *foreign], set(map(id, self.modules)))
+        reach = [*self.others, *everywhere]
+        reach += [forward for kind in self.classes if not is_own(forward := getattr(kind, "forward", None))]
+        reach += _values_of_classes(self.classes)
+        if reach or foreign:
+            _read_values(found, [*reach, *foreign], set(map(id, self.modules)))
         for weights in self._maps.values():
             for tensor in offloaded_tensors(weights):
                 found.tensors += plain_tensors(tensor)
@@ -243,10 +243,10 @@ _INSIDE = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forwar
 
 
 class _Layout:
-    """Where a walk has found what there is, without any of it.
+    """Where a walk has found things, without a reference to them.
 
     Args:
-        walk: Has found nothing but plain tensors, and nothing that is kept elsewhere or put in place by others.
+        walk: An ordinary walk: all tensors are plain, and nothing is offloaded or patched.
     """
 
     def __init__(self, walk: _Walk) -> None:
@@ -263,7 +263,7 @@ class _Layout:
         looked_at = list(chain.from_iterable(names))
         values = [own[name] for own, taken in zip(attributes, names, strict=True) for name in taken]
         self._types_of_values = list(map(type, values))
-        self._scalars = _take([i for i, value in enumerate(values) if type(value) in _SCALARS])
+        self._scalars = _take([i for i, value in enumerate(values) if type(value) in SCALARS])
         self._scalar_values = self._scalars(values)
         self._inside = _take([i for i, name in enumerate(looked_at) if name in _INSIDE])
         inside = self._inside(values)
@@ -277,12 +277,12 @@ class _Layout:
         self._numbers = [numbers[id(child)] if child is not None else None for child in _values(children)]
         self._rotary = [number for number, own in enumerate(attributes) if "rope_type" in own]
         self._hooked = [numbers[id(module)] for module in walk.hooked]
-        self._kinds = walk.kinds
-        self._held_at, self._configs_at = walk.held_at, walk.configs_at
+        self._classes = walk.classes
+        self._others_at, self._configs_at = walk.others_at, walk.configs_at
         self._in_training, self._switches = walk.found.in_training, list(walk.found.switches)
 
     def read(self, model: nn.Module) -> _Walk | None:
-        """What a walk through the model would find, or None if something about the modules is another than it was."""
+        """The walk through the model as it is now, or None if the layout of its modules has changed."""
         modules = [module for reference in self._modules if (module := reference()) is not None]
         if modules[:1] != [model] or list(map(type, modules)) != self._types:
             return None
@@ -309,10 +309,10 @@ class _Layout:
         if any(map(_IS_META, tensors)) or any(frequencies_vary(modules[number]) for number in self._rotary):
             return None
         walk = _Walk()
-        walk.modules, walk.kinds = modules, self._kinds
+        walk.modules, walk.classes = modules, self._classes
         walk.found.tensors, walk.found.switches = tensors, self._switches
         walk.found.in_training = self._in_training
-        walk.held = [attributes[number][name] for number, name in self._held_at]
+        walk.others = [attributes[number][name] for number, name in self._others_at]
         walk.configs = [attributes[number][name] for number, name in self._configs_at]
         walk.hooked = [modules[number] for number in self._hooked]
         return walk
@@ -322,7 +322,7 @@ _DICT, _IS_META, _VALUES = attrgetter("__dict__"), attrgetter("is_meta"), method
 
 
 def _is_looked_at(name: str) -> bool:
-    """Whether a walk looks at the value of an attribute, and not only at whether it is there."""
+    """Whether a walk reads the value of an attribute, not only its name."""
     return name not in _UNREAD and not name.startswith(_OURS)
 
 
@@ -337,9 +337,9 @@ def _take(indices: Sequence[int]) -> _Take:
     return lambda values: tuple(values[i] for i in indices)
 
 
-def _values_of_classes(kinds: Iterable[type]) -> list[dict[str, Any]]:
-    """Of all classes of modules and what they inherit from, the attributes of those that are not of a package."""
-    others = {base: None for kind in kinds for base in kind.__mro__[:-1] if not is_own(base)}
+def _values_of_classes(classes: Iterable[type]) -> list[dict[str, Any]]:
+    """Attributes of the classes of modules, and of their bases, that are no classes of a package."""
+    others = {base: None for kind in classes for base in kind.__mro__[:-1] if not is_own(base)}
     return [{name: value for name, value in vars(base).items() if not name.startswith("__")} for base in others]
 
 
@@ -357,7 +357,7 @@ def _is_the_same_in_training(module: nn.Module) -> bool:
 
 
 def _read_values(found: Found, values: list[Any], modules: set[int]) -> None:
-    """Add what attributes, hooks and functions of others can reach, but for the modules of the model."""
+    """Add what attributes, hooks and functions of others can reach, except the modules of the model."""
     reached = Reached()
     reader = Reader(reached, modules)
     for value in values:
@@ -370,52 +370,3 @@ def _read_values(found: Found, values: list[Any], modules: set[int]) -> None:
         found.tensors += tensors
     found.switches += reached.values
     found.parts += reached.functions
-
-
-def _adapter_switches(layer: Any) -> list[Hashable]:
-    """Of a layer that PEFT has put in. While adapters are disabled, it does not matter which one it is."""
-    if layer.disable_adapters:
-        return ["disabled", str(layer.merged_adapters)]
-    return [str(layer.merged_adapters), str(layer.active_adapters), str(layer.__dict__.get("scaling"))]
-
-
-def config_scalars(config: Any) -> list[Hashable]:
-    """Read at each forward: how attention is computed, how many layers there are, what is taken of a vision tower."""
-    if config is None:
-        return []
-    found: list[Hashable] = []
-    for value in config.__dict__.values():
-        kind = type(value)
-        if kind in _SCALARS:
-            found.append(value)
-        elif kind is list or kind is tuple or (kind is dict and value):
-            found.append(_shown(value))
-        elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
-            found += config_scalars(value)
-    return found
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception:  # of something in it
-        return type(value).__name__
-
-
-def _ids_of_configs(config: Any) -> set[int]:
-    """Those of a configuration and of the ones in it."""
-    inner = [value for value in getattr(config, "__dict__", {}).values() if isinstance(value, PreTrainedConfig)]
-    return {id(config)}.union(*map(_ids_of_configs, inner))
-
-
-def autocast() -> Hashable:
-    """With how many bits this thread computes."""
-    precision = torch.get_float32_matmul_precision()
-    kinds = [kind for kind in _device_kinds() if torch.is_autocast_enabled(kind)]
-    return precision, *[(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
-
-
-@cache
-def _device_kinds() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

@@ -1,4 +1,4 @@
-"""Noticing that weights have changed, without reading them all and without keeping any of them in memory."""
+"""Detects changed weights without reading all of them, and without keeping any of them in memory."""
 
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -23,10 +23,9 @@ Marks = tuple[list[int], list[int], list[torch.Size], list[tuple[int, ...]]]  # 
 class WeightsWatch:
     """Follows a list of tensors; `epoch()` changes when one of them seems to have changed.
 
-    PyTorch's own bookkeeping (address, version, shape) tells of most changes. What was written through `weight.data`
-    is found by reading the memory that was handed out, and a sample of the values tells of many other changes. Memory
-    is held weakly, so that an address that was freed and given out again is not taken for the old one, and memory that
-    a user frees is free.
+    PyTorch's own bookkeeping (address, version, shape) shows most changes. Writes through `weight.data` are found by
+    hashing memory that was handed out (`aliases.py`), and many other changes by a sample of the values. Memory is
+    referred to weakly: a reused address is not taken for the old memory, and memory that a user frees is free.
     """
 
     def __init__(self) -> None:
@@ -34,9 +33,8 @@ class WeightsWatch:
         self._marks: Marks | None = None
         self._memories = Memories([])
         self._writes: int | None = None
-        self._windows: list[
-            list[tuple[int, Window]]
-        ] = []  # by device and dtype: index of a tensor, what is read of it
+        # By device and dtype: indices of tensors, and which of their values are read.
+        self._windows: list[list[tuple[int, Window]]] = []
         self._samples: list[torch.Tensor] = []  # by device and dtype
 
     def epoch(self, tensors: list[torch.Tensor]) -> int:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 from kvboost_hf.cache.identity.foreign import foreign_attention, hooks_registered
 from kvboost_hf.cache.identity.model_state import ModelState
-from kvboost_hf.cache.identity.walk import autocast
+from kvboost_hf.cache.identity.settings import autocast
 from kvboost_hf.cache.layers.quantized import mark
 from kvboost_hf.cache.store.chunk_store import ChunkStore, default_store, salt_bytes
 from kvboost_hf.compat import require_cache

@@ -1,0 +1,164 @@
+"""Forward hooks that others have put on a model: which may change what it computes, and whether they do."""
+
+import functools
+import types
+from collections.abc import Iterator
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.utils.hooks import RemovableHandle
+
+from kvboost_hf.cache.identity.durable_names import is_of_package
+from kvboost_hf.compat import own_hook
+
+# Modules whose hooks capture outputs, or count FLOPs.
+_LOOKING = frozenset(("transformers.utils.output_capturing", "torch.utils.module_tracker"))
+_WATCH = "_kvboost_hf_hook_watch"
+
+
+def only_looks(hook: Any) -> bool:
+    """Whether a forward hook, or a replacement of a function, is known not to change what is computed."""
+    try:
+        if getattr(hook, "__module__", None) in _LOOKING:
+            return True
+        return any(getattr(each, "leaves_kv_alone", False) is True for each in (hook, getattr(hook, "__self__", None)))
+    except Exception:  # whatever an object does when it is asked for an attribute
+        return False
+
+
+def name_of(part: Any) -> str:
+    """The qualified name of a hook or function, for messages."""
+    if isinstance(part, functools.partial):
+        part = part.func
+    if isinstance(part, types.MethodType):
+        return f"{type(part.__self__).__module__}.{part.__func__.__qualname__}"
+    kind = part if isinstance(part, types.FunctionType) else type(part)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def hooks_of_all_modules() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Forward hooks that torch calls for each module, before and after its forward."""
+    return nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
+
+
+class HookWatch:
+    """Detects hooks of others that change what a module computes.
+
+    It compares the tensors before the first hook with those behind the last. Most hooks count or record. Once a hook
+    replaces or writes to a tensor, nothing of the model can be reused or stored.
+    """
+
+    leaves_kv_alone = True
+
+    def __init__(self) -> None:
+        self.alters: Any = None  # the first hook that may have changed a tensor
+        self.compiled = False  # hooks have run inside a compiled graph, unobserved
+        self.handles: list[RemovableHandle] = []
+        self._before: dict[int, list[tuple[Any, Any]]] = {}  # by thread
+
+    def first(self, module: nn.Module, *given: Any) -> None:
+        """Called before the others."""
+        if torch.compiler.is_compiling():
+            self.compiled = True
+        else:
+            self._before[get_ident()] = _marks(given)
+
+    def last(self, module: nn.Module, *given: Any) -> None:
+        """Called after the others."""
+        if torch.compiler.is_compiling():
+            return
+        before = self._before.pop(get_ident(), None)
+        if before is None or self.alters is not None:
+            return
+        now = _marks(given)
+        same = len(now) == len(before) and all(
+            a is b and bool(torch.equal(m, n) if isinstance(m, torch.Tensor) else m == n)
+            for (a, m), (b, n) in zip(now, before, strict=True)
+        )
+        if not same:
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            self.alters = next((hook for hook in hooks if not only_looks(hook)), self)
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing is known of what the module computes, or None."""
+        if self.alters is not None:
+            return f"a forward hook ({name_of(self.alters)}) changes what the model computes"
+        return "forward hooks are compiled, so that it cannot be seen what they change" if self.compiled else None
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+def _marks(given: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """All tensors in the arguments of a hook, each with a mark that changes when it is written to."""
+    return [(tensor, _mark(tensor)) for tensor in _tensors_in(given)]
+
+
+def _mark(tensor: torch.Tensor) -> Any:
+    """The version; on a CPU, and where there is none, the values, bit by bit."""
+    if tensor.device.type != "cpu" and not tensor.is_inference():
+        return tensor._version
+    return tensor.detach().reshape(-1).clone().view(torch.uint8)
+
+
+def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
+    """The hooks of a module that may change what is computed, and the watch over those of others, if there are any."""
+    attributes = module.__dict__
+    found = [
+        hook
+        for name in ("_forward_pre_hooks", "_forward_hooks")
+        for hook in list(attributes[name].values())
+        if not only_looks(hook)
+    ]
+    watch: HookWatch | None = attributes.get(_WATCH)
+    every = (*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values())
+    between = any(isinstance(hook, types.MethodType) and hasattr(hook.__self__, "changes_arguments") for hook in every)
+    if between or not any(map(_is_function_of_others, found)):
+        if watch is not None:  # those that were watched are gone
+            del attributes[_WATCH]
+            for handle in watch.handles:
+                handle.remove()
+        return found, None
+    if watch is None:
+        watch = attributes[_WATCH] = HookWatch()
+    for register, hooks in (
+        (module.register_forward_pre_hook, attributes["_forward_pre_hooks"]),
+        (module.register_forward_hook, attributes["_forward_hooks"]),
+    ):
+        numbers = list(hooks)
+        ours = {getattr(hook, "__name__", ""): n for n, hook in list(hooks.items()) if _watches(hook, watch)}
+        if not ours:
+            watch.handles.append(own_hook(register(watch.first, prepend=True, with_kwargs=True)))
+            watch.handles.append(own_hook(register(watch.last, with_kwargs=True)))
+        elif numbers[0] != ours["first"] or numbers[-1] != ours["last"]:
+            hooks.move_to_end(ours["first"], last=False)
+            hooks.move_to_end(ours["last"])
+    return found, watch
+
+
+def _watches(hook: Any, watch: HookWatch) -> bool:
+    return isinstance(hook, types.MethodType) and hook.__self__ is watch
+
+
+def _is_function_of_others(hook: Any) -> bool:
+    """Whether a hook is neither of a package nor a method of an object of one."""
+    while isinstance(hook, functools.partial | types.MethodType):
+        if isinstance(hook, types.MethodType) and is_of_package(type(hook.__self__)):
+            return False
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
+    return not is_of_package(hook if isinstance(hook, types.FunctionType) else type(hook))
+
+
+def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, dict):
+        for inner in given.values():
+            yield from _tensors_in(inner)
+    elif isinstance(given, list | tuple):
+        for inner in given:
+            yield from _tensors_in(inner)

@@ -1,0 +1,59 @@
+"""Settings that K/V depends on besides weights: configurations, autocast and PEFT's adapters."""
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+SCALARS = frozenset((float, bool, str, int))
+
+
+def adapter_switches(layer: Any) -> list[Hashable]:
+    """The state of a PEFT layer: which adapters are merged and active; while disabled, only the merged ones."""
+    if layer.disable_adapters:
+        return ["disabled", str(layer.merged_adapters)]
+    return [str(layer.merged_adapters), str(layer.active_adapters), str(layer.__dict__.get("scaling"))]
+
+
+def config_scalars(config: Any) -> list[Hashable]:
+    """Values of a configuration and of those in it, which models read at each forward."""
+    if config is None:
+        return []
+    found: list[Hashable] = []
+    for value in config.__dict__.values():
+        kind = type(value)
+        if kind in SCALARS:
+            found.append(value)
+        elif kind is list or kind is tuple or (kind is dict and value):
+            found.append(_shown(value))
+        elif isinstance(value, PreTrainedConfig):  # of a text model or a vision tower
+            found += config_scalars(value)
+    return found
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # of something in it
+        return type(value).__name__
+
+
+def ids_of_configs(config: Any) -> set[int]:
+    """The ids of a configuration and of those in it."""
+    inner = [value for value in getattr(config, "__dict__", {}).values() if isinstance(value, PreTrainedConfig)]
+    return {id(config)}.union(*map(ids_of_configs, inner))
+
+
+def autocast() -> Hashable:
+    """The precision this thread computes with: float32 matmul precision, and autocast by device type."""
+    precision = torch.get_float32_matmul_precision()
+    kinds = [kind for kind in _device_kinds() if torch.is_autocast_enabled(kind)]
+    return precision, *[(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+@cache
+def _device_kinds() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
