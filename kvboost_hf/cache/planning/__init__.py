@@ -1,1 +1,1 @@
-"""Decisions without tensors: where prompts are cut, what is a hit, what is evicted, what is computed again."""
+"""Decides without tensors where prompts are cut, which chunks match, which are evicted and which tokens recomputed."""

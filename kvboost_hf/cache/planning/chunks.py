@@ -1,14 +1,14 @@
-"""Cutting token sequences into chunks, and the keys that chunks are found under.
+"""Cuts token sequences into chunks, and derives the keys that chunks are found under.
 
 A chunk is a half-open interval [start, stop) of at most `chunk_size` tokens. It is found in two ways:
 
-- by its *prefix key*, chained over every chunk before it: equal keys mean equal tokens, positions and history;
-- by its *content*, its own tokens alone, wherever they stand. A chunk whose K/V was computed alone, or behind K/V that
-  was moved, is found in this way only.
+- by its *prefix key*, chained over all chunks before it: equal keys mean equal tokens, positions and history;
+- by its *content*, its tokens alone, at any position. A chunk whose K/V was computed alone, or behind moved K/V, is
+  found only in this way.
 
-All is kept apart by roots that carry the model's fingerprint and the caller's salt, so that another model, another
-adapter or another tenant can never match. Keys are BLAKE2b digests; whoever finds a chunk by key compares its tokens
-before using it, so that a collision cannot match.
+All keys start from a root, which contains the model's fingerprint and the caller's salt, so that another model,
+adapter or tenant never matches. Keys are BLAKE2b digests; the tokens of a chunk found by key are compared before it is
+used, so that a collision cannot match.
 """
 
 from hashlib import blake2b
@@ -32,7 +32,7 @@ def digest(*parts: bytes, size: int = KEY_BYTES) -> bytes:
 
 
 def root_key(fingerprint: bytes, salt: bytes, regime: bytes = b"") -> bytes:
-    """The key before the first chunk: everything besides tokens that K/V depends on, and the caller's salt."""
+    """The key before the first chunk: all that K/V depends on besides tokens, and the caller's salt."""
     return digest(b"root", fingerprint, salt, regime)
 
 
@@ -50,7 +50,7 @@ def content_only_key(root: bytes, parent: bytes, start: int, tokens: Tokens) -> 
     """The key of a chunk that is found by its content only.
 
     Args:
-        root: Whose it is.
+        root: The root of its model and salt.
         parent: Key of the chunk that it was computed directly behind, of either kind, or bytes that name its history.
         start: How many tokens were before it.
         tokens: Its tokens.

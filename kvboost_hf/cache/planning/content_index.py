@@ -1,4 +1,4 @@
-"""Stored chunks by what they hold, wherever it stood: what `match.find_moved` asks."""
+"""Finds stored chunks by their tokens, wherever these stood, for `match.find_moved`."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
@@ -18,10 +18,10 @@ C = TypeVar("C", bound=MovedChunk)
 
 
 class ContentIndex(Generic[C]):
-    """The chunks of one root, of `MIN_MOVED_TOKENS` tokens or more. A `match.MovedIndex`.
+    """The chunks of one root, of `MIN_MOVED_TOKENS` tokens or more. Implements `match.MovedIndex`.
 
-    Their tokens are kept as sorted byte strings. What shares most leading bytes with some other string is then beside
-    the place where that one would be, however many chunks start alike.
+    Their tokens are kept as sorted byte strings. The chunk that shares most leading tokens with a text is next to the
+    place where the text would be inserted, however many chunks start alike.
 
     Args:
         lock: Held wherever the index is read or written; must be reentrant.
@@ -39,7 +39,7 @@ class ContentIndex(Generic[C]):
         return len(self._texts)
 
     def add(self, chunk: C) -> None:
-        """Take a chunk in; one of fewer tokens than can be moved is left out."""
+        """Add a chunk, unless it has fewer tokens than can be moved."""
         if len(chunk.tokens) < MIN_MOVED_TOKENS:
             return
         text, head = chunk.tokens.tobytes(), head_hash(chunk.tokens)
@@ -71,19 +71,17 @@ class ContentIndex(Generic[C]):
                 del self._following[chunk.parent, head]
 
     def variants(self, tokens: Tokens) -> list[C]:
-        """All chunks with just these tokens, those with the fewest tokens before them first."""
+        """All chunks with exactly these tokens, those with the fewest tokens before them first."""
         with self._lock:
             return list(self._variants.get(tokens.tobytes(), ()))
 
-    # See match.MovedIndex
-
     def known_heads(self, heads: Sequence[int]) -> list[int]:
-        """At which places `heads` has the `head_hash` of a chunk."""
+        """The indices in `heads` at which a stored chunk's `head_hash` stands."""
         known = self._heads  # a look-up is atomic: a long prompt need not hold the lock
         return [place for place, head in enumerate(heads) if head in known]
 
     def whole(self, tokens: Tokens) -> C | None:
-        """The longest chunk whose tokens are what `tokens` starts with; of its variants the one with least `start`."""
+        """The longest chunk that is a prefix of `tokens`; of equal ones the one with least `start`."""
         text = tokens.tobytes()
         with self._lock:
             while len(text) >= MIN_MOVED_TOKENS * _TOKEN_BYTES:
@@ -97,7 +95,7 @@ class ContentIndex(Generic[C]):
         return None
 
     def leading(self, tokens: Tokens) -> C | None:
-        """A chunk that shares most leading tokens with `tokens`; of its variants the one with least `start`."""
+        """A chunk that shares most leading tokens with `tokens`; of equal ones the one with least `start`."""
         text = tokens.tobytes()
         with self._lock:
             at = bisect_left(self._texts, text)

@@ -1,14 +1,13 @@
-"""Cutting by content: what comes before a passage does not move the cuts inside it.
+"""Content-defined chunking: text before a passage does not move the cuts inside it.
 
-`FixedChunker` cuts at multiples of a length, so that one token more at the start of a prompt moves every cut after it,
-and no chunk of the two prompts is the same. Here a cut depends only on the tokens around it and on the cut before it,
-and after a change the cuts soon fall where they fell without it:
+`FixedChunker` cuts at multiples of a length, so that one more token at the start of a prompt moves every cut, and no
+chunk of the two prompts is the same. `ContentChunker` derives a cut from the tokens around it and from the cut before,
+so that cuts soon realign after a change:
 
-1. *Explicit boundaries* first: after a separator, or after what stands in front of a message.
-2. Where the next `chunk_size` tokens hold none, the place whose four tokens before it have the largest hash, of all
-   that leave the chunk between a quarter of `chunk_size` and `chunk_size`. Two prompts that reach the same text by
-   different ways agree as soon as their ranges share a maximum.
-3. Such a place may slide to the end of a sentence close by.
+1. It cuts after a separator or the header of a chat message, if the next `chunk_size` tokens contain one.
+2. Otherwise it cuts behind the four tokens with the largest hash, such that the chunk has between a quarter of
+   `chunk_size` and `chunk_size` tokens. Two prompts with the same text agree as soon as their ranges share a maximum.
+3. It moves a cut by hash to the end of a sentence close by.
 
 Content-defined chunking goes back to Muthitacharoen et al. (LBFS, SOSP 2001). Measured on 20 texts of 4000 random
 tokens (Zipf, exponent 1.3) with `chunk_size` 128: chunks have 84 tokens in the mean (standard deviation 27), and after
@@ -38,7 +37,7 @@ _CLOSING = " \t\"'”’»)]}*_」』）】》"  # noqa: RUF001
 
 
 class ContentChunker:
-    """Cuts where the content says so; see the module's text for how.
+    """Cuts at boundaries that the content defines: separators, message headers, hashes, ends of sentences.
 
     Args:
         chunk_size: Longest chunk in tokens, a multiple of 16, at least 32.
@@ -94,16 +93,15 @@ class ContentChunker:
         boundary_window: int = 16,
         separators: Iterable[str] = ("\n\n",),
     ) -> "ContentChunker":
-        """A chunker that knows the sentence ends and separators of a tokenizer, and what its messages begin with.
+        """A chunker for the sentence ends, separators and message headers of a tokenizer.
 
-        The vocabulary is read once, which takes about a second for 150,000 tokens. The headers of messages are learned
-        from the chat template, if there is one: the text of a message is cut off from them, so that it is found behind
-        other ones, too.
+        The vocabulary is read once, which takes about a second for 150,000 tokens. Headers are learned from the chat
+        template, if there is one: a cut behind them lets the text of a message match behind other headers.
 
         Args:
             tokenizer: Of transformers.
-            chunk_size: See `ContentChunker`.
-            boundary_window: See `ContentChunker`.
+            chunk_size: As `ContentChunker` has it, and so `boundary_window`.
+            boundary_window: As above.
             separators: Texts after which a cut is always made.
 
         Raises:
@@ -147,7 +145,7 @@ class ContentChunker:
         return start + self._slide(_best_place(window, self._shortest), marks)
 
     def _boundary(self, ids: Tokens, marks: NDArray[np.uint8] | None) -> int | None:
-        """The first explicit boundary. It is certain as soon as it is seen: none before it can come to light."""
+        """The first separator or header. More tokens cannot reveal an earlier one."""
         found: list[int] = []
         if marks is not None:
             if (after := np.flatnonzero(marks[_SHORTEST - 1 :] & _SEPARATOR)).size:
@@ -165,7 +163,7 @@ class ContentChunker:
         return min(found, default=None)
 
     def _slide(self, cut: int, marks: NDArray[np.uint8] | None) -> int:
-        """The end of a sentence nearest to `cut`, the first of two, or `cut` if there is none in reach."""
+        """The end of a sentence nearest to `cut`, the earlier of two, or `cut` if none is near."""
         if marks is None or not self.boundary_window:
             return cut
         first = max(cut - self.boundary_window, _SHORTEST_BY_CONTENT)
@@ -200,7 +198,7 @@ def _checked_ids(name: str, ids: Iterable[int]) -> Tokens:
 
 
 def _mark_table(marked: dict[np.uint8, Tokens]) -> NDArray[np.uint8] | None:
-    """What each id is, as bits, at the id plus one: the first entry is for media, the last for all larger ids."""
+    """The marks of each id as bits, at index id + 1: the first entry is for media, the last for all larger ids."""
     largest = max((int(ids.max()) for ids in marked.values() if ids.size), default=None)
     if largest is None:
         return None
@@ -215,7 +213,7 @@ def _ends_sentence(text: str) -> bool:
 
 
 def _ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The ids of a text that follows other text: some tokenizers mark the start of a text."""
+    """The ids of a text inside a longer one; some tokenizers mark the start of a text."""
     lead = tokenizer("a", add_special_tokens=False)["input_ids"]
     ids = tokenizer("a" + text, add_special_tokens=False)["input_ids"]
     if ids[: len(lead)] != lead:  # merged with what comes before it
@@ -224,7 +222,7 @@ def _ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _message_headers(tokenizer: Any) -> set[tuple[int, ...]]:
-    """What stands in front of a message's text, from its last special token on."""
+    """The header of each message of a chat, from its last special token on."""
     if tokenizer.chat_template is None:
         return set()
     special = set(tokenizer.get_added_vocab().values())

@@ -1,14 +1,14 @@
-"""Which chunk to drop next: the one that is asked for least often, and leaves before what they continue.
+"""Chooses the chunk to evict next: a leaf that is used least often.
 
-Pure bookkeeping, no tensors. Chunks form a forest: by its history a chunk is found only while all of its ancestors are
-stored, so that leaves go first. By its content it is found without them: an ancestor goes where all that continue it
-have been used without it since, and it is asked for less often than the leaves.
+Chunks form a forest. A chunk is found by its prefix key only while all of its ancestors are stored, so leaves are
+evicted first. It is found by its content without them: an ancestor is evicted if all its children were used since
+without it, and it is used less often than the leaves.
 
-How often a chunk is asked for is estimated as its uses by the time that it has been known for, as in hyperbolic
-caching (Blankstein, Sen and Freedman, USENIX ATC 2017, whose sampling this is, too): what has just come is given time
-to show its worth. Uses count for less the longer ago they are, so that what was popular once does not stay for ever,
-and they are remembered for a while of chunks that were given up, so that what comes and goes is seen to be popular.
-Time is counted in uses, and stands still while one prompt is served.
+The use rate of a chunk is its uses divided by the time since its first one, as in hyperbolic caching (Blankstein, Sen
+and Freedman, USENIX ATC 2017), whose sampling is used, too, so that a new chunk has time to show its worth. Older uses
+count less, so that a chunk that was popular once does not stay for ever. Uses of evicted chunks are remembered for a
+while, so that chunks that come and go are seen to be popular. Time is counted in uses, and stands still while one
+prompt is served.
 
 In simulation (200 documents by Zipf's law, room for a third; chats that take turns, room for 150 turns) this serves
 0.91 and 0.79 of what knowing the future would; LFU with dynamic aging 0.88 and 0.78, LRU 0.82 and 0.87.
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from math import exp2, inf
 
 _HALF_LIFE = 16  # uses of each stored chunk, on average, after which a use counts half
-_SAMPLED = 64  # leaves among which the one to give up is chosen, and as many others
-_REMEMBERED = 65_536  # chunks given up whose uses are remembered
+_SAMPLED = 64  # leaves among which the victim is chosen, and as many others
+_REMEMBERED = 65_536  # evicted chunks whose uses are remembered
 
 
 @dataclass(slots=True)
@@ -42,14 +42,14 @@ class _Node:
 
 
 class _Bag:
-    """Keys in no order, to sample from."""
+    """A set of keys that can be sampled in constant time."""
 
     def __init__(self) -> None:
         self._keys: list[bytes] = []
         self._places: dict[bytes, int] = {}
 
     def put(self, key: bytes, inside: bool) -> None:
-        """Take a key in, or out, unless that is where it is."""
+        """Add or remove a key, if needed."""
         if inside and key not in self._places:
             self._places[key] = len(self._keys)
             self._keys.append(key)
@@ -60,12 +60,12 @@ class _Bag:
                 self._places[last] = place
 
     def sample(self, rng: random.Random, count: int) -> list[bytes]:
-        """`count` of the keys, where one may come twice, or all if there are no more."""
+        """`count` random keys, possibly repeated, or all keys if there are no more."""
         return rng.choices(self._keys, k=count) if len(self._keys) > count else self._keys
 
 
 class EvictionOrder:
-    """The forest of stored chunks by key, and the order in which its leaves are given up."""
+    """The forest of stored chunks by key, and the order in which they are evicted."""
 
     def __init__(self) -> None:
         self.by_content = False  # chunks are found by their content, too: an ancestor may go before its descendants
@@ -82,7 +82,7 @@ class EvictionOrder:
         return key in self._nodes
 
     def next_prompt(self) -> None:
-        """Let time go on."""
+        """Advance the time to the next prompt."""
         self._time, self._passed = self._time + self._passed, 0
 
     def add(self, key: bytes, parent: bytes | None, *, name: bytes | None = None, pinned: bool = False) -> None:
@@ -91,8 +91,8 @@ class EvictionOrder:
         Args:
             key: Its key.
             parent: One that is present, or None for a root.
-            name: What its uses are remembered under once it is given up; None for its key.
-            pinned: Never give it up.
+            name: The name its uses are remembered by after eviction; None for its key.
+            pinned: Never evict it.
         """
         assert key not in self._nodes
         if parent is not None:
@@ -112,12 +112,12 @@ class EvictionOrder:
         self._passed += 1
 
     def pin(self, key: bytes) -> None:
-        """Never give `key` up from now on."""
+        """Never evict `key` from now on."""
         self._nodes[key].pinned = True
         self._sort(key)
 
     def unpin(self, key: bytes) -> None:
-        """Let `key` be given up again."""
+        """Allow `key` to be evicted again."""
         self._nodes[key].pinned = False
         self._sort(key)
 
@@ -130,7 +130,7 @@ class EvictionOrder:
         return not self._nodes[key].children
 
     def remove(self, key: bytes) -> None:
-        """Forget `key`, but for its uses; its parent may become a leaf, its children become roots."""
+        """Remove `key`, but remember its uses; its parent may become a leaf, its children become roots."""
         node = self._nodes.pop(key)
         for bag in (self._leaves, self._others):
             bag.put(key, False)
@@ -144,7 +144,7 @@ class EvictionOrder:
             self._sort(node.parent)
 
     def remove_tree(self, key: bytes) -> list[bytes]:
-        """Forget `key` and all that descends from it, pinned or not; returns their keys."""
+        """Remove `key` and all its descendants, pinned or not; returns their keys."""
         tree = [key]
         for found in tree:
             tree += self._nodes[found].children
@@ -153,9 +153,9 @@ class EvictionOrder:
         return tree
 
     def victim(self, *, keep: bytes | None = None) -> bytes | None:
-        """Remove and return what to give up, or None where all is pinned, or `keep` or an ancestor of it."""
+        """Remove and return the key to evict, or None if all are pinned, or are `keep` or an ancestor of it."""
         found = self._least(self._leaves.sample(self._random, _SAMPLED), {keep})
-        if found is None:  # what a pinned chunk continues is as good as pinned
+        if found is None:  # ancestors of pinned chunks count as pinned
             return None
         if self.by_content:
             others = filter(self._is_outlived, self._others.sample(self._random, _SAMPLED))
@@ -167,21 +167,21 @@ class EvictionOrder:
         return found
 
     def _least(self, keys: Iterable[bytes], keep: set[bytes | None]) -> bytes | None:
-        """The one that is asked for least often, then the one that was not for longest, but for those to keep."""
+        """The key with the least use rate, then the oldest last use, except those in `keep`."""
         nodes, now, half_life = self._nodes, self._time, _HALF_LIFE * len(self._nodes)
         found, least = None, (inf, 0)
         for key in keys:
             if key in keep:
                 continue
             uses = nodes[key].uses
-            known_for = 1 - exp2((uses.first - now - 1) / half_life)
-            standing = uses.count * exp2((uses.last - now) / half_life) / known_for, uses.last
-            if standing < least:
-                found, least = key, standing
+            age = 1 - exp2((uses.first - now - 1) / half_life)
+            rate = uses.count * exp2((uses.last - now) / half_life) / age, uses.last
+            if rate < least:
+                found, least = key, rate
         return found
 
     def _is_outlived(self, key: bytes) -> bool:
-        """Whether all that continue a chunk were used, by their content, since it was used itself."""
+        """Whether all children of a chunk were used, by their content, since its own last use."""
         node = self._nodes[key]
         return all(self._nodes[child].uses.last > node.uses.last for child in node.children)
 
@@ -193,7 +193,7 @@ class EvictionOrder:
         return found
 
     def _sort(self, key: bytes) -> None:
-        """Put a chunk among the leaves, among the others, or among none if it is pinned."""
+        """Update whether a chunk is among the leaves, among the others, or in neither since it is pinned."""
         node = self._nodes[key]
         self._leaves.put(key, not node.pinned and not node.children)
         self._others.put(key, not node.pinned and bool(node.children))

@@ -1,10 +1,10 @@
-"""Finding stored chunks anywhere in a prompt: the same tokens, whatever came before them. Pure functions, no tensors.
+"""Finds stored chunks anywhere in a prompt by their tokens, whatever came before them.
 
     row tokens   [ exact | computed | moved | moved | computed | moved | computed ]
                          start                                                stop
 
-Where the chunks of the prompt would be cut plays no part: the first `MIN_MOVED_TOKENS` tokens of every stored chunk
-are looked for at every offset, by a rolling hash, and what is found there is compared token by token.
+The search does not depend on how the prompt is cut: a rolling hash looks for the first `MIN_MOVED_TOKENS` tokens of
+every stored chunk at every offset, and candidates are compared token by token.
 """
 
 from bisect import bisect_left
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from kvboost_hf.cache.planning.chunks import Tokens, common_length
 
-# Fewer tokens of a chunk are never moved: what must be computed again after a seam would leave nothing of them.
+# Fewer tokens of a chunk are never moved: recomputing tokens after the seam would leave nothing of them.
 MIN_MOVED_TOKENS = 16
 
-# What follows a part of a chunk, or another chunk, may need repair: a longer cover must be longer by so many tokens.
+# Tokens that each part, or whole chunk, of a cover costs, since what follows it may need repair.
 _PART_COSTS = 8
 _WHOLE_COSTS = 1
 
@@ -31,7 +31,7 @@ _INVERSE = pow(_BASE, -1, 2**64)
 
 
 class MovedChunk(Protocol):
-    """What matching needs to know of a stored chunk."""
+    """A stored chunk, as far as matching needs it."""
 
     @property
     def prefix_key(self) -> bytes: ...
@@ -44,20 +44,20 @@ class MovedChunk(Protocol):
 
 
 class MovedIndex(Protocol):
-    """What matching needs to ask of a store. Nothing that another root stored may ever be found in it."""
+    """The chunks of one root, as far as matching needs them. Chunks of another root must never be found in it."""
 
     max_tokens: int  # no chunk is longer
 
     def known_heads(self, heads: Sequence[int]) -> list[int]:
-        """At which places `heads` has the `head_hash` of a stored chunk."""
+        """The indices in `heads` at which a stored chunk's `head_hash` stands."""
         ...
 
     def whole(self, tokens: Tokens) -> "MovedChunk | None":
-        """The longest chunk whose tokens are what `tokens` starts with; of its variants the one with least `start`."""
+        """The longest chunk that is a prefix of `tokens`; of equal ones the one with least `start`."""
         ...
 
     def leading(self, tokens: Tokens) -> "MovedChunk | None":
-        """A chunk that shares most leading tokens with `tokens`; likewise."""
+        """A chunk that shares most leading tokens with `tokens`; of equal ones the one with least `start`."""
         ...
 
     def following(self, parent: bytes, tokens: Tokens) -> "MovedChunk | None":
@@ -73,7 +73,7 @@ class MovedSegment:
     start: int
     stop: int
     shift: int  # new position minus old one
-    continues: bool  # was computed directly behind what serves the tokens before `start`: there is no seam
+    continues: bool  # computed directly behind the chunk that serves the tokens before `start`: no seam
 
 
 def head_hash(tokens: Tokens) -> int:
@@ -84,19 +84,19 @@ def head_hash(tokens: Tokens) -> int:
 def find_moved(
     tokens: Tokens, start: int, stop: int, index: MovedIndex, *, behind: bytes | None = None
 ) -> tuple[MovedSegment, ...]:
-    """Find what stored chunks can serve of row tokens [start, stop), wherever their tokens stood.
+    """Find chunks that can serve row tokens [start, stop), wherever their tokens stood.
 
-    Of all ways to serve the interval by whole chunks and by leading parts of chunks, the one that serves most tokens
-    is taken, with as few and as whole chunks as that allows. Of the chunks with the same tokens, the one that was
-    computed directly behind the chunk before serves, for it has seen the same history; else the one that had the
-    fewest tokens before it, most of which are foreign to this prompt.
+    Of all covers by whole chunks and by leading parts of chunks, the one that serves most tokens is chosen, with as
+    few and as whole chunks as possible. Of several chunks with the same tokens, the one computed directly behind the
+    chunk before is preferred, since it has seen the same history; else the one with the fewest tokens before it, most
+    of which are foreign to this prompt.
 
     Args:
         tokens: All tokens of the row.
         start: The first one to serve.
         stop: The end of those to serve.
         index: The store.
-        behind: Key of the chunk that ends at `start`, if one does whose K/V is where and what it was.
+        behind: Key of the chunk that ends at `start`, if there is one with its original K/V and position.
 
     Returns:
         Segments of `MIN_MOVED_TOKENS` or more, in order, that do not overlap.
@@ -155,7 +155,7 @@ def _agreed(chunk: MovedChunk | None, tokens: Tokens) -> int:
 
 
 def _leftmost(tokens: Tokens, places: list[int], stop: int, index: MovedIndex) -> list[int]:
-    """Of `places`, the first, and then always the next one that is not served from the one before."""
+    """The first of `places`, and then always the next one that the one before does not cover."""
     found: list[int] = []
     free = 0
     for at in places:
@@ -167,7 +167,7 @@ def _leftmost(tokens: Tokens, places: list[int], stop: int, index: MovedIndex) -
 
 
 def _best_cover(tokens: Tokens, places: list[int], stop: int, index: MovedIndex) -> list[tuple[int, int]]:
-    """The intervals that serve most, of those that whole chunks and longest leading parts can serve."""
+    """The intervals of whole chunks and longest leading parts that cover most tokens."""
     worth = [0] * (len(places) + 1)  # of what can be served from each place on
     ends: list[int] = [0] * len(places)
     for i in reversed(range(len(places))):
@@ -195,7 +195,7 @@ def _best_cover(tokens: Tokens, places: list[int], stop: int, index: MovedIndex)
 def _filled(
     tokens: Tokens, places: list[int], cover: list[tuple[int, int]], stop: int, index: MovedIndex
 ) -> list[tuple[int, int]]:
-    """`cover`, and what leading parts of chunks can serve between its intervals."""
+    """`cover`, and leading parts of chunks between its intervals."""
     filled: list[tuple[int, int]] = []
     free = places[0]
     for at, end in [*cover, (stop, stop)]:

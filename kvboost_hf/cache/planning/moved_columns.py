@@ -12,12 +12,12 @@ Columns = NDArray[np.bool_]  # [batch, columns]
 class MovedColumns:
     """The columns of a batch that moved chunks served, and those of them that were not computed again.
 
-    K/V of a token is that of a plain forward as long as that of every token before it is: from the first stale column
-    on, nothing of a row may be found by its history.
+    K/V of a token equals that of a plain forward only if that of every token before it does. So from the first stale
+    column on, the row is tainted: its K/V must not be found by prefix key.
 
     Args:
-        moved: Columns that moved chunks served, computed again or not. Later ones were computed.
-        stale: Those that were not computed again in every layer.
+        moved: [batch, columns], those that moved chunks served, computed again or not. Later ones were computed.
+        stale: [batch, columns], those that were not computed again in every layer.
     """
 
     moved: Columns
@@ -32,11 +32,11 @@ class MovedColumns:
         return int(self.stale[row].argmax())
 
     def tainted_columns(self, held: int) -> int:
-        """Over all rows, how many of the first `held` columns are not those of a plain forward."""
+        """How many of the first `held` columns are tainted, over all rows."""
         return sum(max(0, held - self.tainted_from(row)) for row in range(len(self.stale)) if self.is_tainted(row))
 
     def run_at(self, row: int, column: int) -> "tuple[bool, int | None]":
-        """Whether a column was served by a moved chunk, and where that changes next; None if it does not."""
+        """Whether a moved chunk served a column, and the column at which that changes next; None if it never does."""
         moved = self.moved[row, column:]
         if not len(moved):
             return False, None
@@ -50,7 +50,7 @@ class MovedColumns:
         return self.is_tainted(row) and bool(self.moved[row, column:].any())
 
     def crop(self, length: int) -> "MovedColumns | None":
-        """The same of the first `length` columns; None where nothing of it is left."""
+        """The first `length` columns; None if none of them is stale."""
         stale = self.stale[:, :length]
         return MovedColumns(self.moved[:, :length], stale) if stale.any() else None
 
@@ -60,7 +60,7 @@ class MovedColumns:
         return MovedColumns(self.moved[rows], stale) if stale.any() else None
 
     def extend(self, moved: Columns, stale: Columns) -> "MovedColumns":
-        """With more columns: `moved` and `stale` cover all columns, of which those from here on are new."""
+        """Add columns: `moved` and `stale` cover all columns, the known ones included."""
         known = self.moved.shape[1]
         moved, stale = moved.copy(), stale.copy()
         moved[:, :known] |= self.moved

@@ -1,4 +1,4 @@
-"""Stored text by what stands before each of its tokens: what `ChunkStore.continuation` asks."""
+"""An n-gram index of stored text, for `ChunkStore.continuation`."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.column_ids import text_ids
 from kvboost_hf.ngrams import MAX_NGRAM, longest_match
 
-_NO_TEXT = -1  # media, what was removed, and what parts entries
+_NO_TEXT = -1  # media, removed tokens, and the separator of entries
 _FEWEST_UNSORTED = 8_192  # tokens that are worth sorting; a look-up goes through those that are not sorted yet
 _MOST_COMPARED = 16_384  # sorted places with the same pair, the latest ones: some pairs are everywhere
 
@@ -17,8 +17,8 @@ class NgramIndex:
 
         entry   [ tokens before | tokens | -1 ] [ tokens before | tokens | -1 ] …
 
-    Its places are sorted by the two tokens before them, but for the latest ones, which are few. That takes 16 to 20
-    bytes a token, and as much again for tokens that were removed, until they are more than those that are there.
+    Its places are sorted by the two tokens before them, except for the latest, which are few. It takes 16 to 20 bytes
+    a token, and as much for each removed token until these outnumber the others.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class NgramIndex:
         return self._text.nbytes + self._pairs.nbytes + self._places.nbytes
 
     def add(self, key: bytes, parent: bytes, tokens: Tokens) -> None:
-        """Take in the text of a chunk, which continues that of the chunk `parent`, if that is here."""
+        """Add the text of a chunk, which continues that of the chunk `parent` if that is present."""
         _, before = self._spans.get(parent, (0, 0))
         known = self._text[before - 1 - MAX_NGRAM : before - 1] if before else np.full(MAX_NGRAM, _NO_TEXT)
         entry = np.concatenate([known, text_ids(tokens), [_NO_TEXT]])
@@ -58,7 +58,7 @@ class NgramIndex:
             self._close_gaps()
 
     def continuation(self, ids: Tokens, length: int, max_ngram: int, min_ngram: int) -> list[int]:
-        """See `ChunkStore.continuation`."""
+        """At most `length` tokens that followed the longest stored n-gram that ends `ids`, of at least `min_ngram`."""
         found: list[int] = []
         while len(found) < length:
             place, agreeing = self._find(np.array([*ids[-max_ngram:], *found][-max_ngram:], dtype=np.int64))
@@ -73,7 +73,7 @@ class NgramIndex:
         return found
 
     def _find(self, ids: Tokens) -> tuple[int, int]:
-        """The place that the longest end of `ids` stands before, and how long that is; 0 if it is not two tokens."""
+        """A place behind the longest stored n-gram that ends `ids`, and its length; 0 for less than two tokens."""
         if len(ids) < 2:
             return 0, 0
         pair = _pairs(ids, np.array([len(ids)]))
@@ -88,7 +88,7 @@ class NgramIndex:
         return int(places[counts[what] == counts.max()].max()), agreeing
 
     def _sort(self) -> None:
-        """Sort the latest places in, and leave out those that were removed."""
+        """Merge the latest places into the sorted ones, and drop removed ones."""
         text = self._text
         latest = np.arange(self._sorted_end + 2, self._end, dtype=np.int32)
         latest = latest[(text[latest] >= 0) & (text[latest - 1] >= 0) & (text[latest - 2] >= 0)]
@@ -102,7 +102,7 @@ class NgramIndex:
         self._sorted_end = self._end
 
     def _close_gaps(self) -> None:
-        """Move the entries together; all places are sorted."""
+        """Compact the entries; all places are sorted."""
         spans = np.array(list(self._spans.values()), dtype=np.int64).reshape(-1, 2)
         borders = np.zeros(self._end + 1, dtype=np.int8)
         borders[spans[:, 0]] += 1

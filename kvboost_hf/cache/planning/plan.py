@@ -1,15 +1,15 @@
-"""Planning reuse: which columns of a prompt can come from stored chunks. Pure functions, no tensors, no side effects.
+"""Plans which columns of a prompt come from stored chunks, by pure functions.
 
     row tokens   [ held | served from the store | computed ]
                  0     held                   hit          n
 
 The K/V of the first `held` tokens is in the live cache already. The walk starts at the last chunk border at or before
-`held` and follows the chain of prefix keys through the store, chunk by chunk; where no whole chunk matches, the stored
-chunk that agrees longest with the row serves its leading tokens (attention is causal: the K/V of a token never depends
-on what comes after it).
+`held` and follows the chain of prefix keys through the store, chunk by chunk. Where no whole chunk matches, the stored
+chunk that shares most leading tokens with the row serves these (attention is causal: the K/V of a token never depends
+on later tokens).
 
-Models with states (linear attention) can only go on from a token at which the states were saved: of what could be
-served, only what is before such a token is.
+Models with states (linear attention) can only continue from a token at which the states were saved: a hit ends at
+such a token.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ HEAD_TOKENS = 8
 
 
 class Chunk(Protocol):
-    """What planning needs to know of a stored chunk."""
+    """A stored chunk, as far as planning needs it."""
 
     @property
     def prefix_key(self) -> bytes: ...
@@ -32,14 +32,14 @@ class Chunk(Protocol):
 
 
 class SavedState(Protocol):
-    """What planning needs to know of stored states."""
+    """Stored states, as far as planning needs them."""
 
     @property
     def tokens(self) -> Tokens: ...  # from the chunk border before them to where they were saved
 
 
 class ChunkIndex(Protocol):
-    """What planning needs to ask of a store."""
+    """The lookups of a store that planning needs."""
 
     def find(self, key: bytes, tokens: Tokens) -> "Chunk | None":
         """The chunk under prefix key `key`, if its tokens are `tokens`."""
@@ -74,7 +74,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why the walk through the store ended: what explain() works from."""
+    """Where the walk through the store ended, for `ReuseReport.explain`."""
 
     at: int  # the first row token that was not served
     border: Border  # the chunk border before it
@@ -84,7 +84,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """What the store can serve of one row."""
+    """The part of a row that the store can serve."""
 
     hit: int  # K/V of row tokens [0, hit) need no computing
     segments: tuple[Segment, ...]
@@ -93,7 +93,7 @@ class RowPlan:
     states: Mapping[int, SavedState] | None = None  # by row token, up to `hit`; None for a model without states
 
     def reach(self, stop: int) -> int:
-        """The last row token, at most `stop`, that the row can go on from; 0 if there is none."""
+        """The last row token, at most `stop`, from which the row can be continued; 0 if there is none."""
         if self.states is None:
             return min(self.hit, stop) if self.segments else 0
         return max((at for at in self.states if at <= stop), default=0)
@@ -115,10 +115,10 @@ def plan_row(
         tokens: All tokens of the row, held and new.
         held: How many of them the live cache holds.
         border: The last chunk border at or before `held`.
-        limit: At most this many row tokens may be served; the rest must be computed, for its logits are wanted.
+        limit: At most this many row tokens may be served; the logits of the rest are wanted.
         chunker: Where chunks end.
         index: The store.
-        stateful: The model can only go on from saved states.
+        stateful: The model can only continue from saved states.
 
     Returns:
         The plan. `hit >= held`, and `hit <= max(held, limit)`.
@@ -130,11 +130,11 @@ def plan_row(
 
 
 def trim_row(plan: RowPlan, saving: Callable[[Segment], float]) -> RowPlan:
-    """Give up the end of what the store can serve of a row, where that saves nothing.
+    """Drop segments at the end of a row's plan that save nothing.
 
     Args:
         plan: Of the row.
-        saving: What serving a segment saves, compared to computing it; negative where it costs more.
+        saving: The time that serving a segment saves compared to computing it; negative where it costs more.
 
     Returns:
         The plan up to the segment with the largest saving in all.
@@ -213,7 +213,7 @@ def _nearest(tokens: Tokens, border: Border, index: ChunkIndex) -> tuple[Chunk |
 
 @dataclass(frozen=True, slots=True)
 class ReusePlan:
-    """What a forward pass over a batch will take from the store, in columns (padding included)."""
+    """The columns (padding included) that a forward over a batch takes from the store."""
 
     held: int  # columns [0, held) are in the live cache
     filled: int  # columns [held, filled) are taken from the store, or computed for some rows ahead of the others
@@ -221,7 +221,7 @@ class ReusePlan:
     pads: tuple[int, ...]  # columns of left padding of each row
 
     def starts(self, row: int) -> int:
-        """The column that a row can be taken up to, if it is to go on from there to `filled`."""
+        """The column up to which a row can be served, if it is then computed up to `filled`."""
         return max(self.held, self.rows[row].reach(self.filled - self.pads[row]) + self.pads[row])
 
     @property
@@ -234,9 +234,9 @@ class ReusePlan:
 
     @property
     def cold_groups(self) -> dict[int, list[int]]:
-        """Rows that can be served up to a column before `filled`, by that column: they are prefilled first."""
+        """Rows that can be served only up to a column before `filled`, by that column: they are prefilled first."""
         behind = [row for row in range(len(self.rows)) if self.starts(row) < self.filled]
-        # Rows of which nothing can be had go together, from where the first of them begins.
+        # Rows of which nothing is stored form one group, from where the first of them begins.
         unseen = [row for row in behind if self.starts(row) <= max(self.held, self.pads[row])]
         groups: dict[int, list[int]] = {}
         for row in behind:
@@ -244,24 +244,24 @@ class ReusePlan:
                 groups.setdefault(self.starts(row), []).append(row)
         if unseen:
             start = max(self.held, min(self.pads[row] for row in unseen))
-            while start in groups:  # those have something to go on from: one more column of padding keeps them apart
+            while start in groups:  # rows there have stored K/V: one more column of padding keeps the groups apart
                 start -= 1
             groups[start] = unseen
         return groups
 
     @property
     def branch(self) -> int | None:
-        """The column at which stored K/V ends, if it goes further than the states: others went on from there, too."""
+        """The column at which stored K/V ends, if behind the last saved states: prompts have branched there."""
         reach = max(plan.hit + pad for plan, pad in zip(self.rows, self.pads, strict=True))
         return reach if reach > self.filled and any(plan.segments for plan in self.rows) else None
 
 
 def plan_batch(rows: Sequence[RowPlan], pads: Sequence[int], held: int, limit: int, min_saving: int) -> ReusePlan:
-    """Reduce plans of rows to one cut for the batch.
+    """Combine the plans of rows into one for the batch.
 
-    A forward pass computes the same columns of every row. Up to the shortest hit all rows are served. Going further
-    serves more of the warm rows, but needs a forward of its own for each group of rows that lack those columns; the
-    cut is chosen so that the fewest tokens are computed, each extra forward counting as `min_saving` tokens.
+    A forward computes the same columns of every row. Up to the shortest hit all rows are served. A later cut serves
+    more of the warm rows, but needs an extra forward for each group of rows that lack those columns. The cut with the
+    fewest computed tokens is chosen, where each extra forward counts as `min_saving` tokens.
 
     Args:
         rows: The plan of each row.

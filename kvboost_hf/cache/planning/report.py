@@ -1,4 +1,4 @@
-"""What was reused for a prompt, what was not, and why."""
+"""Reports how much of a prompt was reused, where reuse ended, and why."""
 
 import math
 import re
@@ -28,7 +28,7 @@ class MissReport:
     at: int  # in row tokens
     before: Tokens  # a few prompt tokens up to there; images, sound and video are -1, here and below
     found: Tokens  # a few prompt tokens from there on
-    expected: Tokens | None  # what the nearest stored chunk has there, or None
+    expected: Tokens | None  # the tokens of the nearest stored chunk there, or None
     cause: str  # "cold" | "evicted" | "fingerprint" | "diverged"
 
 
@@ -50,10 +50,10 @@ class ReuseReport:
         moved_reason: With mode `"blend"`, why nothing of the prompt could be moved, or None.
         misses: For each row, where reuse ended and why; empty where all was reused.
         audit_tokens: Tokens that were computed again, whole, to check the answer (`ReusePolicy.audit_rate`).
-        audit_divergence: What the check found: the largest difference of a logit in standard deviations of the
-            logits, or None if there was none.
-        row_tokens: `reused_tokens` of each row; empty where nothing was looked for.
-        dropped_reason: Why what the cache itself held was not used, nor stored, or None.
+        audit_divergence: The largest difference of a logit that the check found, in standard deviations of the
+            logits, or None without a check.
+        row_tokens: `reused_tokens` of each row; empty if the store was not searched.
+        dropped_reason: Why K/V that the cache itself held was neither used nor stored, or None.
         unstored_reason: Why some of its K/V was left out of the store, or None.
     """
 
@@ -96,10 +96,10 @@ class ReuseReport:
         return f"{text}; bypassed: {self.bypass_reason}" if self.bypass_reason else text
 
     def explain(self, tokenizer: Detokenizer | None = None) -> str:
-        """Say in words where reuse ended and why.
+        """Explain in words where reuse ended and why.
 
         Args:
-            tokenizer: Shows text in place of token ids, and tells retokenized text and timestamps from other changes.
+            tokenizer: To show text in place of token ids, and to recognize retokenized text and timestamps.
 
         Example:
             >>> ReuseReport(prompt_tokens=40, exact_tokens=39, forwarded_tokens=1).explain()

@@ -1,1 +1,1 @@
-"""Reading a call: the forward hook, its arguments, positions, media, and the ids behind a cache."""
+"""Reads the calls of a model: the forward hook, its arguments, positions, media, and the token ids in a cache."""

@@ -1,10 +1,10 @@
-"""Telling, from inside, which generate() call a cache is being used by.
+"""Finds the generate() call that a cache is used by, and reads its local variables.
 
-transformers tells a cache nothing of the call that it is part of. Two questions matter, and only the caller's local
-variables answer them: are the ids that were passed the whole prompt or, as is also allowed, only those that follow
-what the cache holds; and does a forward belong to the call that armed the cache, or did that call fail before its
-first forward? Both look at the names of variables in `GenerationMixin.generate` (the same in 5.17 and 5.23); where
-they are not found, ids are taken for a whole prompt.
+transformers tells a cache nothing of the call that uses it. Two questions can be answered only from the caller's local
+variables. Are the ids the whole prompt, or only those that follow the cache, which is also allowed? And does a forward
+belong to the call that armed the cache, or did that call fail before its first forward? Both depend on the names of
+variables in `GenerationMixin.generate` (the same in 5.17 and 5.23); where these are missing, ids count as a whole
+prompt.
 """
 
 import sys
@@ -40,12 +40,12 @@ class GenerateCall:
         self._arguments = _arguments(variables)
         self._prepared: dict[str, Any] = variables.get("model_kwargs", {})
         self.mask: torch.Tensor | None = self._prepared.get("attention_mask")
-        # A mask of ones is dropped, and its length noted.
+        # A mask of ones is dropped, and its length kept.
         noted = getattr(variables.get("generation_config"), "_mask_length", None)
         self.mask_columns: int | None = self.mask.shape[1] if self.mask is not None else noted
 
     def start_over(self, model: PreTrainedModel) -> None:
-        """Have the positions that generate() prepared for what the cache holds replaced by those of a whole prompt."""
+        """Replace the positions that generate() prepared for a filled cache with those of a whole prompt."""
         if self._prepared and isinstance(self._ids, torch.Tensor):
             positions = positions_from_start(model, self._ids, self._arguments, self._prepared)
             if positions is not None:
@@ -58,7 +58,7 @@ class GenerateCall:
         return self.mask_columns == held + self.num_ids
 
     def contains(self, frame: FrameType) -> bool:
-        """Whether `frame` is inside this call; taken for granted where the call could not be told."""
+        """Whether `frame` is inside this call; True where the call was not found."""
         if self._config is None:
             return True
         config = self._config()
@@ -78,7 +78,7 @@ def running_config() -> Any:
 
 
 def encoded_from(encoded: Any) -> dict[str, Any] | None:
-    """What the generate() call under way was called with, if `encoded` is what it has made of its images."""
+    """The arguments of the generate() call under way, if `encoded` are the features it has made of its images."""
     found = generate_frame(sys._getframe(1))
     if found is None or encoded is None:
         return None
@@ -106,7 +106,7 @@ def in_prefill() -> bool:
 
 
 def _arguments(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """What generate() was called with."""
+    """The arguments of generate()."""
     arguments = dict(variables.get("kwargs", {}))
     if variables.get("inputs") is not None:
         arguments["input_ids"] = variables["inputs"]

@@ -1,4 +1,4 @@
-"""The forward hooks that give a cache what transformers does not: the token ids, before and after each forward."""
+"""Forward hooks that pass the arguments and the output of each forward to the cache."""
 
 import inspect
 from typing import Any, Protocol, TypeGuard
@@ -30,18 +30,18 @@ class HookedCache(Protocol):
 
 
 class Attachment(Protocol):
-    """Where an attached model's calls get their caches from."""
+    """Gives caches to the calls of an attached model."""
 
     def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> HookedCache | None:
-        """A cache for a forward that came with `theirs`, which is none of ours, or None."""
+        """The cache to use in place of `theirs`, a caller's own cache or None; None to leave the call alone."""
         ...
 
 
 class ForwardHook:
-    """One per model. Holds no reference to it, so that it can be pickled and deep-copied with it."""
+    """The hooks of one model. It holds no reference to the model, so that it can be pickled and copied with it."""
 
     leaves_kv_alone = True  # read by the fingerprint: other hooks may change what a model computes
-    changes_arguments = True  # so that nobody can tell whether others' hooks on the same module do
+    changes_arguments = True  # others' hooks on the same module cannot be watched, therefore
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Changed:
         """torch forward pre-hook."""

@@ -1,4 +1,4 @@
-"""Reading the arguments of a forward: what is to be computed, and whether K/V of it can be told by its tokens."""
+"""Reads the arguments of a forward: its tokens, and whether its K/V depends on these alone."""
 
 import inspect
 from collections.abc import Callable
@@ -21,10 +21,10 @@ _KNOWN = frozenset(
     "input_ids attention_mask position_ids past_key_values cache_params use_cache logits_to_keep return_dict labels "
     "output_attentions output_hidden_states output_router_logits cache_position".split()
 )
-# Those that generate() has for itself and passes on to forwards all the same. A test compares them with each release.
+# Arguments of generate() that it also passes to forwards. A test compares them with each release.
 OF_GENERATE = frozenset("assistant_model assistant_tokenizer streamer synced_gpus tokenizer".split())
 _HARMLESS = _KNOWN | OF_GENERATE
-# Those that models with inputs other than text have besides: they are part of what K/V is told by.
+# Arguments of multimodal models: they are part of the column ids.
 _OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
 
 
@@ -35,13 +35,13 @@ class ForwardInputs:
     input_ids: torch.Tensor  # [batch, m]
     attention_mask: torch.Tensor | None  # [batch, columns]
     position_ids: torch.Tensor | None  # [batch or 1, m], or [planes, batch, m]
-    logits: int  # how many of the last m tokens are needed for their logits, or for anything else
+    logits: int  # how many of the last m tokens must be computed, for their logits or anything else
     verifies: bool  # several logits were asked for: candidates are being checked, crop() will follow
-    computes_all: str | None  # why nothing of the prompt may be left out, or None
+    computes_all: str | None  # why all tokens of the prompt must be computed, or None
 
 
 def read_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardInputs | str:
-    """The arguments, or the reason why the K/V of this forward cannot be told by its tokens."""
+    """The arguments, or the reason why the K/V of this forward may depend on more than its tokens."""
     ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
     if model.training:
         return "the model is in training mode"
@@ -77,7 +77,7 @@ def _says_nothing(value: Any) -> bool:
 
 
 def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the positions that the model would work out inside its forward, from whole ids."""
+    """The arguments, with the positions that the model's forward would compute from the whole ids."""
     ids = kwargs.get("input_ids")
     if kwargs.get("position_ids") is not None or not isinstance(ids, torch.Tensor) or not keeps_positions(model):
         return kwargs
@@ -141,7 +141,7 @@ def read_pads(mask: torch.Tensor | None, batch: int, columns: int) -> NDArray[np
 def positions_count_up(position_ids: torch.Tensor | None, pads: NDArray[np.int64], start: int) -> bool:
     """Whether every real token from column `start` on has its column, less the padding, as its position."""
     if position_ids is None or position_ids.ndim > 2:
-        return True  # those of several dimensions are part of what columns are known by
+        return True  # column ids contain those of several dimensions
     found = position_ids.cpu().numpy()
     expected = np.arange(start, start + found.shape[1])[None, :] - pads[:, None]
     return bool(((found == expected) | (expected < 0)).all())

@@ -38,7 +38,7 @@ _digest = partial(digest, size=32)
 
 ENCODED = "mm_encoder_outputs"
 
-# Tensors that a model puts into a prompt, by what they show. Where these are, so are those that tell how to read them.
+# Tensors that a model inserts into a prompt, and their modality. Those of `_LAYOUT` tell how to read them.
 _PAYLOAD = {
     "pixel_values": "image",
     "pixel_values_images": "image",
@@ -56,17 +56,17 @@ _LAYOUT = frozenset(
 )
 MEDIA_ARGUMENTS = _LAYOUT | frozenset(_PAYLOAD)
 
-# One number for each id, that tells text from media. The first two are read by position, and are left whole.
+# One number for each id: 0 for text, others for media. The first two are read by position, and not narrowed.
 TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _NARROWED_TYPES = ("moe_mm_token_type_ids",)
 
-_KINDS = ("image", "video", "audio")
+_MODALITIES = ("image", "video", "audio")
 _GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 _MERGES = ("get_placeholder_mask", "inputs_merger", "_merge_input_ids_with_audio_features")
 
 
 class _TakesMedia(KeptOnModel):
-    """Whether a model does, found once: it is asked at every decoding step."""
+    """The answer of `takes_media`, which is asked at every decoding step."""
 
     def __init__(self) -> None:
         self.answer: bool | None = None
@@ -81,7 +81,7 @@ def takes_media(model: PreTrainedModel) -> bool:
 
 
 def payload(arguments: Arguments) -> Arguments:
-    """The arguments that show something."""
+    """The arguments that contain media."""
     return {name: arguments[name] for name in _PAYLOAD if _given(arguments.get(name))}
 
 
@@ -94,11 +94,11 @@ class Prompt:
     """The column ids of a prompt, and which columns are media."""
 
     column_ids: Tokens  # [batch, m]
-    media: NDArray[np.bool_]  # [batch, m], columns that hold an image, or are said to
-    divisible: bool = True  # a part of the media can be left out, and not all of it only
+    media: NDArray[np.bool_]  # [batch, m], columns of media, by placeholder or type
+    divisible: bool = True  # some of the media can be left out of a forward, not only all
 
     def cut(self, column: int) -> int:
-        """The last column up to `column` before which everything may be left out of the forward."""
+        """The last column, at most `column`, before which all columns may be left out of the forward."""
         shown = self.media.any(axis=0)
         at = np.flatnonzero(shown)
         if not len(at) or column <= at[0] or column > at[-1]:
@@ -111,7 +111,7 @@ class Prompt:
 
 
 def has_types_of_media(kwargs: Arguments, columns: int) -> bool:
-    """Whether one of the last `columns` ids is said to be something else than text."""
+    """Whether one of the last `columns` ids has a type other than text."""
     return any(bool(kwargs[name][..., -columns:].any()) for name in TYPES if kwargs.get(name) is not None)
 
 
@@ -131,10 +131,10 @@ def read_prompt(
         position_ids: [planes, batch, m], or None.
         pads: Columns of left padding of each row.
         kwargs: The arguments of the forward.
-        source: What its images were made from: the same, or those that generate() was called with.
+        source: The arguments with the original images: the same, or those of generate().
 
     Returns:
-        The prompt, or the reason why K/V cannot be told.
+        The prompt, or the reason why its K/V cannot be identified.
     """
     types = _read_types(kwargs, ids)
     if isinstance(types, str):
@@ -144,7 +144,7 @@ def read_prompt(
     if types is None and position_ids is None and not shown:  # text, and nothing shifted
         return Prompt(ids.copy(), media)
     columns = np.arange(ids.shape[1])
-    owners: dict[bytes, NDArray[np.bool_]] = {}
+    hashes: dict[bytes, NDArray[np.bool_]] = {}
     if shown:
         placeholders = _placeholders(model, ids)
         if placeholders is None:
@@ -154,7 +154,7 @@ def read_prompt(
         if not _neighbours(placeholders):
             return "one placeholder may stand for all of an image"
         media |= placeholders
-        owners = _owners(model, ids, kwargs, source)
+        hashes = _media_hashes(model, ids, kwargs, source)
     media &= columns[None, :] >= pads[:, None]
     if types is not None and bool(((types[:, :, -1] != 0).any(axis=0)).any()):
         return "the prompt ends within an image"
@@ -168,18 +168,21 @@ def read_prompt(
     column_ids = shifted_ids(ids, np.where(media, 0, shift))
     for row, start, stop in _runs(media):
         inside = np.s_[..., row, start:stop]
-        told = sorted(
-            owner + at[row, start:stop].tobytes() for owner, at in owners.items() if at[row, start:stop].any()
-        )
-        parts = [ids[inside].tobytes(), shifts[-3:][inside].tobytes(), *told]
+        parts = [ids[inside].tobytes(), shifts[-3:][inside].tobytes(), *_hashes_in(hashes, row, start, stop)]
         if types is not None:
             parts.append(types[inside].tobytes())
         column_ids[row, start:stop] = media_ids(_digest(*parts), stop - start)
     return Prompt(column_ids, media, _divisible(model, shown, ids))
 
 
+def _hashes_in(hashes: dict[bytes, NDArray[np.bool_]], row: int, start: int, stop: int) -> list[bytes]:
+    """The hashes that affect columns [start, stop) of a row, each with these columns."""
+    found = ((key, at[row, start:stop]) for key, at in hashes.items())
+    return sorted(key + at.tobytes() for key, at in found if at.any())
+
+
 def narrow_media(model: PreTrainedModel, kwargs: Arguments, prompt: Prompt, served: int) -> Arguments:
-    """The arguments without the media of the first `served` columns; `served` is a cut of the prompt."""
+    """The arguments without the media of the first `served` columns; `served` comes from `Prompt.cut`."""
     narrowed = dict(kwargs)
     for name in _NARROWED_TYPES:
         if kwargs.get(name) is not None:
@@ -190,19 +193,19 @@ def narrow_media(model: PreTrainedModel, kwargs: Arguments, prompt: Prompt, serv
     elif prompt.media[:, :served].any() and payload(kwargs):
         ids = kwargs["input_ids"]
         narrowed[ENCODED] = {
-            kind: _rest(output, ids == getattr(model.config, f"{kind}_token_id"), served)
-            for kind, output in kwargs[ENCODED].items()
+            modality: _rest(output, ids == getattr(model.config, f"{modality}_token_id"), served)
+            for modality, output in kwargs[ENCODED].items()
             if output is not None
         }
-        narrowed[ENCODED] = {kind: output for kind, output in narrowed[ENCODED].items() if output is not None}
+        narrowed[ENCODED] = {modality: output for modality, output in narrowed[ENCODED].items() if output is not None}
     return narrowed
 
 
 def _mixes_up_beams(model: PreTrainedModel, ids: Tokens, kwargs: Arguments, source: Arguments) -> bool:
-    """Whether K/V may be of other images than those of the prompt, as with GLM-4V in transformers 5.23.
+    """Whether K/V may belong to other images than the prompt's, as with GLM-4V in transformers 5.23.
 
-    Its own way of repeating encoded images for beams repeats each image where all images of a prompt are to be
-    repeated. Such K/V must not be found by prompts whose images are in order.
+    For beams, it repeats each encoded image in place of all images of a prompt. Such K/V must not be found by prompts
+    whose images are in order.
     """
     expand = getattr(type(model), "_expand_multimodal_outputs", None)
     own = expand is not getattr(GenerationMixin, "_expand_multimodal_outputs", None)
@@ -210,18 +213,18 @@ def _mixes_up_beams(model: PreTrainedModel, ids: Tokens, kwargs: Arguments, sour
 
 
 def _divisible(model: PreTrainedModel, shown: Arguments, ids: Tokens) -> bool:
-    """Whether a part of the media can be left out, as generate() itself does with `prefill_chunk_size`."""
+    """Whether some of the media can be left out, as generate() itself does with `prefill_chunk_size`."""
     if not shown:
         return True
     if set(shown) != {ENCODED} or _slice_mm_encoder_output is None:
         return False
-    for kind, output in shown[ENCODED].items():
+    for modality, output in shown[ENCODED].items():
         layers = getattr(output, "deepstack_features", None)
         features = getattr(output, "pooler_output", None)
-        if not hasattr(model.config, f"{kind}_token_id") or features is None:
+        if not hasattr(model.config, f"{modality}_token_id") or features is None:
             return False
         # GLM-4V puts the frames of videos in the place of ids of images.
-        placeholders = int((ids == getattr(model.config, f"{kind}_token_id")).sum())
+        placeholders = int((ids == getattr(model.config, f"{modality}_token_id")).sum())
         if placeholders != sum(part.numel() // part.shape[-1] for part in features):
             return False
         if layers is not None and not isinstance(layers[0][0], torch.Tensor):
@@ -237,7 +240,7 @@ def _rest(output: Any, placeholders: torch.Tensor, served: int) -> Any:
 
 
 def _read_types(kwargs: Arguments, ids: Tokens) -> NDArray[np.int64] | str | None:
-    """Types [kinds, batch, m], or None where there are none."""
+    """Types [arguments, batch, m], or None where there are none."""
     found = []
     for name in TYPES:
         types = kwargs.get(name)
@@ -254,17 +257,17 @@ def _read_types(kwargs: Arguments, ids: Tokens) -> NDArray[np.int64] | str | Non
 
 
 def _placeholders(model: PreTrainedModel, ids: Tokens) -> NDArray[np.bool_] | None:
-    """Where images, sound and video are put, if the model puts them in the place of certain ids and nowhere else."""
+    """The placeholders of media [batch, m], if the model inserts media at certain ids and nowhere else."""
     if not any(hasattr(model.base_model, name) or hasattr(model, name) for name in _MERGES):
         return None
     found = np.zeros(ids.shape, dtype=bool)
-    for kind in _KINDS:
-        found |= _is_placeholder(model, ids, kind)
+    for modality in _MODALITIES:
+        found |= _is_placeholder(model, ids, modality)
     return found if found.any() else None
 
 
-def _is_placeholder(model: PreTrainedModel, ids: Tokens, kind: str) -> NDArray[np.bool_]:
-    for name in (f"{kind}_token_id", f"{kind}_token_index"):
+def _is_placeholder(model: PreTrainedModel, ids: Tokens, modality: str) -> NDArray[np.bool_]:
+    for name in (f"{modality}_token_id", f"{modality}_token_index"):
         token = getattr(model.config, name, None)
         if isinstance(token, int):
             found: NDArray[np.bool_] = ids == token
@@ -284,66 +287,65 @@ def _runs(media: NDArray[np.bool_]) -> list[tuple[int, int, int]]:
     return [(int(r), int(a), int(b)) for r, a, b in zip(rows, starts, stops, strict=True)]
 
 
-# What is shown where
-
-
-def _owners(
+def _media_hashes(
     model: PreTrainedModel, ids: Tokens, kwargs: Arguments, source: Arguments
 ) -> dict[bytes, NDArray[np.bool_]]:
-    """Hashes of what is shown, and the columns [batch, m] that each of them may have an effect on."""
+    """Hashes of media, and the columns [batch, m] whose K/V each of them may affect."""
     own = {name: value for name, value in kwargs.items() if name != ENCODED or not payload(source)}
     given = {name: value for name, value in {**own, **source}.items() if name in MEDIA_ARGUMENTS and _given(value)}
     repeats = len(ids) // len(source["input_ids"]) if "input_ids" in source else 1  # for beams
     before = _placeholders_before(model, ids, repeats)
-    owners: dict[bytes, NDArray[np.bool_]] = {}
+    hashes: dict[bytes, NDArray[np.bool_]] = {}
 
     def add(key: bytes, rows: slice, columns: slice) -> None:
-        owners.setdefault(key, np.zeros(ids.shape, dtype=bool))[rows, columns] = True
+        hashes.setdefault(key, np.zeros(ids.shape, dtype=bool))[rows, columns] = True
 
     def add_everywhere(key: bytes) -> None:
-        for row in range(len(ids)):  # rows may be alike but for what is shown: it matters which part is theirs
+        for row in range(len(ids)):  # rows with equal ids may have different media
             add(_digest(key, before[row].tobytes()), slice(row, row + 1), slice(None))
 
-    for kind in sorted({_PAYLOAD[name] for name in given if name in _PAYLOAD}):
-        parts = {name: value for name, value in given.items() if _kind(name) == kind}
-        runs = _runs(_is_placeholder(model, ids[::repeats], kind)) if kind else []
-        items = _split_items(parts, kind, [stop - start for _, start, stop in runs])
+    for modality in sorted({_PAYLOAD[name] for name in given if name in _PAYLOAD}):
+        parts = {name: value for name, value in given.items() if _modality(name) == modality}
+        runs = _runs(_is_placeholder(model, ids[::repeats], modality)) if modality else []
+        items = _split_items(parts, modality, [stop - start for _, start, stop in runs])
         if not items:
-            add_everywhere(_digest(kind.encode(), _hash(parts)))
+            add_everywhere(_digest(modality.encode(), _hash(parts)))
         for item, (row, start, stop) in zip(items, runs, strict=bool(items)):
-            add(_digest(kind.encode(), item), slice(row * repeats, (row + 1) * repeats), slice(start, stop))
-    rest = {name: value for name, value in given.items() if _kind(name) is None}
+            add(_digest(modality.encode(), item), slice(row * repeats, (row + 1) * repeats), slice(start, stop))
+    rest = {name: value for name, value in given.items() if _modality(name) is None}
     if rest:
         add_everywhere(_digest(b"common", _hash(rest)))
-    return owners
+    return hashes
 
 
 def _placeholders_before(model: PreTrainedModel, ids: Tokens, repeats: int) -> NDArray[np.int64]:
-    """How many placeholders of each kind come before each row, [batch, kinds]; features are put in in that order."""
-    counts = np.stack([_is_placeholder(model, ids[::repeats], kind).sum(axis=1) for kind in _KINDS], axis=1)
+    """How many placeholders of each modality come before each row, [batch, modalities]."""
+    counts = np.stack(
+        [_is_placeholder(model, ids[::repeats], modality).sum(axis=1) for modality in _MODALITIES], axis=1
+    )
     before: NDArray[np.int64] = (counts.cumsum(axis=0) - counts).repeat(repeats, axis=0)
     return before
 
 
-def _kind(name: str) -> str | None:
-    """What an argument belongs to, if to one kind of media only."""
+def _modality(name: str) -> str | None:
+    """The modality that an argument belongs to; None for several."""
     if name in _PAYLOAD:
         return _PAYLOAD[name]
     return {"image_grid_thw": "image", "image_sizes": "image", "video_grid_thw": "video"}.get(name)
 
 
-def _split_items(parts: Arguments, kind: str, lengths: list[int]) -> list[bytes]:
-    """A hash for each run of placeholders, of the one image that it shows; nothing where that cannot be told.
+def _split_items(parts: Arguments, modality: str, lengths: list[int]) -> list[bytes]:
+    """A hash of the one image of each run of placeholders; empty where images and runs cannot be matched.
 
     Args:
-        parts: All arguments about this kind of media.
-        kind: What it is.
+        parts: All arguments of this modality.
+        modality: Its name.
         lengths: Of the runs.
     """
     values = list(parts.values())
     if not lengths or not all(isinstance(value, torch.Tensor) and value.ndim for value in values):
         return []
-    grid = parts.get(_GRIDS.get(kind, ""))
+    grid = parts.get(_GRIDS.get(modality, ""))
     if grid is not None:  # patches of all images, one after the other
         patches = grid.prod(-1).tolist()
         if len(patches) != len(lengths):
@@ -379,4 +381,4 @@ def _hash(value: Any) -> bytes:
         return _digest(b"list", *(_hash(item) for item in value))
     if value is None or isinstance(value, bool | int | float | str):
         return _digest(b"value", repr(value).encode())
-    return token_bytes(32)  # nobody knows what is in it: it never matches
+    return token_bytes(32)  # of an unknown type: it never matches

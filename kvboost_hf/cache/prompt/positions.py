@@ -1,8 +1,8 @@
-"""Positions of the columns of a prompt, in one dimension or, as multimodal models have them, in three.
+"""Positions of the columns of a prompt, in one dimension, or in three for multimodal models.
 
-Such models get `position_ids` [3 or 4, batch, m]: time, height and width, with the place in the row before them where
-there are four. Outside an image all three are equal, and count on from where the image left off: by a *shift* from the
-place in the row that is the same until the next image.
+Multimodal models take `position_ids` [3 or 4, batch, m]: time, height and width, preceded by the place in the row if
+there are four planes. Outside an image all three are equal and count up from the end of the image before: they differ
+from the place in the row by a *shift* that is constant until the next image.
 """
 
 import inspect
@@ -19,11 +19,11 @@ _PLACE_AND_THREE = 4
 def position_shifts(
     position_ids: NDArray[np.int64], columns: NDArray[np.int64], pads: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """How far positions are from the place of their column in its row.
+    """The difference between each position and the place of its column in its row.
 
     Args:
         position_ids: [planes, batch, m].
-        columns: The m columns that they are for.
+        columns: The m columns of the positions.
         pads: Columns of left padding of each row.
 
     Returns:
@@ -47,7 +47,7 @@ def text_positions(position_ids: torch.Tensor, places: torch.Tensor) -> tuple[to
 
     Args:
         position_ids: [batch or 1, m] or [planes, batch or 1, m].
-        places: What the places are where `position_ids` do not tell.
+        places: The places where `position_ids` do not contain them.
     """
     if position_ids.ndim == 2:
         return position_ids, position_ids
@@ -64,10 +64,10 @@ def take_positions(position_ids: torch.Tensor, rows: torch.Tensor, batch: int, c
 
 
 def computed_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The positions that the model would work out from whole ids and images, had it been given none.
+    """The positions that the model would compute from the whole ids and images if it was given none, or None.
 
-    It does so inside its forward, and would get other ones once the ids are cut. As in its forward, it also notes how
-    to go on from there.
+    Its forward does that, and would compute others from cut ids. As in its forward, the model also keeps the shift for
+    later steps.
     """
     compute = getattr(model.base_model, "compute_3d_position_ids", None)
     ids = kwargs["input_ids"]
@@ -91,7 +91,7 @@ def keeps_positions(model: PreTrainedModel) -> bool:
 
 
 def counts_from_padding_id(model: PreTrainedModel) -> bool:
-    """Whether a model that is given no positions counts them from behind its padding id, and not from 0."""
+    """Whether a model that is given no positions counts them from its padding id + 1, not from 0."""
     return hasattr(getattr(model.base_model, "embeddings", None), "create_position_ids_from_input_ids")
 
 
@@ -100,17 +100,17 @@ def positions_from_start(
 ) -> torch.Tensor | None:
     """The positions that generate() prepares for a whole prompt on an empty cache.
 
-    It prepares them before it tells a cache that it is to be used, and a model that keeps shifts on itself takes a
-    cache that holds something for the beginning of this prompt.
+    generate() prepares positions before the cache knows of the call, and a model that keeps shifts on itself takes the
+    contents of the cache for the beginning of this prompt.
 
     Args:
         model: The model that generates.
         ids: The whole prompt, repeated for beams.
         arguments: What generate() was called with.
-        prepared: What it has made of it so far.
+        prepared: The arguments it has prepared so far.
 
     Returns:
-        The right ones; None where those prepared are right already.
+        The correct positions; None if those prepared are correct.
     """
     prepare = getattr(type(model), "_prepare_position_ids_for_generation", None)
     prepared_ids = prepared.get("position_ids")

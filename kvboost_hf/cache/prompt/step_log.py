@@ -1,4 +1,4 @@
-"""The token ids of forwards that ran as a graph, where no hook can note them: the graph notes them itself."""
+"""Records the token ids of compiled decoding steps, in which no hook runs, by operations of the graph itself."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,7 @@ from kvboost_hf.cache.prompt.positions import text_positions
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.handles import read_reach
 
-# By the name that masks have for a kind of layers, the columns that a token can attend to in them, itself included; 0
-# for all. Those without a window come first.
+# By layer type, the columns that a token can attend to, itself included; 0 for all. Types without a window come first.
 Windows = Mapping[str, int]
 
 _NOTES = 5  # token id, place in the row, position, first visible column, visible columns
@@ -23,7 +22,7 @@ class StepLog:
 
     Args:
         columns: As many as the cache can hold.
-        windows: The kinds of layers.
+        windows: The layer types of the model.
     """
 
     def __init__(self, columns: int, windows: Windows) -> None:
@@ -32,7 +31,7 @@ class StepLog:
         self._notes: torch.Tensor | None = None  # [4, batch, columns]
 
     def reset(self, batch: int, device: torch.device) -> None:
-        """Forget everything; what follows has `batch` rows."""
+        """Clear the log, for `batch` rows."""
         if self._notes is None or self._notes.shape[1] != batch or self._notes.device != device:
             with torch.inference_mode(False):
                 self._notes = torch.empty((_NOTES, batch, self._columns), dtype=torch.long, device=device)
@@ -40,7 +39,7 @@ class StepLog:
         self._notes.fill_(-1)
 
     def record(self, length: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """Write down the arguments of a forward that appends to `length` columns. Tensor operations alone."""
+        """Record the arguments of a forward that appends to `length` columns, by tensor operations only."""
         ids, positions, mask = kwargs.get("input_ids"), kwargs.get("position_ids"), kwargs.get("attention_mask")
         if self._notes is None or not isinstance(ids, torch.Tensor) or ids.shape[0] != self._notes.shape[1]:
             return
@@ -54,17 +53,17 @@ class StepLog:
         elif seen is not None:
             first, count = seen.to(torch.uint8).argmax(-1), seen.sum(-1)
         else:
-            first, count = -torch.ones_like(ids), -torch.ones_like(ids)  # nothing that can be relied on
+            first, count = -torch.ones_like(ids), -torch.ones_like(ids)  # nothing is known
         told = text_positions(positions, columns - first)
         notes = torch.stack([note.expand_as(ids) for note in (ids, *told, first, count)])
         self._notes.index_copy_(2, columns.to(self._notes.device), notes.to(self._notes))
 
     def append_to(self, log: TokenLog, stop: int) -> bool:
-        """Append columns up to `stop` to `log`, unless they saw something else than the history that they should."""
+        """Append columns up to `stop` to `log`, if each had the visible history that its column implies."""
         if self._notes is None or stop <= log.length or self._notes.shape[1] != log.batch_size:
             return False
         ids, places, positions, first, count = self._notes[:, :, log.length : stop].clone().cpu().numpy()
-        self._notes[:, :, log.length : stop] = -1  # steps that cannot be noted may follow a crop()
+        self._notes[:, :, log.length : stop] = -1  # steps that cannot be recorded may follow a crop()
         columns, pads = np.arange(log.length, stop)[None, :], log.pads[:, None]
         begin = np.maximum(pads, columns + 1 - self._window) if self._window else pads
         own = columns - pads
@@ -84,17 +83,17 @@ class StepLog:
 
 
 def seen_columns(mask: Any, windows: Windows, own: torch.Tensor, total: int) -> torch.Tensor | None:
-    """Which columns queries see by the masks that generate() has made for steps, or None if they do not tell.
+    """The columns that queries see by the masks that generate() has made for a step, or None if that is unknown.
 
     Args:
-        mask: One in four dimensions, or one for each kind of layers.
-        windows: The kinds of layers.
-        own: [queries]: the column of each.
+        mask: A 4-D mask, or one for each layer type.
+        windows: The layer types of the model.
+        own: [queries], the column of each.
         total: Columns of a cache of a fixed size.
 
     Returns:
-        [batch, queries, total or what masks have], bool, of layers without a window, if there are any; nothing at all
-        for a query of which masks of other layers say something else.
+        [batch, queries, columns], bool, for layers without a window, if there are any. A query whose masks of other
+        layer types disagree sees nothing.
     """
     found = [mask.get(kind) for kind in windows] if isinstance(mask, dict) else [mask]
     if isinstance(mask, dict) and len(mask) == len(windows) == 1:
@@ -113,7 +112,7 @@ def seen_columns(mask: Any, windows: Windows, own: torch.Tensor, total: int) -> 
 
 
 def _seen(mask: Any, own: torch.Tensor, total: int) -> torch.Tensor | None:
-    """The same of one mask: for sdpa, for eager attention, or for `kvboost_fa2`."""
+    """As `seen_columns`, for one mask of sdpa, eager attention or `kvboost_fa2`."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
         return None
     if mask.dtype == torch.int32:

@@ -1,8 +1,7 @@
-"""The token ids behind the K/V that a cache holds.
+"""Records the token ids of the K/V in a cache.
 
-transformers hands a cache keys and values, never the ids that they came from, so the hook records the ids beside
-them. Reading an id back from a GPU stops its queue; ids are therefore kept where they are and read in one go, when
-somebody asks.
+transformers passes keys and values to a cache, but not their token ids, so the hook records these. Reading an id back
+from a GPU stalls its queue; ids therefore stay on their device and are read together when they are needed.
 """
 
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
 
 @dataclass(frozen=True, slots=True)
 class MaskShape:
-    """What a 2-D mask of `n` columns looks like, still on its device.
+    """A summary of a 2-D mask of `n` columns, on its device.
 
-    Rows of the form 0…01…1 are told from all others by these two numbers: `first + count == n`, and `first` is the
-    number of padding columns.
+    A row has the form 0…01…1 if `first + count == n`; then `first` is the number of padding columns.
     """
 
     first: torch.Tensor  # [batch], column of the first 1
@@ -43,11 +41,7 @@ class _Append:
 
 
 class TokenLog:
-    """Ids by row and column, for a batch whose rows start with `pads[row]` columns of padding.
-
-    Where positions have several dimensions, or an image is shown, it is not the id that is kept but what stands for it
-    (see `column_ids.py`).
-    """
+    """Column ids (`column_ids.py`) of a batch whose rows start with `pads[row]` columns of padding."""
 
     def __init__(self, pads: NDArray[np.int64]) -> None:
         self.pads = pads
@@ -91,7 +85,7 @@ class TokenLog:
 
     @property
     def trusted(self) -> bool:
-        """Whether every appended id had the position and the visible history that its column says."""
+        """Whether every appended id had the position and the visible history that its column implies."""
         self._settle()
         return self._trusted
 
@@ -102,7 +96,7 @@ class TokenLog:
             self.length = self._settled = length
 
     def copy(self) -> "TokenLog":
-        """A log of the same, that can be appended to on its own."""
+        """An independent copy."""
         self._settle()
         twin = TokenLog(self.pads.copy())
         twin.extend(self.columns())
@@ -116,7 +110,7 @@ class TokenLog:
         self.pads = self.pads[rows]
 
     def _settle(self) -> None:
-        """Read what is pending, in one transfer per tensor kind, and check it."""
+        """Read the pending ids, positions and masks, in one transfer each, and check them."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []
@@ -130,7 +124,7 @@ class TokenLog:
         self._trusted = self._trusted and self._positions_hold(counted) and self._masks_hold(pending)
 
     def _shifts(self, pending: list[_Append]) -> NDArray[np.int64]:
-        """How far the positions of each id are from its place in the row, [batch, m]."""
+        """The shift of each id's position from its place in the row, [batch, m]."""
         columns = [np.arange(p.start, p.start + p.ids.shape[1]) for p in pending]
         shifts = [np.zeros((self.batch_size, len(at)), dtype=np.int64) for at in columns]
         by_planes: dict[int, list[int]] = {}

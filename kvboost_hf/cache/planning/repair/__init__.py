@@ -1,4 +1,4 @@
-"""Ways to choose which tokens of moved chunks are computed again: one small file each."""
+"""Repairs: ways to choose which tokens of moved chunks are computed again, one file each."""
 
 from kvboost_hf.cache.planning.repair.base import Mask, Measure, Repair, RepairRow, Scores, budget
 from kvboost_hf.cache.planning.repair.cacheblend import CacheBlend

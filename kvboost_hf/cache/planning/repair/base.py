@@ -1,4 +1,4 @@
-"""What every way of repairing moved chunks has in common. Pure numpy: no tensors, no model."""
+"""The base class of the repairs: which tokens of moved chunks are computed again."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Scores = NDArray[np.float64]
 
 
 class Measure(Enum):
-    """What a repair has to know of each moved token besides its place."""
+    """The score of each moved token that a repair needs."""
 
     NOTHING = "nothing"
     ATTENTION = "attention"  # how much the end of the prompt attends to it
@@ -23,7 +23,7 @@ class Measure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RepairRow:
-    """A row of a prompt, by column: what is computed in any case, and what moved chunks can serve.
+    """The columns of a row: those computed in any case, and those that moved chunks can serve.
 
     Args:
         computed: [columns], tokens of no stored chunk, and those that are never moved.
@@ -44,23 +44,23 @@ class RepairRow:
 
 
 class Repair:
-    """Which moved tokens are computed again. This one: none."""
+    """Chooses the moved tokens that are computed again. The base class chooses none."""
 
     measure = Measure.NOTHING
 
     def by_place(self, row: RepairRow, policy: ReusePolicy) -> Mask:
-        """Those that can be told before anything is measured."""
+        """The tokens chosen by their place alone, before anything is measured."""
         return np.zeros_like(row.moved)
 
     def choose(self, row: RepairRow, policy: ReusePolicy, scores: Scores | None = None, slack: float = 1.0) -> Mask:
-        """All of them.
+        """All tokens that are computed again.
 
         Args:
             row: The row.
-            policy: Sets how many.
-            scores: [columns], of what `measure` says; tokens of high scores first, those below zero never. None before
-                it is measured.
-            slack: Factor of the number: more are kept while they can still be measured again.
+            policy: Its ratios limit how many.
+            scores: [columns], as `measure` says; tokens with high scores first, those below zero never. None before
+                they are measured.
+            slack: Factor of the number: more tokens are kept while their scores can still be measured again.
 
         Returns:
             [columns], a part of `row.moved`.
@@ -77,14 +77,14 @@ class Repair:
         return chosen
 
     def needs_scores(self, row: RepairRow, policy: ReusePolicy) -> bool:
-        """Whether more is to be computed again than is told by place, but for what rounding leaves at each seam."""
+        """Whether the budget exceeds the tokens chosen by place, apart from rounding at each seam."""
         ratio = max(policy.recompute_ratio, policy.max_recompute_ratio or 0.0)
         left = budget(row, ratio) - int(self.choose(row, policy).sum())
         return self.measure is not Measure.NOTHING and left > len(row.seams)
 
 
 def budget(row: RepairRow, ratio: float) -> int:
-    """How many moved tokens a ratio stands for."""
+    """The number of moved tokens that a ratio allows."""
     return math.ceil(ratio * int(row.moved.sum()) - 1e-9)
 
 

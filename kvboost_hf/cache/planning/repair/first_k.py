@@ -1,11 +1,11 @@
-"""The first tokens after each seam: EPIC's LegoLink (Hu et al., 2024, https://arxiv.org/abs/2410.15332)."""
+"""EPIC's LegoLink: recompute the first tokens after each seam (Hu et al., 2024, https://arxiv.org/abs/2410.15332)."""
 
 from kvboost_hf.cache.planning.repair.base import Mask, Repair, RepairRow, budget
 from kvboost_hf.config import ReusePolicy
 
 
 class FirstK(Repair):
-    """As many tokens after each seam as `recompute_ratio` allows; what short chunks do not need, others get."""
+    """Chooses as many tokens after each seam as `recompute_ratio` allows; short chunks leave their share to others."""
 
     def by_place(self, row: RepairRow, policy: ReusePolicy) -> Mask:
         """See `Repair.by_place`."""

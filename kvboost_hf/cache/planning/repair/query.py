@@ -1,7 +1,8 @@
-"""The tokens that the question needs: after each seam, and where the end of the prompt looks.
+"""Recompute the tokens after each seam, and those that the end of the prompt attends to.
 
-Choosing by the query's attention is ProphetKV's idea (https://arxiv.org/abs/2602.02579). It cannot see what a token
-would mean in its new history; the tokens after each seam are where that changes most, so they come first.
+Choosing by the query's attention is ProphetKV's idea (https://arxiv.org/abs/2602.02579). Attention over stored K/V
+does not show how a token's K/V would change with its new history. It changes most after each seam, so these tokens
+come first.
 """
 
 from kvboost_hf.cache.planning.repair.base import Mask, Measure, Repair, RepairRow, budget
@@ -10,7 +11,7 @@ from kvboost_hf.config import ReusePolicy
 
 
 class Query(Repair):
-    """Up to `seam_tokens` after each seam; what is left of the ratio, by the attention that the end pays."""
+    """Chooses up to `seam_tokens` after each seam, and the rest of the ratio by the attention of the prompt's end."""
 
     measure = Measure.ATTENTION
 

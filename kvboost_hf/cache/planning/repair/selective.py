@@ -1,11 +1,11 @@
-"""A fixed number of tokens at each seam."""
+"""Recompute a fixed number of tokens after each seam."""
 
 from kvboost_hf.cache.planning.repair.base import Mask, Repair, RepairRow
 from kvboost_hf.config import ReusePolicy
 
 
 class Selective(Repair):
-    """`seam_tokens` after each seam: those whose history has changed most."""
+    """Chooses `seam_tokens` tokens after each seam, whose history has changed most."""
 
     def by_place(self, row: RepairRow, policy: ReusePolicy) -> Mask:
         """See `Repair.by_place`."""
