@@ -1,1 +1,1 @@
-"""Assisted generation: drafts that know what they cost, and reuse K/V, too."""
+"""Assisted generation: draft lengths that adapt to measured times, trees of drafts, and drafts from stored text."""

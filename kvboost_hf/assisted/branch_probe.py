@@ -1,4 +1,4 @@
-"""Whether a model computes tokens that branch rightly: tried, not believed."""
+"""Probes whether a model computes branching tokens correctly, by a few short forwards."""
 
 import inspect
 import threading

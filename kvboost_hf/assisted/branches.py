@@ -1,11 +1,11 @@
-"""Forwards over tokens that continue a text in several ways at once, and K/V of the way that is taken.
+"""Forwards over a tree of tokens that continue a text, after which the cache keeps one branch of it.
 
-    cache       [ text ]                       as it was, until a way is kept
-    forward     [ text | a b c d e ]           b behind a, c behind a, d behind b, …: a mask says so, and positions
+    cache       [ text ]                       unchanged, until a branch is kept
+    forward     [ text | a b c d e ]           children b, c of a, d of b, …, by mask and positions
     keep        [ text | a b d ]
 
-transformers gives one mask to all layers of a kind, which knows nothing of branches. Hooks on the decoder layers put
-another one in its place while such a forward runs.
+transformers gives all layers of a type one mask without branches. Hooks on the decoder layers replace it during such a
+forward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,25 +22,25 @@ from kvboost_hf.assisted.tree import as_bits, depths, lineage
 from kvboost_hf.compat import attn_implementation, cache_argument, hook_layers, kv_sources, mask_form
 from kvboost_hf.handles import ATTENTION, make_tree
 
-_BITS = 64  # queries that a tree of bits can have
-_STAND_IN = (1, 1, 1, 1)  # of the mask that a model is given
+_BITS = 64  # queries of a tree mask of bits, at most
+_STAND_IN = (1, 1, 1, 1)  # shape of the mask that the model is given, which the hooks replace
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, num_kv_heads, tokens, head_dim]
 
 
 class Lender(Protocol):
-    """A cache that lends its layers, such as `ChunkReuseCache`."""
+    """A cache whose layers a forward may use and then restore, such as `ChunkReuseCache`."""
 
     def require_branches(self) -> None:
-        """Raise a ValueError if its layers cannot forget."""
+        """Raise a ValueError if its layers cannot be cropped."""
         ...
 
     def lend(self) -> list[Any]:
-        """The layers, for one forward whose columns may not stay."""
+        """The layers, for one forward whose columns are removed again."""
         ...
 
     def give_back(self) -> None:
-        """Forget what was appended since `lend`."""
+        """Remove the columns appended since `lend`."""
         ...
 
     def extend(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kv: Sequence[Pair | None]) -> None:
@@ -49,18 +49,16 @@ class Lender(Protocol):
 
 
 class Branches:
-    """Tokens that continue in several ways what a cache holds.
-
-    The cache is as it was between two calls.
+    """A tree of tokens that continues the text in a cache. The cache is unchanged between two calls.
 
     Args:
-        model: Whose K/V it is.
-        cache: One row of it; a `ChunkReuseCache` or what generate() makes.
-        position: Where the first token goes, [1, 1] or [planes, 1, 1].
+        model: The model of the cache.
+        cache: A `ChunkReuseCache` or a cache of generate(), with one row.
+        position: Of the first token, [1, 1] or [planes, 1, 1].
         keep: [1, columns held], bool: the columns that are no padding; None for all.
 
     Raises:
-        ValueError: for a cache whose layers cannot forget.
+        ValueError: for a cache whose layers cannot be cropped.
     """
 
     def __init__(
@@ -80,11 +78,14 @@ class Branches:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def forward(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        """Logits [tokens, vocab_size] behind each token.
+        """Add tokens to the tree.
 
         Args:
-            tokens: More of them.
-            parents: Of each, the number of the one that it is behind, counted from the first one ever given; or -1.
+            tokens: Ids of the new tokens.
+            parents: The index of each token's parent, counted from the first token ever added, or -1 for the text.
+
+        Returns:
+            Logits [tokens, vocab_size] behind each new token.
         """
         self._tokens += tokens
         self._parents += parents
@@ -113,7 +114,7 @@ class Branches:
         return logits
 
     def keep(self, path: Sequence[int]) -> None:
-        """Have the cache hold these tokens, each the child of the one before, and forget the others."""
+        """Append these tokens, each the child of the one before, to the cache, and drop the others."""
         if path:
             at = torch.tensor(path)
             kv = [None if pair is None else (_columns(pair[0], at), _columns(pair[1], at)) for pair in self._kv]
@@ -130,12 +131,12 @@ class Branches:
         return self._position + torch.from_numpy(depths(self._parents)).to(self._position.device)
 
     def mask(self, window: int | None, before: int, queries: int, device: torch.device) -> torch.Tensor:
-        """What the last `queries` tokens attend to, in the form that the attention takes.
+        """The mask of the last `queries` tokens, in the form that the attention takes.
 
         Args:
             window: Columns that a token sees, itself included; None for all.
-            before: Of the columns held, how many of the last ones are there.
-            queries: How many.
+            before: How many of the last columns held the layer has.
+            queries: Tokens of this forward.
             device: Of the mask.
         """
         depth, seen = depths(self._parents), lineage(self._parents)
@@ -167,7 +168,7 @@ class Branches:
 
 
 class _BranchCache(Cache):
-    """The cache of such a forward: a type that no hook takes for a user's."""
+    """The cache of a forward over branches, of a type that our hooks do not take for a user's."""
 
     def __init__(self, branches: Branches, layers: list[Any]) -> None:
         super().__init__(layers=layers)
@@ -178,7 +179,7 @@ class _BranchCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        """See `Cache.update`; what earlier forwards have computed comes with what is new."""
+        """As `Cache.update`, with the K/V of earlier forwards of the tree before the new one."""
         pair = self.kv[layer_idx] = self._branches.with_new(layer_idx, key_states, value_states)
         layer: Any = self.layers[layer_idx]
         found: Pair = layer.update(*pair)
@@ -214,10 +215,10 @@ class _Running:
 
 
 def lender_of(cache: Any) -> Lender:
-    """What lends the layers of a cache.
+    """The `Lender` for a cache: the cache itself, or a `StockLender`.
 
     Raises:
-        ValueError: for a cache whose layers cannot forget.
+        ValueError: for a cache whose layers cannot be cropped.
     """
     found: Lender = cache if hasattr(cache, "lend") else StockLender(cache)
     found.require_branches()
@@ -237,9 +238,9 @@ class StockLender:
 
     def require_branches(self) -> None:
         """See `Lender`."""
-        kinds = {type(layer).__name__ for layer in self._layers} - BRANCHING_LAYERS
-        if kinds or self._cache.offloading:
-            found = "offloaded layers" if not kinds else f"layers of the kind {', '.join(sorted(kinds))}"
+        types = {type(layer).__name__ for layer in self._layers} - BRANCHING_LAYERS
+        if types or self._cache.offloading:
+            found = "offloaded layers" if not types else f"layers of the kind {', '.join(sorted(types))}"
             raise ValueError(
                 f"K/V of branches cannot be held in {found}. Pass a ChunkReuseCache or nothing as `past_key_values`."
             )
@@ -265,12 +266,12 @@ class StockLender:
 
 @contextmanager
 def recording(cache: Any) -> Iterator[None]:
-    """Let what `activate_past_recording` asks of a cache end here: transformers cannot undo it."""
+    """Undo `activate_past_recording` of a cache at the end, which transformers cannot."""
     quiet = [layer for layer in cache.layers if getattr(layer, "record_past", None) is False]
     try:
         yield
     finally:
-        for layer in quiet if not hasattr(cache, "lend") else ():  # which ends it by itself
+        for layer in quiet if not hasattr(cache, "lend") else ():  # ours undo it themselves
             layer.record_past = False
 
 

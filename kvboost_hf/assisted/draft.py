@@ -1,4 +1,4 @@
-"""What a draft model does in place of `generate()` when it is asked for candidates."""
+"""`Drafting` replaces `generate()` of a draft model: it drafts candidates, and decides how many."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,14 @@ import torch
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from kvboost_hf.assisted.looks import Looks
+from kvboost_hf.assisted.host_reads import HostReads
 from kvboost_hf.assisted.outcome import Outcome
 from kvboost_hf.assisted.schedule import ConfidentLength, DraftLength
 from kvboost_hf.assisted.stats import SpeculationStats
+from kvboost_hf.assisted.vocabulary import end_tokens
 from kvboost_hf.ngrams import common_prefix
 
-# Arguments that transformers passes on to an assistant and that a plain forward of token ids can do without.
+# Arguments that transformers passes to an assistant and that a forward over token ids does not need.
 _PLAIN = frozenset(
     ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
 )
@@ -23,7 +24,7 @@ _PLAIN = frozenset(
 
 @dataclass(slots=True)
 class _Round:
-    """A draft whose outcome is not known yet."""
+    """A draft whose outcome is still unknown."""
 
     start: int  # tokens before it
     tokens: list[int]
@@ -37,14 +38,14 @@ class _Round:
 
 
 class Drafting:
-    """Takes the place of `generate` on a draft model, and decides how long drafts are.
+    """Replaces `generate` of a draft model, and decides how many tokens to draft.
 
-    transformers calls it for each round with all tokens so far, from which it also learns what came of the last
-    draft; what came of the last one of an answer is seen in the target's cache. Calls that are not for an assistant
-    go to the model's own `generate()`.
+    transformers calls it for each round with all tokens so far, which show how many of the last draft were accepted;
+    for the last draft of an answer, the target's cache shows it. Calls that are not for an assistant go to the model's
+    own `generate()`.
 
-    What comes behind an end of the text, or a token that the draft is not sure of, is cut off. A copy keeps what the
-    schedule has learned, counts its own rounds, and knows of no target.
+    A draft ends at an end of text, or at a token below the confidence threshold. A copy keeps what the schedule has
+    learned, counts its own rounds, and has no target.
 
     Args:
         model: The draft.
@@ -61,7 +62,7 @@ class Drafting:
         self._begin(ref(target))
 
     def _begin(self, target: "ref[PreTrainedModel] | None") -> None:
-        self.stats, self._looks = SpeculationStats(), Looks()
+        self.stats, self._host_reads = SpeculationStats(), HostReads()
         self._target = target
         self._awaited: Outcome | None = None
         self._rounds: dict[ref[Any], _Round] = {}  # by the cache of each answer
@@ -93,7 +94,7 @@ class Drafting:
             tokens, sure = found.sequences[0, ids.shape[1] :].tolist(), []
             forwards = len(tokens)
         ended = self._clock()
-        ends = bool(tokens) and tokens[-1] in _ends(kwargs["generation_config"])
+        ends = bool(tokens) and tokens[-1] in end_tokens(kwargs["generation_config"])
         outcome = self._await_outcome(ids.shape[1] + len(tokens))
         self._rounds[ref(found.past_key_values, self._over)] = _Round(
             ids.shape[1], tokens, sure, forwards, ended - began, ended, cache is None, ends, outcome
@@ -108,7 +109,7 @@ class Drafting:
         return self._awaited
 
     def _over(self, cache: "ref[Any]") -> None:
-        """What came of the last draft of an answer, of which the draft's cache is gone."""
+        """Count the last draft of an answer, once the draft's cache is gone."""
         last = self._rounds.pop(cache)
         if last.outcome is None:
             return
@@ -124,15 +125,7 @@ class Drafting:
         if last.outcome is not None and last.outcome.known is not None:
             known, rollback_s = last.outcome.known, last.outcome.rollback_s
         verify_s = known - last.ended
-        stats = self.stats
-        stats.rounds += 1
-        stats.drafted += len(last.tokens)
-        stats.accepted += accepted
-        stats.committed += committed
-        stats.histogram[accepted] += 1
-        stats.draft_s += last.draft_s
-        stats.verify_s += verify_s
-        stats.rollback_s += rollback_s
+        self.stats.add_round(len(last.tokens), accepted, committed, (last.draft_s, verify_s, rollback_s))
         if isinstance(self._schedule, ConfidentLength):
             self._schedule.compare(last.sure, accepted)
         self._schedule.learn(
@@ -144,7 +137,7 @@ class Drafting:
         )
 
     def _is_plain(self, kwargs: dict[str, Any]) -> bool:
-        """Whether the prompt is nothing but token ids, all of them seen."""
+        """Whether the prompt is token ids only, none of them masked."""
         asked = {"input_ids", "generation_config", "logits_processor", "min_new_tokens"}
         given = {name for name, value in kwargs.items() if value is not None} - asked
         mask = kwargs.get("attention_mask")
@@ -176,7 +169,7 @@ class Drafting:
             cache.activate_past_recording()  # type: ignore[no-untyped-call]  # refused candidates are cropped
         keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         held, start = cache.get_seq_length(), input_ids.shape[1]
-        schedule, looks = self._schedule, self._looks
+        schedule, reads = self._schedule, self._host_reads
         goes_on = schedule.goes_on if isinstance(schedule, ConfidentLength) else None
         count = most if goes_on else schedule.length(most)
         tokens: list[int] = []
@@ -192,13 +185,13 @@ class Drafting:
             scores.append(score)
             chances.append(likely.gather(1, token))
             passes = len(scores) - len(tokens)
-            if passes < looks.every and len(scores) < count:
+            if passes < reads.every and len(scores) < count:
                 continue
             launched = self._clock()
             sure += torch.cat(chances[-passes:], 1)[0].tolist()  # the device is waited for here
             tokens += ids[0, -passes:].tolist()
             began, looked = looked, self._clock()
-            looks.learn(passes=passes, launch_s=launched - began, wait_s=looked - launched)
+            reads.learn(passes=passes, launch_s=launched - began, wait_s=looked - launched)
             end = _end(tokens, sure, generation_config)
             if goes_on and not goes_on(sure):
                 break
@@ -212,13 +205,7 @@ class Drafting:
 
 
 def _end(tokens: list[int], sure: list[float], config: Any) -> int | None:
-    """How many drafted tokens to hand out, if not all: up to an end of the text, or one that is not sure."""
-    ends, threshold = _ends(config), config.assistant_confidence_threshold or 0.0
+    """How many drafted tokens to return, if not all: up to an end of text, or one below the confidence threshold."""
+    ends, threshold = end_tokens(config), config.assistant_confidence_threshold or 0.0
     pairs = enumerate(zip(tokens, sure, strict=True), 1)
     return next((count for count, (token, each) in pairs if token in ends or each < threshold), None)
-
-
-def _ends(config: Any) -> set[int]:
-    """Tokens that end a text."""
-    ends = config.eos_token_id
-    return {ends} if isinstance(ends, int) else set(ends or ())

@@ -1,4 +1,4 @@
-"""How far a tree of drafts grows, and what of it is worth checking: pure Python, no tensors."""
+"""Decides how far a tree of drafts grows, and which of its tokens are verified."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -6,58 +6,57 @@ from collections.abc import Mapping, Sequence
 from kvboost_hf.assisted.tree import ROOT, Tree
 from kvboost_hf.config import DraftTreeConfig
 
-_FADE = 0.95  # what a round still counts after the next one
-_FADE_TOKEN = 0.99  # what a comparison of a token still counts after the next one in its bin
+_FADE = 0.95  # weight of earlier rounds after each round
+_FADE_TOKEN = 0.99  # weight of earlier comparisons of a bin after each one
 _PRIOR = 4.0  # comparisons that the draft's own probability counts as
 _EDGES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)  # of the bins of probabilities
 _FIRST = 5  # levels, before anything is known
 
 
 class Calibration:
-    """How often the target says what the draft gives some probability, by that probability."""
+    """Estimates how often the target accepts a token, by the probability that the draft gave it."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * (len(_EDGES) + 1)
         self._hits = [0.0] * (len(_EDGES) + 1)
 
     def rate(self, probability: float) -> float:
-        """The share of tokens of about this probability that the target says, too."""
+        """The share of tokens of about this probability that the target accepts."""
         at = bisect_right(_EDGES, probability)
         return (self._hits[at] + _PRIOR * probability) / (self._counts[at] + _PRIOR)
 
     def learn(self, probability: float, *, hit: bool) -> None:
-        """Note whether a token of this probability was the one."""
+        """Learn whether a token of this probability was accepted."""
         at = bisect_right(_EDGES, probability)
         self._counts[at] = _FADE_TOKEN * self._counts[at] + 1
         self._hits[at] = _FADE_TOKEN * self._hits[at] + hit
 
 
 class Growth:
-    """Grows trees as far as the next level is worth a pass of the draft, and checks what is worth its place.
+    """Grows a tree as long as another level saves time, and selects the tokens that are worth verifying.
 
-    A level is worth its pass if the tokens that it is expected to give take longer, at the speed so far, than the pass
-    does. In the same way a token is worth the time by which a pass of the target grows with each token.
+    A level is worth a pass of the draft if the tokens it is expected to add would take longer than that at the speed
+    so far. A token is worth verifying by the same rule, with the time that each token adds to a pass of the target.
 
     Args:
-        config: The largest tree, and whether any of this is done.
+        config: The policy, and the largest tree.
     """
 
     def __init__(self, config: DraftTreeConfig) -> None:
         self.calibration = Calibration()
         self._config = config
-        self._right = {
-            any_of: _Mean(_FADE_TOKEN) for any_of in (False, True)
-        }  # of tokens behind one that was reached: the first one, or any
+        # The share of accepted tokens whose next token was among their children: the likeliest child, or any.
+        self._right = {any_of: _Mean(_FADE_TOKEN) for any_of in (False, True)}
         self._rough = True
         self._forget_times()
 
     def goes_on(self, chances: Sequence[float], level: int, *, chain: bool = False) -> bool:
-        """Whether to run the draft once more, on tokens that are reached with these chances.
+        """Whether to run the draft for another level.
 
         Args:
-            chances: Of the tokens.
-            level: How many levels there are.
-            chain: Whether there will be one token only behind each.
+            chances: Of the tokens that it would continue, that they are accepted.
+            level: Levels so far.
+            chain: Whether each token gets only one child.
         """
         if not chances or level >= self._config.depth:
             return False
@@ -70,7 +69,7 @@ class Growth:
         return gain * self._seconds_per_token > self._draft_s.value / max(self._passes.value, 1.0)
 
     def chosen(self, tree: Tree) -> list[int]:
-        """The tokens to check: one at least, or nothing more would be learned."""
+        """The indices of the tokens to verify: one at least, or nothing more would be learned."""
         least = 0.0
         if self._config.policy != "tree" and self._rounds.weight:
             least = self._slope.value / self._seconds_per_token if self._seconds_per_token else 0.0
@@ -88,17 +87,17 @@ class Growth:
         target_s: float,
         first: bool,
     ) -> None:
-        """What came of a round.
+        """Learn from a round.
 
         Args:
-            tree: That was checked.
-            children: Of it.
-            path: The tokens of the tree that were taken.
-            committed: Tokens that were taken, with that of the target.
+            tree: The tree that was verified.
+            children: As `Tree.children` returns them.
+            path: Indices of the accepted tokens.
+            committed: Tokens by which the text grew.
             passes: Of the draft.
             draft_s: Seconds that they took.
             target_s: Seconds of the target's pass.
-            first: Whether that pass took the prompt in, too. Its time counts until there are others.
+            first: Whether that pass included the prompt. Its time counts until there are others.
         """
         for node, taken in zip((ROOT, *path), (*path, None), strict=True):
             behind = children.get(node)
@@ -131,13 +130,13 @@ class Growth:
 
     @property
     def _seconds_per_token(self) -> float:
-        """At the speed so far, or without drafts, if that is faster."""
+        """At the speed so far, or without drafts if that is faster."""
         drafted = (self._draft_s.value + self._target_s.value) / max(self._committed.value, 1.0)
         return min(drafted, self._target_s.value)
 
 
 class _Mean:
-    """A mean in which earlier numbers fade."""
+    """An exponentially weighted mean."""
 
     def __init__(self, fade: float = _FADE) -> None:
         self.weight, self._sum, self._fade = 0.0, 0.0, fade
@@ -152,7 +151,7 @@ class _Mean:
 
 
 class _Slope:
-    """By how much y grows with x: of a line through points that fade, and never below zero."""
+    """The slope of an exponentially weighted line fit, at least zero."""
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0

@@ -1,4 +1,4 @@
-"""A draft model that fits its target."""
+"""Prepares a draft model for its target."""
 
 import time
 import warnings
@@ -16,8 +16,8 @@ from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
 
 Schedule = Literal["adaptive", "constant", "heuristic"]
 
-_LONGEST = 32  # draft of the adaptive schedule
-_FAR = 256  # up to here other schedules decide
+_LONGEST = 32  # tokens of a draft with the adaptive schedule, at most
+_FAR = 256  # and with other schedules
 _FIRST = 5  # tokens, before anything is known
 
 
@@ -33,20 +33,18 @@ def load_assistant(
 ) -> PreTrainedModel:
     """Prepare a draft model for `target.generate(assistant_model=...)`.
 
-    A draft whose vocabulary is that of its target but for padding is resized.
-
-    transformers asks the draft for candidates in each round; what it returns decides how many tokens are drafted, and
-    notes what came of them.
+    A draft whose vocabulary differs from the target's only in padding is resized. Its `generate` is replaced by one
+    that decides in each round how many tokens to draft, and counts how many the target accepts.
 
     Args:
         name_or_model: A name on the hub, a folder, or a loaded model.
         target: The model to draft for.
-        schedule: `"adaptive"`: as many tokens as acceptance and times measured so far say, more where a pass of the
-            target takes long, as with streamed layers. `"constant"`, `"heuristic"` as transformers has them, or one of
-            your own.
-        num_assistant_tokens: For `"constant"` always, for the others in the first round; 5 by default. What is passed
-            to `generate()` under this name is not read by transformers.
-        confidence_threshold: Drafts end at a token that the draft gives less probability than that.
+        schedule: `"adaptive"`: the number of tokens follows from the acceptance and the times measured so far, and is
+            larger where a pass of the target takes long, as with streamed layers. `"constant"`, `"heuristic"` as in
+            transformers, or an object of your own.
+        num_assistant_tokens: Tokens per draft: always with `"constant"`, else in the first round; 5 by default.
+            transformers ignores an argument of this name to `generate()`.
+        confidence_threshold: Drafts end at a token with less probability than that.
         clock: Seconds.
         kwargs: For `from_pretrained()`, with a name.
 
@@ -54,7 +52,7 @@ def load_assistant(
         The draft. Its own `generate()` works as before.
 
     Raises:
-        ValueError: its vocabulary is not the target's, it is no causal language model, or numbers that are none.
+        ValueError: another vocabulary than the target's, no causal language model, or an invalid number.
 
     Warns:
         UserWarning: it is on another device than the target, computes in a wider type, or has more weights than one
@@ -74,25 +72,19 @@ def load_assistant(
         raise ValueError(f"`num_assistant_tokens` must be 1 or more, or None, got {num_assistant_tokens!r}.")
     if not 0 <= confidence_threshold < 1:
         raise ValueError(f"`confidence_threshold` must be from 0 to less than 1, got {confidence_threshold}.")
-    if isinstance(name_or_model, PreTrainedModel):
-        draft = name_or_model
-    elif not isinstance(name_or_model, str | PathLike):
-        raise ValueError(f"A draft must be a model, or the name of one, got {name_or_model!r}.")
-    else:
-        given = {"dtype": target.dtype, "device_map": {"": target.device}, **kwargs}
-        draft = AutoModelForCausalLM.from_pretrained(name_or_model, **given)
+    draft = _load(name_or_model, target, kwargs)
     _require_fitting(draft, target)
     lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
-    told = draft.generation_config
-    told.num_assistant_tokens = _LONGEST if schedule == "adaptive" else _FAR  # at most: the schedule decides
-    told.num_assistant_tokens_schedule = "constant"
-    told.assistant_confidence_threshold = confidence_threshold
+    config = draft.generation_config
+    config.num_assistant_tokens = _LONGEST if schedule == "adaptive" else _FAR  # at most: the schedule decides
+    config.num_assistant_tokens_schedule = "constant"
+    config.assistant_confidence_threshold = confidence_threshold
     draft.generate = Drafting(draft, target, lengths, clock)  # type: ignore[assignment]
     return draft
 
 
 def speculation_stats(assistant: PreTrainedModel | TreeDecoding) -> SpeculationStats:
-    """What has come of the drafts of a model that `load_assistant` has prepared, or of a `TreeDecoding`.
+    """Counts of the drafts of a model that `load_assistant` has prepared, or of a `TreeDecoding`.
 
     Raises:
         ValueError: it is neither.
@@ -103,6 +95,16 @@ def speculation_stats(assistant: PreTrainedModel | TreeDecoding) -> SpeculationS
     if not isinstance(drafting, Drafting):
         raise ValueError(f"This {type(assistant).__name__} keeps no counts. Prepare it with load_assistant().")
     return drafting.stats
+
+
+def _load(name_or_model: Any, target: PreTrainedModel, kwargs: dict[str, Any]) -> PreTrainedModel:
+    if isinstance(name_or_model, PreTrainedModel):
+        return name_or_model
+    if not isinstance(name_or_model, str | PathLike):
+        raise ValueError(f"A draft must be a model, or the name of one, got {name_or_model!r}.")
+    given = {"dtype": target.dtype, "device_map": {"": target.device}, **kwargs}
+    draft: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name_or_model, **given)
+    return draft
 
 
 def _schedule(schedule: Schedule | DraftLength, tokens: int) -> DraftLength:

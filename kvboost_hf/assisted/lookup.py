@@ -1,8 +1,8 @@
-"""Speculation without a draft model: text that comes again is proposed as it continued before.
+"""Speculation without a draft model: proposes the continuation that the last tokens had before.
 
-What is proposed is looked up in the prompt, as in prompt lookup decoding (A. Saxena, 2023), and in all text that a
-store holds. The assistant proposes one token with certainty wherever it is asked, so that rejection sampling keeps the
-distribution of the model.
+The continuation is looked up in the prompt, as in prompt lookup decoding (A. Saxena, 2023), and in the text of a
+store. The assistant gives each proposed token probability 1, so that rejection sampling keeps the distribution of the
+model.
 """
 
 from typing import Any, Protocol
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from kvboost_hf.assisted.vocabulary import end_tokens
 from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams, longest_match
 
 _MEDIA_IDS = ("image_token_id", "video_token_id", "audio_token_id")  # by which processors leave room for media
 
 
 class TextStore(Protocol):
-    """What knows how text continued, such as a `ChunkStore`."""
+    """Finds how text continued before, such as a `ChunkStore`."""
 
     def continuation(
         self, ids: NDArray[np.int64], length: int, *, max_ngram: int, min_ngram: int, salt: str | bytes | None
@@ -36,20 +37,20 @@ def lookup_assistant(
     max_ngram: int = MAX_NGRAM,
     salt: str | bytes | None = None,
 ) -> PreTrainedModel:
-    """Make an assistant that proposes what followed the last tokens before, in the prompt or in what a store holds.
+    """Make an assistant that proposes the continuation of the last tokens in the prompt or in a store's text.
 
-    The longer match counts, of two that are as long that in the prompt. Where nothing is found, one token is proposed
-    for form's sake, which costs next to nothing.
+    The longer match wins; of equal ones, that in the prompt. Without a match it proposes one token, since transformers
+    needs one, which costs next to nothing.
 
     Args:
         target: The model that generates.
         store: Where to look besides the prompt, such as the `ChunkStore` of the target.
-        num_assistant_tokens: Propose so many at once, at most.
-        max_ngram: Compare so many tokens at most, from 2 to 8.
-        salt: Whose prompts in the store to look in, such as `cache.salt`; None for the store's.
+        num_assistant_tokens: The most tokens to propose at once.
+        max_ngram: The longest n-gram to match, from 2 to 8 tokens.
+        salt: The salt of the stored prompts to search, such as `cache.salt`; None for the store's.
 
     Returns:
-        What `generate()` takes as `assistant_model`. It has no weights.
+        A model without weights for the argument `assistant_model` of `generate()`.
 
     Raises:
         ValueError: for a `num_assistant_tokens` that is not positive, or a bad `max_ngram`.
@@ -73,7 +74,7 @@ def lookup_assistant(
 
 
 class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
-    """What `lookup_assistant` makes; see there."""
+    """The assistant that `lookup_assistant` makes."""
 
     def __init__(
         self, target: PreTrainedModel, store: TextStore, num_assistant_tokens: int, max_ngram: int, salt: Any
@@ -101,17 +102,16 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
 
         Args:
             input_ids: [1, tokens].
-            max_new_tokens: So many at most.
-            generation_config: Of the call, which tells the tokens that end a text.
-            kwargs: What a model would need.
+            max_new_tokens: The most tokens to propose.
+            generation_config: Of the call; its tokens that end a text are used.
+            kwargs: Not used.
 
         Returns:
             `sequences` [1, tokens + proposed], and of each token proposed `scores` [1, vocab_size], float32.
         """
         ids = input_ids[0].cpu().numpy()
-        ends = generation_config.eos_token_id
-        found = self._cut(self._draft(ids, max_new_tokens), {ends} if isinstance(ends, int) else {*(ends or ())})
-        draft = torch.tensor([found or [int(ids[-1])]], device=input_ids.device)  # none is not understood
+        found = self._cut(self._draft(ids, max_new_tokens), end_tokens(generation_config))
+        draft = torch.tensor([found or [int(ids[-1])]], device=input_ids.device)  # transformers needs one at least
         shape = (draft.shape[1], self.config.vocab_size)
         scores = torch.full(shape, -torch.inf, dtype=torch.float32, device=input_ids.device)
         scores.scatter_(1, draft.T, 0.0)
@@ -132,7 +132,7 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         return [text[i % len(text)] for i in range(length if agreeing > 1 else 1)]  # it may go on repeating itself
 
     def _cut(self, draft: list[int], ends: set[int]) -> list[int]:
-        """`draft` up to the first token that ends a text, and before the first that stands for media."""
+        """`draft` up to the first token that ends a text, and before the first placeholder of media."""
         for i, token in enumerate(draft):
             if token in self._media:
                 return draft[:i]

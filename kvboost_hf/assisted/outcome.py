@@ -1,4 +1,4 @@
-"""What a target makes of a draft, by what is taken back from its cache."""
+"""`Outcome` observes how many tokens of a draft the target accepts, by what is cropped from its cache."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,29 +11,29 @@ from kvboost_hf.compat import own_hook
 
 
 class Outcome:
-    """Waits for the next forward of a target that checks a draft.
+    """Waits for the forward of a target that verifies a draft, and for the crop after it.
 
-    `generate()` takes back the K/V of refused tokens as soon as it knows them on the host. Neither the model nor its
-    cache keeps a trace of this afterwards.
+    `generate()` crops the K/V of rejected tokens as soon as the host knows them. Afterwards neither the model nor its
+    cache refers to this object.
 
     Args:
-        target: The model that checks the draft.
-        length: Tokens up to the end of the draft, by which that forward is known.
+        target: The model that verifies the draft.
+        length: Tokens up to the end of the draft; the forward that reaches it is the one.
         clock: Seconds.
     """
 
-    leaves_kv_alone = True  # as a `ChunkReuseCache` wants to know of hooks
+    leaves_kv_alone = True  # read by the fingerprint of models
 
     def __init__(self, target: PreTrainedModel, length: int, clock: Callable[[], float]) -> None:
-        self.known: float | None = None  # when it was known what is refused
-        self.rollback_s = 0.0  # that taking it back took
-        self.held = 0  # tokens that the cache holds then
+        self.known: float | None = None  # when the rejected tokens were known
+        self.rollback_s = 0.0  # of the crop
+        self.held = 0  # tokens in the cache after it
         self._length, self._clock = length, clock
         self._cache: Callable[[], Any] = lambda: None
         self._handle = own_hook(target.register_forward_hook(self._after))
 
     def give_up(self) -> None:
-        """Wait no longer, if it has not come."""
+        """Stop waiting."""
         self._handle.remove()
         if (cache := self._cache()) is not None:
             vars(cache).pop("crop", None)

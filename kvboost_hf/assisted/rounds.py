@@ -1,4 +1,4 @@
-"""One round: a tree of drafts, a pass of the target over it, and what was learned of the two."""
+"""A round: grow a tree of drafts, verify it in one pass of the target, and learn from both."""
 
 import time
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from kvboost_hf.config import DraftTreeConfig
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a pass of the target has given.
+    """The outcome of a target's pass over a tree.
 
     Args:
-        path: Tokens of the tree that it says, too.
+        path: Indices of the accepted tokens of the tree.
         committed: Tokens by which the text has grown.
     """
 
@@ -29,17 +29,17 @@ class Taken:
 
     @property
     def kept(self) -> list[int]:
-        """The tokens of the tree whose K/V is needed: the last token of the text is computed later."""
+        """The accepted tokens whose K/V is needed: that of the text's last token is computed later."""
         return self.path[: self.committed - 1]
 
 
 def follow(tree: Tree, choose: Callable[[int], tuple[int, bool]]) -> Taken:
-    """Go through a tree by what the target says, as far as it holds that, and one token further.
+    """Follow the target's tokens through a tree, as far as it contains them, and one token further.
 
     Args:
-        tree: Of drafts.
-        choose: Given the number of a token of the tree, or `ROOT`: what the target says behind it, and whether that
-            ends the text.
+        tree: The drafts.
+        choose: Given the index of a token of the tree, or `ROOT`: the target's token behind it, and whether that ends
+            the text.
     """
     children, path, committed, at = tree.children(), list[int](), 0, ROOT
     while True:
@@ -53,7 +53,7 @@ def follow(tree: Tree, choose: Callable[[int], tuple[int, bool]]) -> Taken:
 
 
 class Rounds:
-    """Rounds with one draft model, of one text after the other.
+    """Runs rounds with one draft model, for one text after the other.
 
     Args:
         config: How large trees are.
@@ -71,15 +71,15 @@ class Rounds:
         room: int,
         take: Callable[[Tree, torch.Tensor], Taken],
     ) -> Taken:
-        """Draft, check, and keep what was taken.
+        """Draft, verify, and keep the accepted tokens.
 
         Args:
-            branches: On what the target holds: all of the text but its last token.
+            branches: On the target's cache, which holds all of the text but its last token.
             drafting: The draft of this text.
             ids: The text, [1, tokens].
-            room: Tokens that may still come.
-            take: Chooses by a tree and the logits [1 + tokens of the tree, vocab_size] behind the text and behind each
-                of them.
+            room: Tokens that the text may still grow by.
+            take: Accepts tokens of a tree, by the logits [1 + tokens of the tree, vocab_size] behind the text and
+                behind each of them.
         """
         began = self.clock()
         tree, nodes = Tree(), list[int]()
@@ -109,24 +109,16 @@ class Rounds:
         """Count a round, and learn from it.
 
         Args:
-            tree: That was checked.
-            taken: What came of it.
+            tree: The tree that was verified.
+            taken: The outcome.
             passes: Of the draft.
-            clock: Before drafting, verifying and rolling back, and after it.
-            first: Whether the target's pass took the prompt in, too.
+            clock: Seconds before drafting, before verifying, before rolling back, and after it.
+            first: Whether the target's pass included the prompt.
         """
         if not len(tree):  # no room for drafts
             return
         draft_s, verify_s, rollback_s = (after - before for before, after in pairwise(clock))
-        stats = self.stats
-        stats.rounds += 1
-        stats.drafted += len(tree)
-        stats.accepted += len(taken.path)
-        stats.committed += taken.committed
-        stats.histogram[len(taken.path)] += 1
-        stats.draft_s += draft_s
-        stats.verify_s += verify_s
-        stats.rollback_s += rollback_s
+        self.stats.add_round(len(tree), len(taken.path), taken.committed, (draft_s, verify_s, rollback_s))
         self.growth.learn(
             tree,
             tree.children(),

@@ -1,4 +1,4 @@
-"""How many tokens to draft: pure Python, no tensors."""
+"""Schedules: how many tokens to draft in a round."""
 
 from bisect import bisect
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 _FADE = 0.85  # what the times of a round still count after the next one
 _FADE_TOKEN = 0.975  # what a comparison still counts after the next one
-_PRIOR_TOKENS, _PRIOR_RATE = 4.0, 0.7  # as if so many drafted tokens had been compared, so many of them accepted
+_PRIOR_TOKENS, _PRIOR_RATE = 4.0, 0.7  # drafted tokens assumed before any, and the share accepted
 _SURE = (0.3, 0.5, 0.7, 0.9, 0.99, 0.999)  # probabilities between which tokens are counted together
 _PRIOR_RATES = (0.2, 0.4, 0.6, 0.8, 0.95, 0.99, 0.999)  # of these
 
@@ -20,39 +20,39 @@ class DraftLength(Protocol):
         """Tokens to draft, from 1 to `most`."""
 
     def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
-        """What came of a round.
+        """Learn from a round.
 
         Args:
-            drafted: Tokens.
-            accepted: Of these, the first ones, that the target would have said, too.
-            draft_s: Seconds that drafting them took.
+            drafted: Tokens drafted.
+            accepted: How many of them, from the first on, the target accepted.
+            draft_s: Seconds of drafting.
             target_s: Seconds of the target's pass over them.
-            first: Whether both took the prompt in, too.
+            first: Whether both passes included the prompt.
         """
 
 
 @runtime_checkable
 class ConfidentLength(DraftLength, Protocol):
-    """Decides at each drafted token whether another one follows; `length` is asked where that cannot be."""
+    """Decides after each drafted token whether to draft another; `length` is used where that is not possible."""
 
     def goes_on(self, sure: Sequence[float]) -> bool:
-        """Whether to draft on.
+        """Whether to draft another token.
 
         Args:
             sure: The probability that the draft gave each of its tokens so far, one at least.
         """
 
     def compare(self, sure: Sequence[float], accepted: int) -> None:
-        """What came of a draft, before `learn`.
+        """Learn from a draft, before `learn`.
 
         Args:
             sure: The probability that the draft gave each of its tokens.
-            accepted: So many first ones were.
+            accepted: How many of them, from the first on, the target accepted.
         """
 
 
 class Constant:
-    """Always as many.
+    """A constant number of tokens.
 
     Args:
         tokens: To draft.
@@ -70,7 +70,7 @@ class Constant:
 
 
 class Heuristic:
-    """Two more after a draft that was accepted as a whole, one less after another one, as transformers has it.
+    """Two more tokens after a fully accepted draft, else one less, as transformers' heuristic schedule.
 
     Args:
         tokens: To begin with.
@@ -89,14 +89,14 @@ class Heuristic:
 
 
 class Adaptive:
-    """As many as give the most tokens per second, by what was accepted and how long it took.
+    """The number of tokens with the most tokens per second, by measured acceptance and times.
 
     With an acceptance of `a` for each token, a draft of `n` tokens gives `(1 - a^(n + 1)) / (1 - a)` tokens (Leviathan
-    et al., ICML 2023, https://arxiv.org/abs/2211.17192) in the time of a target's pass and `n` of the draft's. Where
-    a draft can be looked at, the best `n` only says how many tokens per second there are to be had: another token is
-    drafted where the chance that it comes to be accepted, over the time it takes, is more than that. This chance goes
-    by the probabilities that the draft gave its tokens, and by what came of others like them. Earlier rounds fade. A
-    target whose layers are streamed takes long for each pass, and wants long drafts.
+    et al., ICML 2023, https://arxiv.org/abs/2211.17192) in the time of one pass of the target and `n` of the draft.
+    While drafting, the best `n` only gives the speed to beat: another token is drafted if its chance of acceptance,
+    divided by its time, exceeds that speed. The chance is estimated from the probabilities that the draft gave its
+    tokens, and from the acceptance of earlier tokens with such probabilities. Earlier rounds fade. A target with
+    streamed layers has slow passes, and so gets long drafts.
 
     Args:
         tokens: For the first round.
@@ -131,7 +131,7 @@ class Adaptive:
 
     def learn(self, *, drafted: int, accepted: int, draft_s: float, target_s: float, first: bool = False) -> None:
         """See `DraftLength`. The times of passes over prompts count until there are others."""
-        for place in range(min(accepted + 1, drafted)):  # nothing is known of those behind the first that differs
+        for place in range(min(accepted + 1, drafted)):  # nothing is known of tokens behind the first rejected one
             self._overall.add(place < accepted)
         if first and not self._rough:
             return
@@ -146,14 +146,14 @@ class Adaptive:
         return self._shares[bisect(_SURE, sure)]
 
     def _tokens_per_s(self) -> list[float]:
-        """By drafts of 1 token, 2 tokens, and so on."""
+        """The speed with drafts of 1 token, 2 tokens, and so on."""
         per_token, per_pass = self._draft_s / self._drafted, self._target_s / self._passes
         tokens = accumulate(self._overall.rate**n for n in range(self._most + 1))
         return [each / (per_pass + n * per_token) for n, each in enumerate(tokens)][1:]
 
 
 class _Share:
-    """How many of the last tokens were accepted."""
+    """The acceptance rate of recent tokens."""
 
     def __init__(self, rate: float) -> None:
         self._compared, self._accepted = _PRIOR_TOKENS, _PRIOR_TOKENS * rate

@@ -1,4 +1,4 @@
-"""What speculation has done."""
+"""Counts of speculative decoding."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, kw_only=True)
 class SpeculationStats:
-    """Counts of rounds: drafts and what the target made of them.
+    """Counts and times of rounds: a draft, and the target's pass that verifies it.
 
-    The last round of an answer is counted when the answer is there, if `generate()` ran on the target that the draft
-    was prepared for; else it is left out, for its outcome is not told. A round that ends its answer with a drafted
-    token has no token of the target's own.
+    The last round of an answer is counted when the answer is complete, if `generate()` ran on the target that the
+    draft was prepared for; otherwise its outcome is unknown and it is left out. A round that ends its answer with a
+    drafted token has no token of the target's own.
 
     Args:
-        rounds: How many.
-        drafted: Tokens.
-        accepted: Of these, how many the target took over.
-        committed: Tokens that rounds gave, with those of the target.
-        histogram: How many rounds had so many tokens accepted.
+        rounds: Number of rounds.
+        drafted: Tokens drafted.
+        accepted: Drafted tokens that the target accepted.
+        committed: Tokens appended to answers, those of the target included.
+        histogram: By number of accepted tokens, the number of rounds.
         draft_s: Seconds of drafting.
-        verify_s: Seconds from a draft to what the target made of it, on the host: its pass, and its sampling.
-        rollback_s: Seconds of taking back K/V of refused tokens from the target's cache.
+        verify_s: Seconds of verifying on the host: the target's pass and its sampling.
+        rollback_s: Seconds of removing K/V of rejected tokens from the target's cache.
     """
 
     rounds: int = 0
@@ -44,8 +44,19 @@ class SpeculationStats:
 
     @property
     def committed_per_round(self) -> float:
-        """Tokens that a round gave; 0.0 if there was none."""
+        """Committed tokens per round; 0.0 if there was none."""
         return self.committed / self.rounds if self.rounds else 0.0
+
+    def add_round(self, drafted: int, accepted: int, committed: int, seconds: tuple[float, float, float]) -> None:
+        """Count a round, with its `seconds` of drafting, verifying and rolling back."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.committed += committed
+        self.histogram[accepted] += 1
+        self.draft_s += seconds[0]
+        self.verify_s += seconds[1]
+        self.rollback_s += seconds[2]
 
     def __str__(self) -> str:
         return (

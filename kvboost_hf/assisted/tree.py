@@ -1,4 +1,4 @@
-"""A tree of drafted tokens: pure Python and numpy."""
+"""A tree of drafted tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,13 @@ ROOT = -1  # the parent of a token that follows the text itself
 
 @dataclass(slots=True)
 class Tree:
-    """Tokens that may continue a text, each behind another one, or behind the text.
-
-    A token comes after its parent. Tokens with the same parent differ.
+    """Tokens that may continue a text. Each follows its parent in the lists; siblings differ.
 
     Args:
         tokens: Token ids.
-        parents: Of each token, the number of the one before it, or `ROOT`.
-        chances: Of each token, how likely it is that the text goes on as far as this, at most that of its parent.
-        probabilities: Of each token, what the draft says of it, given its parent.
+        parents: The index of each token's parent, or `ROOT`.
+        chances: The chance of each token that it and all before it are accepted, at most that of its parent.
+        probabilities: The probability that the draft gave each token, given its parent.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -31,7 +29,7 @@ class Tree:
         return len(self.tokens)
 
     def add(self, token: int, parent: int = ROOT, chance: float = 1.0, probability: float = 1.0) -> int:
-        """Append a token; returns its number."""
+        """Append a token; returns its index."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.chances.append(chance)
@@ -39,7 +37,7 @@ class Tree:
         return len(self.tokens) - 1
 
     def path(self, node: int) -> list[int]:
-        """The numbers of the tokens that lead to `node`, itself included; none to the root."""
+        """The indices of the tokens from the root to `node`, itself included."""
         found = []
         while node != ROOT:
             found.append(node)
@@ -47,19 +45,19 @@ class Tree:
         return found[::-1]
 
     def children(self) -> dict[int, dict[int, int]]:
-        """Of each token that has any, and of the root: by token id, the numbers of those behind it."""
+        """By index of each token with children, or `ROOT`: the indices of its children by token id."""
         found: dict[int, dict[int, int]] = {}
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             found.setdefault(parent, {})[token] = node
         return found
 
     def likeliest(self, count: int, least: float = 0.0) -> list[int]:
-        """The numbers of at most `count` tokens with the best chances, of `least` or more, parents first."""
+        """The indices of at most `count` tokens with the best chances, of `least` or more, parents first."""
         order = sorted(range(len(self)), key=lambda node: (-self.chances[node], node))  # a parent before its children
         return sorted(node for node in order[:count] if self.chances[node] >= least)
 
     def part(self, nodes: Sequence[int]) -> "Tree":
-        """A tree of `nodes` only, in this order; the parents of all are among them, and before them."""
+        """The tree of `nodes` only, in this order; each parent must come before its children."""
         number = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
         return Tree(
             [self.tokens[node] for node in nodes],
@@ -70,7 +68,7 @@ class Tree:
 
 
 def depths(parents: Sequence[int]) -> NDArray[np.int64]:
-    """Of each token, how many are before it on its way from the root."""
+    """The depth of each token: its number of ancestors."""
     found = np.zeros(len(parents), dtype=np.int64)
     for node, parent in enumerate(parents):
         found[node] = 0 if parent == ROOT else found[parent] + 1
@@ -78,7 +76,7 @@ def depths(parents: Sequence[int]) -> NDArray[np.int64]:
 
 
 def lineage(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """[tokens, tokens]: whether the second one is the first one, or on its way from the root."""
+    """[tokens, tokens]: whether the second is the first or an ancestor of it."""
     found = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
         if parent != ROOT:

@@ -1,4 +1,4 @@
-"""Decoding by trees of drafts, each checked in one pass of the target, in `generate(custom_generate=...)`."""
+"""`TreeDecoding`: speculative decoding with trees of drafts, for `generate(custom_generate=...)`."""
 
 import sys
 import time
@@ -30,13 +30,14 @@ _WITH_STATE = (
 
 
 class TreeDecoding:
-    """Pass it to `generate()` as `custom_generate`: trees of drafts by `draft`, checked by the model that generates.
+    """Speculative decoding with trees of drafts, to be passed to `generate()` as `custom_generate`.
 
-    A chain of drafts ends with the first token that is not what the target says. A tree has other tokens beside it,
-    and goes on if the target's is one of them. The answer is that of plain `generate()`: greedy token for token in
-    float32; with sampling, each token is drawn from the target's own distribution, and found among the drafts or not.
+    A chain of drafts ends at the first token that the target rejects. A tree has alternatives to that token, and
+    continues if the target's is among them. The target verifies a whole tree in one pass. Answers are those of plain
+    `generate()`: token for token with greedy decoding in float32; with sampling, each token is drawn from the target's
+    distribution, whether it is in the tree or not.
 
-    One object may be used for many calls, from one thread at a time. It learns from each how far to draft.
+    One object can be used for many calls, from one thread at a time. It learns from each how far to draft.
 
     Args:
         draft: A smaller model with the same vocabulary, on the same device. With `attach(draft)`, K/V of its prompts
@@ -87,7 +88,7 @@ class TreeDecoding:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """What `generate()` calls; it returns what this returns."""
+        """Decode, as `generate()` asks a custom loop to; returns the result of `generate()`."""
         self._require_fits(model, input_ids, generation_config, model_kwargs)
         answer = _Answer(input_ids, logits_processor, stopping_criteria, generation_config)
         drafting = TreeDraft(
@@ -113,11 +114,11 @@ class TreeDecoding:
     def _begin(
         self, model: PreTrainedModel, answer: "_Answer", drafting: TreeDraft, model_kwargs: dict[str, Any]
     ) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
-        """Run the prompt, with a chain of drafts behind it where that can be told from what a cache holds.
+        """Run the prompt, with a chain of drafts behind it if the cache is empty and there is no padding.
 
         Returns:
-            The cache, the position of the token that is to be computed next, and which columns of the cache are no
-            padding; None for all.
+            The cache, the position of the next token to compute, and which columns of the cache are no padding; None
+            for all.
         """
         began = self._rounds.clock()
         generator: Any = model
@@ -181,7 +182,7 @@ class TreeDecoding:
 
 
 class _Answer:
-    """The text so far, and what ends it."""
+    """The text so far, and the criteria that end it."""
 
     def __init__(
         self,
@@ -209,11 +210,11 @@ class _Answer:
 
     @property
     def room(self) -> int:
-        """Tokens that may still come."""
+        """Tokens that the text may still grow by."""
         return self._most - self.ids.shape[1]
 
     def take(self, tree: Tree, logits: torch.Tensor) -> Taken:
-        """Choose tokens by `logits` [1 + tokens of the tree, vocab_size], behind the text and behind each of them."""
+        """Accept tokens of a tree by `logits` [1 + tokens of the tree, vocab_size] behind the text and each token."""
         new: list[int] = []
         greedy = None
         if not len(self._processors) and not self.config.do_sample:
@@ -232,7 +233,7 @@ class _Answer:
         return taken
 
     def _choose(self, logits: torch.Tensor, token: int | None) -> int:
-        """The next token, by its logits [vocab_size], or as it is known; it becomes a part of the text."""
+        """Append the next token, by its logits [vocab_size] unless `token` is known already; returns it."""
         if token is None or self._scores is not None or self._logits is not None:
             row = logits[None].to(copy=True, dtype=torch.float32, device=self.ids.device)
             scores = self._processors(self.ids, row)
@@ -253,7 +254,7 @@ class _Answer:
         return any(bool(each(self.ids, scores).all()) for each in self._criteria)
 
     def result(self, cache: Any) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """What generate() returns."""
+        """The return value of generate()."""
         if not self.config.return_dict_in_generate:
             return self.ids
         scores, logits = (None if each is None else tuple(each) for each in (self._scores, self._logits))
@@ -262,7 +263,7 @@ class _Answer:
 
 
 def _extend(model_kwargs: dict[str, Any], positions: torch.Tensor, count: int) -> None:
-    """Make the arguments of a prompt those of one with so many more tokens."""
+    """Extend the arguments of a prompt by `count` tokens."""
     if model_kwargs.get("position_ids") is not None:
         behind = torch.arange(1, count + 1, device=positions.device)
         model_kwargs["position_ids"] = torch.cat([positions, positions[..., -1:] + behind], dim=-1)
@@ -274,7 +275,7 @@ def _extend(model_kwargs: dict[str, Any], positions: torch.Tensor, count: int) -
 
 
 def _without_state(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Those that may be called with texts that will not be said: a user's own might count them."""
+    """The processors without state, which may be called with drafts; a user's own might count its calls."""
     return LogitsProcessorList(
         each
         for each in processors

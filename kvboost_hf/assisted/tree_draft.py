@@ -1,4 +1,4 @@
-"""Growing a tree behind a text, level by level, each in one pass of a draft model."""
+"""Grows a tree of drafts behind a text, level by level, each in one pass of the draft model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +14,13 @@ from kvboost_hf.config import DraftTreeConfig
 
 
 class TreeDraft:
-    """The draft of one answer, with its K/V.
+    """Drafts trees for one answer, with the draft model's K/V of it.
 
     Args:
         draft: The draft model.
-        config: How large trees are.
-        growth: Decides where they end.
-        processors: Of the scores, as the target's are processed.
+        config: The largest tree.
+        growth: Decides how far trees grow.
+        processors: Logits processors of the target.
         ends: Tokens that end a text.
     """
 
@@ -38,11 +38,11 @@ class TreeDraft:
         self._width, self._branching = (1, 1) if config.policy == "chain" else (config.width, config.branching)
         self._cache: Any = DynamicCache(config=draft.config.get_text_config(decoder=True))
         self._branches: Branches | None = None
-        self._computed: dict[int, int] = {}  # of the tokens with K/V in branches, their numbers there
+        self._computed: dict[int, int] = {}  # by index in the tree, the index in branches of tokens with K/V
 
     @torch.no_grad()
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
-        """A tree, or a `chain`, behind `ids` [1, tokens], of at most `room` levels."""
+        """Grow a tree, or a `chain`, behind `ids` [1, tokens], of at most `room` levels."""
         model: Any = self._draft
         ids = ids.to(input_device(model))
         held = self._cache.get_seq_length()
@@ -71,14 +71,14 @@ class TreeDraft:
             self.passes += 1
 
     def keep(self, path: Sequence[int]) -> None:
-        """Keep the K/V of the tokens of the last tree that were taken, as far as there is any."""
+        """Keep the K/V of accepted tokens of the last tree, as far as it was computed."""
         assert self._branches is not None
         self._branches.keep([self._computed[node] for node in path if node in self._computed])
 
     def _add_children(
         self, tree: Tree, ids: torch.Tensor, behind: Sequence[int], logits: torch.Tensor, branching: int
     ) -> list[int]:
-        """Add the likeliest tokens behind each token, by its `logits` [tokens, vocab_size]; returns their numbers."""
+        """Add the likeliest children of each token, by its `logits` [tokens, vocab_size]; returns their indices."""
         scores = logits.float()
         if len(self._processors):
             paths = [[tree.tokens[node] for node in tree.path(at)] for at in behind]

@@ -1,4 +1,4 @@
-"""Vocabularies that differ by the rows with which embeddings are padded, as those of sizes of one family may."""
+"""Fits vocabularies that differ only in padding rows of the embeddings, as within a family of models."""
 
 from typing import Any
 
@@ -13,12 +13,18 @@ def vocab_size(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
+def end_tokens(config: Any) -> set[int]:
+    """The tokens that end a text, by a generation configuration."""
+    ends = config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
 @torch.no_grad()
 def fit_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
     """Give a draft the vocabulary size of its target, if the two differ by padding only.
 
-    New rows are those of its last token: padding, too, or as rare as it. A token of the draft's that the target has no
-    row for is never drafted.
+    New rows are copies of that of its last token, which is padding or rare. Tokens that the target has no row for are
+    never drafted.
 
     Returns:
         Whether it has that size now; False if they differ by more.

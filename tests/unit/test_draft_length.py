@@ -6,7 +6,7 @@ from operator import mul
 
 import pytest
 
-from kvboost_hf.assisted.looks import Looks
+from kvboost_hf.assisted.host_reads import HostReads
 from kvboost_hf.assisted.schedule import Adaptive, ConfidentLength, Constant, DraftLength, Heuristic
 
 
@@ -158,7 +158,7 @@ def test_prompts_are_not_taken_for_passes() -> None:
 )
 def test_looks(launch_s: float, wait_s: float, every: int) -> None:
     """At each token, unless a device would wait long for its next pass."""
-    looks = Looks()
+    looks = HostReads()
     assert looks.every == 1
     for _ in range(3):
         looks.learn(passes=1, launch_s=launch_s, wait_s=wait_s)
