@@ -1,7 +1,6 @@
 """Probes whether a model computes branching tokens correctly, by a few short forwards."""
 
 import inspect
-import threading
 from typing import Any
 
 import torch
@@ -9,8 +8,8 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.branches import BRANCHING_LAYERS, Branches
 from kvboost_hf.compat import (
-    KeptOnModel,
     ProbeCache,
+    attempt,
     attn_implementation,
     cache_layers,
     decoder_layers,
@@ -18,6 +17,7 @@ from kvboost_hf.compat import (
     frequencies_vary,
     probe_ids,
     probe_logits,
+    remember,
     tolerance,
 )
 from kvboost_hf.handles import ATTENTION
@@ -26,24 +26,12 @@ _ATTENTION_KINDS = ("sdpa", "eager", ATTENTION)
 _TEXT = 3  # tokens of the probe before the branches
 
 
-class _BranchFindings(KeptOnModel):
-    """What was found of a model, by type of its weights and attention."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.reasons: dict[tuple[torch.dtype, str], str | None] = {}
-
-
 def branch_reason(model: PreTrainedModel) -> str | None:
     """Why tokens that branch cannot be computed in one forward; None if they can.
 
-    Once per model: three forwards of a few tokens.
+    Once per model, dtype and attention: three forwards of a few tokens.
     """
-    found, key = _BranchFindings.of(model), (model.dtype, attn_implementation(model))
-    with found.lock:
-        if key not in found.reasons:
-            found.reasons[key] = _reason(model)
-        return found.reasons[key]
+    return remember(model, (branch_reason, model.dtype, attn_implementation(model)), lambda: _reason(model))
 
 
 def _reason(model: PreTrainedModel) -> str | None:
@@ -63,22 +51,21 @@ def _reason(model: PreTrainedModel) -> str | None:
         return "it has layers that attend to images only"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "its attention is chunked"
-    try:
-        layers = cache_layers(model)
-        if unknown := {type(layer).__name__ for layer in layers} - BRANCHING_LAYERS:
-            return f"its cache has layers that cannot hold branches ({', '.join(sorted(unknown))})"
-        if len(decoder_layers(model)) != len(layers):
-            return "its decoder layers cannot be told apart"
-        return _probe(model)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # models fail in ways of their own on what they were not written for
-        return f"it fails on tokens that branch ({type(error).__name__}: {error})"
+    return attempt(lambda: _layers_reason(model) or _probe(model), "it fails on tokens that branch")
+
+
+def _layers_reason(model: PreTrainedModel) -> str | None:
+    layers = cache_layers(model)
+    if unknown := {type(layer).__name__ for layer in layers} - BRANCHING_LAYERS:
+        return f"its cache has layers that cannot hold branches ({', '.join(sorted(unknown))})"
+    if len(decoder_layers(model)) != len(layers):
+        return "its decoder layers cannot be told apart"
+    return None
 
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> str | None:
-    """Two ways to go on, token by token in turn: the logits must be those of each way alone."""
+    """Interleave two continuations token by token: the logits must be those of each continuation alone."""
     ids = probe_ids(model)
     text, first = ids[:, :_TEXT], ids[:, _TEXT:]
     ways = torch.cat([first, first.flip(1)])

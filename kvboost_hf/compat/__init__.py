@@ -1,11 +1,11 @@
-"""What each model allows, and why not."""
+"""Adapts to models of transformers: their layers, attention and caches, and which kinds of reuse they allow."""
 
 from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.compat.attention import attention_function, attn_implementation, mask_form
 from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
 from kvboost_hf.compat.hooks import hook_layers, own_hook, own_hooks
-from kvboost_hf.compat.kept import KeptOnModel
+from kvboost_hf.compat.memo import KeptOnModel, attempt, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
     available_device,
@@ -47,6 +47,7 @@ __all__ = [
     "LayerRotation",
     "ProbeCache",
     "Shifts",
+    "attempt",
     "attention_function",
     "attn_implementation",
     "available_device",
@@ -74,6 +75,7 @@ __all__ = [
     "probe_ids",
     "probe_logits",
     "probe_reason",
+    "remember",
     "require_cache",
     "require_reusable_model",
     "rope_regime",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from kvboost_hf.compat.kept import KeptOnModel
+from kvboost_hf.compat.memo import KeptOnModel
 
 # Cache layers of transformers that `cache/layers/choose.py` can replace; stateful ones keep a sum of what they saw.
 STATEFUL_LAYERS = frozenset(

@@ -1,11 +1,10 @@
-"""Finding out what is right for a model: by looking at it, and by running it on a few tokens.
+"""Finds out whether K/V of a model can be reused, by inspecting it and by running it on a few tokens.
 
-Tables of architectures go stale; most of what matters can be seen in the cache that transformers itself would make for
-the model, and in its logits. Only what neither can show is in a table.
+Tables of architectures go stale. Most properties show in the cache that transformers makes for the model, or in its
+logits; only the others are in a table.
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvboost_hf.compat.attention import attention_function
-from kvboost_hf.compat.kept import KeptOnModel
+from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
     STATEFUL_LAYERS,
@@ -25,91 +24,73 @@ from kvboost_hf.compat.models import (
     no_cache_reason,
 )
 
-# Largest difference in logits, in standard deviations of the logits, that rounding explains where the same thing is
+# The largest difference of logits, in standard deviations of the logits, that rounding explains if the same forward is
 # computed in matrices of other shapes. Encoder-style attention gives 0.002 and more in float32.
 _TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-# Where even the shapes are the same.
+# If the shapes are the same.
 _SAME_SHAPE_TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _PROBE_TOKENS = 8
 
-# What no probe of a few tokens can see, by model type.
+# Reasons that no probe of a few tokens can find, by model type.
 _KNOWN_WRONG = {
     "moshi": "transformers applies its sliding window to cached tokens only, so that a prompt in parts differs",
 }
 
 
 class ProbeCache(DynamicCache):
-    """The cache of a probe: a type of its own, so that no hook takes it for a user's."""
+    """The cache of a probe, of a type that our hooks do not take for a user's."""
 
 
-# What was run: the dtype, the function that computes attention, and what others have changed in the model.
-_Probed = tuple[torch.dtype, object, Hashable]
-
-
-class _Findings(KeptOnModel):
-    """What was found of a model, so that it is found once."""
+class _Changes(KeptOnModel):
+    """Changes of others, in functions and configurations of parts of a model."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.static: tuple[str | None] | None = None
-        self.changes: Hashable = ()  # by others, in functions and configurations of parts
-        self.probed: dict[_Probed, str | None] = {}
-        self.padded: dict[_Probed, str | None] = {}
-        self.steps: dict[_Probed, str | None] = {}
+        self.now: Hashable = ()
 
 
 def known_reason(model: PreTrainedModel) -> str | None:
-    """Why reuse is ruled out, as far as can be told without running the model now, or None."""
-    found = _Findings.of(model)
-    with found.lock:
-        if found.static is None:
-            found.static = (_static_reason(model),)
-        return found.static[0] or found.probed.get(_now(model))
+    """Why reuse is ruled out, as far as is known without running the model now, or None."""
+    static = remember(model, known_reason, lambda: _static_reason(model))
+    reason: str | None = static or recall(model, _key(probe_reason, model))
+    return reason
 
 
 def probe_reason(model: PreTrainedModel) -> str | None:
     """Why a run on a few tokens rules out reuse, or None. Once per dtype and attention: 2 or 3 short forwards."""
-    return _once(model, _Findings.of(model).probed, _probe)
+    return _once(model, probe_reason, _probe)
 
 
 def padding_reason(model: PreTrainedModel) -> str | None:
     """Why a run on a few tokens rules out storing K/V of padded rows, or None. Run once per dtype and attention."""
-    return _once(model, _Findings.of(model).padded, _probe_padding)
+    return _once(model, padding_reason, _probe_padding)
 
 
 def steps_reason(model: PreTrainedModel) -> str | None:
-    """Why what a model keeps of tokens that it was given one by one is not what it keeps of a prompt, or None.
+    """Why the states of tokens that a model was given one by one differ from those of a prompt, or None.
 
-    Models with states have one way for prompts and another for single tokens. Run once per dtype and attention.
+    Models with states have one code path for prompts and another for single tokens. Run once per dtype and attention.
     """
-    return _once(model, _Findings.of(model).steps, _probe_steps)
+    return _once(model, steps_reason, _probe_steps)
 
 
-def _once(
-    model: PreTrainedModel, known: dict[_Probed, str | None], probe: Callable[[PreTrainedModel], str | None]
-) -> str | None:
-    now = _now(model)
-    with _Findings.of(model).lock:
-        if now not in known:
-            try:
-                known[now] = probe(model)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # models fail in ways of their own on what they were not written for
-                known[now] = f"it fails on a prompt in parts ({type(error).__name__}: {error})"
-        return known[now]
+_Reason = Callable[[PreTrainedModel], str | None]
 
 
-def _now(model: PreTrainedModel) -> _Probed:
-    return model.dtype, attention_function(model), _Findings.of(model).changes
+def _once(model: PreTrainedModel, name: _Reason, probe: _Reason) -> str | None:
+    return remember(model, _key(name, model), lambda: attempt(lambda: probe(model), "it fails on a prompt in parts"))
+
+
+def _key(name: _Reason, model: PreTrainedModel) -> Hashable:
+    """A probe depends on the dtype, the function that computes attention, and changes of others in the model."""
+    return name, model.dtype, attention_function(model), _Changes.of(model).now
 
 
 def note_changes(model: PreTrainedModel, changes: Hashable) -> None:
-    """What others have changed in the functions of a model, or in the configurations of its parts, so far.
+    """Note the changes of others in functions of a model and in configurations of its parts.
 
-    With other changes it is probed again.
+    After other changes the model is probed again.
     """
-    _Findings.of(model).changes = changes
+    _Changes.of(model).now = changes
 
 
 def _static_reason(model: PreTrainedModel) -> str | None:
@@ -119,11 +100,13 @@ def _static_reason(model: PreTrainedModel) -> str | None:
         return reason
     if has_own_cache(model):
         return "it keeps its K/V in a cache class of its own"
-    try:
-        kinds = {type(layer).__name__ for layer in cache_layers(model)}
-    except Exception as error:  # whatever transformers' own cache does not understand
-        return f"transformers cannot make a cache for its configuration ({type(error).__name__}: {error})"
-    unknown = ", ".join(sorted(kinds - SERVED_LAYERS)) or ("" if kinds else "none at all")
+    types = attempt(
+        lambda: {type(layer).__name__ for layer in cache_layers(model)},
+        "transformers cannot make a cache for its configuration",
+    )
+    if isinstance(types, str):
+        return types
+    unknown = ", ".join(sorted(types - SERVED_LAYERS)) or ("" if types else "none at all")
     if unknown:
         return f"its cache has layers of a kind that cannot be served ({unknown})"
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -133,7 +116,7 @@ def _static_reason(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> str | None:
-    """Two forwards, of two rows and of half a row; three where the cache cannot be cut."""
+    """Compare a prompt in two parts with the whole: two forwards; three where the cache cannot be cropped."""
     ids, cut = probe_ids(model), _PROBE_TOKENS // 2
     other = torch.cat([ids[:, :cut], ids[:, cut:].flip(1)], dim=1)
     cache = ProbeCache(config=model.config)
@@ -170,7 +153,7 @@ def _probe_steps(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def _probe_padding(model: PreTrainedModel) -> str | None:
-    """Padding on the left must change nothing, in one part and in two."""
+    """Compare padded with unpadded rows, for a prompt in one part and in two."""
     ids, pad, cut = probe_ids(model), 3, 7
     padded = torch.cat([ids[:, :pad], ids], dim=1)
     mask = torch.ones_like(padded)
@@ -191,7 +174,7 @@ def _probe_padding(model: PreTrainedModel) -> str | None:
         (whole, run(0, padded.shape[1], whole)),
         (parts, torch.cat([run(0, cut, parts), run(cut, padded.shape[1], parts)], dim=1)),
     ):
-        # Keys, too: rotated by their columns, they would give the same logits, but not to a row with other padding.
+        # Keys, too: rotated by their columns, they give the same logits here, but not in a row with other padding.
         pairs = [(found[:1, pad:], plain)] + [
             (theirs[:1, :, -_PROBE_TOKENS:], ours)
             for theirs, ours in zip(_keys(padded_cache), _keys(alone), strict=True)
@@ -204,7 +187,7 @@ def _probe_padding(model: PreTrainedModel) -> str | None:
 
 
 def _can_be_cut(layer: Any) -> bool:
-    """Whether a cache layer of the probe can be cut back to its first half."""
+    """Whether a cache layer of the probe can be cropped to its first half."""
     if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
         return False
     if type(layer) is DynamicSlidingWindowLayer:
@@ -225,12 +208,12 @@ def probe_ids(model: PreTrainedModel) -> torch.Tensor:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The largest `difference` that rounding explains where the same thing is computed in other shapes."""
+    """The largest `difference` that rounding explains if the same forward is computed in other shapes."""
     return _TOLERANCE.get(dtype, 2e-1)
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, in standard deviations of what is expected; NaN where there is one on either side."""
+    """The largest difference, in standard deviations of `expected`; NaN if either side contains one."""
     return float((found - expected).abs().max()) / (float(expected.std()) or 1.0)
 
 
@@ -245,9 +228,9 @@ def probe_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Cache | None 
 
 
 def _multimodal_arguments(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> dict[str, Any]:
-    """What a processor adds for text: a model might take types of 0 for something else than text.
+    """The token types and positions that a processor adds for text, since the defaults of some models differ.
 
-    Positions, too: some models count from where their last prompt left off if they are given none.
+    Without positions, some models count on from their last prompt.
     """
     accepted = inspect.signature(model.forward).parameters
     held = cache.get_seq_length()

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat.kept import KeptOnModel
+from kvboost_hf.compat.memo import KeptOnModel
 
 
 class _Limits(KeptOnModel):

@@ -1,11 +1,10 @@
-"""Finding out how a model's keys rotate: by running it on the same tokens at several positions.
+"""Finds out how a model's keys rotate with positions, by running it on the same tokens at several positions.
 
-How a model arranges pairs of dimensions, and which frequencies a layer uses, is in its code only. But all that it can
-be shows in its keys: as attention is relative, the same tokens further on give the same keys, rotated.
+Only a model's code says how it arranges pairs of dimensions, and which frequencies each layer uses. Its keys show the
+same: since rotary attention is relative, the same tokens at later positions give the same keys, rotated.
 """
 
 import inspect
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat.kept import KeptOnModel
+from kvboost_hf.compat.memo import attempt, remember
 from kvboost_hf.compat.models import cache_layers
 from kvboost_hf.compat.probes import ProbeCache, probe_ids, probe_logits, tolerance
 from kvboost_hf.compat.rope import frequencies_vary, original_length
@@ -23,17 +22,9 @@ from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Style
 _TOKENS = 4
 _POSITIONS = (0, 1, 7, 61, 509)
 _STYLES: tuple[Style, ...] = ("half", "interleaved")
-# What a rotation that is not the right one must be off by, in errors of the right one.
+# The second best rotation must have an error of so many times the best one's.
 _CLEARLY = 4.0
 _MIN_ROWS = 3  # the first one included
-
-
-class _Rotations(KeptOnModel):
-    """What was found of a model, or why it cannot be moved, by dtype."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.found: dict[torch.dtype, KeyRotation | str] = {}
 
 
 def key_rotation(model: PreTrainedModel) -> KeyRotation | str:
@@ -42,11 +33,7 @@ def key_rotation(model: PreTrainedModel) -> KeyRotation | str:
     Run once per model and dtype. For models whose frequencies depend on the length it holds where `rope_regime` is
     empty.
     """
-    rotations = _Rotations.of(model)
-    with rotations.lock:
-        if model.dtype not in rotations.found:
-            rotations.found[model.dtype] = _static_reason(model) or _probed(model)
-        return rotations.found[model.dtype]
+    return remember(model, (key_rotation, model.dtype), lambda: _static_reason(model) or _probed(model))
 
 
 def _static_reason(model: PreTrainedModel) -> str | None:
@@ -66,13 +53,8 @@ def _static_reason(model: PreTrainedModel) -> str | None:
 
 
 def _probed(model: PreTrainedModel) -> KeyRotation | str:
-    try:
-        with _frequencies_restored(model):
-            return _probe(model)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # models fail in ways of their own on what they were not written for
-        return f"it fails on a few tokens at later positions ({type(error).__name__}: {error})"
+    with _frequencies_restored(model):
+        return attempt(lambda: _probe(model), "it fails on a few tokens at later positions")
 
 
 @torch.no_grad()
@@ -106,23 +88,23 @@ def _probe(model: PreTrainedModel) -> KeyRotation | str:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """What a model's own rounding may change of a pair's size.
+    """The relative error of a rotated pair that a model's own rounding explains.
 
-    Models round cosines, sines, products and sums: less than 4 units, and twice that for kernels that differ by the
-    row. In float32 their angles count more.
+    Models round cosines, sines, products and sums: less than 4 units in the last place, and twice that for kernels
+    that differ by the row. In float32 the rounding of angles counts more.
     """
     return 4 * torch.finfo(dtype).eps + 2e-4
 
 
 def _noise(kept: torch.Tensor, positions: list[int]) -> torch.Tensor:
-    """How far the first token's are from those of the first row, for each row."""
+    """For each row, the largest difference of its first token from that of the first row."""
     return _off(kept, positions, None)[:, :, 0].amax((1, 2))
 
 
 def _rotated_tensor(
     keys: torch.Tensor, values: torch.Tensor, positions: list[int], dtype: torch.dtype, first_layer: bool
 ) -> int:
-    """1 if values change with positions, and keys do not: a part of the keys is kept as values then."""
+    """1 if values change with positions and keys do not, since a part of the keys is kept as values; else 0."""
     limit = _rounding(dtype) if first_layer else tolerance(dtype)
     changed = [int((_noise(kept, positions) > limit).sum()) for kept in (keys, values)]
     return int(changed[1] > len(positions) - _MIN_ROWS >= changed[0])
@@ -136,18 +118,18 @@ def _rotation(
     dtype: torch.dtype,
     first_layer: bool,
 ) -> LayerRotation | str | None:
-    """The candidate that turns the first row's keys into the others', None if they are the same; or why there is none.
+    """The candidate that rotates the first row's keys to the others', None if these are equal, or why there is none.
 
-    The first token attends to itself only: nothing but the rotation can change it, but for rounding, which sinks, and
-    experts that are chosen by a hair, let grow with the layers. Where its values changed, its keys may have, too.
+    The first token attends to itself only, so that only the rotation changes it, apart from rounding, which grows with
+    the layers by attention sinks and by near ties between experts. If its values changed, its keys may have, too.
 
     Args:
-        keys: [positions, heads, tokens, head_dim], float32, or what takes their place: see `_rotated_tensor`.
-        values: Likewise.
+        keys: [positions, heads, tokens, head_dim], float32: the tensor that `_rotated_tensor` chooses.
+        values: The other tensor.
         positions: Of the first token of each row; the first row's is 0.
-        candidates: What the model's frequencies allow.
-        dtype: What they were computed in.
-        first_layer: Whether there was no attention before.
+        candidates: Rotations by the model's frequencies.
+        dtype: The dtype that they were computed in.
+        first_layer: Whether no attention came before.
     """
     bound, noise = _rounding(dtype), _noise(values, positions)
     usable = noise <= (bound if first_layer else tolerance(dtype))
@@ -170,7 +152,7 @@ def _rotation(
 
 
 def _positions_within(model: PreTrainedModel) -> list[int]:
-    """First positions of the probe's rows: learned tables may be short, and frequencies may change with the length."""
+    """First positions of the probe's rows, below the length of learned tables and of changing frequencies."""
     config: Any = model.config.get_text_config(decoder=True)
     limits = (getattr(config, "max_position_embeddings", None), original_length(model))
     limit = min((limit for limit in limits if isinstance(limit, int)), default=None)
@@ -178,7 +160,7 @@ def _positions_within(model: PreTrainedModel) -> list[int]:
 
 
 def _off(kept: torch.Tensor, positions: list[int], rotation: LayerRotation | None) -> torch.Tensor:
-    """How far each row is from the first one, rotated to its positions, relative to the size of what is rotated."""
+    """The difference of each row from the first, rotated to its positions, relative to the size of rotated pairs."""
     first = expected = kept[0]
     size = first.abs()
     if rotation is not None:
@@ -190,7 +172,7 @@ def _off(kept: torch.Tensor, positions: list[int], rotation: LayerRotation | Non
 
 
 def _rotations_of(frequencies: list[torch.Tensor], head_dim: int, tensor: int) -> list[LayerRotation]:
-    """All that could be made of some frequencies in a head: partial rotations are at its front, or at its end."""
+    """All rotations of a head by these frequencies; partial ones are at its front or at its end."""
     found = []
     for inv_freq in frequencies:
         offsets = sorted({0, head_dim - 2 * inv_freq.numel()})
@@ -223,7 +205,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def _frequencies_restored(model: PreTrainedModel) -> Iterator[None]:
-    """A short forward may take rotary embeddings back to their original frequencies: undo that."""
+    """Restore rotary frequencies at the end, which a short forward may reset to their original values."""
     varying = [module for module in model.modules() if frequencies_vary(module)]
     before = [
         (dict(module.__dict__), {n: (b, b.clone()) for n, b in module._buffers.items() if b is not None})

@@ -147,7 +147,7 @@ def test_it_is_found_once_by_20_tokens(llama: PreTrainedModel) -> None:
     with counted(llama) as work:
         assert key_rotation(llama) is found
         assert check_model_compatibility(llama).moved
-    assert copy.deepcopy(llama).__dict__["_kvboost_hf__Rotations"].found == {}
+    assert copy.deepcopy(llama).__dict__["_kvboost_hf__Findings"].known == {}
     assert rotation_of(llama.to(torch.bfloat16)) is not found  # type: ignore[arg-type]
 
 
