@@ -237,7 +237,7 @@ class StockLender:
         self._layers: list[Any] = cache.layers
 
     def require_branches(self) -> None:
-        """See `Lender`."""
+        """See `Lender.require_branches`."""
         types = {type(layer).__name__ for layer in self._layers} - BRANCHING_LAYERS
         if types or self._cache.offloading:
             found = "offloaded layers" if not types else f"layers of the kind {', '.join(sorted(types))}"
@@ -246,18 +246,18 @@ class StockLender:
             )
 
     def lend(self) -> list[Any]:
-        """See `Lender`."""
+        """See `Lender.lend`."""
         self._held = self._cache.get_seq_length()
         return self._layers
 
     def give_back(self) -> None:
-        """See `Lender`."""
+        """See `Lender.give_back`."""
         for layer in self._layers:
             if _has_kv(layer):
                 layer.crop(self._held - layer.get_seq_length())
 
     def extend(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kv: Sequence[Pair | None]) -> None:
-        """See `Lender`."""
+        """See `Lender.extend`."""
         for layer, pair in zip(self._layers, kv, strict=True):
             if pair is not None:
                 layer.update(*pair)

@@ -59,5 +59,5 @@ def _form_of(config: Any) -> MaskForm:
     flat: list[Any] = [each for found in classes for each in (found if isinstance(found, tuple) else (found,)) if each]
     if flat and all(each._supports_flash_attn for each in flat):
         return "compact"
-    told = flat and all(each._supports_attention_backend and each._supports_sdpa for each in flat)
-    return "bool" if told else "additive"
+    takes_bool = flat and all(each._supports_attention_backend and each._supports_sdpa for each in flat)
+    return "bool" if takes_bool else "additive"

@@ -1,1 +1,1 @@
-"""Models that are larger than the memory of their device: layers that come when their turn comes."""
+"""Layer streaming: runs models that are larger than the memory of their device."""

@@ -1,4 +1,4 @@
-"""From loaded layers to streamed ones: one layer at a time, so that no weight is in memory twice."""
+"""Converts loaded layers to streamed ones, one at a time, so that no weight is in memory twice."""
 
 import logging
 from collections.abc import Iterable
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class StreamBuilder:
-    """Takes the layers of one model as they are loaded, and puts their bytes where the plan says.
+    """Takes the layers of one model as they are loaded, and moves their bytes to where the plan says.
 
     Args:
         model: Its tensors may be on the meta device.
-        config: What is asked for.
-        device: Where the model computes.
-        identity: Names the weights, for files that may be used again; None: they may not.
+        config: The streaming settings.
+        device: The device that computes.
+        identity: Names the weights, so that files can be used again; None if they cannot.
 
     Raises:
         ValueError: as `find_units` and `plan_residency` do.
@@ -69,15 +69,15 @@ class StreamBuilder:
         self._sources: dict[int, Source] = {}
 
     def is_streamed(self, number: int) -> bool:
-        """Whether a layer is not to stay on the device."""
+        """Whether a layer is streamed, not resident on the device."""
         return number not in self.plan.resident
 
     def has_file(self, number: int) -> bool:
-        """Whether the bytes of a layer are in a file already, so that they need not be loaded."""
+        """Whether a file has the bytes of a layer already, so that they need not be loaded."""
         return number in self.plan.on_disk and self._file(number) is not None
 
     def take(self, number: int) -> None:
-        """The tensors of a layer that is streamed are loaded: move their bytes to where they wait."""
+        """Move the bytes of a streamed layer, whose tensors have been loaded, to host memory or a file."""
         unit, layout = self.units[number], self.layouts[number]
         if number in self.plan.on_disk:
             source = self._file(number)
@@ -97,11 +97,11 @@ class StreamBuilder:
 
     @property
     def waiting_embeddings(self) -> Holder | None:
-        """The input embeddings, if they wait in host memory: until `finish` they are to be on the CPU."""
+        """The input embeddings, if they stay in host memory. Until `finish` they must be on the CPU."""
         return self._embeddings if self.plan.host_embeddings else None
 
     def _take_embeddings(self, holder: Holder) -> None:
-        """To pinned memory, where the device reads them."""
+        """Move the embeddings to pinned memory, from which the device reads them."""
         assert self._mapping is not None
         weight = holder.get()
         assert weight is not None
@@ -117,7 +117,7 @@ class StreamBuilder:
         holder.put(mapped)
 
     def give_back(self) -> None:
-        """Undo what was taken: tensors whose bytes are in files come back into memory."""
+        """Undo `take`: read tensors whose bytes are in files back into memory."""
         for number, source in self._sources.items():
             if source.host is None:
                 for name, view in self.layouts[number].views(in_memory(source)).items():
@@ -127,7 +127,7 @@ class StreamBuilder:
         return None if self._folder is None else self._folder.find(number, self.layouts[number])
 
     def finish(self) -> LayerStream | None:
-        """Put the hooks in place; None where all layers stay."""
+        """Install the hooks; returns None if no layer is streamed."""
         numbers = sorted(self._sources)
         if not numbers:
             return None
@@ -153,19 +153,19 @@ def stream_layers(
 ) -> PreTrainedModel:
     """Stream the layers of a model that is loaded in host memory.
 
-    `load_streamed()` does it while loading, and needs no more memory than the layers take.
+    `load_streamed()` streams while loading, and needs no more memory than the layers take.
 
     Args:
         model: A causal language model, on the CPU.
         config: Which layers stay on the device.
-        device: Where it computes; the accelerator by default, or the CPU where there is none.
+        device: The device that computes; by default the accelerator, or the CPU if there is none.
 
     Returns:
-        The same model, an ordinary one: `generate()`, pipelines, caches and assistants need not know.
+        The same model. It works with `generate()`, pipelines, caches and assistants as before.
 
     Raises:
-        ValueError: the layers cannot be told apart or moved by copying bytes, or do not fit into the budget.
-        StreamingError: they are streamed already, or accelerate moves them.
+        ValueError: the layers cannot be found or moved by copying bytes, or do not fit into the budget.
+        StreamingError: the layers are streamed already, or accelerate moves them.
         OSError: the disk is full, or cannot be written to; the model has its weights all the same.
 
     Example:
@@ -203,7 +203,7 @@ def stream_layers(
 
 
 def default_device() -> torch.device:
-    """The accelerator, or the CPU where there is none."""
+    """The accelerator, or the CPU if there is none."""
     found = torch.accelerator.current_accelerator()
     return torch.device("cpu") if found is None else found
 
@@ -218,19 +218,19 @@ def streamed_layers(model: nn.Module) -> LayerStream | None:
 
 
 def streaming_stats(model: nn.Module) -> StreamingStats | None:
-    """What streaming has done for a model so far; None where no layer is streamed."""
+    """Counts and times of a model's streaming so far; None if no layer is streamed."""
     stream = streamed_layers(model)
     return None if stream is None else stream.stats()
 
 
 def streaming_plan(model: nn.Module) -> ResidencyPlan | None:
-    """Where the layers of a model are; None where no layer is streamed."""
+    """Where the layers of a model are; None if no layer is streamed."""
     stream = streamed_layers(model)
     return None if stream is None else stream.plan
 
 
 def stop_streaming(model: nn.Module) -> nn.Module:
-    """Give all layers their weights back, in host memory, and take the hooks off."""
+    """Give all layers their weights back, in host memory, and remove the hooks."""
     for module in model.modules():
         hooks = _hooks(getattr(module, "_hf_hook", None))
         kept = [hook for hook in hooks if not isinstance(hook, LayerStreamingHook)]
@@ -253,7 +253,7 @@ def _fill(unit: Unit, layout: FlatLayout, flat: torch.Tensor) -> dict[str, torch
 
 
 def _move(model: nn.Module, device: torch.device, streamed: Iterable[int]) -> None:
-    """To the device, but for tensors with these ids."""
+    """Move the model to the device, except tensors with these ids."""
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in streamed:

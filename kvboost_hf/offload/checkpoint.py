@@ -1,4 +1,4 @@
-"""Loading a model layer by layer from the files of its checkpoint."""
+"""Loads a model layer by layer from the files of its checkpoint."""
 
 import os
 import re
@@ -26,15 +26,15 @@ from kvboost_hf.offload.units import Holder, persistent_holders, shared_tensors
 
 
 class Checkpoint:
-    """The files of a checkpoint, and which of their tensors belong to which layer of a model.
+    """The files of a checkpoint, and the layer of the model that each of their tensors belongs to.
 
     Args:
         model: On the meta device.
         files: Paths of safetensors files.
-        quantizer: Passed on to transformers.
+        quantizer: Passed to transformers.
 
     Raises:
-        ValueError: they are no safetensors files, or damaged.
+        ValueError: the files are no safetensors files, or damaged.
     """
 
     def __init__(self, model: PreTrainedModel, files: Sequence[str] | None, quantizer: Any) -> None:
@@ -54,17 +54,17 @@ class Checkpoint:
         self._parts: list[dict[str, Holder]] = []  # of each layer, by full name
         self._meta: dict[str, torch.Tensor] = {}
         self._keys: list[list[str]] = []  # of each layer, names in the files
-        self._prefixes: list[str] = []  # of each layer, what its full names begin with
+        self._prefixes: list[str] = []  # of each layer, the prefix of its full names
 
     def quantized(self) -> set[str]:
-        """Names of the modules whose weights are AWQ's."""
+        """Names of the modules with AWQ weights."""
         names = dict.fromkeys(self._model.state_dict(), True)
         modules = {key.removesuffix(".qweight") for key in self._files if key.endswith(".qweight")}
         renamed = (self._rename(f"{module}.weight", names, merged=False) for module in modules)
         return {name.removesuffix(".weight") for name in renamed}
 
     def identity(self) -> str:
-        """Changes with the files and with what they are loaded as."""
+        """A hash that changes with the files and with the dtype they are loaded as."""
         digest = blake2b(str(self._dtype).encode(), digest_size=20)
         for path in sorted({os.path.realpath(path) for path in self._files.values()}):
             found = os.stat(path)
@@ -72,7 +72,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def take_out(self, layers: Sequence[nn.Module]) -> None:
-        """Take the tensors of all layers out of the model, so that they are not loaded with the rest."""
+        """Remove the tensors of all layers from the model, so that transformers does not load them with the rest."""
         model = self._model
         modules = {id(module): name for name, module in model.named_modules()}
         shared = shared_tensors(model, layers)
@@ -105,10 +105,10 @@ class Checkpoint:
 
         Args:
             number: Of the layer.
-            streamed: What names of streamed tensors in the layer begin with.
+            streamed: Prefixes of the names of streamed tensors in the layer.
 
         Returns:
-            Whether it has others.
+            Whether it has tensors that are not streamed.
         """
         for name, holder in self._parts[number].items():
             holder.put(self._meta[name])
@@ -119,11 +119,11 @@ class Checkpoint:
 
         Args:
             number: Of the layer, whose tensors have been put back.
-            device: Where to.
-            streamed: What names of tensors begin with that go to host memory instead.
+            device: The device to load to.
+            streamed: Prefixes of the names of tensors that are loaded to host memory instead.
 
         Raises:
-            ValueError: some are missing in the files, or have other shapes.
+            ValueError: the files lack some of them, or have other shapes.
         """
         part = self._parts[number]
         model = self._model
@@ -154,7 +154,7 @@ class Checkpoint:
             raise ValueError(_complaint(missing, wrong, found.conversion_errors))
 
     def _keep_dtypes(self) -> None:
-        """Give what stays in float32 that dtype already now, before room is made for it."""
+        """Cast tensors that stay in float32 on the meta device, so that sizes are planned with that dtype."""
         plan = self._model._get_dtype_plan(self._dtype)
         if not plan:
             return
@@ -169,7 +169,7 @@ class Checkpoint:
         return [name for name in self._parts[number] if name.startswith(starts)]
 
     def _assign(self, prefixes: Sequence[str]) -> list[list[str]]:
-        """Which names of the files belong to which layer."""
+        """The names in the files that belong to each layer."""
         numbers = {prefix: number for number, prefix in enumerate(prefixes)}
         names = dict.fromkeys(self._model.state_dict(), True)
         found: list[list[str]] = [[] for _ in prefixes]
@@ -182,7 +182,7 @@ class Checkpoint:
         return found
 
     def _rename(self, key: str, names: dict[str, bool], *, merged: bool = True) -> str:
-        """The name in the model of a tensor in the files, or of the first that it becomes a part of."""
+        """The name in the model of a tensor in the files, or of the first tensor that it is merged into."""
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter) and merged]
         found: str = rename_source_key(key, renamings, converters, self._model.base_model_prefix, names)[0]
@@ -190,10 +190,10 @@ class Checkpoint:
 
 
 def open_shard(path: str) -> Any:
-    """One safetensors file of a checkpoint, to be read in a `with`.
+    """Open a safetensors file of a checkpoint, as a context manager.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     try:
         return safe_open(path, framework="pt")
@@ -205,7 +205,7 @@ def open_shard(path: str) -> Any:
 
 
 def any_of(names: Iterable[str]) -> str:
-    """A pattern for these names and no others; what they begin with is tried once, as experts have 100,000 of them.
+    """A pattern for exactly these names, by common prefixes, since models with experts have 100,000 names.
 
     Example:
         >>> any_of(["h.0.weight", "h.0.bias", "h.1.bias"])
@@ -215,12 +215,12 @@ def any_of(names: Iterable[str]) -> str:
     for name in sorted(names):
         first, dot, rest = name.partition(".")
         rests.setdefault(first + dot, []).append(rest)
-    told = (re.escape(first) + (any_of(found) if first.endswith(".") else "") for first, found in rests.items())
-    return f"(?:{'|'.join(told)})"
+    parts = (re.escape(first) + (any_of(found) if first.endswith(".") else "") for first, found in rests.items())
+    return f"(?:{'|'.join(parts)})"
 
 
 def _is_own(holder: Holder, shared: set[int]) -> bool:
-    """Whether a tensor can be loaded later. Modules with buffers that are not saved compute them from the others."""
+    """Whether a tensor can be loaded later, and is not needed to compute buffers that are not saved."""
     tensor = holder.get()
     return tensor is not None and id(tensor) not in shared and not holder.module._non_persistent_buffers_set
 
@@ -243,7 +243,7 @@ def _complaint(missing: list[str], wrong: list[tuple[Any, ...]], errors: Any) ->
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """No progress bars of transformers' own, as for each layer that is loaded."""
+    """Disable the progress bars of transformers, one of which would appear for each layer."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

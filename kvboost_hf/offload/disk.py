@@ -1,4 +1,4 @@
-"""Streamed layers in files: one for each, which later runs of the same checkpoint use again."""
+"""Keeps streamed layers in files, one each, which later runs with the same checkpoint use again."""
 
 import errno
 import fcntl
@@ -21,12 +21,12 @@ _INDEX, _VERSION = "streamed-layers.json", 1
 
 
 class FileSource:
-    """A layer that waits in a file.
+    """The bytes of a layer in a file.
 
     Args:
-        path: The file, which holds the bytes of the layer and nothing else.
+        path: The file, which contains the bytes of the layer only.
         nbytes: Its size.
-        mtime_ns: When it was last written to, as the file system tells it.
+        mtime_ns: Its time of last change.
     """
 
     host = None
@@ -37,7 +37,7 @@ class FileSource:
         self._mtime_ns = mtime_ns
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
-        """See `Source`. What was read does not stay in memory, where it would push out what others need."""
+        """See `Source.read_into`. The pages that were read are dropped from the page cache."""
         wanted, done = target.numpy().data, 0
         try:
             with _opened(self.path, os.O_RDONLY) as file:
@@ -57,13 +57,13 @@ _REMEDY = "Load the model again: that writes it anew."
 
 
 class LayerFolder:
-    """The files of one checkpoint's layers, and an index that tells what they are.
+    """A folder with the layers of one checkpoint, and an index of them.
 
-    A file is known again by its size and the time of its last change; its bytes are not read to find out.
+    A file is identified by its size and time of last change, not by its content.
 
     Args:
-        folder: Where to; made if it is missing. Layers of another checkpoint in it are removed.
-        identity: Of the checkpoint: no other bytes have the same.
+        folder: Created if it is missing. Layers of another checkpoint in it are removed.
+        identity: Of the checkpoint; different for other bytes.
 
     Raises:
         OSError: the folder cannot be made.
@@ -79,7 +79,7 @@ class LayerFolder:
                     path.unlink(missing_ok=True)
 
     def find(self, index: int, layout: FlatLayout) -> FileSource | None:
-        """Layer `index`, if it was written with this layout, and has not been touched since."""
+        """Layer `index`, if it was written with this layout and is unchanged since; else None."""
         path = self._path(index)
         try:
             found = path.stat()
@@ -95,10 +95,10 @@ class LayerFolder:
         Args:
             index: Of the layer.
             flat: Its bytes, uint8 [layout.nbytes], on the CPU.
-            layout: Where its tensors lie.
+            layout: Offsets of its tensors.
 
         Raises:
-            OSError: the disk is full, or cannot be written to; no half file is left.
+            OSError: the disk is full, or cannot be written to; no partial file is left.
         """
         with self._locked():
             if (there := self.find(index, layout)) is not None:
@@ -106,33 +106,33 @@ class LayerFolder:
             path = self._path(index)
             written = _replace(path, flat.numpy().data)
             entries = {**self._entries(), str(index): [layout.nbytes, _digest(layout), written.st_mtime_ns]}
-            told = {"version": _VERSION, "identity": self._identity, "layers": entries}
-            _replace(self._folder / _INDEX, memoryview(json.dumps(told).encode()))
+            record = {"version": _VERSION, "identity": self._identity, "layers": entries}
+            _replace(self._folder / _INDEX, memoryview(json.dumps(record).encode()))
         return FileSource(path, layout.nbytes, written.st_mtime_ns)
 
     def _entries(self) -> dict[str, object]:
         try:
-            told = json.loads((self._folder / _INDEX).read_bytes())
+            index = json.loads((self._folder / _INDEX).read_bytes())
         except (FileNotFoundError, ValueError):
             return {}
-        if not isinstance(told, dict) or (told.get("version"), told.get("identity")) != (_VERSION, self._identity):
+        if not isinstance(index, dict) or (index.get("version"), index.get("identity")) != (_VERSION, self._identity):
             return {}
-        return dict(told["layers"])
+        return dict(index["layers"])
 
     def _path(self, index: int) -> Path:
         return self._folder / f"layer-{index:05}.bin"
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keeps other processes from writing here."""
+        """Exclude other processes from writing to the folder."""
         with _opened(self._folder, os.O_RDONLY) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
 
 def _digest(layout: FlatLayout) -> str:
-    told = [(name, place.offset, place.shape, str(place.dtype)) for name, place in layout.places.items()]
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    places = [(name, place.offset, place.shape, str(place.dtype)) for name, place in layout.places.items()]
+    return hashlib.sha256(repr(places).encode()).hexdigest()
 
 
 def _replace(path: Path, content: memoryview) -> os.stat_result:
@@ -147,9 +147,9 @@ def _replace(path: Path, content: memoryview) -> os.stat_result:
             written = os.fstat(file)
         os.replace(unfinished, path)
     except OSError as error:
-        told = f"could not be written ({error.strerror}): it takes {len(content)} bytes, and {path.parent} has "
-        told += f"{shutil.disk_usage(path.parent).free} free. Make room there, or choose another `disk_folder`"
-        raise OSError(error.errno, told, str(path)) from error
+        message = f"could not be written ({error.strerror}): it takes {len(content)} bytes, and {path.parent} has "
+        message += f"{shutil.disk_usage(path.parent).free} free. Make room there, or choose another `disk_folder`"
+        raise OSError(error.errno, message, str(path)) from error
     finally:
         unfinished.unlink(missing_ok=True)
     return written

@@ -1,16 +1,16 @@
-"""Several tensors in one run of bytes, so that one copy moves them all."""
+"""Lays out several tensors in one buffer, so that a single copy moves all of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-ALIGNMENT = 256  # bytes; what kernels ask of the pointers they load 16 bytes from, and copies like
+ALIGNMENT = 256  # bytes: enough for kernels that load 16 bytes at once, and for fast copies
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one tensor lies.
+    """The location of one tensor.
 
     Args:
         offset: Bytes from the start.
@@ -29,7 +29,7 @@ class Place:
 
 
 class FlatLayout:
-    """Where named tensors lie in a run of bytes.
+    """The locations of named tensors in one buffer.
 
     Args:
         tensors: Their names, shapes and dtypes; tensors on the meta device are enough.
@@ -45,7 +45,7 @@ class FlatLayout:
         self.nbytes = -(-end // ALIGNMENT) * ALIGNMENT
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors that lie in `flat`, uint8 [at least nbytes], without a copy."""
+        """Views of the tensors in `flat`, uint8 [at least nbytes]."""
         return {
             name: flat[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
             for name, place in self.places.items()

@@ -1,4 +1,4 @@
-"""The hook of accelerate by which a layer is streamed."""
+"""The accelerate hook that streams a layer."""
 
 from typing import Any, NoReturn
 
@@ -11,10 +11,10 @@ from kvboost_hf.offload.stream import LayerStream
 
 
 class LayerStreamingHook(ModelHook):  # type: ignore[misc]
-    """Brings the weights of one layer into their slot before its forward, and sends for later ones behind it.
+    """Waits for the weights of one layer before its forward, and starts copies of later layers after it.
 
-    `load_streamed()` and `stream_layers()` put one on each streamed layer; accelerate's
-    `remove_hook_from_submodules(model)` takes them off again and gives the layers their weights back, in host memory.
+    `load_streamed()` and `stream_layers()` add one to each streamed layer. accelerate's
+    `remove_hook_from_submodules(model)` removes them and gives the layers their weights back, in host memory.
 
     Args:
         stream: The streamed layers of the model.
@@ -32,12 +32,12 @@ class LayerStreamingHook(ModelHook):  # type: ignore[misc]
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Have the weights in the slot."""
+        """Wait until the weights are in the slot."""
         self.stream.enter(self.number)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Give the slot to the next one. A gradient that comes back is refused: it would meet other weights."""
+        """Release the slot. A gradient through the output is refused later, since the weights are gone by then."""
         self.stream.leave(self.number)
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -51,12 +51,12 @@ class LayerStreamingHook(ModelHook):  # type: ignore[misc]
 
     @property
     def weights_at_rest(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-        """By the id of each tensor in the slot: it, and where its values are kept in host memory; None: in a file."""
+        """See `LayerStream.weights_at_rest`."""
         return self.stream.weights_at_rest(self.number)
 
     @property
     def files_at_rest(self) -> tuple[str, ...]:
-        """The file with the weights, if they are in one."""
+        """See `LayerStream.files_at_rest`."""
         return self.stream.files_at_rest(self.number)
 
 

@@ -1,4 +1,4 @@
-"""Host memory for streamed layers: exactly as much as they take, pinned where that makes copies faster."""
+"""Allocates host memory for streamed layers, exactly as much as they need, pinned for CUDA devices."""
 
 import logging
 import mmap
@@ -18,11 +18,11 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 @dataclass(frozen=True, slots=True)
 class Pinning:
-    """How memory is pinned.
+    """Functions that pin and unpin host memory.
 
     Args:
-        register: Pins so many bytes from an address on; raises RuntimeError where that is refused.
-        unregister: Ends it, for an address.
+        register: Pins memory, given its address and size in bytes; raises RuntimeError if that is refused.
+        unregister: Unpins memory, given its address.
     """
 
     register: Callable[[int, int], None]
@@ -51,13 +51,13 @@ def cuda_pinning(device: torch.device) -> Pinning:
 
 
 class HostMemory:
-    """Makes room for the streamed layers of one model.
+    """Allocates memory for the streamed layers of one model.
 
-    Torch's own pinned memory comes in powers of two: a layer of 444 MB would take 512.
+    PyTorch rounds pinned memory up to powers of two: a layer of 444 MB would take 512.
 
     Args:
-        total_bytes: What all layers will take.
-        pinning: How it is pinned; None leaves it to be paged out, as on devices other than CUDA.
+        total_bytes: Bytes that all layers will take, for messages.
+        pinning: How to pin it; None for pageable memory, as for devices other than CUDA.
     """
 
     def __init__(self, total_bytes: int, pinning: Pinning | None) -> None:
@@ -65,7 +65,7 @@ class HostMemory:
         self._total_bytes, self._pinning = total_bytes, pinning
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Zeros, uint8 [nbytes]; pinned, if they can be, for as long as the tensor or a view of it lives."""
+        """Zeros, uint8 [nbytes]; pinned, if possible, for as long as the tensor or a view of it lives."""
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if sys.platform == "linux":
             with suppress(OSError):  # a kernel without huge pages
@@ -103,7 +103,7 @@ def _unpin(pinning: Pinning, address: int, mapping: mmap.mmap) -> None:
 
 
 class HostSource:
-    """A layer that waits in host memory.
+    """The bytes of a layer in host memory.
 
     Args:
         flat: Its bytes, uint8 [nbytes], contiguous, on the CPU.
@@ -114,5 +114,5 @@ class HostSource:
         self.host, self.path = flat, None
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
-        """See `Source`."""
+        """See `Source.read_into`."""
         target.copy_(self.host[start : start + target.numel()])

@@ -1,4 +1,4 @@
-"""One call that loads a model whose layers are streamed."""
+"""`load_streamed`: load a model and stream its layers."""
 
 from typing import Any
 
@@ -21,21 +21,21 @@ def load_streamed(
 ) -> PreTrainedModel:
     """Load a causal language model that may be larger than the memory of its device.
 
-    Weights go from the files to where they stay, layer by layer: never all to the device, and none twice into host
-    memory. AWQ checkpoints and those that are not quantized can be loaded.
+    Weights are loaded layer by layer to where they stay: never all onto the device, and none twice into host memory.
+    The checkpoint may be AWQ or not quantized.
 
     Args:
         name: A name on the hub, or a folder with safetensors files.
         streaming: Which layers stay on the device; by default as many as fit.
-        device: Where the model computes; the accelerator by default, or the CPU where there is none.
+        device: The device that computes; by default the accelerator, or the CPU if there is none.
         kwargs: For `from_pretrained()`, such as `dtype` and `attn_implementation`.
 
     Returns:
-        An ordinary model: `generate()`, pipelines, `ChunkReuseCache`, `kvboost_fa2` and assistants need not know.
+        A model that works with `generate()`, pipelines, `ChunkReuseCache`, `kvboost_fa2` and assistants as any other.
 
     Raises:
-        ValueError: the checkpoint is quantized in another way, has other files or is not complete, not even two slots
-            fit into the budget, or there is no such device here.
+        ValueError: the checkpoint is quantized in another way, has other files or is incomplete, not even two slots
+            fit into the budget, or the device does not exist.
 
     Example:
         >>> from kvboost_hf import StreamingConfig, load_streamed

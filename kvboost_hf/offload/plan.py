@@ -1,8 +1,8 @@
-"""Which layers stay on the device, which wait in host memory and which in files: pure arithmetic, no tensors.
+"""Plans which layers stay on the device, which in host memory and which in files.
 
-Layers that stay are spread evenly among the streamed ones, the first layer being one of them, so that copies go on
-while they are computed: a run of them would leave the link idle once all slots are full. `simulate.py` says by how
-much, and why the streamed layers need not be a multiple of the slots.
+Resident layers are spread evenly among the streamed ones, beginning with the first layer, so that copies continue
+while they are computed: several in a row would leave the link idle once all slots are full. `simulate.py` computes by
+how much, and why the number of streamed layers need not be a multiple of the slots.
 """
 
 import math
@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 
 from kvboost_hf.config import StreamingConfig
 
-FREE_SHARE = 0.9  # of the free memory, where no budget is given
+FREE_SHARE = 0.9  # of the free memory, if there is no budget
 SHOWN_RATE = 25e9  # bytes per second, about what PCIe 4.0 with 16 lanes copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """What a model takes, in bytes.
+    """Sizes of a model in bytes.
 
     Args:
-        layer_bytes: Of each decoder layer, what can be streamed of it: all, or its feed-forward part.
-        other_bytes: What always stays on the device: embeddings, norms, the head, and what of layers is not streamed.
-        kv_bytes: K/V of as many tokens as the configuration makes room for.
-        activation_bytes: What else a forward takes at its peak.
-        embedding_bytes: Of `other_bytes`, the input embeddings, if they may wait in host memory.
-        workspace_bytes: What products on a GPU take beside their results.
+        layer_bytes: Of each decoder layer, the part that can be streamed: all, or its feed-forward part.
+        other_bytes: Weights that always stay on the device: embeddings, norms, the head, and the rest of the layers.
+        kv_bytes: K/V of `max_tokens` tokens.
+        activation_bytes: Activations of a forward at its peak.
+        embedding_bytes: Of `other_bytes`, the input embeddings, if they may stay in host memory.
+        workspace_bytes: Workspaces of matrix products on a GPU.
     """
 
     layer_bytes: tuple[int, ...]
@@ -38,18 +38,18 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyPlan:
-    """Where each decoder layer is.
+    """The place of each decoder layer.
 
     Args:
         resident: Indices of layers that stay on the device, ascending.
-        in_host: Of those that are streamed from host memory.
-        on_disk: Of those that are streamed from files.
-        n_slots: Places on the device that streamed layers take in turn; 0 if none is streamed.
-        slot_bytes: Bytes of one slot: of the largest streamed layer.
-        sizes: What was planned for.
-        reserved_bytes: What is left free for others.
-        host_embeddings: Whether the input embeddings wait in host memory.
-        notes: Sentences about where the plan is not what was asked for, and why.
+        in_host: Indices of layers that are streamed from host memory.
+        on_disk: Indices of layers that are streamed from files.
+        n_slots: Slots on the device that streamed layers share in turn; 0 if none is streamed.
+        slot_bytes: Bytes of one slot, those of the largest streamed layer.
+        sizes: The sizes that were planned for.
+        reserved_bytes: Bytes of the device left free for others.
+        host_embeddings: Whether the input embeddings stay in host memory.
+        notes: Sentences about where the plan differs from the settings, and why.
     """
 
     resident: tuple[int, ...]
@@ -64,22 +64,22 @@ class ResidencyPlan:
 
     @property
     def device_bytes(self) -> int:
-        """What the device holds at the peak, with what is reserved for others."""
+        """Bytes on the device at the peak, those reserved for others included."""
         return sum(self._on_device().values())
 
     @property
     def host_bytes(self) -> int:
-        """Streamed layers in host memory, and the input embeddings, if they are there."""
+        """Bytes of streamed layers, and of the input embeddings if they are there, in host memory."""
         return self._nbytes(self.in_host) + self.host_embeddings * self.sizes.embedding_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Streamed layers in files."""
+        """Bytes of streamed layers in files."""
         return self._nbytes(self.on_disk)
 
     @property
     def streamed_bytes(self) -> int:
-        """What each forward copies to the device."""
+        """Bytes that each forward copies to the device."""
         return self._nbytes(self.in_host) + self.disk_bytes
 
     def tokens_per_s(self, link_bytes_per_s: float, disk_bytes_per_s: float = math.inf) -> float:
@@ -123,13 +123,13 @@ class ResidencyPlan:
 def plan_residency(sizes: ModelSizes, config: StreamingConfig, *, free_bytes: int | None) -> ResidencyPlan:
     """Decide where each layer is.
 
-    Of layers that differ the largest stay, and of streamed ones the largest are in host memory.
+    If layers differ in size, the largest stay on the device, and the largest streamed ones in host memory.
 
     Args:
-        sizes: What the model takes.
-        config: What is asked for.
-        free_bytes: Free memory of the device; None where host and device share their memory, so that all layers
-            stay but those that go to files.
+        sizes: Of the model.
+        config: The streaming settings.
+        free_bytes: Free memory of the device; None if host and device share their memory, so that all layers stay
+            except those in files.
 
     Raises:
         ValueError: not even the slots fit into the budget; it names the smallest that would do.
@@ -160,7 +160,7 @@ def plan_residency(sizes: ModelSizes, config: StreamingConfig, *, free_bytes: in
 
 
 def _choices(sizes: ModelSizes, config: StreamingConfig) -> list[Sequence[int]]:
-    """Layers that may stay, from the fewest to the most."""
+    """The candidate sets of resident layers, from the smallest to the largest."""
     count = len(sizes.layer_bytes)
     if config.residency_mode == "full_resident":
         return [range(count)]
@@ -176,7 +176,7 @@ def _choices(sizes: ModelSizes, config: StreamingConfig) -> list[Sequence[int]]:
 
 
 def _spread(layer_bytes: Sequence[int], among: Sequence[int], count: int) -> list[int]:
-    """The `count` largest layers; of equally large ones every so-many-th, beginning with the first."""
+    """The `count` largest layers; of equally large ones an evenly spread subset, beginning with the first."""
     chosen: list[int] = []
     for nbytes in sorted({layer_bytes[layer] for layer in among}, reverse=True):
         equal = [layer for layer in among if layer_bytes[layer] == nbytes]

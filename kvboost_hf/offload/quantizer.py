@@ -1,8 +1,8 @@
-"""How `from_pretrained()` loads a model whose layers are streamed.
+"""A quantizer of transformers with which `from_pretrained()` streams layers.
 
-transformers asks a quantizer twice, before and after it loads weights. Before, the tensors of layers are taken out of
-the model, which is on the meta device, so that transformers loads only the rest; after, each layer is loaded by
-transformers' own functions, with their renaming, merging and casting, and its bytes go where the plan says.
+transformers calls a quantizer before and after it loads weights. Before, the quantizer removes the tensors of layers
+from the model, which is on the meta device, so that transformers loads only the rest. After, it loads each layer by
+transformers' own functions, which rename, merge and cast tensors, and moves its bytes to where the plan says.
 """
 
 import copy
@@ -26,11 +26,11 @@ METHOD = "kvboost_stream"
 
 @register_quantization_config(METHOD)
 class LayerStreamingQuantizationConfig(QuantizationConfigMixin):
-    """What `from_pretrained()` needs to know to stream layers; made by `with_streaming()`.
+    """The quantization config of streamed models, made by `with_streaming()`.
 
     Args:
         streaming: The arguments of a `StreamingConfig`.
-        checkpoint: The quantization that the checkpoint says it has; None if it has none.
+        checkpoint: The quantization config of the checkpoint; None if it has none.
     """
 
     def __init__(self, streaming: dict[str, Any], checkpoint: dict[str, Any] | None = None, **_: Any) -> None:
@@ -42,10 +42,10 @@ class LayerStreamingQuantizationConfig(QuantizationConfigMixin):
 def with_streaming(
     name_or_config: str | PreTrainedConfig, streaming: StreamingConfig, **kwargs: Any
 ) -> PreTrainedConfig:
-    """A model's configuration with which `from_pretrained()` streams its layers.
+    """A copy of a model's configuration with which `from_pretrained()` streams its layers.
 
     Args:
-        name_or_config: A name on the hub, a folder, or the configuration itself, which is not changed.
+        name_or_config: A name on the hub, a folder, or a configuration.
         streaming: Which layers stay on the device.
         kwargs: For `AutoConfig.from_pretrained()`.
 
@@ -83,7 +83,7 @@ def _checkpoint_quantization(config: PreTrainedConfig) -> tuple[PreTrainedConfig
 
 @register_quantizer(METHOD)
 class LayerStreamingQuantizer(HfQuantizer):
-    """Loads layers one by one, to where they stay or wait."""
+    """Loads layers one by one to the places that the plan gives them."""
 
     requires_calibration = False
 
@@ -96,7 +96,7 @@ class LayerStreamingQuantizer(HfQuantizer):
         self._device = default_device()
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any]:
-        """The device that computes; layers are on it only as the plan says.
+        """Map the model to the device that computes; the plan decides which layers are on it.
 
         Raises:
             ValueError: for a map with more than one device.
@@ -120,7 +120,7 @@ class LayerStreamingQuantizer(HfQuantizer):
         self._builder = StreamBuilder(model, self._streaming, self._device, self._checkpoint.identity())
         if self._awq is not None:
             expect_version(model, self._awq.version)
-        # Embeddings that wait in host memory are loaded after the layers: the device may have no room for them.
+        # Embeddings that stay in host memory are loaded after the layers: the device may have no room for them.
         waiting = self._builder.waiting_embeddings
         self._checkpoint.take_out([*self._builder.layers, *([] if waiting is None else [waiting.module])])
         return model
@@ -148,7 +148,7 @@ class LayerStreamingQuantizer(HfQuantizer):
         return model
 
     def _leave(self, model: PreTrainedModel) -> None:
-        """Take back what says that the model is quantized."""
+        """Remove the marks of a quantized model."""
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
         del model.is_quantized
         for module in model.modules():
@@ -156,10 +156,10 @@ class LayerStreamingQuantizer(HfQuantizer):
                 vars(module.config).pop("_is_quantized", None)
 
     def is_serializable(self) -> bool:
-        """What is saved is an AWQ checkpoint again."""
+        """Whether it can be saved: as an AWQ checkpoint again."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Weights that come and go cannot be trained."""
+        """Whether weights can be trained: streamed ones cannot."""
         return False

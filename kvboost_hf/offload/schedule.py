@@ -1,13 +1,12 @@
-"""Which streamed layer goes into which slot, and when: pure Python, no tensors."""
+"""Schedules which streamed layer is copied into which slot, and when."""
 
 
 class Ring:
-    """Streamed layers that take slots in turn, and start again with the first for the next token.
+    """Assigns slots to streamed layers in turn, and starts again with the first layer for the next token.
 
-    Layer `i` always takes slot `i % n_slots`, so that its weights never change their address. A slot that gets free is
-    given to the layer that takes it next in the order of layers, the first ones following the last ones; so no layer
-    is missing when the layers run in order, however many they are. Where they do not (an exception, an early exit),
-    what is missing is told when it is asked for.
+    Layer `i` always uses slot `i % n_slots`, so that the address of its weights never changes. A free slot goes to the
+    layer that uses it next in cyclic order. So no layer is missing when the layers run in order, whatever their
+    number. If they do not (an exception, an early exit), `missing` names the layers to copy.
 
     Args:
         n_layers: Streamed layers.
@@ -21,15 +20,15 @@ class Ring:
         self._left: set[int] = set()
 
     def slot(self, layer: int) -> int:
-        """The slot that a layer takes."""
+        """The slot of a layer."""
         return layer % self.n_slots
 
     def holds(self, layer: int) -> bool:
-        """Whether its slot was last given to this layer."""
+        """Whether the layer's slot holds its bytes, or will after the copy under way."""
         return self.held[self.slot(layer)] == layer
 
     def missing(self, layer: int) -> list[int]:
-        """Layers to send into slots if `layer` is the next to run (`n_layers` stands for the first), soonest first."""
+        """The layers to copy if `layer` runs next (`n_layers` stands for the first), the soonest needed first."""
         wanted = sorted((self._next(slot, layer), slot) for slot in range(self.n_slots))
         return [
             (layer + steps) % self.n_layers
@@ -38,25 +37,25 @@ class Ring:
         ]
 
     def sent(self, layer: int) -> None:
-        """The bytes of a layer are on their way into its slot."""
+        """Note that a copy of a layer into its slot was issued."""
         self.held[self.slot(layer)] = layer
 
     def forget(self, layer: int) -> None:
-        """What a layer's slot holds is not known any more."""
+        """Note that the content of a layer's slot is unknown."""
         self.held[self.slot(layer)] = None
 
     def leave(self, layer: int) -> None:
-        """A layer is not streamed any more."""
+        """Stop streaming a layer."""
         self._left.add(layer)
         if self.holds(layer):
             self.forget(layer)
 
     def join(self, layer: int) -> None:
-        """It is again."""
+        """Stream a layer again."""
         self._left.discard(layer)
 
     def _next(self, slot: int, layer: int) -> int:
-        """Steps from `layer` to the first layer from there on that takes `slot`; n_layers if there is none."""
+        """Steps from `layer` to the next layer that uses `slot`, itself included; n_layers if there is none."""
         for steps in range(self.n_layers):
             found = (layer + steps) % self.n_layers
             if found % self.n_slots == slot and found not in self._left:

@@ -1,22 +1,22 @@
-"""How long a pass through streamed layers takes, worked out without a device."""
+"""Simulates how long a pass through streamed layers takes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Successor = Callable[[int, int, int], int]  # of a streamed layer, among so many, with so many slots
+Successor = Callable[[int, int, int], int]  # (streamed layer, number of them, slots) -> layer to copy next
 
 WARM_UP, MEASURED = 16, 16  # passes; a few are enough for the times to repeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A pass through all layers, once passes repeat each other.
+    """A pass through all layers in the steady state.
 
     Args:
         seconds: From its first layer to that of the next pass.
-        stall_s: Of these, in which the computation waited for copies.
-        bytes_copied: In the pass.
-        misses: Layers that were not in a slot, nor on their way into it, when their turn came.
+        stall_s: Seconds of these in which the computation waited for copies.
+        bytes_copied: Bytes copied in the pass.
+        misses: Layers whose copy had not been issued when they were needed.
     """
 
     seconds: float
@@ -26,7 +26,7 @@ class Pass:
 
 
 def next_of_slot(layer: int, streamed: int, n_slots: int) -> int:
-    """The next layer, in the order of computation, that takes the same slot, which is `layer % n_slots`."""
+    """The next layer, in the order of computation, with the same slot, `layer % n_slots`."""
     return layer + n_slots if layer + n_slots < streamed else layer % n_slots
 
 
@@ -40,19 +40,19 @@ def simulate(
     host_s: float = 0.0,
     successor: Successor = next_of_slot,
 ) -> Pass:
-    """Compute all layers again and again, with one link, on which copies run one after the other.
+    """Simulate repeated passes, with one link on which copies run one after the other.
 
-    The streamed layers are numbered in order, and layer `i` of them takes slot `i % n_slots`. When it has been
-    computed the copy of its successor is issued. The host submits one layer after the other, is ahead as far as it can
-    be, and begins a pass when the one before has been computed, as it does who has to know the token.
+    Streamed layer `i` uses slot `i % n_slots`. After its computation the copy of its successor is issued. The host
+    submits one layer after the other, as early as possible, and begins a pass when the one before has been computed,
+    since it needs the token.
 
     Args:
-        layer_bytes: Of each layer.
-        compute_s: Seconds that each layer computes.
+        layer_bytes: Bytes of each layer.
+        compute_s: Seconds of computation of each layer.
         resident: Indices of the layers that are not streamed.
         n_slots: At least 1.
-        link_bytes_per_s: Of copies.
-        host_s: Seconds that it takes the host to submit a layer.
+        link_bytes_per_s: Speed of copies.
+        host_s: Seconds that the host takes to submit a layer.
         successor: Which layer is copied next.
 
     Returns:

@@ -1,4 +1,4 @@
-"""How much memory a model takes; where it is not there yet, told from its configuration alone."""
+"""Computes how much memory a model takes, from the model or from its configuration alone."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,16 +19,15 @@ from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings
 
 WORD = 8  # weights of four bits in an int32
 CUBLAS_BYTES = 32 << 20  # of PyTorch's workspace for cuBLAS on an H100; on older GPUs it takes a quarter
-SAMPLING_COPIES = 4  # of the last logits in float32: as they came, processed, sorted, as probabilities
+SAMPLING_COPIES = 4  # of the last logits in float32: raw, processed, sorted, as probabilities
 
 
 def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) -> int:
-    """What a forward of a prompt takes at its peak, in the feed-forward part of a layer.
+    """Bytes of activations of a prompt's forward at its peak, in the feed-forward part of a layer.
 
-    That is `tokens * (4 * hidden_size + 3 * intermediate_size) * itemsize`, for the embeddings, the input of the
-    layer, the residual and the input of the part, and for its two projections beside their product; and 4 times the
-    last logits in float32. A mask, the scores of eager attention, and experts of which several see each token come on
-    top.
+    These are `tokens * (4 * hidden_size + 3 * intermediate_size) * itemsize`, for the embeddings, the input of the
+    layer, the residual and the input of the part, and for its two projections and their product; and 4 times the last
+    logits in float32. A mask, the scores of eager attention, and several experts per token are not included.
 
     Args:
         config: Of the model.
@@ -43,10 +42,10 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) 
 
 
 def workspace_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """What products on a GPU take beside their results.
+    """Bytes of workspaces of matrix products on a GPU.
 
-    That is PyTorch's workspace for cuBLAS, and for prompts the columns of a weight of four bits that become numbers at
-    a time: of the one that takes most, since one product follows the other.
+    These are PyTorch's workspace for cuBLAS, and for prompts the columns of a 4-bit weight that are dequantized at a
+    time: those of the largest weight, since products run one after the other.
 
     Args:
         model: Its linear layers and experts may be on the meta device.
@@ -70,14 +69,14 @@ def sizes_of(
     *,
     gpu: bool,
 ) -> ModelSizes:
-    """What a model takes; its tensors may be on the meta device.
+    """The sizes of a model, whose tensors may be on the meta device.
 
     Args:
         model: As it will be loaded.
-        units: What can be streamed of each layer.
-        streaming: Says how many tokens there are to be, in the context and in one forward.
-        embeddings: Those that may wait in host memory.
-        gpu: Whether it computes on one.
+        units: The part of each layer that can be streamed.
+        streaming: Its numbers of tokens in the context and in one forward are used.
+        embeddings: The input embeddings, if they may stay in host memory.
+        gpu: Whether the device is a GPU.
     """
     waiting = None if embeddings is None else embeddings.get()
     inside = {id(tensor) for unit in units for tensor in unit.tensors().values()}
@@ -100,25 +99,25 @@ def estimate_sizes(
     group_size: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> ModelSizes:
-    """What a model takes on a GPU, without its weights.
+    """The sizes of a model on a GPU, without its weights.
 
     With 4 bits the linear layers and experts of decoder layers are counted as AWQ checkpoints hold them: words, zeros
-    and scales, 0.5195 bytes a weight at a group size of 128. All else is counted in `dtype`: embeddings, head, norms,
-    biases.
+    and scales, 0.5195 bytes a weight at a group size of 128. Embeddings, head, norms and biases are counted in
+    `dtype`.
 
     Args:
         config: Of a causal language model of transformers.
-        streaming: What is asked for; the mode, the tokens and `host_embeddings` count.
-        bits: Of the weights of decoder layers; None for 4 where the configuration is of an AWQ checkpoint, else 16.
-        group_size: Rows that share a scale and a zero; None for those of the checkpoint, or 128.
-        dtype: Of what is not quantized, of K/V and of activations.
+        streaming: The settings; the mode, the numbers of tokens and `host_embeddings` are used.
+        bits: Of the weights of decoder layers; None for 4 with the configuration of an AWQ checkpoint, else 16.
+        group_size: Rows that share a scale and a zero point; None for that of the checkpoint, or 128.
+        dtype: Of weights that are not quantized, of K/V and of activations.
 
     Raises:
-        ValueError: other bits, 4 for a model that AWQ has nothing to quantize in, a checkpoint that is quantized in
+        ValueError: other bits, 4 for a model without weights that AWQ can quantize, a checkpoint that is quantized in
             another way, or as `find_units` does.
     """
-    told: Any = getattr(config, "quantization_config", None)
-    awq = AwqSettings.of(told) if bits is None and told is not None else None
+    stored: Any = getattr(config, "quantization_config", None)
+    awq = AwqSettings.of(stored) if bits is None and stored is not None else None
     bits = bits if bits is not None else 16 if awq is None else 4
     group_size = group_size or (128 if awq is None else awq.group_size)
     if bits not in (4, 16):
@@ -147,7 +146,7 @@ def estimate_sizes(
                 f"`bits` must be 16 for {type(model).__name__}, got 4: its decoder layers have no linear layer whose "
                 f"rows are a multiple of {group_size}."
             )
-        swap_linears(model, AwqSettings(group_size=group_size, version="gemm", told={}), linears | experts, "auto")
+        swap_linears(model, AwqSettings(group_size=group_size, version="gemm", config={}), linears | experts, "auto")
     units = find_units(model, layers, ffn_only=streaming.residency_mode == "ffn_only_stream")
     embeddings = input_embeddings(model) if streaming.host_embeddings else None
     return sizes_of(model, units, streaming, embeddings, gpu=True)
@@ -167,7 +166,7 @@ def what_fits(
     Args:
         config: Of a causal language model of transformers, as `AutoConfig.from_pretrained()` gives it.
         vram_budget: As `StreamingConfig` has it.
-        streaming: What else is asked for.
+        streaming: Further settings.
         bits: As `estimate_sizes` has it, and so `group_size` and `dtype`.
 
     Raises:

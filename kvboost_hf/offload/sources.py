@@ -1,4 +1,4 @@
-"""Where the bytes of a streamed layer wait for their turn."""
+"""The interface of the places that keep the bytes of a streamed layer: host memory and files."""
 
 from typing import Protocol
 
@@ -12,11 +12,11 @@ class Source(Protocol):
 
     @property
     def path(self) -> str | None:
-        """The file with the bytes, if they are in one."""
+        """The file with the bytes; None if they are in host memory."""
 
     @property
     def host(self) -> torch.Tensor | None:
-        """The bytes in host memory, uint8 [nbytes], to be copied from; None if they are in a file."""
+        """The bytes in host memory, uint8 [nbytes]; None if they are in a file."""
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
         """Fill `target`, uint8 in host memory, with the bytes from `start` on. Any thread may call it.
@@ -27,7 +27,7 @@ class Source(Protocol):
 
 
 def in_memory(source: Source) -> torch.Tensor:
-    """The bytes of a layer, uint8 [nbytes]: those that wait in host memory, or as read from the file.
+    """The bytes of a layer, uint8 [nbytes]: those in host memory, or read from the file.
 
     Raises:
         OSError: as `Source.read_into`.

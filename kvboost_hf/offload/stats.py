@@ -1,4 +1,4 @@
-"""What streaming has done."""
+"""Counts of layer streaming."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ class StreamingStats:
 
     Args:
         layer_calls: Forwards of streamed layers.
-        hits: Of these, how many found their weights in a slot, or on the way there.
-        misses: How many had to send for them: the first of all, and those that came out of order.
-        synchronous_loads: In how many the host itself stood still for them.
-        bytes_copied: Sent to the device, or read from files.
+        hits: Calls for which the copy of the weights had been issued before.
+        misses: Calls that issued the copy themselves: the first of all, and those out of order.
+        synchronous_loads: Calls in which the host waited for the copy.
+        bytes_copied: Bytes copied to the device, or read from files.
         copy_rate: Bytes per second while copies ran; 0.0 if unknown.
-        stall_s: Seconds that the computation stood still for them; 0.0 if unknown.
+        stall_s: Seconds that the computation waited for copies; 0.0 if unknown.
     """
 
     layer_calls: int

@@ -1,4 +1,4 @@
-"""Layers whose weights are elsewhere, and are brought into slots as their turn comes."""
+"""`LayerStream` copies the weights of streamed layers into slots on the device as the layers run."""
 
 import functools
 import threading
@@ -22,13 +22,13 @@ class LayerStream:
     """The streamed layers of one model.
 
     Args:
-        plan: Which layers these are.
-        units: They, in the order in which they run.
-        layouts: How the tensors of each lie in its bytes.
-        sources: Where its bytes wait.
-        n_slots: Places on the device.
-        backend: Moves the bytes.
-        owner: The module whose forward runs the layers: one thread at a time may be in it.
+        plan: The plan that chose them.
+        units: The streamed parts of the layers, in the order in which they run.
+        layouts: Of the bytes of each unit.
+        sources: The bytes of each unit.
+        n_slots: Slots on the device.
+        backend: Copies the bytes.
+        owner: The module whose forward runs the layers; one thread at a time may run it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LayerStream:
         self._units, self._layouts, self._sources = list(units), list(layouts), list(sources)
         self._ring = Ring(len(units), n_slots)
         self._slots = backend.allocate(max(layout.nbytes for layout in layouts), n_slots)
-        self._bound: dict[int, list[tuple[dict[str, Any], str, int]]] = {}  # of each unit: where, what, its address
+        self._bound: dict[int, list[tuple[dict[str, Any], str, int]]] = {}  # of each unit: dict, name, address
         self._handles: dict[int, list[Any]] = {}
         self._resting: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor | None]]] = {}
         self._calls = self._hits = 0
@@ -60,7 +60,7 @@ class LayerStream:
         """Make the tensors of a unit views into its slot.
 
         Raises:
-            StreamingError: the last unit has been given its tensors back before.
+            StreamingError: all units were unbound before, which closes the stream.
         """
         if self._closed:
             raise StreamingError("These layers are not streamed any more. Call stream_layers(model) to begin anew.")
@@ -102,7 +102,7 @@ class LayerStream:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, number: int) -> None:
-        """The unit is about to run: what is computed from now on sees its weights.
+        """Prepare a unit's forward: computation submitted from now on sees its weights.
 
         Raises:
             StreamingError: its tensors are no longer those in the slot.
@@ -122,13 +122,13 @@ class LayerStream:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, number: int) -> None:
-        """The unit has run: its slot is free for the next one."""
+        """End a unit's forward: its slot is free for the next unit."""
         self._running = None
         self.backend.release(self._ring.slot(number))
         self._send(self._ring.missing(number + 1))
 
     def stats(self) -> StreamingStats:
-        """What it has done so far."""
+        """Counts so far."""
         return StreamingStats(
             layer_calls=self._calls,
             hits=self._hits,
@@ -160,9 +160,9 @@ class LayerStream:
             self._ring.sent(number)
 
     def _one_at_a_time(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that threads take turns in. A hook would not do: an interrupt is no Exception, and it misses that.
+        """Wrap a forward such that one thread at a time runs it. Hooks are not enough: they do not run on interrupts.
 
-        A cache may run the model in the middle of a layer, which gets its slot back before it goes on.
+        A cache may run the model inside a layer's forward; the layer's slot is restored before the layer continues.
         """
 
         @functools.wraps(forward)
@@ -188,11 +188,11 @@ class LayerStream:
         return found
 
     def _at_rest(self, number: int) -> dict[str, torch.Tensor]:
-        """The tensors of a unit in host memory: those that are sent from, or as read from the file."""
+        """The tensors of a unit in host memory, or read from its file."""
         return self._layouts[number].views(in_memory(self._sources[number]))
 
     def _put_right(self, number: int, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Have state_dict() tell what the weights are, not what happens to be in the slot."""
+        """Replace the content of the slot in a state_dict() with the unit's weights."""
         at_rest, slot = in_memory(self._sources[number]), self._slots[self._ring.slot(number)]
         for key, value in state.items():  # names may be others than here, and tensors parts of those here
             offset = value.data_ptr() - slot.data_ptr() if isinstance(value, torch.Tensor) else -1
@@ -200,11 +200,11 @@ class LayerStream:
                 state[key] = at_rest[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
 
     def weights_at_rest(self, number: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-        """By the id of each tensor of a unit: it, and where its values are kept in host memory; None: in a file."""
+        """By the id of each tensor of a unit: the tensor, and its values in host memory; None for values in a file."""
         return self._resting[number]
 
     def files_at_rest(self, number: int) -> tuple[str, ...]:
-        """The file of a unit, if it is in one."""
+        """The file of a unit, if its source is one."""
         path = self._sources[number].path
         return () if path is None else (path,)
 

@@ -1,4 +1,4 @@
-"""What of a model is streamed: which modules, and which of their tensors."""
+"""Finds the streamed units of a model: modules, and the tensors of these that are streamed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ _ATTENTION = ("attn", "attention")
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A place where a module keeps a parameter or a buffer.
+    """A parameter or buffer of a module, by name.
 
     Args:
-        module: Whose it is.
-        attribute: Its name there.
+        module: The module.
+        attribute: The name in the module.
     """
 
     module: nn.Module
@@ -30,11 +30,11 @@ class Holder:
         return own if self.attribute in own else self.module._buffers  # type: ignore[return-value]
 
     def get(self) -> torch.Tensor | None:
-        """What is there now; None also if there is no such place any more."""
+        """The tensor; None if there is none."""
         return self._tensors.get(self.attribute)
 
     def put(self, tensor: torch.Tensor | None) -> None:
-        """Put another in its place; a parameter is trained or not as the one before."""
+        """Replace the tensor; a parameter keeps its `requires_grad`."""
         tensors = self._tensors
         before = tensors.get(self.attribute)
         if tensor is not None and tensors is self.module._parameters:
@@ -44,13 +44,13 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is streamed as one.
+    """The part of a decoder layer that is streamed at once.
 
     Args:
-        module: Before whose forward it has to be there.
+        module: The module whose forward needs it.
         holders: Its tensors, by their names in `layer`.
-        layer: The decoder layer that it is of.
-        prefixes: What these names begin with.
+        layer: The decoder layer.
+        prefixes: Of these names.
     """
 
     module: nn.Module
@@ -59,30 +59,29 @@ class Unit:
     prefixes: tuple[str, ...]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors as they are now."""
+        """The current tensors by name."""
         found = {name: holder.get() for name, holder in self.holders.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def layout(self) -> FlatLayout:
-        """How they lie in one run of bytes."""
+        """The layout of the tensors in one buffer."""
         return FlatLayout(self.tensors())
 
 
 def find_units(model: nn.Module, layers: Sequence[nn.Module], *, ffn_only: bool) -> list[Unit]:
-    """What can be streamed of each layer.
+    """Find the unit of each layer: the layer, or its feed-forward part.
 
-    Tensors that more than one layer has, or that are tied to others outside, are left where they are.
+    Tensors that several layers share, or that are tied to tensors outside, are not streamed.
 
     Raises:
-        ValueError: a layer has no feed-forward part that could be told, or weights of a kind that cannot be moved by
-            copying bytes.
+        ValueError: a layer has no recognizable feed-forward part, or weights that cannot be moved by copying bytes.
     """
     shared = shared_tensors(model, layers)
     return [_unit(layer, shared, ffn_only) for layer in layers]
 
 
 def input_embeddings(model: PreTrainedModel) -> Holder | None:
-    """Where the input embeddings are; None if they are also the head, or no plain table."""
+    """The input embeddings; None if they are tied to the head, or no plain table."""
     module = model.get_input_embeddings()
     if not isinstance(module, nn.Embedding):
         return None
@@ -133,7 +132,7 @@ def _feed_forward(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def shared_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
-    """Ids of tensors that are not of one layer alone."""
+    """Ids of tensors that several layers share, or a layer and the rest of the model."""
     owners: dict[int, int] = {}
     shared: set[int] = set()
     for number, layer in enumerate(layers):

@@ -54,8 +54,8 @@ class StepLog:
             first, count = seen.to(torch.uint8).argmax(-1), seen.sum(-1)
         else:
             first, count = -torch.ones_like(ids), -torch.ones_like(ids)  # nothing is known
-        told = text_positions(positions, columns - first)
-        notes = torch.stack([note.expand_as(ids) for note in (ids, *told, first, count)])
+        where = text_positions(positions, columns - first)
+        notes = torch.stack([note.expand_as(ids) for note in (ids, *where, first, count)])
         self._notes.index_copy_(2, columns.to(self._notes.device), notes.to(self._notes))
 
     def append_to(self, log: TokenLog, stop: int) -> bool:

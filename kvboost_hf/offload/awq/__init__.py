@@ -1,1 +1,1 @@
-"""Weights of four bits as AWQ checkpoints hold them (Lin et al., MLSys 2024, https://arxiv.org/abs/2306.00978)."""
+"""4-bit weights of AWQ checkpoints (Lin et al., MLSys 2024, https://arxiv.org/abs/2306.00978)."""

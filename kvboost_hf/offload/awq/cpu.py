@@ -1,7 +1,7 @@
-"""Multiplying by AWQ weights with PyTorch's own operators, on any device.
+"""Multiplies by AWQ weights with PyTorch's own operators, on any device.
 
-A byte of a word holds two nibbles. All lower ones make one half of the columns, all upper ones the other: each half is
-unpacked by a single operator, and the columns of the result, which is much smaller, are put in order at the end.
+Each byte holds two nibbles. The lower nibbles are one half of the columns, the upper ones the other. Each half is
+unpacked by a single operator, and the columns of the result, which is much smaller, are reordered at the end.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _FEW = 8  # tokens; for fewer it is cheaper to scale the products of each group 
 def awq_matmul_torch(
     x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply by weights of four bits.
+    """Multiply by 4-bit weights.
 
     Products and sums are float32 whatever the dtype of `x`. The order of sums depends on the shapes alone.
 
@@ -57,7 +57,7 @@ def awq_matmul_transposed_torch(
 
 
 def _tiles(qweight: torch.Tensor, groups: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Groups of rows, and their unpacked levels, float32 [2, groups, rows, out / 2]; the next overwrite them."""
+    """Groups of rows, and their unpacked levels, float32 [2, groups, rows, out / 2], valid until the next ones."""
     octets = qweight.view(torch.uint8).view(groups, -1, 4 * qweight.shape[1])
     count = min(groups, max(1, _TILE // (2 * octets[0].numel())))
     nibbles = torch.empty((2, count, *octets.shape[1:]), dtype=torch.uint8, device=qweight.device)
@@ -78,7 +78,7 @@ def _nibbles(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
 
 
 def _halves(columns: torch.Tensor) -> torch.Tensor:
-    """Columns [rows, out] as the nibbles of bytes hold them, [2, rows, out / 2].
+    """Reorder columns [rows, out] as nibbles are, [2, rows, out / 2].
 
     Column `4 a + 2 h + b` of a word is in half `h`, in byte `2 b + a`.
     """
@@ -86,5 +86,5 @@ def _halves(columns: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(halves: torch.Tensor) -> torch.Tensor:
-    """What `_halves` was given."""
+    """Undo `_halves`."""
     return halves.view(2, halves.shape[1], halves.shape[2] // 4, 2, 2).permute(1, 2, 4, 0, 3).flatten(1)

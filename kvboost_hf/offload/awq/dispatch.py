@@ -1,4 +1,4 @@
-"""Which kernel multiplies by AWQ weights."""
+"""Chooses the kernel that multiplies by AWQ weights."""
 
 import logging
 from functools import cache
@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 def multiply(
     x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, kernel: QuantKernel
 ) -> torch.Tensor:
-    """See `matmul.awq_matmul`."""
+    """Multiply by AWQ weights with the chosen kernel, as `matmul.awq_matmul` describes."""
     if runs_triton(kernel, x.device):
         from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
 
@@ -28,10 +28,10 @@ def multiply(
 
 @cache
 def runs_triton(kernel: QuantKernel, device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device; said once, in the log.
+    """Whether Triton's kernels run on a device; logged once.
 
     Raises:
-        ValueError: they are asked for, and cannot.
+        ValueError: `kernel` is `"triton"`, and they cannot.
     """
     triton = kernel == "triton" or (kernel == "auto" and device.type == "cuda")
     if triton and (missing := _missing(device)):
@@ -45,7 +45,7 @@ def runs_triton(kernel: QuantKernel, device: torch.device) -> bool:
 
 
 def _missing(device: torch.device) -> str | None:
-    """What keeps Triton from running on a device."""
+    """The requirement of Triton that a device lacks, or None."""
     if find_spec("triton") is None:
         return "the package triton"
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Experts on AWQ weights: transformers stacks those of a layer in one tensor, AWQ checkpoints have each on its own."""
+"""Mixture-of-experts layers on AWQ weights, stacked from the separate experts of a checkpoint."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.matmul import awq_matmul
 
-# What checkpoints call the parts of an expert: gate, up, down.
+# Names of the parts of an expert in checkpoints: gate, up, down.
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _BUFFERS = ("qweight", "qzeros", "scales")
 
 
 class AwqExperts(nn.Module):
-    """In place of the experts of one layer.
+    """Replaces the experts of one layer.
 
-    Buffers, for each part of an expert: `<part>_qweight`, `<part>_qzeros` and `<part>_scales`, as `AwqLinear` has them
-    with one dimension more, of the experts. `state_dict()` names each expert on its own, as checkpoints do.
+    Buffers, for each part of an expert: `<part>_qweight`, `<part>_qzeros` and `<part>_scales`, as in `AwqLinear` with
+    a first dimension of experts. `state_dict()` names each expert separately, as checkpoints do.
 
     Args:
         stacked: The experts of transformers, on the meta device; they lose their weights.
@@ -27,7 +27,7 @@ class AwqExperts(nn.Module):
         quant_kernel: As `StreamingConfig` has it.
 
     Raises:
-        ValueError: they are not stacked in a way that is known.
+        ValueError: the experts are not stacked in a known way.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AwqExperts(nn.Module):
                 self.register_buffer(f"{part}_{name}", one.new_empty(self.count, *one.shape))
 
     def expect_(self, version: str) -> None:
-        """Have a linear layer for each part of each expert, on the meta device, for what a checkpoint has.
+        """Create a linear layer for each part of each expert, on the meta device, to load a checkpoint into.
 
         Raises:
             ValueError: sizes that do not fit the layout, or an unknown one.
@@ -69,7 +69,7 @@ class AwqExperts(nn.Module):
             self.add_module(str(number), expert)
 
     def to_gemm_(self) -> None:
-        """Stack what has been loaded since `expect_`."""
+        """Stack the weights loaded since `expect_`."""
         for part in self.parts:
             linears = [self.get_submodule(f"{number}.{part}") for number in range(self.count)]
             for linear in linears:
@@ -85,7 +85,7 @@ class AwqExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Add up what the experts chosen for each token say.
+        """Sum the outputs of the experts chosen for each token.
 
         Args:
             hidden_states: [tokens, hidden_size].
@@ -125,10 +125,10 @@ class AwqExperts(nn.Module):
 
 
 def are_stacked(stacked: Any) -> bool:
-    """Whether a module holds the experts of a layer in the way that `AwqExperts` knows."""
+    """Whether `AwqExperts` can replace a module of experts."""
     has = [getattr(stacked, name, None) for name in ("gate_up_proj", "down_proj")]
     if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 3 for tensor in has):
         return False
     asked = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-    told = all(getattr(stacked, name, expected) == expected for name, expected in asked.items())
-    return told and not getattr(stacked, "has_post_expert_norm", False) and hasattr(stacked, "_apply_gate")
+    known = all(getattr(stacked, name, expected) == expected for name, expected in asked.items())
+    return known and not getattr(stacked, "has_post_expert_norm", False) and hasattr(stacked, "_apply_gate")

@@ -1,4 +1,4 @@
-"""Where AWQ checkpoints put the bits of a weight.
+"""Layouts of AWQ checkpoints, and conversions between them.
 
 Three layouts are in use. In all of them a weight is `(q - z) * s`: `q` and `z` have four bits, and each column of a
 group of rows has its own `z` and `s`. `in`, `out` and `groups` below are sizes of a weight [in, out].
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the nibbles of a word, lowest first
-_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # where each column is
+_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each column
 _GROUP_SIZES = (32, 64, 128)
 
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -100,7 +100,7 @@ def gemm_from_gemv(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Te
 def gemm_from_llm_awq(
     qweight: torch.Tensor, scales: torch.Tensor, scaled_zeros: torch.Tensor, group_size: int
 ) -> Packed:
-    """A weight of the layout `llm-awq` in `gemm`; zeros are what its products were rounded from."""
+    """A weight of the layout `llm-awq` in `gemm`; zero points are rounded back from `scaled_zeros`."""
     blocks = _nibbles(qweight).view(len(qweight), -1, 4, 2, 4, 2, 4)  # out / 4, in / 64, 4 of out, then 64 of in
     levels = blocks.permute(0, 2, 1, 3, 6, 4, 5).flatten(2).flatten(0, 1)
     groups = levels.shape[1] // group_size

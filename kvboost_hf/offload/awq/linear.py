@@ -1,4 +1,4 @@
-"""A linear layer on weights of four bits."""
+"""A linear layer on 4-bit weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from kvboost_hf.offload.awq.matmul import awq_matmul
 
 
 class AwqLinear(nn.Module):
-    """`y = x @ W + bias`, with `W` as AWQ checkpoints hold it, in the layout `gemm`.
+    """`y = x @ W + bias`, with AWQ weights `W` in the layout `gemm`.
 
     Buffers, with `g` the group size: `qweight` int32 [in_features, out_features / 8], `qzeros` int32
     [in_features / g, out_features / 8], `scales` float16 [in_features / g, out_features], `bias` [out_features] or
@@ -62,7 +62,7 @@ class AwqLinear(nn.Module):
         self.register_buffer("bias", torch.zeros(out_features, dtype=torch.float16) if bias else None)
 
     def to_gemm_(self) -> None:
-        """Turn buffers that were filled from a checkpoint of another layout into those of `gemm`, in place."""
+        """Convert buffers loaded from a checkpoint of another layout to `gemm`, in place."""
         if self.version == "gemv":
             found = gemm_from_gemv(self.qweight, self.qzeros, self.scales, self.group_size)
         elif self.version == "llm-awq":
@@ -75,7 +75,7 @@ class AwqLinear(nn.Module):
         self.version = "gemm"
 
     def expect_(self, version: str) -> None:
-        """Have buffers for what a checkpoint of a layout has, on the meta device, in place of those of `gemm`.
+        """Replace the buffers with those of a checkpoint of another layout, on the meta device.
 
         Raises:
             ValueError: sizes that do not fit the layout, or an unknown one.
@@ -108,7 +108,7 @@ class AwqLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """What `print` says of it."""
+        """The sizes that `print` shows."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, group_size={self.group_size}, version={self.version}"
 

@@ -1,4 +1,4 @@
-"""Rows times AWQ weights: one operator of `torch.library`, for those who trace, and its inside for all others."""
+"""Multiplication by AWQ weights as an operator of `torch.library`, which is skipped where nothing traces."""
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -15,10 +15,10 @@ torch.library.impl("kvboost_hf::awq_matmul", "default", dispatch.multiply)
 def awq_matmul(
     x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, kernel: QuantKernel
 ) -> torch.Tensor:
-    """Multiply by weights of four bits. Not differentiable.
+    """Multiply by 4-bit weights. Not differentiable.
 
-    torch.compile, autograd, and modes and tensors that watch what is done, see one operator; where there is none of
-    them it is left out, since it takes the host longer than the launch of a kernel.
+    torch.compile, autograd, dispatch modes and tensor subclasses see one operator. Without them the kernel is called
+    directly, since the operator takes the host longer than the launch of a kernel.
 
     Args:
         x: float16, bfloat16 or float32 [tokens, in_features].

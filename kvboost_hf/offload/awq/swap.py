@@ -1,4 +1,4 @@
-"""Linear layers on AWQ weights in place of a model's own."""
+"""Replaces linear layers and experts of a model by those on AWQ weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,61 +15,61 @@ _VERSIONS = ("gemm", "gemv", "llm-awq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwqSettings:
-    """What a checkpoint says of its AWQ weights.
+    """The AWQ settings of a checkpoint.
 
     Args:
-        group_size: Rows that share a scale and a zero.
+        group_size: Rows that share a scale and a zero point.
         version: Layout of its tensors.
-        told: All that it says.
+        config: Its whole quantization config.
     """
 
     group_size: int
     version: str
-    told: dict[str, Any]
+    config: dict[str, Any]
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> "AwqSettings":
+    def of(cls, config: dict[str, Any]) -> "AwqSettings":
         """Read `quantization_config` of a checkpoint.
 
         Raises:
-            ValueError: it is not AWQ, or of a kind that is not known.
+            ValueError: it is not AWQ, or an unknown variant.
         """
-        method = str(told.get("quant_method"))
+        method = str(config.get("quant_method"))
         if method != "awq":
             raise ValueError(
                 f"The checkpoint is quantized with {method!r}; layers are streamed of AWQ checkpoints and of those "
                 "that are not quantized. Load it with from_pretrained() as it is, without streaming."
             )
-        bits = told.get("bits", told.get("w_bit", 4))
-        group_size = told.get("group_size", told.get("q_group_size", 128))
-        version = str(told.get("version", told.get("format", "gemm"))).lower()
-        if told.get("backend") == "llm-awq":
+        bits = config.get("bits", config.get("w_bit", 4))
+        group_size = config.get("group_size", config.get("q_group_size", 128))
+        version = str(config.get("version", config.get("format", "gemm"))).lower()
+        if config.get("backend") == "llm-awq":
             version = "llm-awq"
-        if bits != 4 or group_size not in (32, 64, 128) or not told.get("zero_point", True):
+        if bits != 4 or group_size not in (32, 64, 128) or not config.get("zero_point", True):
             raise ValueError(
                 f"AWQ weights must have 4 bits, groups of 32, 64 or 128 and zero points, got {bits} bits, groups of "
-                f"{group_size} and zero_point={told.get('zero_point', True)}."
+                f"{group_size} and zero_point={config.get('zero_point', True)}."
             )
         if version not in _VERSIONS:
             raise ValueError(f"The layout of AWQ weights must be one of {_VERSIONS}, got {version!r}.")
-        return cls(group_size=group_size, version=version, told=told)
+        return cls(group_size=group_size, version=version, config=config)
 
     def as_saved(self) -> dict[str, Any]:
-        """What a checkpoint says that is saved of the loaded model."""
-        return {**{k: v for k, v in self.told.items() if k not in ("format", "backend")}, "version": "gemm"}
+        """The quantization config of a checkpoint that is saved from the loaded model."""
+        return {**{k: v for k, v in self.config.items() if k not in ("format", "backend")}, "version": "gemm"}
 
 
 def swap_linears(model: nn.Module, settings: AwqSettings, quantized: set[str], kernel: QuantKernel) -> None:
-    """Put linear layers on AWQ weights in place of those, and of those experts, that have them in the checkpoint.
+    """Replace the linear layers and experts that have AWQ weights in the checkpoint.
 
     Args:
         model: On the meta device.
         settings: Of the checkpoint.
-        quantized: Names of the modules whose weights it has.
+        quantized: Names of the modules with AWQ weights.
         kernel: As `StreamingConfig` has it.
 
     Raises:
-        ValueError: there are none, or one of them is neither a linear layer nor an expert.
+        ValueError: `quantized` is empty, or one of its modules is neither a linear layer nor an expert.
     """
     if not quantized:
         raise ValueError(
@@ -102,14 +102,14 @@ def swap_linears(model: nn.Module, settings: AwqSettings, quantized: set[str], k
 
 
 def expect_version(model: nn.Module, version: str) -> None:
-    """Have linear layers and experts take what a checkpoint has."""
+    """Prepare linear layers and experts to load a checkpoint of a layout."""
     for module in list(model.modules()):
         if isinstance(module, AwqLinear | AwqExperts):
             module.expect_(version)
 
 
 def to_gemm(layer: nn.Module) -> None:
-    """Have them multiply by what has been loaded."""
+    """Convert the loaded weights of linear layers and experts to `gemm`."""
     for module in list(layer.modules()):
         if isinstance(module, AwqExperts) or (isinstance(module, AwqLinear) and module.version != "gemm"):
             module.to_gemm_()

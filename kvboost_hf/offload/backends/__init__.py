@@ -1,1 +1,1 @@
-"""How the bytes of a layer get into a slot, for each kind of device."""
+"""Backends, which copy the bytes of a layer into a slot, one for each type of device."""

@@ -1,4 +1,4 @@
-"""Which backend moves the bytes."""
+"""Chooses the backend for a device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ _factories: list[Callable[[], Backend]] = []
 
 @contextmanager
 def use_backend(make: Callable[[], Backend]) -> Iterator[None]:
-    """Within it, models are streamed by what `make` returns, as if its device had memory of its own."""
+    """Stream models with the backends of `make` in this context, as if their device had its own memory."""
     _factories.append(make)
     try:
         yield
@@ -22,7 +22,7 @@ def use_backend(make: Callable[[], Backend]) -> Iterator[None]:
 
 
 def is_overridden() -> bool:
-    """Whether `use_backend` is in force."""
+    """Whether inside `use_backend`."""
     return bool(_factories)
 
 
@@ -40,7 +40,7 @@ def make_backend(device: torch.device) -> Backend:
 
 
 def make_mapping(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What makes pinned host memory a tensor of a device; None where the device cannot read it where it is."""
+    """A function that maps pinned host memory to a tensor of the device; None if the device cannot read it."""
     if _factories:
         return lambda flat: flat
     if device.type != "cuda":
@@ -51,7 +51,7 @@ def make_mapping(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of a device; None where it shares that of the host."""
+    """Free memory of a device in bytes; None if it shares the host's memory."""
     if _factories:
         return 1 << 62
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Slots on a CUDA device, filled by a stream of their own beside the computation."""
+"""The backend for CUDA devices: a stream of its own copies layers while the model computes."""
 
 import threading
 from collections import deque
@@ -11,20 +11,19 @@ from kvboost_hf.offload.backends.runtime import CudaRuntime, Event, Runtime, Str
 from kvboost_hf.offload.backends.timings import Timings
 from kvboost_hf.offload.sources import Source
 
-PIECE_BYTES = 32 << 20  # of one copy; a small one, such as of token ids, has to wait for the one that is under way
+PIECE_BYTES = 32 << 20  # of one copy; small copies, such as of token ids, wait for the one under way
 _BUFFERS = 3  # one is read into while others are copied from
 
 
 class CudaBackend:
-    """See `Backend`.
+    """A `Backend` that copies from pinned host memory directly, and from elsewhere through pinned buffers.
 
-    What lies in pinned host memory is copied from there. All else goes piece by piece through pinned buffers, which a
-    thread fills.
+    A thread reads into these buffers, part by part.
 
     Args:
-        device: Where the slots are.
-        runtime: Stands in for CUDA; of `device` by default.
-        piece_bytes: The most that is copied at once.
+        device: The device of the slots.
+        runtime: Calls CUDA; by default on `device`.
+        piece_bytes: The most bytes of one copy.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class CudaBackend:
         self._stalls = Timings()
 
     def allocate(self, nbytes: int, count: int) -> list[torch.Tensor]:
-        """See `Backend`."""
+        """See `Backend.allocate`."""
         with torch.inference_mode(False):  # else nobody could write to them outside of inference mode
             flats = [self._runtime.allocate(nbytes, self._link.stream) for _ in range(count)]
         # Their memory may have been another tensor's, which work that was submitted before still reads.
@@ -51,7 +50,7 @@ class CudaBackend:
         return flats
 
     def issue(self, slot: int, source: Source) -> None:
-        """See `Backend`."""
+        """See `Backend.issue`."""
         place = self._slots[slot]
         assert source.nbytes <= place.flat.numel(), "slots are as large as the largest layer"
         if place.readers:
@@ -70,7 +69,7 @@ class CudaBackend:
             load.reading = self._reader.submit(self._link.copy_through_buffers, load)
 
     def wait(self, slot: int) -> None:
-        """See `Backend`."""
+        """See `Backend.wait`."""
         place = self._slots[slot]
         assert place.load is not None, "issue() comes first"
         stream = self._runtime.current_stream()
@@ -84,7 +83,7 @@ class CudaBackend:
         place.readers.add(stream)
 
     def release(self, slot: int) -> None:
-        """See `Backend`."""
+        """See `Backend.release`."""
         place = self._slots[slot]
         for stream in {self._runtime.current_stream(), *place.readers}:
             place.free[stream] = self._runtime.record(stream)
@@ -92,16 +91,16 @@ class CudaBackend:
 
     @property
     def stall_s(self) -> float:
-        """See `Backend`."""
+        """See `Backend.stall_s`."""
         return self._stalls.totals()[0]
 
     def copy_rate(self) -> float:
-        """See `Backend`."""
+        """See `Backend.copy_rate`."""
         seconds, nbytes = self._link.timings.totals()
         return nbytes / seconds if seconds else 0.0
 
     def close(self) -> None:
-        """See `Backend`."""
+        """See `Backend.close`."""
         with self._link.lock:
             for place in self._slots:
                 if place.load is not None:
@@ -118,7 +117,7 @@ class _Load:
 
     source: Source
     target: torch.Tensor
-    free: list[Event]  # what it has to wait for
+    free: list[Event]  # that it has to wait for
     ready: Event | None = None
     reading: "Future[None] | None" = None
     superseded: bool = False  # by a later call for the same slot; the lock is held to change it
@@ -128,7 +127,7 @@ class _Load:
 class _Slot:
     flat: torch.Tensor
     free: dict[Stream, Event]  # after all work on it that was released, which may have been more than once
-    readers: set[Stream] = field(default_factory=set)  # that work on it since
+    readers: set[Stream] = field(default_factory=set)  # that have read it since
     load: _Load | None = None
 
 
@@ -139,7 +138,7 @@ class _Buffer:
 
 
 class _Link:
-    """The stream that copies, and the buffers before it. Two threads submit; the lock keeps their copies apart."""
+    """The copy stream and its buffers. Two threads submit copies, one layer at a time under the lock."""
 
     def __init__(self, runtime: Runtime, piece_bytes: int) -> None:
         self.stream = runtime.new_stream()
@@ -155,7 +154,7 @@ class _Link:
             load.ready = self._copy(load.target, host)
 
     def copy_through_buffers(self, load: _Load) -> None:
-        """Read a layer, and submit its copy piece by piece."""
+        """Read a layer part by part, and submit the copy of each part."""
         for start in range(0, load.source.nbytes, self._piece_bytes):
             target = load.target[start : start + self._piece_bytes]
             buffer = self._next_buffer()
@@ -169,7 +168,7 @@ class _Link:
                 load.ready = buffer.copied = self._copy(target, piece)
 
     def _next_buffer(self) -> _Buffer:
-        """The buffer whose turn it is, when it can be read into."""
+        """The next buffer, once its last copy is done."""
         if len(self.buffers) < _BUFFERS:
             buffer = _Buffer(self._runtime.allocate_pinned(self._piece_bytes))
         else:
@@ -184,7 +183,7 @@ class _Link:
             self.stream.wait_event(event)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        """Submit a copy; the event behind it."""
+        """Submit a copy; returns the event after it."""
         before = self._runtime.record(self.stream, timed=True)
         self._runtime.copy(target, source, self.stream, self._piece_bytes)
         after = self._runtime.record(self.stream, timed=True)

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads where it is: for what is read a few rows at a time."""
+"""Maps pinned host memory to a CUDA tensor, for tables of which a GPU reads a few rows at a time."""
 
 import logging
 from typing import Any
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Described:
-    """Memory as CUDA libraries tell each other of it."""
+    """Memory under the CUDA array interface."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat  # lives as long as the tensor that is made of this
@@ -39,7 +39,7 @@ def map_to_cuda(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def can_map(device: torch.device) -> bool:
-    """Whether a device reads host memory where it is; found out by reading some."""
+    """Whether a device can read mapped host memory, found out by reading some."""
     try:
         flat = HostMemory(4096, cuda_pinning(device)).allocate(4096)
         # from_pretrained() asks while the meta device is the default one.
@@ -49,6 +49,6 @@ def can_map(device: torch.device) -> bool:
         found = torch.nn.functional.embedding(chosen.to(device), rows)
         same = torch.equal(found.cpu().view(torch.int16), flat.view(torch.int16).view(64, 32)[chosen])
     except (RuntimeError, TypeError, ValueError) as error:
-        _log.info("%s does not read host memory where it is: %s", device, error)
+        _log.info("%s cannot read mapped host memory: %s", device, error)
         return False
     return same

@@ -1,4 +1,4 @@
-"""What the backend for CUDA asks of CUDA."""
+"""The operations of CUDA that the backend needs, behind an interface that tests implement without a GPU."""
 
 from typing import Protocol, cast
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Event(Protocol):
-    """A point in the work of a stream, as `torch.cuda.Event` has it."""
+    """A point in a stream's work, as `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
 
@@ -17,7 +17,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work that is done in order, as `torch.cuda.Stream` has it; equal to others that name the same stream."""
+    """Work done in order, as `torch.cuda.Stream`; objects of the same stream are equal."""
 
     def wait_event(self, event: Event) -> None: ...
 
@@ -28,29 +28,29 @@ class Runtime(Protocol):
     """Streams, events, memory and copies of one device."""
 
     def new_stream(self) -> Stream:
-        """A stream whose work goes before that of others."""
+        """A stream of high priority."""
 
     def current_stream(self) -> Stream:
-        """Where the caller's computation is submitted to."""
+        """The stream of the caller's computation."""
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """A new event after all that has been submitted to a stream; only `timed` ones tell the time."""
+        """A new event after all work submitted to a stream; only `timed` ones measure time."""
 
     def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
         """uint8 [nbytes] on the device, which `stream` writes to."""
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] in host memory that copies need not wait for."""
+        """uint8 [nbytes] in pinned host memory."""
 
     def is_pinned(self, flat: torch.Tensor) -> bool:
-        """Whether memory is such memory."""
+        """Whether a tensor is in pinned host memory."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
-        """Submit copies from pinned memory to the device, of so many bytes each."""
+        """Submit copies from pinned memory to the device, of `piece_bytes` each."""
 
 
 class CudaRuntime:
-    """The real one.
+    """A `Runtime` by `torch.cuda`.
 
     Args:
         device: A CUDA device.
@@ -60,35 +60,35 @@ class CudaRuntime:
         self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
     def new_stream(self) -> Stream:
-        """See `Runtime`."""
+        """See `Runtime.new_stream`."""
         return cast(Stream, torch.cuda.Stream(self._device, priority=-1))  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Stream:
-        """See `Runtime`."""
+        """See `Runtime.current_stream`."""
         return cast(Stream, torch.cuda.current_stream(self._device))
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """See `Runtime`. A thread that waits for the event sleeps."""
+        """See `Runtime.record`. A thread that waits for the event sleeps."""
         event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
         event.record(cast(torch.cuda.Stream, stream))
         return cast(Event, event)
 
     def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        """See `Runtime`. Copies that are under way when the tensor is freed do not harm whoever gets its memory."""
+        """See `Runtime.allocate`. Memory that is freed is not used again before copies under way have ended."""
         flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         flat.record_stream(cast(torch.cuda.Stream, stream))
         return flat
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """See `Runtime`."""
+        """See `Runtime.allocate_pinned`."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def is_pinned(self, flat: torch.Tensor) -> bool:
-        """See `Runtime`."""
+        """See `Runtime.is_pinned`."""
         return flat.is_pinned()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream, piece_bytes: int) -> None:
-        """See `Runtime`."""
+        """See `Runtime.copy`."""
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             for there, here in zip(torch.split(target, piece_bytes), torch.split(source, piece_bytes), strict=True):
                 there.copy_(here, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Slots that a thread fills: on a CPU, and on devices that have no streams to copy beside the computation."""
+"""The backend for CPUs and for devices without copy streams: a thread fills the slots."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,10 +12,10 @@ _PIECE_BYTES = 32 << 20  # of the buffer on the way to a device
 
 
 class ThreadedBackend:
-    """See `Backend`.
+    """A `Backend` whose copies run in a thread.
 
     Args:
-        device: Where the slots are.
+        device: The device of the slots.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,13 +30,13 @@ class ThreadedBackend:
         self._loads: dict[int, Future[None]] = {}
 
     def allocate(self, nbytes: int, count: int) -> list[torch.Tensor]:
-        """See `Backend`."""
+        """See `Backend.allocate`."""
         with torch.inference_mode(False):  # else nobody could write to them outside of inference mode
             self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
         return list(self._slots)
 
     def issue(self, slot: int, source: Source) -> None:
-        """See `Backend`. One thread does it all, so that what was issued before is done before, or not at all."""
+        """See `Backend.issue`. One thread does all copies, so that earlier ones are done or cancelled."""
         assert source.nbytes <= self._slots[slot].numel(), "slots are as large as the largest layer"
         if slot in self._loads:
             self._loads[slot].cancel()
@@ -44,7 +44,7 @@ class ThreadedBackend:
         self._loads[slot] = self._thread.submit(_fill, self._slots[slot][: source.nbytes], source, self._rate)
 
     def wait(self, slot: int) -> None:
-        """See `Backend`."""
+        """See `Backend.wait`."""
         load = self._loads[slot]
         if not load.done():
             self.synchronous_loads += 1
@@ -55,14 +55,14 @@ class ThreadedBackend:
         load.result()
 
     def release(self, slot: int) -> None:
-        """See `Backend`. Computation that was submitted is done, or comes before copies that are submitted later."""
+        """See `Backend.release`. Nothing to do: submitted computation comes before later copies."""
 
     def copy_rate(self) -> float:
-        """See `Backend`."""
+        """See `Backend.copy_rate`."""
         return self._rate.nbytes / self._rate.seconds if self._rate.seconds else 0.0
 
     def close(self) -> None:
-        """See `Backend`."""
+        """See `Backend.close`."""
         self._thread.shutdown(cancel_futures=True)
         self._loads.clear()
         self._slots.clear()

@@ -1,4 +1,4 @@
-"""How long a device takes for something, without waiting for it."""
+"""Measures times on a device without waiting for it."""
 
 import threading
 from collections import deque
@@ -7,7 +7,7 @@ from kvboost_hf.offload.backends.runtime import Event
 
 
 class Timings:
-    """Adds up the time between pairs of events, each when it has happened. Any thread may ask for it."""
+    """Sums the time between pairs of events once they have happened. Any thread may read it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
