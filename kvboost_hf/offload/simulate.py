@@ -58,44 +58,55 @@ def simulate(
     Returns:
         Means over the last passes.
     """
-    kept = frozenset(resident)
-    streamed = [layer for layer in range(len(layer_bytes)) if layer not in kept]
-    number = {layer: i for i, layer in enumerate(streamed)}
-    owner: dict[int, int] = {}  # of a slot
-    ready: dict[int, float] = {}  # when the last copy into a slot ends
-    clock = link = stall = nbytes = 0.0
-    misses = 0
-
-    def issue(i: int) -> None:
-        nonlocal link, nbytes
-        link = max(link, clock) + layer_bytes[streamed[i]] / link_bytes_per_s
-        nbytes += layer_bytes[streamed[i]]
-        owner[i % n_slots], ready[i % n_slots] = i, link
-
-    for i in range(min(n_slots, len(streamed))):
-        issue(i)
-    before = (0.0, 0.0, 0.0, 0)
+    numbers = {layer: i for i, layer in enumerate(sorted({*range(len(layer_bytes))}.difference(resident)))}
+    device = _Device([layer_bytes[layer] for layer in numbers], n_slots, link_bytes_per_s, successor)
+    before = device.counts()
     for turn in range(WARM_UP + MEASURED):
         if turn == WARM_UP:
-            before = (clock, stall, nbytes, misses)
-        submitted = clock
+            before = device.counts()
+        submitted = device.clock
         for layer, seconds in enumerate(compute_s):
             submitted += host_s
-            clock = max(clock, submitted)
-            if layer in kept:
-                clock += seconds
-                continue
-            i = number[layer]
-            if owner[i % n_slots] != i:
-                misses += 1
-                issue(i)
-            start = max(clock, ready[i % n_slots])
-            stall += start - clock
-            clock = start + seconds
-            issue(successor(i, len(streamed), n_slots))
-    return Pass(
-        seconds=(clock - before[0]) / MEASURED,
-        stall_s=(stall - before[1]) / MEASURED,
-        bytes_copied=(nbytes - before[2]) / MEASURED,
-        misses=(misses - before[3]) / MEASURED,
-    )
+            device.clock = max(device.clock, submitted)
+            device.compute(numbers.get(layer), seconds)
+    means = [(after - start) / MEASURED for after, start in zip(device.counts(), before, strict=True)]
+    return Pass(seconds=means[0], stall_s=means[1], bytes_copied=means[2], misses=means[3])
+
+
+class _Device:
+    """The clock of the computation, and the slots with the link that fills them."""
+
+    def __init__(
+        self, streamed_bytes: Sequence[int], n_slots: int, link_bytes_per_s: float, successor: Successor
+    ) -> None:
+        self.clock = 0.0
+        self._stall = self._nbytes = self._link_free_at = 0.0
+        self._misses = 0
+        self._streamed_bytes, self._n_slots = streamed_bytes, n_slots
+        self._link_bytes_per_s, self._successor = link_bytes_per_s, successor
+        self._slots: dict[int, tuple[int, float]] = {}  # the streamed layer in each, and when its copy ends
+        for i in range(min(n_slots, len(streamed_bytes))):
+            self._issue(i)
+
+    def counts(self) -> tuple[float, float, float, int]:
+        """Clock, seconds of stalls, bytes copied and misses so far."""
+        return self.clock, self._stall, self._nbytes, self._misses
+
+    def compute(self, i: int | None, seconds: float) -> None:
+        """Compute streamed layer `i`, or a resident one."""
+        if i is not None:
+            if self._slots[i % self._n_slots][0] != i:
+                self._misses += 1
+                self._issue(i)
+            stall = max(0.0, self._slots[i % self._n_slots][1] - self.clock)
+            self._stall += stall
+            self.clock += stall
+        self.clock += seconds
+        if i is not None:
+            self._issue(self._successor(i, len(self._streamed_bytes), self._n_slots))
+
+    def _issue(self, i: int) -> None:
+        nbytes = self._streamed_bytes[i]
+        self._link_free_at = max(self._link_free_at, self.clock) + nbytes / self._link_bytes_per_s
+        self._nbytes += nbytes
+        self._slots[i % self._n_slots] = i, self._link_free_at
