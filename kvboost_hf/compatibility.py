@@ -1,4 +1,4 @@
-"""What a model allows, for people: `check_model_compatibility`."""
+"""`check_model_compatibility` reports which kinds of reuse a model supports."""
 
 import json
 import warnings
@@ -16,17 +16,17 @@ from kvboost_hf.compat import decoder_layers, known_reason, probe_reason, requir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompatibilityReport:
-    """What `check_model_compatibility` found.
+    """The findings of `check_model_compatibility`.
 
     Args:
         architecture: Class name of the model.
-        tested: Whether the tests of this library run an architecture of this class.
+        tested: Whether the tests of this library include an architecture of this class.
         exact: Whether stored K/V can be reused for the same tokens after the same history.
         reason: Why not, or None.
-        moved: Whether K/V can be moved: rotated to other positions, and repaired by what `ReusePolicy` repairs with if
-            it is not told to measure. Where rotary frequencies depend on the length, within the original length only.
+        moved: Whether K/V can be moved: rotated to other positions, and repaired by the repairs of `ReusePolicy` that
+            measure nothing. If rotary frequencies depend on the length, within the original length only.
         moved_reason: Why not, or None.
-        streaming: Whether its decoder layers can be told apart, to be loaded one after the other.
+        streaming: Whether its decoder layers can be streamed.
         streaming_reason: Why not, or None.
     """
 
@@ -45,25 +45,26 @@ class CompatibilityReport:
             ("moved chunks", self.moved_reason),
             ("streaming", self.streaming_reason),
         )
-        told = "; ".join(f"{name}: {'yes' if reason is None else f'no, {reason}'}" for name, reason in answers)
-        return f"{self.architecture}{'' if self.tested else ' (not tested)'}: {told}"
+        text = "; ".join(f"{name}: {'yes' if reason is None else f'no, {reason}'}" for name, reason in answers)
+        return f"{self.architecture}{'' if self.tested else ' (not tested)'}: {text}"
 
 
 def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> CompatibilityReport:
-    """Find out, by looking and by running it on a few tokens, what a model allows.
+    """Find out which kinds of reuse a model supports, by inspecting it and running it on a few tokens.
 
     Args:
         model: A causal language model.
-        strict: Raise where exact reuse is not possible; else only warn.
+        strict: Raise if exact reuse is not possible; else only warn.
 
     Returns:
         The findings. Nothing is stored.
 
     Raises:
-        ValueError: if `strict` and exact reuse is not possible, and for what is no causal language model with weights.
+        ValueError: if `strict` and exact reuse is not possible, or if `model` is no causal language model with
+        weights.
 
     Warns:
-        UserWarning: for an architecture that is not tested, and, if not `strict`, where exact reuse is not possible.
+        UserWarning: for an architecture that is not tested, and, if not `strict`, if exact reuse is not possible.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded

@@ -1,4 +1,4 @@
-"""Settings, as frozen dataclasses that are checked once, at construction."""
+"""Settings: frozen dataclasses that check their values at construction."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?)?B", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes that a text such as `"8GB"` (10^9) or `"7.5GiB"` (2^30) names; None if it names no positive number.
+    """The bytes of a size such as `"8GB"` (10^9) or `"7.5GiB"` (2^30); None if the text is no positive size.
 
     Example:
         >>> parse_size("7.5GiB"), parse_size("500 MB"), parse_size("8")
@@ -37,38 +37,37 @@ class ReusePolicy:
     """How stored K/V may be used.
 
     Args:
-        mode: `"exact"` uses K/V only where tokens, positions and history are all the same, so that the output is
-            that of plain `generate()`. `"blend"` also uses K/V of the same tokens elsewhere: keys are rotated to their
-            new positions, and a part of the tokens is computed again. The output may differ; `verify_correctness`
+        mode: `"exact"` uses K/V only if tokens, positions and history are all the same, so that the output is that of
+            plain `generate()`. `"blend"` also uses K/V of the same tokens at other positions: keys are rotated to the
+            new positions, and some of the tokens are computed again. The output may differ; `verify_correctness`
             measures how much.
         repair: With `"blend"`, how the tokens to compute again are chosen. `"query"`: up to `seam_tokens` after each
             seam, and then those that the end of the prompt attends to most. `"cacheblend"`: those whose values differ
             most from the stored ones in an early layer (Yao et al., EuroSys 2025, https://arxiv.org/abs/2405.16444).
             `"first_k"`: those after each seam, as many as `recompute_ratio` allows (Hu et al.,
             https://arxiv.org/abs/2410.15332). `"selective"`: `seam_tokens` after each seam. `"none"`: none.
-        recompute_ratio: Share of the moved tokens to compute again, from 0 to 1. At 1 everything is, and the output is
-            that of plain `generate()`. Not used by `"selective"` and `"none"`.
-        max_recompute_ratio: The ratio may be raised up to this one, until the tokens chosen make up `min_coverage` of
-            what the repair measures (attention, or deviation). None never raises it.
-        min_coverage: See `max_recompute_ratio`; from 0 to 1.
-        seam_tokens: For `"selective"` and `"query"`.
-        sink_tokens: The first tokens of a prompt are never moved but computed: attention sinks.
-        overlap_k: Whatever the repair, the last tokens before each seam are computed again, too.
-        min_prefill_saving: Reuse that takes an extra forward (over the rows of a batch that have a shorter stored
-            prefix than others), or that moves chunks, is taken up only where it saves at least this many tokens. With
-            0 chunks are moved even where that saves nothing, and a short beginning is reused even where the mask that
-            attention needs behind it on a CPU costs more than computing it; and all prompts are stored, even where
-            hardly any comes again.
-        weights_check: How changed weights are noticed before each prompt. `"sample"` asks PyTorch, reads weights whose
-            `data` somebody has taken, and about 32 values of each other tensor. `"full"` reads every weight, for code
-            that edits a few values in other ways (docs/reuse.md names them); K/V stored under one is not found under
-            the other.
-        audit_rate: Share of the reused prompts, from 0 to 1, that are computed a second time, whole, to see whether
-            the answer is the same. Where it is not, the plain answer is given, the stored chunks that differ are taken
-            out of service, and `stats()`, the report and the log say so. It costs what reuse saves.
+        recompute_ratio: Share of the moved tokens to compute again, from 0 to 1. At 1 all are, and the output is that
+            of plain `generate()`. Not used by `"selective"` and `"none"`.
+        max_recompute_ratio: The ratio is raised up to this one, until the chosen tokens have `min_coverage` of the
+            total that the repair measures (attention, or deviation). None never raises it.
+        min_coverage: The share for `max_recompute_ratio`, from 0 to 1.
+        seam_tokens: Tokens after each seam, for `"selective"` and `"query"`.
+        sink_tokens: The first tokens of a prompt, attention sinks, which are always computed.
+        overlap_k: The last tokens before each seam, which every repair computes again.
+        min_prefill_saving: Reuse that needs an extra forward (over the rows of a batch with a shorter stored prefix
+            than others), or that moves chunks, must save at least this many tokens. With 0, chunks are moved even if
+            that saves nothing, and a short prefix is reused even if the mask that attention then needs on a CPU costs
+            more than computing it; and all prompts are stored, even if hardly any comes again.
+        weights_check: How changed weights are detected before each prompt. `"sample"` compares PyTorch's versions,
+            weights whose `data` was accessed, and about 32 values of each other tensor. `"full"` reads every weight,
+            for code that edits a few values in other ways (docs/reuse.md names them). K/V stored with one is not found
+            with the other.
+        audit_rate: Share of the reused prompts, from 0 to 1, that are also computed whole, to compare the answers. If
+            they differ, the plain answer is returned, the stored chunks that differ are no longer used, and `stats()`,
+            the report and the log say so. An audit costs as much as reuse saves.
 
     Raises:
-        ValueError: for an unknown mode, repair or check, a negative count, a ratio or rate that is none, a maximum
+        ValueError: for an unknown mode, repair or check, a negative count, a ratio or rate outside 0 to 1, a maximum
             below its ratio, or audits of blended answers, which differ by design.
     """
 
@@ -108,7 +107,7 @@ class ReusePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVQuantConfig:
-    """How K/V is kept in fewer bits.
+    """How K/V is quantized.
 
     Args:
         method: `"turboquant"`: each vector is rotated at random and its coordinates are rounded to a Lloyd-Max
@@ -136,7 +135,7 @@ class KVQuantConfig:
             end.
 
     Raises:
-        ValueError: for an unknown method or rotation, bits that the method does not have, or sizes that are none.
+        ValueError: for an unknown method or rotation, bits that the method does not support, or an invalid size.
     """
 
     method: QuantMethod = "turboquant"
@@ -180,7 +179,7 @@ class KVQuantConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingConfig:
-    """Which layers of a model stay on its device, and how the others get there when their turn comes.
+    """Which layers of a model stay on its device, and how the others are streamed to it.
 
     Args:
         residency_mode: `"partial_resident"`: some layers stay, chosen by `keep_first_k` and `keep_last_k` or by
@@ -189,26 +188,27 @@ class StreamingConfig:
             `"full_stream"`: none stays.
         keep_first_k: So many first layers stay; with `"ffn_only_stream"` as a whole. Not with `vram_budget`.
         keep_last_k: So many last layers.
-        vram_budget: What the model may take of its device, with K/V and activations: bytes, or text such as `"8GB"`
-            (10^9) or `"7.5GiB"` (2^30). As many layers stay as fit. Without it, and without `keep_first_k` and
-            `keep_last_k`, nine tenths of what is free when the model is loaded.
-        n_staging_slots: Places on the device that streamed layers take in turn; 2 or more.
-        quant_kernel: What multiplies by AWQ weights: `"triton"` on a GPU, `"torch"` anywhere, `"auto"` chooses.
-        host_embeddings: Where layers are streamed, leave the input embeddings in pinned host memory, if they are not
-            also the head: a GPU reads the few rows that it needs from there. Not without `pin_memory`.
-        pin_memory: Keep host memory from being paged out, so that copies run beside the computation.
-        host_budget: What streamed layers may take of host memory, as `vram_budget` is told; the others stay in files
-            under `disk_folder`.
+        vram_budget: Memory of the device that the model may take, with K/V and activations: bytes, or text such as
+            `"8GB"` (10^9) or `"7.5GiB"` (2^30). As many layers stay as fit. Without it, and without `keep_first_k` and
+            `keep_last_k`, nine tenths of the memory that is free when the model is loaded.
+        n_staging_slots: Slots on the device that streamed layers share in turn; 2 or more.
+        quant_kernel: The kernel that multiplies by AWQ weights: `"triton"` on a GPU, `"torch"` anywhere, `"auto"`
+            chooses.
+        host_embeddings: If layers are streamed, leave the input embeddings in pinned host memory, unless they are also
+            the head: a GPU reads the few rows that it needs from there. Needs `pin_memory`.
+        pin_memory: Keep host memory from being paged out, so that copies run while the model computes.
+        host_budget: Host memory that streamed layers may take, given as `vram_budget`; the others stay in files in
+            `disk_folder`.
         disk_folder: A folder for those files; without `host_budget`, for all streamed layers. Files of the same
             checkpoint are used again.
         max_tokens: Tokens in the context, of all sequences together, that a budget makes room for.
         prefill_chunk_size: The most tokens of one forward that a budget makes room for, as you pass it to
             `generate()`; None for a prompt of `max_tokens` at once.
-        reserved: What else a budget leaves free on the device, such as a draft model, as `vram_budget` is told.
+        reserved: Memory of the device that a budget leaves free, such as for a draft model; given as `vram_budget`.
 
     Raises:
-        ValueError: for an unknown mode or kernel, counts or sizes that are none, a budget beside layers to keep,
-            layers to keep where all stay or none does, or a host budget without a folder.
+        ValueError: for an unknown mode or kernel, an invalid count or size, a budget together with layers to keep,
+            layers to keep if all or none stay, or a host budget without a folder.
     """
 
     residency_mode: ResidencyMode = "partial_resident"
@@ -292,17 +292,16 @@ class StreamingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTreeConfig:
-    """The trees of tokens that a draft model proposes at once.
+    """The size of the trees of tokens that a draft model proposes.
 
     Args:
-        policy: `"auto"`: as deep as another pass of the draft is worth it, with as many tokens as are worth their
-            place, by what was accepted and how long it took so far; where a draft is nearly sure, or checking a token
-            takes long, that is a chain. `"tree"`: always as large as the other settings allow. `"chain"`: as `"auto"`,
-            but with one token behind each.
-        branching: Tokens behind one token, at most.
-        width: Tokens of a level that the draft goes on from, at most; it computes them in one pass.
-        depth: Levels, at most.
-        max_nodes: Tokens that one pass of the target checks, at most. Up to 63 need no matrix of a mask with
+        policy: `"auto"`: depth and number of tokens follow from the acceptance and the times measured so far; if a
+            draft is nearly certain, or verifying a token is slow, the tree is a chain. `"tree"`: always as large as
+            the other settings allow. `"chain"`: as `"auto"`, but with one child per token.
+        branching: The most children of a token.
+        width: The most tokens of a level that the draft continues; it computes them in one pass.
+        depth: The most levels.
+        max_nodes: The most tokens that one pass of the target verifies. Up to 63 need no dense mask with
             `kvboost_fa2`.
 
     Raises:
@@ -334,10 +333,10 @@ def _require_count(name: str, value: object, *, least: int = 0) -> None:
 
 
 def require_size(name: str, value: object, *, least: int) -> int:
-    """Bytes that a setting names, as a number or as text.
+    """The bytes of a setting that is a number or text.
 
     Raises:
-        ValueError: for anything else, or fewer than `least`.
+        ValueError: for anything else, or less than `least`.
     """
     nbytes = parse_size(value) if isinstance(value, str) else value
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < least:

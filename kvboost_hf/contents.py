@@ -1,4 +1,4 @@
-"""What tiers keep, as a table for people: behind `kvboost-hf inspect`."""
+"""Lists the chunks and states in storage tiers, for `kvboost-hf inspect`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,14 +22,14 @@ class Line:
 
     Args:
         tier: The name of the tier.
-        model: The first digits of what names its model.
-        root: Of what names its history's beginning: weights, salt and codec.
+        model: The first digits of the hash of its model's configuration.
+        root: The first digits of the root key, which depends on weights, salt and codec.
         kind: `"chunk"`, `"content"` or `"states"`.
         start: Row token of its first token.
-        tokens: How many there are.
+        tokens: Number of tokens.
         nbytes: Bytes of the blob.
-        hits: How often it was used, where the tier knows.
-        text: Its beginning, where a tokenizer is known.
+        hits: How often it was used, if the tier counts that.
+        text: The decoded tokens, if a tokenizer is known.
     """
 
     tier: str
@@ -44,11 +44,11 @@ class Line:
 
 
 def contents(tiers: Sequence[Tier], decode: Decode | None = None) -> list[Line]:
-    """What tiers keep: what belongs together behind each other, in the order of its tokens.
+    """List the contents of tiers, by tier, model and root, in the order of tokens.
 
     Args:
-        tiers: Open ones.
-        decode: Makes text of token ids.
+        tiers: Open tiers.
+        decode: Decodes token ids to text.
     """
     found: list[tuple[tuple[Any, ...], Line]] = []
     for tier in tiers:
@@ -68,7 +68,7 @@ def _line(tier: Tier, entry: Entry, hits: int | None, decode: Decode | None) -> 
 
 
 def as_tables(lines: Sequence[Line]) -> Iterator["Table"]:
-    """The lines as tables of rich: one for each tier, model and root."""
+    """The lines as `rich` tables, one for each tier, model and root."""
     from rich.markup import escape
     from rich.table import Table
 

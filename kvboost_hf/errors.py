@@ -2,10 +2,10 @@
 
 Exception
 ├── ValueError                     a bad argument: value, constraint and remedy in the message
-└── KVBoostError                   a state that the library refuses to work in
-    ├── CacheModelMismatchError    a cache met a model that it was not made for
-    ├── InterruptedForwardError    a text was to be continued whose states an interrupted forward has spoilt
-    ├── StreamingError             a model whose layers are streamed was used in a way that needs all its weights
+└── KVBoostError                   an operation that is not possible in the present state
+    ├── CacheModelMismatchError    a cache was passed to a model that it was not made for
+    ├── InterruptedForwardError    a cache cannot continue, since an interrupted forward has spoilt its states
+    ├── StreamingError             an operation needs all weights of a model whose layers are streamed
     ├── StoreClosedError           a store was used after close()
     └── StoreFullError             warm() was given more text than the byte budget can pin
 """
@@ -20,11 +20,11 @@ class CacheModelMismatchError(KVBoostError):
 
 
 class InterruptedForwardError(KVBoostError):
-    """A `ChunkReuseCache` was to go on from states that an interrupted forward has spoilt."""
+    """A `ChunkReuseCache` cannot continue, since an interrupted forward has spoilt its states."""
 
 
 class StreamingError(KVBoostError):
-    """A model whose layers are streamed was used in a way that needs all its weights in it."""
+    """An operation needs all weights of a model whose layers are streamed."""
 
 
 class StoreClosedError(KVBoostError):

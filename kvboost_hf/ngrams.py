@@ -1,27 +1,27 @@
-"""Matching texts: the end of one against the inside of another, and what two begin with."""
+"""Matches token sequences: the longest n-gram that ends one inside another, and common prefixes."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
-_FIRST = 16  # tokens, looked at first
-MAX_NGRAM = 8  # tokens: what is the same before a place for so long tells no more by being longer
+_FIRST = 16  # tokens that are compared first
+MAX_NGRAM = 8  # tokens: longer matches predict the next token no better
 
 
 def longest_match(
     text: NDArray[Any], places: NDArray[Any], ids: NDArray[Any], max_ngram: int
 ) -> tuple[NDArray[Any], int]:
-    """Find the places in a text before which it ends like another one, for as many tokens as possible.
+    """Find the places in a text that follow the longest n-gram that ends `ids`.
 
     Args:
         text: [tokens].
-        places: [places], those to choose from.
+        places: [places], candidate indices in `text`.
         ids: [tokens], the other text.
-        max_ngram: Compare so many tokens before a place at most.
+        max_ngram: The longest n-gram to compare.
 
     Returns:
-        The places that agree in most tokens, in the order given, and in how many; none if not even one does.
+        The places, in the order given, and the length of the n-gram; no places and 0 if no token matches.
     """
     agreeing = 0
     for n in range(1, min(max_ngram, len(ids)) + 1):
@@ -43,9 +43,9 @@ def check_ngrams(max_ngram: int, min_ngram: int = 2) -> None:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
+    """The number of leading tokens that two sequences share."""
     low, high = 0, min(len(one), len(other))
-    if high > _FIRST and one[:_FIRST] != other[:_FIRST]:  # as of most texts
+    if high > _FIRST and one[:_FIRST] != other[:_FIRST]:  # the most frequent case
         high = _FIRST - 1
     while low < high:  # slices compare faster than tokens one by one
         middle = (low + high + 1) // 2

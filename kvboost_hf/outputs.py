@@ -1,4 +1,4 @@
-"""Where commands write what they found: a file, or standard output for `-`."""
+"""Writes the results of commands to a file, or to standard output for `-`."""
 
 import os
 import sys
@@ -8,10 +8,10 @@ STANDARD_OUTPUT = Path("-")
 
 
 def output_path(text: str) -> Path:
-    """A file that can be written, or `-`, of a command line.
+    """The path that an argument of a command line names: a writable file, or `-`.
 
     Raises:
-        ValueError: there is no such folder, or nothing can be written there.
+        ValueError: the folder does not exist, or the file cannot be written.
     """
     if text == str(STANDARD_OUTPUT):
         return STANDARD_OUTPUT
@@ -27,7 +27,7 @@ def output_path(text: str) -> Path:
 
 
 def write(path: Path, text: str) -> None:
-    """Write text there."""
+    """Write text to a file, or to standard output."""
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text + "\n")
     else:

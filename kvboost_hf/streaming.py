@@ -1,4 +1,4 @@
-"""The names of streaming, where kvboost has them: `from kvboost_hf.streaming import StreamingConfig`."""
+"""Layer streaming under the module name of kvboost: `from kvboost_hf.streaming import StreamingConfig`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,5 +19,5 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Say what became of the names that kvboost has here."""
+        """Raise an error that names the replacement of a name of kvboost."""
         return old_name(__name__, name)

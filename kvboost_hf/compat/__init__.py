@@ -87,5 +87,5 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Give, or say what became of, the names that kvboost has here."""
+        """Return a name that kvboost has here, or raise an error that names its replacement."""
         return old_name(__name__, name)

@@ -1,4 +1,4 @@
-"""What a model's own code does with attention: which implementation it asks for, and which masks it can take."""
+"""Looks up the attention implementation of a model, and the form of masks that its code passes to it."""
 
 from collections.abc import Callable
 from functools import cache
@@ -31,24 +31,24 @@ def attn_implementation(model: PreTrainedModel) -> str:
 
 
 def attention_function(model: PreTrainedModel) -> Callable[..., Any] | None:
-    """The function that computes the decoder's attention; None where transformers does not look it up by name."""
+    """The function that computes the decoder's attention; None if transformers does not look it up by name."""
     found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(attn_implementation(model))
     return found
 
 
 def mask_form(config: Any) -> MaskForm:
-    """What a registered attention's mask may be for models with this configuration.
+    """The form of mask that a registered attention can ask for, for models with this configuration.
 
     Returns:
-        `"compact"` where models tell their attention everything but padding, as FlashAttention needs it: causal or
-        not, and the window. `"bool"` where they call a registered attention, but tell it less. `"additive"` where
-        they may compute attention themselves, or where nothing is known of them.
+        `"compact"` if models pass their attention all but padding, as FlashAttention needs it: causal or not, and the
+        window. `"bool"` if they call a registered attention with less than that. `"additive"` if they may compute
+        attention themselves, or are unknown.
     """
     found: MaskForm = _form(type(config))
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # which cannot trace what it calls
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it cannot trace `_form_of`
 def _form(config: Any) -> MaskForm:
     return _form_of(config)
 

@@ -1,4 +1,4 @@
-"""Which generate() call is under way, as its caller's frame tells."""
+"""Finds the frame of the generate() call under way."""
 
 from types import FrameType
 
@@ -6,7 +6,7 @@ MAX_DEPTH = 40  # frames to look at
 
 
 def generate_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame of the generate() call that `frame` is inside of, or None."""
+    """The frame of the innermost generate() call around `frame`, or None."""
     for _ in range(MAX_DEPTH):
         if frame is None or is_generate(frame):
             return frame

@@ -1,4 +1,4 @@
-"""What the decoder layers of a model call before each forward, for as long as somebody wants it."""
+"""Hooks on the decoder layers of a model, and a count of the hooks that this package has registered."""
 
 import itertools
 import weakref
@@ -13,7 +13,7 @@ from kvboost_hf.compat.models import decoder_layers
 
 
 class BeforeLayers(Protocol):
-    """Who is called."""
+    """Receives the calls of `hook_layers`."""
 
     def before_layer(self, idx: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """A forward pre-hook of decoder layer `idx`."""
@@ -21,14 +21,14 @@ class BeforeLayers(Protocol):
 
 
 def hook_layers(model: PreTrainedModel, called: BeforeLayers) -> list[RemovableHandle]:
-    """Have the decoder layers of a model call somebody, who is held weakly.
+    """Register forward pre-hooks on the decoder layers of a model.
 
     Args:
         model: The model.
-        called: Is called no more once it is gone, nor by the layers of a copy of the model.
+        called: Called before each forward of a layer, but not by a copy of the model. It is referred to weakly.
 
     Returns:
-        What ends it, layer by layer.
+        The handles that remove the hooks, one for each layer.
     """
     return [
         own_hook(module.register_forward_pre_hook(_LayerHook(called, idx).before, with_kwargs=True))
@@ -41,19 +41,19 @@ _registered = 0
 
 
 def own_hooks() -> int:
-    """How many hooks we have put in place so far."""
+    """How many hooks this package has registered so far."""
     return _registered
 
 
 def own_hook(handle: RemovableHandle) -> RemovableHandle:
-    """Count a hook as one of ours."""
+    """Count a hook as one of this package."""
     global _registered
     _registered = next(_own) + 1
     return handle
 
 
 class _LayerHook:
-    """Told apart from hooks that change what is computed."""
+    """A hook that the fingerprint of the model ignores."""
 
     leaves_kv_alone = True
 

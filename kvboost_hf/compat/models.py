@@ -1,4 +1,4 @@
-"""What a model is, and what transformers would make for it."""
+"""Properties of a model: its cache argument, cache layers, decoder layers, devices and sizes of K/V."""
 
 import inspect
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ SERVED_LAYERS = STATEFUL_LAYERS | {
 
 
 class _Argument(KeptOnModel):
-    """The name of the argument of forward that takes a cache; empty if there is none."""
+    """The result of `cache_argument`."""
 
     def __init__(self) -> None:
         self.name: str | None = None
 
 
 def unwrapped(model: Any) -> Any:
-    """The model that PEFT or `torch.compile` has wrapped, or `model` itself."""
+    """The model inside wrappers of PEFT and `torch.compile`, or `model` itself."""
     while not isinstance(model, PreTrainedModel):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             return model
@@ -51,7 +51,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def require_reusable_model(model: PreTrainedModel) -> None:
-    """Refuse what no kind of K/V reuse can serve.
+    """Refuse models that K/V reuse cannot support.
 
     Raises:
         ValueError: for anything but a `PreTrainedModel` decoder whose weights are loaded.
@@ -72,7 +72,7 @@ def require_reusable_model(model: PreTrainedModel) -> None:
 
 
 def require_cache(model: PreTrainedModel) -> None:
-    """Refuse what a cache cannot be passed to.
+    """Refuse models that take no cache.
 
     Raises:
         ValueError: as `require_reusable_model` does, and for a model whose forward takes no cache.
@@ -107,12 +107,12 @@ def no_cache_reason(model: PreTrainedModel) -> str | None:
 
 
 def cache_layers(model: PreTrainedModel) -> list[Any]:
-    """The cache layers that transformers makes for `model`, empty."""
+    """The empty cache layers that transformers makes for `model`."""
     return list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
 
 
 def has_own_cache(model: PreTrainedModel) -> bool:
-    """Whether the model makes a cache of a class of its own, and takes no other."""
+    """Whether the model requires a cache class of its own."""
     supports: Any = model._supports_default_dynamic_cache
     return not supports()
 
@@ -127,7 +127,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers, in order; empty where they cannot be told."""
+    """The decoder layers, in order; empty if they cannot be found."""
     config: Any = model.config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
@@ -141,25 +141,25 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def kv_sources(model: PreTrainedModel, has_kv: Sequence[bool]) -> list[int]:
-    """For each layer, the one whose keys and values it attends to.
+    """For each layer, the index of the layer whose keys and values it attends to.
 
-    One without any shares those of the last one before it that has some, and is of its kind.
+    A layer without any shares those of the last layer of its type before it.
 
     Args:
         model: The model.
         has_kv: Of each layer, whether it has keys and values of its own.
     """
     config: Any = model.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or [None] * len(has_kv)
+    types = getattr(config, "layer_types", None) or [None] * len(has_kv)
     found: list[int] = []
     for idx, own in enumerate(has_kv):
-        before = [i for i in range(idx) if has_kv[i] and kinds[i] == kinds[idx]]
+        before = [i for i in range(idx) if has_kv[i] and types[i] == types[idx]]
         found.append(idx if own or not before else before[-1])
     return found
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids belong: with the embeddings, or where accelerate brings them when they are needed."""
+    """The device of token ids: that of the embeddings, or the one accelerate loads them to."""
     embeddings = model.get_input_embeddings()
     weight = embeddings.weight
     assert isinstance(weight, torch.Tensor)
@@ -173,7 +173,7 @@ def available_device(device: torch.device | str) -> torch.device:
     """The device of this name.
 
     Raises:
-        ValueError: there is none here.
+        ValueError: the device does not exist.
     """
     try:
         found = torch.device(device)
@@ -188,24 +188,24 @@ def available_device(device: torch.device | str) -> torch.device:
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of K/V per token as the configuration tells it: a lower bound if layers differ, 0 if it does not say."""
+    """Bytes of K/V per token by the configuration: a lower bound if layers differ, 0 if unknown."""
     return kv_bytes_per_token(model.config, model.dtype)
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """As `bytes_per_token`, of a model that need not be there."""
+    """As `bytes_per_token`, from a configuration and a dtype."""
     return sum(map(_kv_elements, layer_configs(config))) * dtype.itemsize
 
 
 def layer_configs(config: PreTrainedConfig) -> list[Any]:
-    """The configuration of each layer of a decoder, empty if it does not say how many there are."""
+    """The configuration of each decoder layer; empty if their number is unknown."""
     text: Any = config.get_text_config(decoder=True)
     layers: Any = getattr(text, "per_layer_config", None) or [text] * int(getattr(text, "num_hidden_layers", 0))
     return [layers[index] for index in range(len(layers))]
 
 
 def _kv_elements(config: Any) -> int:
-    """Elements of K/V of one layer for one token, 0 if its configuration does not say."""
+    """Elements of K/V of one layer for one token, 0 if unknown."""
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0

@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on the length of the text."""
+"""Detects rotary frequencies that depend on the length of the text."""
 
 from typing import Any
 
@@ -9,21 +9,21 @@ from kvboost_hf.compat.memo import KeptOnModel
 
 
 class _Limits(KeptOnModel):
-    """Kinds of rotary embedding of a model that depend on the length, and the length from which on they do."""
+    """The result of `_rope_limits`."""
 
     def __init__(self) -> None:
         self.found: frozenset[tuple[str, int]] | None = None
 
 
 def rope_regime(model: PreTrainedModel, length: int) -> bytes | None:
-    """What rotary frequencies a forward uses whose last token is number `length`, if they depend on it.
+    """The set of rotary frequencies that a forward uses whose last token is number `length`.
 
     K/V of one regime is never used in another. With "dynamic" scaling every length beyond the original one has its
-    own frequencies, with "longrope" all of these share one set.
+    own frequencies; with "longrope" all of these share one set.
 
     Returns:
-        A name for the regime, empty for the original one and for models whose frequencies are fixed; None for one that
-        no other length shares.
+        A name of the regime: empty for the original frequencies and for models with fixed ones; None for frequencies
+        of this length only.
     """
     regime = b""
     for kind, limit in _limits(model):
@@ -35,7 +35,7 @@ def rope_regime(model: PreTrainedModel, length: int) -> bytes | None:
 
 
 def original_length(model: PreTrainedModel) -> int | None:
-    """The length below which `rope_regime` is empty, or None if it always is."""
+    """The length up to which frequencies are the original ones, or None without a limit."""
     return min((limit for _, limit in _limits(model)), default=None)
 
 

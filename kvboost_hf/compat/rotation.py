@@ -1,9 +1,8 @@
-"""Moving stored keys to other positions: with rotary embeddings, rotating them by the distance.
+"""Moves stored keys to other positions, by rotating them by the distance.
 
-A key at position p is R(p)·k, so that the one at p + shift is R(shift) times it. All tokens of a chunk move by the
-same distance, so that a text needs few cosines and sines: `Shifts` has those of all layers copied to a device at once.
-What a model multiplies its cosines with (the attention factor of YaRN and LongRoPE) is in the stored keys already, and
-stays there.
+A key at position p is R(p)·k, so that the key at p + shift is R(shift) times that. All tokens of a chunk move by the
+same distance, so that a text needs few cosines and sines: `Shifts` copies those of all layers to a device at once. The
+factor that YaRN and LongRoPE multiply cosines with is already in the stored keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +28,8 @@ class LayerRotation:
         inv_freq: Radians per position, [pairs], float32, in host memory; negative where a model turns the other way.
         style: Which rotated dimensions are a pair: `"half"` for i and i + pairs, `"interleaved"` for 2i and 2i + 1.
         offset: The first rotated one of a head's dimensions; they are [offset, stop).
-        tensor: Which of the tensors that a cache keeps they are: 0 for its keys; 1 for its values, where models with
-            latent attention keep the rotated part of their keys, and keep the rest compressed as keys.
+        tensor: The cache tensor that is rotated: 0 for keys; 1 for values, in which models with latent attention keep
+            the rotated part of their keys, while the compressed rest is in keys.
     """
 
     inv_freq: torch.Tensor
@@ -52,7 +51,7 @@ class LayerRotation:
         return self.rotate_by(keys, _cos_sin_each(self, shifts, keys.device), out)
 
     def partners(self, keys: torch.Tensor) -> torch.Tensor:
-        """A copy of keys [..., head_dim], in which dimensions that rotate together have changed places."""
+        """A copy of keys [..., head_dim], with the two dimensions of each pair swapped."""
         pairs = (2, -1) if self.style == "half" else (-1, 2)
         swapped = keys.clone()
         rotated = torch.unflatten(keys[..., self.offset : self.stop], -1, pairs)
@@ -83,14 +82,14 @@ class KeyRotation:
     """How the keys of a model rotate with their positions.
 
     Args:
-        layers: One for each layer of the model's cache; None where keys tell no positions, or there are none. Layers
-            that rotate alike share one object.
+        layers: One for each layer of the model's cache; None for a layer without keys, or whose keys do not depend on
+            positions. Layers that rotate alike share one object.
     """
 
     layers: tuple[LayerRotation | None, ...]
 
     def rotated(self, layer_idx: int) -> int:
-        """Which of a layer's tensors, keys and values, tells positions; the other one does not."""
+        """Which tensor of a layer depends on positions: 0 for keys, 1 for values."""
         layer = self.layers[layer_idx]
         return layer.tensor if layer is not None else 0
 
@@ -106,7 +105,7 @@ class KeyRotation:
                 alike may be stacked: [layers, heads, tokens, head_dim].
             shift: New positions minus old ones: the same for all tokens, or the `Shifts` of keys
                 [batch, heads, tokens, head_dim].
-            out: Where to write: `keys`, or what is shaped like them, and apart from them in memory.
+            out: Where to write: `keys`, or a tensor of their shape in other memory.
 
         Returns:
             `out`, or a new tensor like `keys`; without `out`, `keys` itself if nothing turns. It is computed in

@@ -126,7 +126,7 @@ def _feed_forward(layer: nn.Module) -> dict[str, nn.Module]:
     if not found:
         raise ValueError(
             f"residency_mode 'ffn_only_stream' needs layers with a feed-forward part; {type(layer).__name__} has none "
-            "that can be told from its attention. Use 'partial_resident'."
+            "that can be distinguished from its attention. Use 'partial_resident'."
         )
     return found
 

@@ -74,7 +74,7 @@ class Found:
     tensors: list[torch.Tensor] = field(default_factory=list)
     switches: list[Hashable] = field(default_factory=list)  # settings that can change without a tensor changing
     own_configs: list[Hashable] = field(default_factory=list)  # scalars of configurations that are not the model's own
-    parts: list[Any] = field(default_factory=list)  # hooks and functions: told apart by identity
+    parts: list[Any] = field(default_factory=list)  # hooks and functions, compared by identity
     foreign: slice = field(default_factory=lambda: slice(0))  # of the parts: functions of others
     files: set[FileMark] = field(default_factory=set)
     used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of tensors that are kept elsewhere

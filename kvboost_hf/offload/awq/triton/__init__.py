@@ -1,1 +1,1 @@
-"""Kernels in Triton for weights of four bits: GPUs, and any CPU under Triton's interpreter."""
+"""Triton kernels for 4-bit weights, for GPUs, and for CPUs by Triton's interpreter."""

@@ -1,4 +1,4 @@
-"""Weights of four bits as numbers in memory, for products with many rows."""
+"""Kernel that dequantizes 4-bit weights to memory, for products with many rows."""
 
 import triton
 import triton.language as tl

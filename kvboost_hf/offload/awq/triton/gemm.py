@@ -1,4 +1,4 @@
-"""A few rows times weights of four bits, which become numbers of the dtype of the rows in registers."""
+"""Kernel that multiplies a few rows by 4-bit weights, which it dequantizes in registers to the dtype of the rows."""
 
 import triton
 import triton.language as tl

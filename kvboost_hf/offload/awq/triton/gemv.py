@@ -1,4 +1,4 @@
-"""One row times weights of four bits: as fast as these can be read."""
+"""Kernel that multiplies one row by 4-bit weights, limited by reading these."""
 
 import triton
 import triton.language as tl

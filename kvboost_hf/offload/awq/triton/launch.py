@@ -1,4 +1,4 @@
-"""Which of the kernels runs, and how it is called."""
+"""Chooses and launches the kernels."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -19,7 +19,7 @@ _COUNTERS = 4096  # of one stream; more tiles than that are not split
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """How a kernel is called for a product of some shape."""
+    """The launch of a kernel for products of one shape."""
 
     launch: Launcher
     grid: tuple[int, int, int]
@@ -31,7 +31,7 @@ class Planned:
     parts: int = 1  # of the sum
 
     def __call__(self, device: torch.device, tensors: tuple[torch.Tensor, ...], *numbers: int) -> None:
-        """Launch it, with numbers that are not planned, too."""
+        """Launch the kernel with these tensors, and with further numbers as arguments."""
         given = tensors, self.strides, (*self.numbers, *numbers), (), self.constants
         self.launch(self.grid, device, given, warps=self.warps, stages=self.stages)
 
@@ -46,7 +46,7 @@ def awq_matmul_triton(
     scales: torch.Tensor,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """See `matmul.awq_matmul`. Without `tiling` it takes that of `plan_tiling`. The same numbers at each call."""
+    """As `matmul.awq_matmul`, by default with the tiling of `plan_tiling`. Deterministic."""
     (rows, in_features), (groups, out_features) = x.shape, scales.shape
     if rows > MOST_ROWS and tiling is None:
         return awq_matmul_dense(x, qweight, qzeros, scales)
@@ -68,9 +68,9 @@ def awq_matmul_triton(
 def awq_matmul_dense(
     x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """See `matmul.awq_matmul`: the weights become numbers of the dtype of `x`, some columns at a time, for PyTorch.
+    """As `matmul.awq_matmul`: dequantize the weights, some columns at a time, and multiply with PyTorch.
 
-    What that takes is freed at the end, for the next layer to take.
+    The scratch memory is freed at the end, for the next layer.
     """
     (rows, in_features), (groups, out_features) = x.shape, scales.shape
     out, x = x.new_empty(rows, out_features), x.detach()
@@ -97,7 +97,7 @@ def planned(
     device: torch.device,
     tiling: Tiling | None,
 ) -> Planned:
-    """How the product of `x` [rows, in_features], of this stride, and a weight is launched."""
+    """The launch for `x` [rows, in_features] with this stride, and a weight."""
     group_size = in_features // groups
     if tiling is None:
         processors, tensor_cores = _device(device)
@@ -120,7 +120,7 @@ def planned(
 def plan_dequantizing(
     in_features: int, groups: int, out_features: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> Planned:
-    """How `width` columns of a weight become numbers of this dtype; the first word of them is a number to be added."""
+    """The launch that dequantizes `width` columns to a dtype; their first word is an argument of the call."""
     block_n, block_k = 256, 16
     return Planned(
         launch=_dequantize,
@@ -134,7 +134,7 @@ def plan_dequantizing(
 
 
 def _arrived(x: torch.Tensor) -> torch.Tensor:
-    """A counter for each tile, int32, all zero; programs of other streams, or of a graph, count in others."""
+    """A counter for each tile, int32, all zero; other streams, and graphs, get other counters."""
     if not x.is_cuda:
         return _counters(x.device, 0)
     if torch.cuda.is_current_stream_capturing():
@@ -149,7 +149,7 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
 
 @cache
 def _device(device: torch.device) -> tuple[int, bool]:
-    """How many processors there are, and whether Triton knows of their tensor cores."""
+    """The number of processors, and whether Triton can use their tensor cores."""
     if device.type == "cpu":
         return 1, True
     found = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""How the parts of a sum that several programs work out become one."""
+"""Combines the parts of a sum that several programs compute."""
 
 import triton
 import triton.language as tl

@@ -1,23 +1,23 @@
-"""How large the tiles of a product are, and into how many parts it is split: by shapes alone."""
+"""Chooses the tiles of a product, and the parts it is split into, from its shapes."""
 
 from dataclasses import dataclass
 
-# For more rows weights become numbers in memory, for PyTorch's own product. By what has been measured (see
-# benchmarks/results/awq-cuda.md) a second tile of rows takes as long as that and the product together.
+# For more rows, weights are dequantized to memory for PyTorch's own product: a second tile of rows took as long as
+# both of these (benchmarks/results/awq-cuda.md).
 MOST_ROWS = 128
-SCRATCH_BYTES = 128 << 20  # of such numbers at a time
+SCRATCH_BYTES = 128 << 20  # of dequantized weights at a time
 _MOST_PARTS = 16  # of a product of several rows: the last program adds up 4 at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How one call is cut."""
+    """The tiling of one call."""
 
-    block_m: int  # rows of a program; 1 is a kernel of its own
-    block_n: int  # columns
-    block_k: int  # what is summed up at a time, within a group
+    block_m: int  # rows of a program; 1 selects the gemv kernel
+    block_n: int  # columns of a program
+    block_k: int  # inputs that are summed at a time, within a group
     warps: int
-    stages: int  # blocks that are on their way at a time
+    stages: int  # blocks that are loaded ahead
     parts: int  # of the sum, each with programs of its own
 
 
@@ -27,12 +27,12 @@ def plan_tiling(
     """Tiles that fit into registers and shared memory, and parts that keep all processors busy.
 
     Args:
-        rows: Of what is multiplied.
+        rows: Of the left factor.
         in_features: A multiple of the group size.
         out_features: A multiple of 8.
         group_size: 32, 64 or 128.
         processors: Of the device.
-        tensor_cores: Whether it has some for the dtype that Triton knows of.
+        tensor_cores: Whether Triton can use its tensor cores for the dtype.
     """
     if rows == 1:
         steps = -(-in_features // (4 * group_size))  # four groups at a time, one for each warp
@@ -50,13 +50,13 @@ def plan_tiling(
 
 
 def scratch_columns(in_features: int, out_features: int, itemsize: int) -> int:
-    """Columns of a weight that become numbers of so many bytes at a time: all, or a multiple of 256."""
+    """Columns of a weight that are dequantized at a time, to `itemsize` bytes each: all, or a multiple of 256."""
     most = max(1, SCRATCH_BYTES // (256 * in_features * itemsize)) * 256
     times = -(-out_features // most)
     return min(out_features, -(-out_features // (256 * times)) * 256)
 
 
 def _parts(tiles: int, steps: int, programs: int) -> int:
-    """As many as there is room for at a time, none of them empty."""
+    """As many parts as programs run at a time, none of them empty."""
     most = max(1, min(programs // tiles, steps))
     return -(-steps // -(-steps // most))

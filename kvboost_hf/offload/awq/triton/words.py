@@ -1,4 +1,4 @@
-"""Words of eight weights as numbers, in registers."""
+"""Dequantizes words of eight 4-bit weights in registers."""
 
 import triton
 import triton.language as tl
