@@ -13,13 +13,17 @@ T = TypeVar("T")
 class KeptOnModel:
     """Base of objects that are kept on a model, one per class, and never copied or saved with it."""
 
+    _attribute: str
+
+    def __init_subclass__(cls) -> None:
+        cls._attribute = f"_kvboost_hf_{cls.__name__}"
+
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
         """The object on `model`, made at the first call."""
-        key = f"_kvboost_hf_{cls.__name__}"
-        kept = model.__dict__.get(key)  # first, for torch.compile traces this, and cannot make a lock
+        kept = model.__dict__.get(cls._attribute)  # first, for torch.compile traces this, and cannot make a lock
         if kept is None:
-            kept = model.__dict__.setdefault(key, cls())
+            kept = model.__dict__.setdefault(cls._attribute, cls())
         assert isinstance(kept, cls)
         return kept
 
@@ -45,11 +49,13 @@ def remember(model: PreTrainedModel, key: Hashable, find: Callable[[], T]) -> T:
         find: Not called again once it has returned.
     """
     findings = _Findings.of(model)
-    with findings.lock:
-        if key not in findings.known:
-            findings.known[key] = find()
-        found: T = findings.known[key]
-        return found
+    found: T = findings.known.get(key, findings)  # a look-up is atomic: only the first call needs the lock
+    if found is findings:
+        with findings.lock:
+            if key not in findings.known:
+                findings.known[key] = find()
+            found = findings.known[key]
+    return found
 
 
 def recall(model: PreTrainedModel, key: Hashable) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from kvboost_hf.compat.memo import KeptOnModel
+from kvboost_hf.compat.memo import remember
 
 # Cache layers of transformers that `cache/layers/choose.py` can replace; stateful ones keep a sum of what they saw.
 STATEFUL_LAYERS = frozenset(
@@ -27,13 +27,6 @@ SERVED_LAYERS = STATEFUL_LAYERS | {
     "DummyLayer",
     "MiniMaxM3VLSparseCacheLayer",
 }
-
-
-class _Argument(KeptOnModel):
-    """The result of `cache_argument`."""
-
-    def __init__(self) -> None:
-        self.name: str | None = None
 
 
 def unwrapped(model: Any) -> Any:
@@ -119,11 +112,12 @@ def has_own_cache(model: PreTrainedModel) -> bool:
 
 def cache_argument(model: PreTrainedModel) -> str:
     """The argument of forward that takes a cache; empty if there is none."""
-    found = _Argument.of(model)
-    if found.name is None:
-        arguments = inspect.signature(model.forward).parameters
-        found.name = next((name for name in ("past_key_values", "cache_params") if name in arguments), "")
-    return found.name
+    return remember(model, cache_argument, lambda: _cache_argument(model))
+
+
+def _cache_argument(model: PreTrainedModel) -> str:
+    arguments = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in arguments), "")
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -5,14 +5,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat.memo import KeptOnModel
-
-
-class _Limits(KeptOnModel):
-    """The result of `_rope_limits`."""
-
-    def __init__(self) -> None:
-        self.found: frozenset[tuple[str, int]] | None = None
+from kvboost_hf.compat.memo import remember
 
 
 def rope_regime(model: PreTrainedModel, length: int) -> bytes | None:
@@ -53,10 +46,7 @@ def _rope_types(module: nn.Module) -> dict[str | None, str]:
 
 
 def _limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:
-    limits = _Limits.of(model)
-    if limits.found is None:
-        limits.found = _rope_limits(model)
-    return limits.found
+    return remember(model, rope_regime, lambda: _rope_limits(model))
 
 
 def _rope_limits(model: PreTrainedModel) -> frozenset[tuple[str, int]]:

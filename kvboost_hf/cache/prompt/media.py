@@ -25,7 +25,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from kvboost_hf.cache.planning.chunks import Tokens, digest
 from kvboost_hf.cache.planning.column_ids import media_ids, shifted_ids
 from kvboost_hf.cache.prompt.positions import common_shift, position_shifts
-from kvboost_hf.compat import KeptOnModel
+from kvboost_hf.compat import remember
 
 try:
     from transformers.generation.utils import _slice_mm_encoder_output
@@ -65,19 +65,9 @@ _GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 _MERGES = ("get_placeholder_mask", "inputs_merger", "_merge_input_ids_with_audio_features")
 
 
-class _TakesMedia(KeptOnModel):
-    """The answer of `takes_media`, which is asked at every decoding step."""
-
-    def __init__(self) -> None:
-        self.answer: bool | None = None
-
-
 def takes_media(model: PreTrainedModel) -> bool:
     """Whether the model has parts for something other than text."""
-    found = _TakesMedia.of(model)
-    if found.answer is None:
-        found.answer = model.config.get_text_config(decoder=True) is not model.config
-    return found.answer
+    return remember(model, takes_media, lambda: model.config.get_text_config(decoder=True) is not model.config)
 
 
 def payload(arguments: Arguments) -> Arguments:
