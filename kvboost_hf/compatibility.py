@@ -61,7 +61,7 @@ def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> Co
 
     Raises:
         ValueError: if `strict` and exact reuse is not possible, or if `model` is no causal language model with
-        weights.
+            weights.
 
     Warns:
         UserWarning: for an architecture that is not tested, and, if not `strict`, if exact reuse is not possible.
