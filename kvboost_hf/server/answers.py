@@ -9,7 +9,7 @@ import anyio
 from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.jobs import Finished, TokenLogprob
-from kvboost_hf.server.run import Run
+from kvboost_hf.server.request_jobs import RequestJobs
 from kvboost_hf.server.tools import Parsed, ToolCall, ToolCallStream
 
 
@@ -47,14 +47,14 @@ class CallReaders:
     one_call: bool = False
 
 
-async def pieces(run: Run, readers: CallReaders) -> AsyncIterator[Piece]:
-    """What comes of a run.
+async def pieces(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Piece]:
+    """Deltas of the answers to a request, as its jobs make progress.
 
     Raises:
-        ApiError: see `Run.events`.
+        ApiError: see `RequestJobs.events`.
     """
     called: set[int] = set()
-    async for choice, event in run.events():
+    async for choice, event in jobs.events():
         stream = readers.streams[choice] if readers.streams else None
         reason: str | None = None
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -122,7 +122,7 @@ class Usage:
 
     @classmethod
     def of(cls, finished: Mapping[int, Finished], n: int) -> "Usage":
-        """Of a run in which each prompt has `n` choices, one after the other."""
+        """Of jobs in which each prompt has `n` choices, one after the other."""
         firsts = [event for choice, event in finished.items() if choice % n == 0]
         return cls(
             sum(event.prompt_tokens for event in firsts),

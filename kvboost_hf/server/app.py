@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from kvboost_hf import __version__
 from kvboost_hf.server.chat import chat_routes
 from kvboost_hf.server.completions import completion_routes
+from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.embeddings import embedding_routes
 from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import add_handlers
@@ -24,7 +25,6 @@ from kvboost_hf.server.guard import Guard, require_operator
 from kvboost_hf.server.jobs import Engine
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.responses import response_routes
-from kvboost_hf.server.served import Served
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.turns import Turns
 from kvboost_hf.server.warm import warm_routes
@@ -65,7 +65,7 @@ def make_app(
         truncates=settings.auto_truncate,
         max_waiting=settings.max_queue_size,
     )
-    served = Served(
+    context = RouteContext(
         engine=engine,
         tokenizer=tokenizer,
         settings=settings,
@@ -88,13 +88,13 @@ def make_app(
     app.state.reading = reading  # see `PostedRoute`
     add_handlers(app)
     for router in (
-        chat_routes(served),
-        completion_routes(served),
-        response_routes(served),
-        embedding_routes(served),
-        _model_routes(served),
-        _operator_routes(served),
-        warm_routes(served),
+        chat_routes(context),
+        completion_routes(context),
+        response_routes(context),
+        embedding_routes(context),
+        _model_routes(context),
+        _operator_routes(context),
+        warm_routes(context),
     ):
         app.include_router(router)
     app.add_middleware(Guard, settings=settings)
@@ -110,12 +110,12 @@ def make_app(
     return app
 
 
-def _model_routes(served: Served) -> APIRouter:
+def _model_routes(context: RouteContext) -> APIRouter:
     router = APIRouter()
     model = {
-        "id": served.settings.model_name,
+        "id": context.settings.model_name,
         "object": "model",
-        "created": served.created,
+        "created": context.created,
         "owned_by": "kvboost_hf",
     }
 
@@ -125,13 +125,13 @@ def _model_routes(served: Served) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        served.require_model(name)
+        context.require_model(name)
         return model
 
     return router
 
 
-def _operator_routes(served: Served) -> APIRouter:
+def _operator_routes(context: RouteContext) -> APIRouter:
     router = APIRouter()
 
     for path, name in _PAGES.items():
@@ -143,20 +143,20 @@ def _operator_routes(served: Served) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        stats = served.engine.stats()
-        full = stats.get("waiting", 0) >= served.settings.max_queue_size
+        stats = context.engine.stats()
+        full = stats.get("waiting", 0) >= context.settings.max_queue_size
         status = "draining" if stats.get("draining") else "busy" if full else "ready"
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
         require_operator(request.scope)
-        return Response(served.meter.page(), media_type=CONTENT_TYPE_LATEST)
+        return Response(context.meter.page(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/stats")
     async def stats(request: Request) -> dict[str, Any]:
         require_operator(request.scope)
-        return served.engine.stats()
+        return context.engine.stats()
 
     return router
 

@@ -11,61 +11,61 @@ from fastapi import APIRouter, Request, Response
 
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, large, pieces, whole
 from kvboost_hf.server.constraints import calls_many, constraints_of, is_constrained
+from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import Constraint, TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
-from kvboost_hf.server.run import Run, unless_gone
+from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import ChatRequest
-from kvboost_hf.server.served import Served
 from kvboost_hf.server.sse import EventStream
 from kvboost_hf.server.tools import ToolCall, ToolCallStream
 
 
-def chat_routes(served: Served) -> APIRouter:
+def chat_routes(context: RouteContext) -> APIRouter:
     """The routes of this file."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        run, readers = await start_chat(served, body, request)
-        form = _Form(served, body, run, readers)
+        jobs, readers = await start_chat(context, body, request)
+        form = _Form(context, body, jobs, readers)
         if body.stream:
-            return EventStream(form.chunks(), run, served.settings.ping_s)
-        return await unless_gone(request, run, form.completion())
+            return EventStream(form.chunks(), jobs, context.settings.ping_s)
+        return await unless_gone(request, jobs, form.completion())
 
     return router
 
 
-async def start_chat(served: Served, body: ChatRequest, request: Request) -> tuple[Run, CallReaders]:
+async def start_chat(context: RouteContext, body: ChatRequest, request: Request) -> tuple[RequestJobs, CallReaders]:
     """Submit a job for each answer that a request wants.
 
     Returns:
         They, and what reads the calls in their texts.
     """
-    served.require_model(body.model)
-    choices = served.require_choices(body.n or 1)
+    context.require_model(body.model)
+    choices = context.require_choices(body.n or 1)
     asked = body.max_completion_tokens or body.max_tokens
-    ids = await served.encode_chat(body.messages, body.offered, request, new=asked or 1)
-    readers = CallReaders(_streams(served, body, ids, choices), one_call=not calls_many(body))
-    most = asked or served.room(ids)
+    ids = await context.encode_chat(body.messages, body.offered, request, new=asked or 1)
+    readers = CallReaders(_streams(context, body, ids, choices), one_call=not calls_many(body))
+    most = asked or context.room(ids)
     logprobs = body.top_logprobs or 0 if body.logprobs else None
-    served.require_few_logprobs(choices * most, logprobs)
-    salt = served.salt(request, body.prompt_cache_key)
+    context.require_few_logprobs(choices * most, logprobs)
+    salt = context.salt(request, body.prompt_cache_key)
     constraints: Sequence[Constraint | None] = [None] * choices
     if is_constrained(body):
-        work = partial(constraints_of, body, served.tokenizer, served.grammars, salt, choices)
-        constraints = await served.compile(request, work)
+        work = partial(constraints_of, body, context.tokenizer, context.grammars, salt, choices)
+        constraints = await context.compile(request, work)
     jobs = []
     for choice, constraint in enumerate(constraints):
-        options = served.options(body, max_tokens=most, logprobs=logprobs, choice=choice, constraint=constraint)
-        jobs.append(served.job(ids, options, stop=body.stops, salt=salt, skip_special_tokens=not body.offered))
-    return served.start(jobs, request), readers
+        options = context.options(body, max_tokens=most, logprobs=logprobs, choice=choice, constraint=constraint)
+        jobs.append(context.job(ids, options, stop=body.stops, salt=salt, skip_special_tokens=not body.offered))
+    return context.start(jobs, request), readers
 
 
-def _streams(served: Served, body: ChatRequest, ids: Sequence[int], choices: int) -> list[ToolCallStream]:
+def _streams(context: RouteContext, body: ChatRequest, ids: Sequence[int], choices: int) -> list[ToolCallStream]:
     if not body.offered:
         return []
-    tools, tokenizer = [tool.body for tool in body.offered], served.tokenizer
+    tools, tokenizer = [tool.body for tool in body.offered], context.tokenizer
     # Templates of the tokenizer's own may begin in the prompt.
     prefix = str(tokenizer.decode(ids)) if getattr(tokenizer, "response_template", None) is not None else ""
     try:
@@ -78,14 +78,14 @@ def _streams(served: Served, body: ChatRequest, ids: Sequence[int], choices: int
 class _Form:
     """Answers as this route tells them."""
 
-    served: Served
+    context: RouteContext
     asked: ChatRequest
-    run: Run
+    jobs: RequestJobs
     readers: CallReaders
 
     async def completion(self) -> Response:
         """All of it."""
-        answers = await whole(pieces(self.run, self.readers), self.asked.n or 1)
+        answers = await whole(pieces(self.jobs, self.readers), self.asked.n or 1)
         return await large(lambda: self._completion(answers))
 
     def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class _Form:
                 }
                 for index, answer in enumerate(answers)
             ],
-            "usage": Usage.of(self.run.finished, len(answers)).body,
+            "usage": Usage.of(self.jobs.finished, len(answers)).body,
         }
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -110,7 +110,7 @@ class _Form:
         for choice in range(choices):
             yield head | {"choices": [_delta(choice, {"role": "assistant", "content": ""})]}
         told = [0] * choices  # calls of each
-        async for piece in pieces(self.run, self.readers):
+        async for piece in pieces(self.jobs, self.readers):
             delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
             if piece.reasoning:
                 delta["reasoning_content"] = piece.reasoning
@@ -124,7 +124,7 @@ class _Form:
             if piece.reason is not None:
                 yield head | {"choices": [_delta(piece.choice, {}, reason=piece.reason)]}
         if self.asked.with_usage:
-            yield head | {"choices": [], "usage": Usage.of(self.run.finished, choices).body}
+            yield head | {"choices": [], "usage": Usage.of(self.jobs.finished, choices).body}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -147,7 +147,7 @@ class _Form:
         }
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.served.token_text(token)
+        text = self.context.token_text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 

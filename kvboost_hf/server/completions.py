@@ -9,33 +9,33 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, large, pieces, whole
+from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
-from kvboost_hf.server.run import Run, unless_gone
+from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import CompletionRequest
-from kvboost_hf.server.served import Served
 from kvboost_hf.server.sse import EventStream
 
 _DEFAULT_TOKENS = 16  # as OpenAI's API has it
 
 
-def completion_routes(served: Served) -> APIRouter:
+def completion_routes(context: RouteContext) -> APIRouter:
     """The routes of this file."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        served.require_model(body.model)
+        context.require_model(body.model)
         n = body.n or 1
-        served.require_choices(n * len(body.prompts))
-        served.require_few_logprobs(n * len(body.prompts) * (body.max_tokens or _DEFAULT_TOKENS), body.logprobs)
+        context.require_choices(n * len(body.prompts))
+        context.require_few_logprobs(n * len(body.prompts) * (body.max_tokens or _DEFAULT_TOKENS), body.logprobs)
         prompts = [
-            await served.tokens(prompt, request, "prompt", new=body.max_tokens or _DEFAULT_TOKENS)
+            await context.tokens(prompt, request, "prompt", new=body.max_tokens or _DEFAULT_TOKENS)
             for prompt in body.prompts
         ]
-        salt = served.salt(request, body.prompt_cache_key)
+        salt = context.salt(request, body.prompt_cache_key)
         options = [
-            served.options(
+            context.options(
                 body,
                 max_tokens=body.max_tokens or _DEFAULT_TOKENS,
                 logprobs=body.logprobs,
@@ -44,14 +44,14 @@ def completion_routes(served: Served) -> APIRouter:
             )
             for choice in range(n)
         ]
-        run = served.start(
-            [served.job(ids, option, stop=body.stops, salt=salt) for ids in prompts for option in options],
+        jobs = context.start(
+            [context.job(ids, option, stop=body.stops, salt=salt) for ids in prompts for option in options],
             request,
         )
-        form = _Form(served, body, run)
+        form = _Form(context, body, jobs)
         if body.stream:
-            return EventStream(form.chunks(), run, served.settings.ping_s)
-        return await unless_gone(request, run, form.completion())
+            return EventStream(form.chunks(), jobs, context.settings.ping_s)
+        return await unless_gone(request, jobs, form.completion())
 
     return router
 
@@ -60,13 +60,13 @@ def completion_routes(served: Served) -> APIRouter:
 class _Form:
     """Answers as this route tells them."""
 
-    served: Served
+    context: RouteContext
     asked: CompletionRequest
-    run: Run
+    jobs: RequestJobs
 
     async def completion(self) -> Response:
         """All of it."""
-        answers = await whole(pieces(self.run, CallReaders()), self._choices)
+        answers = await whole(pieces(self.jobs, CallReaders()), self._choices)
         return await large(lambda: self._completion(answers))
 
     def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class _Form:
         offsets = [0] * self._choices
         for choice in range(self._choices if self.asked.echo else 0):
             yield head | {"choices": [_choice(choice, self._echo(choice))]}
-        async for piece in pieces(self.run, CallReaders()):
+        async for piece in pieces(self.jobs, CallReaders()):
             if not (piece.text or piece.logprobs or piece.reason):
                 continue
             logprobs = self._logprobs(piece.logprobs, offsets[piece.choice]) if piece.logprobs else None
@@ -99,7 +99,7 @@ class _Form:
         if not self.asked.echo:
             return ""
         prompt = self.asked.prompts[choice // (self.asked.n or 1)]
-        return prompt if isinstance(prompt, str) else str(self.served.tokenizer.decode(prompt))
+        return prompt if isinstance(prompt, str) else str(self.context.tokenizer.decode(prompt))
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -110,19 +110,19 @@ class _Form:
         }
 
     def _usage(self) -> dict[str, Any]:
-        return Usage.of(self.run.finished, self.asked.n or 1).body
+        return Usage.of(self.jobs.finished, self.asked.n or 1).body
 
     def _logprobs(self, found: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
         if self.asked.logprobs is None:
             return None
-        tokens = [self.served.token_text(one.token) for one in found]
+        tokens = [self.context.token_text(one.token) for one in found]
         offsets = [offset]
         for token in tokens:
             offsets.append(offsets[-1] + len(token))
         return {
             "tokens": tokens,
             "token_logprobs": [one.logprob for one in found],
-            "top_logprobs": [{self.served.token_text(token): p for token, p in one.top} for one in found],
+            "top_logprobs": [{self.context.token_text(token): p for token, p in one.top} for one in found],
             "text_offset": offsets[: len(tokens)],
         }
 

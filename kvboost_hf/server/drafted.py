@@ -55,10 +55,14 @@ class Drafts:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, cache: ChunkReuseCache, draft: PreTrainedModel, config: DraftTreeConfig | None
+        cls,
+        model: PreTrainedModel,
+        lending_reason: str | None,
+        draft: PreTrainedModel,
+        config: DraftTreeConfig | None,
     ) -> "Drafts | None":
-        """The same, or None and a warning where the model, or a cache of it, cannot check drafts."""
-        if (reason := cache.lending_reason or branch_reason(model)) is not None:
+        """Drafts for a model; None and a warning where it, or its caches (`lending_reason`), cannot check them."""
+        if (reason := lending_reason or branch_reason(model)) is not None:
             _log.warning("No drafts: a %s cannot check them, for %s.", type(model).__name__, reason)
             return None
         return cls(model, draft, config if config is not None else DraftTreeConfig())

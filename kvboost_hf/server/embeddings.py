@@ -10,30 +10,30 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from kvboost_hf.server.answers import large
+from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.jobs import DrainingError
 from kvboost_hf.server.posted import PostedRoute
-from kvboost_hf.server.run import unless_gone
+from kvboost_hf.server.request_jobs import unless_gone
 from kvboost_hf.server.schema import MAX_TEXTS, EmbeddingRequest
-from kvboost_hf.server.served import Served
 
 
-def embedding_routes(served: Served) -> APIRouter:
+def embedding_routes(context: RouteContext) -> APIRouter:
     """The route of this file."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        if not served.settings.embeddings:
+        if not context.settings.embeddings:
             raise ApiError(404, "This server makes no embeddings. Start it with `--embeddings`.", code="not_supported")
-        served.require_model(body.model)
+        context.require_model(body.model)
         if len(body.texts) > MAX_TEXTS:
             raise refused("input", f"One request may have {MAX_TEXTS} texts, got {len(body.texts)}. Send several.")
-        texts = [await served.tokens(text, request, "input", whole=True) for text in body.texts]
+        texts = [await context.tokens(text, request, "input", whole=True) for text in body.texts]
         if not all(texts):
             raise refused("input", "A text must have a token at least, got an empty one.")
-        future = served.engine.embed(texts)
-        found = await unless_gone(request, future, _within(future, served.settings.timeout_s))
+        future = context.engine.embed(texts)
+        found = await unless_gone(request, future, _within(future, context.settings.timeout_s))
         tell = _as_base64 if body.encoding_format == "base64" else list
         tokens = sum(map(len, texts))
 

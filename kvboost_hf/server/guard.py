@@ -86,7 +86,7 @@ class Guard:
             body.forget()
             seconds = round(time.perf_counter() - start, 6)
             quiet = scope["path"] in _POLLED and status < 400
-            fields = line | {"status": status, "seconds": seconds} | scope.get("run", {})
+            fields = line | {"status": status, "seconds": seconds} | scope.get("figures", {})
             _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
 
     def _refusal(self, scope: Scope, headers: Headers, body: Body) -> ApiError | None:

@@ -8,8 +8,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from kvboost_hf.server.context import client
 from kvboost_hf.server.json_text import LargeJsonError, read_json
-from kvboost_hf.server.served import client
 from kvboost_hf.server.turns import Turns, in_thread
 
 _SMALL = 2**16  # bytes that are read faster than a thread could be asked to

@@ -11,26 +11,26 @@ from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import CallReaders, Usage, pieces
 from kvboost_hf.server.chat import start_chat
+from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.posted import PostedRoute
+from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.responses_schema import ResponseRequest
-from kvboost_hf.server.run import Run, unless_gone
-from kvboost_hf.server.served import Served
 from kvboost_hf.server.sse import EventStream
 from kvboost_hf.server.tools import ToolCall
 
 
-def response_routes(served: Served) -> APIRouter:
+def response_routes(context: RouteContext) -> APIRouter:
     """The routes of this file."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/responses")
     async def respond(body: ResponseRequest, request: Request) -> Response:
-        chat = await served.read(request, lambda: body.chat)
-        run, readers = await start_chat(served, chat, request)
-        reply = _Reply(body, run, readers)
+        chat = await context.read(request, lambda: body.chat)
+        jobs, readers = await start_chat(context, chat, request)
+        reply = _Reply(body, jobs, readers)
         if body.stream:
-            return EventStream(reply.events(), run, served.settings.ping_s, done=False)
-        return JSONResponse(await unless_gone(request, run, reply.whole()))
+            return EventStream(reply.events(), jobs, context.settings.ping_s, done=False)
+        return JSONResponse(await unless_gone(request, jobs, reply.whole()))
 
     return router
 
@@ -40,7 +40,7 @@ class _Reply:
     """An answer as this route tells it: items that open, grow and close."""
 
     asked: ResponseRequest
-    run: Run
+    jobs: RequestJobs
     readers: CallReaders
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: float = field(default_factory=time.time)
@@ -60,7 +60,7 @@ class _Reply:
         yield self._event("response.in_progress", response=self._response("in_progress"))
         text: str | None = None  # of the message that is open
         reason = None
-        async for piece in pieces(self.run, self.readers):
+        async for piece in pieces(self.jobs, self.readers):
             reason = piece.reason or reason
             if piece.text:
                 if text is None:
@@ -152,7 +152,7 @@ class _Reply:
             "tools": asked["tools"] or [],
             "top_p": 1.0 if self.asked.top_p is None else self.asked.top_p,
             "truncation": "disabled",
-            "usage": _usage(Usage.of(self.run.finished, 1)) if ended else None,
+            "usage": _usage(Usage.of(self.jobs.finished, 1)) if ended else None,
         }
 
 

@@ -55,7 +55,7 @@ class ResultItem(Body):
 def _known(item: Any) -> Any:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind not in (None, "message", "function_call", "function_call_output"):
-        raise ValueError(f"items of type {kind!a} are not served")
+        raise ValueError(f"items of type {kind!a} are not context")
     return item
 
 

@@ -20,7 +20,7 @@ from kvboost_hf.server.listen import FrontServer
 from kvboost_hf.server.room import tokens_that_fit
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.sharing import choose_attention
-from kvboost_hf.server.stored import unfound
+from kvboost_hf.server.tier_check import unfound
 from kvboost_hf.server.worker import ModelEngine
 
 _log = logging.getLogger("kvboost_hf.server")

@@ -10,34 +10,36 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvboost_hf.server.errors import ApiError, api_error
-from kvboost_hf.server.run import Run
+from kvboost_hf.server.request_jobs import RequestJobs
 
 _log = logging.getLogger(__name__)
 
 
 class EventStream(StreamingResponse):
-    """Sends objects as they come, and cancels the run that they come from when the client goes away.
+    """Sends objects as they come, and cancels the jobs that they come from when the client goes away.
 
     Args:
         events: What to send. Those with a `"type"` have that as the name of their event.
-        run: What they are made of.
+        jobs: What they are made of.
         ping_s: After so many silent seconds a comment is sent.
         done: Whether `[DONE]` ends it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], run: Run, ping_s: float, *, done: bool = True) -> None:
+    def __init__(
+        self, events: AsyncIterator[dict[str, Any]], jobs: RequestJobs, ping_s: float, *, done: bool = True
+    ) -> None:
         super().__init__(
             _lines(events, ping_s, done), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
-        self._run = run
+        self._jobs = jobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._run.cancel()
+            self._jobs.cancel()
 
 
 async def _lines(events: AsyncIterator[dict[str, Any]], ping_s: float, done: bool) -> AsyncIterator[str]:

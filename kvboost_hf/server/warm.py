@@ -7,31 +7,33 @@ from typing import Any
 import anyio
 from fastapi import APIRouter, Request
 
+from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions
 from kvboost_hf.server.posted import PostedRoute
-from kvboost_hf.server.run import Run, unless_gone
+from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import WarmRequest
-from kvboost_hf.server.served import Served
 
 _PINNED_SHARE = 0.5  # of the store's budget, that all clients together may have pinned
 
 
-def warm_routes(served: Served) -> APIRouter:
+def warm_routes(context: RouteContext) -> APIRouter:
     """The route of this file."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/warm")
     async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
         if body.messages is not None:
-            prompts = [await served.encode_chat(body.messages, body.tools or (), request, new=0, answer=False)]
+            prompts = [await context.encode_chat(body.messages, body.tools or (), request, new=0, answer=False)]
         else:
-            prompts = [await served.encode(text, request, new=0) for text in body.texts or ()]
-        salt = served.salt(request, body.prompt_cache_key)
-        share = _PINNED_SHARE / max(1, len(served.settings.api_keys))
-        jobs = [replace(served.job(ids, SamplingOptions(max_tokens=0), salt=salt), pin_share=share) for ids in prompts]
+            prompts = [await context.encode(text, request, new=0) for text in body.texts or ()]
+        salt = context.salt(request, body.prompt_cache_key)
+        share = _PINNED_SHARE / max(1, len(context.settings.api_keys))
+        jobs = [
+            replace(context.job(ids, SamplingOptions(max_tokens=0), salt=salt), pin_share=share) for ids in prompts
+        ]
 
         async def finish() -> dict[str, Any]:
-            found = [event async for event in _one_by_one(served, jobs, request)]
+            found = [event async for event in _one_by_one(context, jobs, request)]
             return {
                 "object": "warm",
                 "prompt_tokens": sum(event.prompt_tokens for event in found),
@@ -44,21 +46,21 @@ def warm_routes(served: Served) -> APIRouter:
     return router
 
 
-async def _one_by_one(served: Served, jobs: Sequence[Job], request: Request) -> AsyncIterator[Finished]:
+async def _one_by_one(context: RouteContext, jobs: Sequence[Job], request: Request) -> AsyncIterator[Finished]:
     """Run jobs so that only one is in the queue, however many there are."""
-    run: Run | None = None
+    submitted: RequestJobs | None = None
     for job in jobs:
         while True:
             try:
-                run = served.start([job], request)
+                submitted = context.start([job], request)
                 break
             except QueueFullError as error:
-                if run is None:
+                if submitted is None:
                     raise
                 await anyio.sleep(error.retry_after_s)  # what was computed would be in vain
         try:
-            async for _, event in run.events():
+            async for _, event in submitted.events():
                 if isinstance(event, Finished):
                     yield event
         finally:
-            run.cancel()
+            submitted.cancel()

@@ -17,7 +17,7 @@ from kvboost_hf.offload.build import streaming_plan
 from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
 from kvboost_hf.server.options import draft_trees, engine_settings, server_settings, streaming_config
 from kvboost_hf.server.serve import start_engine
-from kvboost_hf.server.stored import unfound
+from kvboost_hf.server.tier_check import unfound
 from kvboost_hf.server.worker import ModelEngine
 from tests.server.test_worker import Told
 

@@ -19,7 +19,7 @@ from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.options import add_secrets, engine_settings, server_settings
 from kvboost_hf.server.serve import start_engine
 from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.stored import unfound
+from kvboost_hf.server.tier_check import unfound
 from kvboost_hf.server.worker import ModelEngine
 from tests.server.conftest import listening
 from tests.server.test_worker import Told

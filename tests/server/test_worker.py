@@ -134,13 +134,13 @@ def test_rows_that_begin_alike_read_it_together(name: str, engines: Any) -> None
     plain_model, model, rng = make_model(name), make_model(name), random.Random(1)
     model.set_attn_implementation("kvboost_fa2")
     engine = engines(model, max_batch_size=5)
-    assert engine._in_place is IN_PLACE[name]
+    assert engine._runner.in_place is IN_PLACE[name]
     first, second = random_ids(100, 1), random_ids(90, 2)
     beginnings = [first, first, torch.cat([first, second], 1), second, first[:, :80], random_ids(3, 3)]
     prompts = [torch.cat([rng.choice(beginnings), random_ids(rng.randint(1, 80), seed)], 1) for seed in range(14)]
     counts = [rng.randint(1, 24) for _ in prompts]
     told = [Told() for _ in prompts]
-    with engine._changed:
+    with engine._intake.changed:
         for ids, count, listener in zip(prompts, counts, told, strict=True):
             engine.submit(job(ids, count, salt=rng.choice([None, "a"])), listener)
     for ids, count, listener in zip(prompts, counts, told, strict=True):
@@ -334,13 +334,13 @@ def test_rows_that_others_would_change(name: str, most: int | None, together: bo
     lengths = (40, 5, 60, 1) if most is None else (40, 5, 33, 1)
     prompts = [random_ids(length, length) for length in lengths]
     told = [Told() for _ in prompts]
-    with engine._changed:
+    with engine._intake.changed:
         for ids, listener in zip(prompts, told, strict=True):
             engine.submit(job(ids, 8), listener)
     assert engine.drain(WAIT_S)  # the frequencies in use are kept on the model: nothing else may run
     for ids, listener in zip(prompts, told, strict=True):
         assert listener.text == plain(model, ids, 8)
-    assert engine._takes_rows == together
+    assert engine._runner.batchable == together
 
 
 def test_what_was_said_is_not_computed_again(engines: Any) -> None:
@@ -363,7 +363,7 @@ def test_a_long_prompt_keeps_nobody_waiting(engines: Any) -> None:
     model = make_model()
     engine = engines(model)
     order: list[str] = []
-    with engine._changed:  # both are there when the thread looks
+    with engine._intake.changed:  # both are there when the thread looks
         long, short = (Told(lambda event, name=name: order.append(name)) for name in ("long", "short"))
         engine.submit(job(random_ids(150, 1), 2), long)
         engine.submit(job(random_ids(10, 2), 2), short)
@@ -374,7 +374,7 @@ def test_a_long_prompt_keeps_nobody_waiting(engines: Any) -> None:
 def test_the_queue_is_bounded(engines: Any) -> None:
     engine = engines(make_model(), max_batch_size=1, max_queue_size=3)
     told = [Told() for _ in range(5)]
-    with engine._changed:
+    with engine._intake.changed:
         for listener in told[:3]:
             engine.submit(job(random_ids(20, 0), 3), listener)
         with pytest.raises(QueueFullError, match="3 requests are waiting") as refused:
@@ -389,7 +389,7 @@ def test_cancelling_and_time_limits(engines: Any) -> None:
     engine = engines(model, max_batch_size=1)
     tickets: list[Any] = []
     running = Told(lambda event: tickets[0].cancel() if len(running.events) == 3 else None)
-    with engine._changed:
+    with engine._intake.changed:
         tickets.append(engine.submit(job(random_ids(20, 0), 500), running))
         waiting, late, last = Told(), Told(), Told()
         engine.submit(job(random_ids(20, 1), 5), waiting).cancel()
@@ -426,7 +426,7 @@ def test_a_store_that_is_closed_meanwhile(name: str, engines: Any, caplog: pytes
             store.close()
 
     told = [Told(close if not n else lambda event: None) for n in range(7)]
-    with engine._changed:
+    with engine._intake.changed:
         for ids, listener in zip(prompts, told, strict=True):
             engine.submit(job(ids, 9), listener)
     for ids, listener in zip(prompts, told, strict=True):
@@ -506,7 +506,7 @@ def test_a_row_that_cannot_go_on_alone(engines: Any, monkeypatch: pytest.MonkeyP
     model.set_attn_implementation("kvboost_fa2")
     engine = engines(model)
     told, prompts = [Told() for _ in range(3)], [random_ids(5, 0), random_ids(6, 1), random_ids(400, 2)]
-    with engine._changed:
+    with engine._intake.changed:
         for ids, count, listener in zip(prompts, (3, 99, 4), told, strict=True):
             engine.submit(job(ids, count), listener)
     assert told[1].end.error == "RuntimeError: no memory"
@@ -529,7 +529,7 @@ def test_a_batch_that_fails(method: str, engines: Any, monkeypatch: pytest.Monke
     engine = engines(model)
     monkeypatch.setattr(_BatchLayer, method, fail)
     told = [Told() for _ in range(2)]
-    with engine._changed:
+    with engine._intake.changed:
         for seed, listener in enumerate(told):
             engine.submit(job(random_ids(20 + seed, seed), 5 + seed), listener)
     ended = [listener.end.reason for listener in told]

@@ -1,4 +1,4 @@
-"""The jobs of one request, between the thread that runs the model and the event loop; ended if nobody listens."""
+"""Submits the jobs of one request to the engine, and passes their events on to the event loop."""
 
 import asyncio
 from collections import Counter
@@ -15,19 +15,19 @@ from kvboost_hf.server.metrics import Meter
 T = TypeVar("T")
 
 
-class Run:
-    """Jobs that were submitted together.
+class RequestJobs:
+    """The jobs of one request, submitted together.
 
     Args:
-        engine: Runs them.
-        jobs: Either all of them are taken or none.
-        meter: Counts what comes.
-        figures: Counts it, too, for the log.
+        engine: The engine that runs the jobs.
+        jobs: The jobs; either all of them are submitted or none.
+        meter: Counts tokens and ends for `/metrics`.
+        figures: Receives the same counts, for the request's line in the log.
 
     Raises:
-        QueueFullError: see `Engine.submit`, as for the others.
-        TooLongError:
-        DrainingError:
+        QueueFullError: The queue has no room for one of the jobs.
+        TooLongError: One of the jobs can never run.
+        DrainingError: The engine takes no more jobs.
     """
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], meter: Meter, figures: Counter[str]) -> None:
@@ -68,10 +68,10 @@ class Run:
         self._events.put_nowait((n, event))
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """What comes of which job, until all have finished.
+        """Events with the index of their job, until all jobs have finished.
 
         Raises:
-            ApiError: one was given up, or failed.
+            ApiError: A job was given up, or has failed.
         """
         while len(self.finished) < len(self._tickets):
             n, event = await self._events.get()
@@ -81,7 +81,7 @@ class Run:
             yield n, event
 
     def cancel(self) -> None:
-        """End the jobs that still run. Any number of times."""
+        """Cancel the jobs that have not ended. It may be called any number of times."""
         for ticket in self._tickets:
             ticket.cancel()
 
@@ -104,16 +104,21 @@ def _require_answer(event: Finished) -> None:
 
 
 class _Cancellable(Protocol):
-    """A run, or a future."""
+    """`RequestJobs`, or a future."""
 
     def cancel(self) -> object: ...
 
 
-async def unless_gone(request: Request, run: _Cancellable | None, answer: Coroutine[Any, Any, T]) -> T:
-    """An answer, unless the client goes away: then it is cancelled, and the run if there is one.
+async def unless_gone(request: Request, jobs: _Cancellable | None, answer: Coroutine[Any, Any, T]) -> T:
+    """Await an answer, and cancel it if the client disconnects first.
+
+    Args:
+        request: The client's request.
+        jobs: Cancelled at the end, whether the client is there or not; None for nothing.
+        answer: The coroutine to await.
 
     Raises:
-        ApiError: it went away.
+        ApiError: The client has disconnected.
     """
     work, gone = asyncio.create_task(answer), asyncio.create_task(_gone(request))
     try:
@@ -122,8 +127,8 @@ async def unless_gone(request: Request, run: _Cancellable | None, answer: Corout
             raise ApiError(499, "The client went away.", code="cancelled")
         return work.result()
     finally:
-        if run is not None:
-            run.cancel()
+        if jobs is not None:
+            jobs.cancel()
         work.cancel()
         gone.cancel()
 

@@ -15,7 +15,7 @@ from kvboost_hf.server.jobs import Constraint, Engine, Job, QueueFullError, Samp
 from kvboost_hf.server.json_text import LargeJsonError, require_few_parts
 from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.metrics import Meter
-from kvboost_hf.server.run import Run, unless_gone
+from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import Message, Sampled, Tool
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.turns import Turns, in_thread
@@ -26,7 +26,7 @@ MAX_LOGPROBS = 500_000  # of all tokens of a request
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RouteContext:
     """One model, and what it takes to serve it.
 
     Args:
@@ -210,17 +210,17 @@ class Served:
                 f"tokens with {logprobs} others each. Ask for fewer tokens, answers or others.",
             )
 
-    def start(self, jobs: Sequence[Job], request: Request) -> Run:
-        """Submit the jobs of a request together; see `Run`."""
-        figures = request.scope.setdefault("run", Counter())
+    def start(self, jobs: Sequence[Job], request: Request) -> RequestJobs:
+        """Submit the jobs of a request together."""
+        figures = request.scope.setdefault("figures", Counter())
         jobs = [replace(job, client=client(request)) for job in jobs]
         try:
-            return Run(self.engine, jobs, self.meter, figures)
+            return RequestJobs(self.engine, jobs, self.meter, figures)
         except TooLongError as error:
             if not self.settings.auto_truncate or error.max_prompt_tokens < 1:
                 raise
             shorter = [replace(job, ids=job.ids[-error.max_prompt_tokens :]) for job in jobs]
-            return Run(self.engine, shorter, self.meter, figures)
+            return RequestJobs(self.engine, shorter, self.meter, figures)
 
 
 def client(request: Request) -> bytes:

@@ -1,23 +1,26 @@
-"""A job under way: what has come of it so far, and what there is to tell of it."""
+"""`Task`: a job that the engine has taken, from the queue to its end."""
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.server.drafted import DraftedText
-from kvboost_hf.server.jobs import Finished, FinishReason, Job, Listener, Progress, TokenLogprob
+from kvboost_hf.server.jobs import Event, Finished, FinishReason, Job, Listener, Progress, TokenLogprob
 from kvboost_hf.server.sampling import Sampler
 from kvboost_hf.server.text import TextStream
 
+_log = logging.getLogger("kvboost_hf.server")
+
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """Also the ticket of the job."""
+class Task:
+    """The state of one job. It is also the job's `Ticket`."""
 
     job: Job
     listener: Listener
-    submitted: float
+    submitted: float  # all times are of time.perf_counter()
     cancelled: bool = False
     cache: ChunkReuseCache | None = None
     done: int = 0  # tokens of the prompt that were computed or reused
@@ -33,7 +36,7 @@ class Row:
     first: float | None = None  # when its first token was on the host
 
     def cancel(self) -> None:
-        """See `Ticket`."""
+        """End the job before the engine's next forward. Any thread may call it."""
         self.cancelled = True
 
     @property
@@ -41,15 +44,20 @@ class Row:
         """Tokens of the prompt that are still to be computed."""
         return len(self.job.ids) - self.done
 
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer that the model has computed, once the prompt is: all but the last one."""
+        return len(self.job.ids) + len(self.ids) - 1
+
     def must_end(self, now: float) -> FinishReason | None:
-        """Why it goes no further, or None."""
+        """Why the job ends before its next forward: `"cancelled"`, `"timeout"` or None."""
         if self.cancelled:
             return "cancelled"
         limit = self.job.timeout_s
         return "timeout" if limit is not None and now - self.submitted > limit else None
 
     def begin(self, tokenizer: Any) -> ReuseReport:
-        """Its prompt is done; returns what that has cost."""
+        """Start the answer, after the prompt was computed; returns what was reused for the prompt."""
         assert self.cache is not None
         self.report = self.cache.report
         self.sampler = Sampler(self.job.options, self.job.ids)
@@ -58,39 +66,49 @@ class Row:
         )
         return self.report
 
-    def add(self, token: int, logprob: TokenLogprob | None, now: float) -> tuple[FinishReason | None, Progress]:
-        """One more token: why it is the last one, or None, and what there is to tell."""
+    def add(self, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
+        """Append a token to the answer and tell the listener; returns why the answer ends with it, or None."""
         assert self.text is not None
         self.ids.append(token)
         self.first = self.first or now
         options = self.job.options
         reason: FinishReason | None = None
         if token in self.job.ends:
-            reason, piece = "stop", self.text.finish()
+            reason, new = "stop", self.text.finish()
         else:
-            piece = self.text.push(token)
+            new = self.text.push(token)
             constraint = options.constraint
             if self.text.stopped or (constraint is not None and constraint.finished):
                 reason = "stop"
             elif len(self.ids) >= options.max_tokens:
                 reason = "length"
             if reason is not None:
-                piece += self.text.finish()
-        return reason, Progress(piece, 1, () if logprob is None else (logprob,))
+                new += self.text.finish()
+        self._tell(Progress(new, 1, () if logprob is None else (logprob,)))
+        return reason
 
-    def finished(self, reason: FinishReason, error: str | None, now: float) -> Finished:
-        """What there is to tell at the end."""
+    def finish(self, reason: FinishReason, error: str | None, now: float) -> None:
+        """Tell the listener that the job has ended."""
         report = self.report
-        return Finished(
-            reason=reason,
-            prompt_tokens=len(self.job.ids),
-            completion_tokens=len(self.ids),
-            cached_tokens=report.reused_tokens if report is not None else 0,
-            tiers=dict(report.tier_tokens) if report is not None else {},
-            queue_s=(self.started or now) - self.submitted,
-            ttft_s=self.first - self.submitted if self.first is not None else None,
-            total_s=now - self.submitted,
-            error=error,
-            stopped=self.text is not None and self.text.stopped,
-            pinned=self.pinned,
+        self._tell(
+            Finished(
+                reason=reason,
+                prompt_tokens=len(self.job.ids),
+                completion_tokens=len(self.ids),
+                cached_tokens=report.reused_tokens if report is not None else 0,
+                tiers=dict(report.tier_tokens) if report is not None else {},
+                queue_s=(self.started or now) - self.submitted,
+                ttft_s=self.first - self.submitted if self.first is not None else None,
+                total_s=now - self.submitted,
+                error=error,
+                stopped=self.text is not None and self.text.stopped,
+                pinned=self.pinned,
+            )
         )
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self.listener(event)
+        except Exception:  # nobody listens any more
+            self.cancelled = True
+            _log.exception("A listener has failed.")

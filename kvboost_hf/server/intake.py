@@ -1,0 +1,169 @@
+"""`Intake`: takes jobs from any thread, and hands them to the engine's thread when there is room for them."""
+
+import math
+import threading
+import time
+from collections import Counter, deque
+
+from kvboost_hf.server.embedding import EmbeddingJob
+from kvboost_hf.server.jobs import DrainingError, FinishReason, QueueFullError
+from kvboost_hf.server.limits import EngineLimits
+from kvboost_hf.server.task import Task
+from kvboost_hf.server.waiting import WaitingLine
+
+
+class Intake:
+    """The tasks that wait and those that were admitted, and the requests for embeddings.
+
+    Methods say which thread may call them; `changed` is held while anything here changes.
+
+    Args:
+        limits: How many jobs may wait, and how many may run at the same time.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self.changed = threading.Condition()
+        self.embeddings: deque[EmbeddingJob] = deque()
+        self.admitted: list[Task] = []  # and not ended, in the order in which they were admitted
+        self.finished: Counter[str] = Counter()  # ended tasks, by reason
+        self.draining = False
+        self._limits = limits
+        self._waiting: WaitingLine[Task] = WaitingLine(lambda task: task.job)
+        self._given_up = self._closed = False
+        self._seconds_per_job = 0.0  # smoothed
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that were not admitted yet."""
+        return len(self._waiting)
+
+    # Called by any thread
+
+    def submit(self, task: Task) -> None:
+        """Queue a task.
+
+        Raises:
+            QueueFullError: As many tasks wait as may, of all clients or of this one.
+            DrainingError: No more jobs are taken.
+        """
+        with self.changed:
+            self._require_place(len(self._waiting))
+            own = self._waiting.of(task.job.client)
+            if own >= math.ceil(self._limits.max_client_share * self._limits.max_queue_size):
+                raise QueueFullError(
+                    f"{own} of your requests are waiting, as many as may be of one client. Try again later.",
+                    self._retry_after_s(own),
+                )
+            self._waiting.append(task)
+            self.changed.notify_all()
+
+    def submit_embeddings(self, job: EmbeddingJob) -> None:
+        """Queue texts to embed.
+
+        Raises:
+            QueueFullError: As many requests for embeddings wait as may.
+            DrainingError: No more jobs are taken.
+        """
+        with self.changed:
+            self._require_place(sum(not job.future.cancelled() for job in self.embeddings))
+            self.embeddings.append(job)
+            self.changed.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no more jobs and wait for those that were taken; returns whether all of them ended in time."""
+        with self.changed:
+            self.draining = True
+            ended = self.changed.wait_for(lambda: not self._count(), timeout_s)
+            self._given_up = self._given_up or not ended
+            return ended
+
+    def close(self) -> None:
+        """Take no more jobs, and have `admit` return None."""
+        with self.changed:
+            self.draining = self._closed = True
+            self.changed.notify_all()
+
+    # Called by the engine's thread
+
+    def admit(self) -> list[Task] | None:
+        """Wait until there is work; returns the tasks that were admitted now, and None once the intake is closed."""
+        with self.changed:
+            idle, window_s = not self._count(), self._limits.batch_window_ms / 1000
+            self.changed.wait_for(lambda: self._closed or self._count())
+            if idle and window_s:
+                self.changed.wait_for(lambda: self._closed or self._count() >= self._limits.max_batch_size, window_s)
+            if self._closed:
+                return None
+            known = len(self.admitted)
+            while (task := self._next()) is not None:
+                self.admitted.append(task)
+            return self.admitted[known:]
+
+    def take_ended(self, now: float) -> list[Task]:
+        """Remove the waiting tasks that were cancelled or have timed out; after a drain without end, cancel all."""
+        with self.changed:
+            if self._given_up:
+                for task in (*self._waiting, *self.admitted):
+                    task.cancel()
+                while self.embeddings:
+                    self.embeddings.popleft().fail(
+                        DrainingError("The server is about to end, and gave the request up.")
+                    )
+                self.changed.notify_all()
+            ended = [task for task in self._waiting if task.must_end(now) is not None]
+            for task in ended:
+                self._waiting.remove(task)
+            return ended
+
+    def take_waiting(self) -> list[Task]:
+        """Remove all waiting tasks."""
+        with self.changed:
+            tasks = list(self._waiting)
+            for task in tasks:
+                self._waiting.remove(task)
+            return tasks
+
+    def embedded(self, *, ended: bool) -> None:
+        """Note that a piece of the first request for embeddings was computed. After each text another one is first."""
+        with self.changed:
+            if ended:
+                self.embeddings.popleft()
+                self.changed.notify_all()
+            elif self.embeddings[0].between:  # K/V is there of one text at a time
+                self.embeddings.rotate(-1)
+
+    def end(self, task: Task, reason: FinishReason, error: str | None = None) -> None:
+        """Count the end of a task, make room for others, and tell the task's listener."""
+        now = time.perf_counter()
+        with self.changed:
+            if task in self.admitted:
+                self.admitted.remove(task)
+            self.finished[reason] += 1
+            self._seconds_per_job = 0.8 * self._seconds_per_job + 0.2 * (now - (task.started or now))
+            self.changed.notify_all()
+        task.finish(reason, error, now)
+
+    def _count(self) -> int:
+        return len(self._waiting) + len(self.admitted) + len(self.embeddings)
+
+    def _next(self) -> Task | None:
+        """The next task that has room; clients that have no running job come first."""
+        busy = {task.job.client for task in self.admitted}
+        found = self._waiting.take(lambda task: task.job.client not in busy and self._has_room(task))
+        if found is None and self._waiting.clients <= busy:
+            found = self._waiting.take(self._has_room)
+        return found
+
+    def _has_room(self, task: Task) -> bool:
+        return self._limits.has_room(task.job, [other.job for other in self.admitted])
+
+    def _require_place(self, waiting: int) -> None:
+        if self.draining:
+            raise DrainingError("The server is about to end and takes no more requests.")
+        if waiting >= self._limits.max_queue_size:
+            raise QueueFullError(
+                f"{waiting} requests are waiting, as many as may. Try again later.", self._retry_after_s(waiting)
+            )
+
+    def _retry_after_s(self, waiting: int) -> float:
+        return max(1.0, self._seconds_per_job * waiting / self._limits.max_batch_size)

@@ -1,0 +1,76 @@
+"""`Prefill`: computes the prompts of tasks piece by piece; clients take turns, and short prompts come first."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from kvboost_hf.server.model_runner import ModelRunner
+from kvboost_hf.server.task import Task
+
+_PATIENCE = 4  # pieces of other prompts that the first prompt lets pass
+
+
+class Prefill:
+    """The tasks whose prompts are being computed.
+
+    Args:
+        runner: Runs the model.
+
+    Attributes:
+        tasks: In the order in which they were added.
+        pieces: Forwards so far.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.tasks: list[Task] = []
+        self.pieces = 0
+        self._runner = runner
+        self._last_pieces: dict[bytes, int] = {}  # by client: when it last had a piece computed, in pieces
+
+    def add(self, tasks: Iterable[Task]) -> None:
+        """Add tasks behind the others."""
+        self.tasks += tasks
+
+    def next(self) -> Task:
+        """The task with the least left, of the client whose turn it is; its first one after `_PATIENCE` others."""
+        turn = min(self.tasks, key=lambda task: self._last_pieces.get(task.job.client, 0)).job.client
+        own = [task for task in self.tasks if task.job.client == turn]
+        chosen = own[0] if own[0].passed >= _PATIENCE else min(own, key=lambda task: task.left)
+        for other in own:
+            other.passed = 0 if other is chosen else other.passed + 1
+        self._last_pieces[turn] = self.pieces + 1
+        return chosen
+
+    def remove(self, task: Task) -> None:
+        """Remove a task."""
+        self.tasks.remove(task)
+
+    def clear(self) -> None:
+        """Remove all tasks."""
+        self.tasks.clear()
+
+    def compute(self, task: Task, room: int, others: Sequence[Task]) -> tuple[int, torch.Tensor]:
+        """Compute the next piece of a prompt.
+
+        Args:
+            task: Whose prompt it is.
+            room: Tokens to compute, at most, where the prompt can be cut.
+            others: Tasks whose caches may have the beginning of the prompt.
+
+        Returns:
+            How many tokens were computed, and the logits [1, vocab_size] of the last one.
+        """
+        runner = self._runner
+        ids, known = torch.tensor([task.job.ids], device=runner.device), task.done
+        if task.cache is None:
+            task.started = time.perf_counter()
+            task.cache, shared = runner.open(task, others)
+            task.cache.in_own_loop = True
+            known = max(task.cache.stored_tokens(ids), shared)
+        is_cut = runner.batchable and runner.policy.mode != "blend"
+        stop = min(known + room, len(task.job.ids)) if is_cut else len(task.job.ids)
+        logits = runner.forward(task.cache, ids[:, task.done : stop], task.done)
+        task.done = stop
+        self.pieces += 1
+        return stop - known, logits
