@@ -8,14 +8,8 @@ from typing import Any
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from kvboost_hf.cli.arguments import Commands, needs_extra
 from kvboost_hf.cli.models import add_model, load_model
-from kvboost_hf.server.options import (
-    add_options,
-    add_secrets,
-    draft_trees,
-    engine_settings,
-    server_settings,
-    streaming_config,
-)
+from kvboost_hf.server.flags import add_options
+from kvboost_hf.server.options import add_secrets, draft_trees, engine_settings, server_settings, streaming_config
 
 
 def add(commands: Commands) -> None:

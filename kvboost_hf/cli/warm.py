@@ -10,15 +10,9 @@ from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cli.arguments import Commands, needs_extra, require_lasting
 from kvboost_hf.cli.models import add_model, load_model
+from kvboost_hf.server.flags import add_api_keys, add_kept, add_streaming
 from kvboost_hf.server.keys import prompt_salt
-from kvboost_hf.server.options import (
-    add_api_keys,
-    add_kept,
-    add_secrets,
-    add_streaming,
-    kept_settings,
-    streaming_config,
-)
+from kvboost_hf.server.options import add_secrets, kept_settings, streaming_config
 from kvboost_hf.server.sharing import choose_attention
 
 _Warmed = list[tuple[str, ReuseReport]]  # each with a name to show

@@ -211,7 +211,7 @@ def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forwar
         if prompt.first:  # earlier pieces of the prompt are in the layers, and must stay
             return _lose_track(parts, request, prompt.held, reason)
         return _bypass(parts, request, reason)
-    live.hand_out(attention_kind(model) == ATTENTION)  # what overlaps depends on it
+    live.hand_out(attn_implementation(model) == ATTENTION)  # what overlaps depends on it
     overlaps = plan.filled > prompt.held and _may_overlap(parts, model, plan, prompt)
     return Reused(parts, prompt, plan, cuts, overlaps=overlaps, stores_whole=request.stores_whole)
 
