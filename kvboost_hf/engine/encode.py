@@ -41,6 +41,18 @@ class PromptEncoder:
         messages = self._messages(prompt)
         return self._text_ids(str(prompt)) if messages is None else self._chat_ids(messages)
 
+    def encode_all(self, prompts: Sequence[Prompt]) -> list[Tokens]:
+        """Ids [n] of each of several prompts.
+
+        Raises:
+            ValueError: `prompts` is one text or no sequence, or as `encode` does.
+        """
+        if isinstance(prompts, str):
+            raise ValueError("`prompts` must be a sequence of prompts, got one text. Pass [text].")
+        if not isinstance(prompts, Sequence):
+            raise ValueError(f"`prompts` must be a sequence of prompts, got {type(prompts).__name__}. Pass a list.")
+        return [self.encode(prompt) for prompt in prompts]
+
     def encode_start(self, prompt: Prompt) -> Tokens:
         """Ids [n] that all prompts begin with which begin with this text, or go on from these messages.
 

@@ -1,33 +1,28 @@
-"""`KVBoost`: one object with a model, its tokenizer and a store that every call asks first."""
+"""`KVBoost`: generates text with a model, and reuses K/V from a store."""
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from os import PathLike
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel, TextIteratorStreamer
+from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.load import load_assistant, speculation_stats
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
-from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import available_device
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.config import ReusePolicy, StreamingConfig
-from kvboost_hf.engine.call import call_options, generate_rows
+from kvboost_hf.engine.call import call_options
 from kvboost_hf.engine.encode import Message, Prompt, PromptEncoder
 from kvboost_hf.engine.grouping import group_by_prefix
 from kvboost_hf.engine.load import load
 from kvboost_hf.engine.prompts import CHECK_PROMPTS
 from kvboost_hf.engine.results import GenerationMode, GenerationResult, WarmResult
+from kvboost_hf.engine.runner import CallRunner
 from kvboost_hf.engine.settings import SETTINGS, checked_settings, choice
 from kvboost_hf.engine.shared import store_shared, with_computed
 from kvboost_hf.engine.warm import warm
@@ -44,24 +39,24 @@ DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 
 
 class KVBoost:
-    """Answers prompts, and computes nothing that its store holds.
+    """Generates text with a model and its tokenizer, and reuses the K/V of earlier prompts from a store.
 
-    It may be used from several threads, whose calls run one after the other. It keeps the K/V of its last prompt.
+    Several threads may use it; their calls run one after the other. It keeps the K/V of its last prompt.
 
     Args:
         model: A causal language model in eval mode, not attached.
         tokenizer: Its tokenizer.
-        device: Move the model there; None leaves it where it is.
-        strict: Raise if the model cannot reuse K/V; else only warn.
-        assistant: Drafts for single prompts: a model, its name, or a `TreeDecoding`.
+        device: The device to move the model to; None leaves it where it is.
+        strict: Raise an error for a model that cannot reuse K/V; False only warns.
+        assistant: Drafts tokens for single prompts: a model, its name, or a `TreeDecoding`.
         policy: How stored K/V may be used, in place of `recompute_strategy` and the settings that go with it.
-        store: Made for the model; in place of the settings that one is made by, and the caller's to close.
+        store: A store for this model, in place of the settings of a new one. The caller closes it.
         options: The fields of `kvboost_hf.engine.EngineSettings`, such as `recompute_strategy` and `chunk_size`.
 
     Raises:
-        ValueError: for settings that are none, that do not go together or that only the kvboost package has, a device
-            that is not there, models that cannot be served, and a store of another model.
-        TypeError: for names that neither has.
+        ValueError: A setting is out of its range, settings do not go together, only the kvboost package has a setting,
+            there is no such device, the model cannot be served, or the store is of another model.
+        TypeError: There is no such setting.
 
     Example:
         >>> from kvboost_hf import KVBoost
@@ -106,12 +101,7 @@ class KVBoost:
             self.assistant = assistant
         elif assistant is not None:
             self.assistant = load_assistant(assistant, target=model)
-        live = self.settings.live_config
-        exact = ChunkReuseCache(model, self.store, replace(self.policy, mode="exact"), live_quant=live)
-        blend = exact if self.policy.mode == "exact" else ChunkReuseCache(model, self.store, self.policy)
-        self._caches = {GenerationMode.PREFIX_CACHE: exact, GenerationMode.CHUNK_KV_REUSE: blend}
-        self._lock = threading.RLock()
-        self._said_no_drafts = False
+        self._runner = CallRunner(model, tokenizer, self.store, self.policy, self.settings, self.assistant)
 
     @classmethod
     def from_pretrained(
@@ -130,16 +120,16 @@ class KVBoost:
         Args:
             model_name: A name on the hub, or a folder; also as `model_name_or_path` or `name`. None for
                 `TinyLlama/TinyLlama-1.1B-Chat-v1.0`.
-            strict: See `KVBoost`.
+            strict: Raise an error for a model that cannot reuse K/V; False only warns.
             streaming_config: Stream the layers that do not stay on the device.
             device: Where the model computes; None for the accelerator, or the CPU where there is none.
-            assistant: See `KVBoost`.
-            policy: See `KVBoost`.
+            assistant: Drafts tokens for single prompts: a model, its name, or a `TreeDecoding`.
+            policy: How stored K/V may be used, in place of `recompute_strategy` and the settings that go with it.
             options: The fields of `EngineSettings`, and arguments for transformers' `from_pretrained()`.
 
         Raises:
-            ValueError: as `KVBoost` does; for a device that is not there, two names, or a damaged file of the model.
-            OSError: there is no such model.
+            ValueError: As `KVBoost` does, and for two names or a damaged file of the model.
+            OSError: There is no such model.
 
         Example:
             >>> from kvboost_hf.assets import EMBEDDED_MODEL_DIR
@@ -173,28 +163,28 @@ class KVBoost:
         do_sample: bool = False,
         **kwargs: Any,
     ) -> GenerationResult:
-        """Answer a prompt.
+        """Generate the answer to a prompt.
 
         Args:
-            prompt: A text, or messages as `chat` takes them. Where the tokenizer has a chat template, a text is sent
-                as the message of a user. It is sent as it is where there is none, where it has special tokens in it
-                (as after `tokenizer.apply_chat_template()`), and with `KVBoost(chat_template=False)`.
-            max_new_tokens: At most so many.
-            mode: What may be reused. All modes give the answer of plain `generate()`, but `CHUNK_KV_REUSE` with a
-                `recompute_strategy`, and all but `BASELINE` with `kv_cache_bits`.
-            temperature: With `do_sample`.
-            do_sample: Draw tokens; else take the likeliest.
+            prompt: A text, or messages as `chat` takes them. Where the tokenizer has a chat template, a text becomes
+                the message of a user. It is sent as it is where there is no template, where it has special tokens (as
+                after `tokenizer.apply_chat_template()`), and with `KVBoost(chat_template=False)`.
+            max_new_tokens: Tokens of the answer, at most.
+            mode: Which K/V may be reused. All modes give the answer of plain `generate()`, except for
+                `CHUNK_KV_REUSE` with a `recompute_strategy`, and for all but `BASELINE` with `kv_cache_bits`.
+            temperature: With `do_sample`, divides the logits.
+            do_sample: Sample tokens; False takes the likeliest.
             kwargs: For `generate()` of transformers, such as `top_p`, `stop_strings` or `prefill_chunk_size`.
 
         Raises:
-            ValueError: for an empty prompt, an unknown mode, and arguments that the engine sets itself.
+            ValueError: The prompt is empty, the mode is unknown, or the engine itself sets an argument.
         """
         began = time.perf_counter()
         options = call_options(max_new_tokens, temperature, do_sample, kwargs)
         mode, row = choice(GenerationMode, "mode", mode), self._prompts.encode(prompt)
         watch = Watch(len(row))
-        answers, report = self._run([row], mode, options, watch)
-        [result] = self._results([prompt], [row], mode, answers, report, began, watch)
+        ran = self._runner.run([row], mode, options, watch)
+        [result] = self._runner.results([prompt], [row], mode, ran, began, watch)
         return result
 
     def chat(
@@ -206,20 +196,20 @@ class KVBoost:
         do_sample: bool = False,
         **kwargs: Any,
     ) -> GenerationResult:
-        """Answer a chat: `generate` for messages. The other methods take messages in place of a text, too.
+        """Generate the answer to a chat. The other methods take messages in place of a text, too.
 
         Args:
-            messages: With `role` and `content`, as `tokenizer.apply_chat_template()` takes them. Special tokens in a
-                content are read as such; the server reads them as text. For tools, pass `generate` the text that
-                `apply_chat_template(messages, tools=..., tokenize=False, add_generation_prompt=True)` gives.
-            max_new_tokens: At most so many.
-            mode: See `generate`.
+            messages: Dicts with `role` and `content`, as `tokenizer.apply_chat_template()` takes them. Special tokens
+                in a content are read as such, whereas the server reads them as text. For tools, pass `generate` the
+                text of `apply_chat_template(messages, tools=..., tokenize=False, add_generation_prompt=True)`.
+            max_new_tokens: As in `generate`, like the arguments below.
+            mode: Which K/V may be reused.
             temperature: With `do_sample`.
-            do_sample: Draw tokens; else take the likeliest.
+            do_sample: Sample tokens.
             kwargs: For `generate()` of transformers.
 
         Raises:
-            ValueError: as `generate` does; if the tokenizer has no chat template.
+            ValueError: As `generate` does, and for a tokenizer without a chat template.
 
         Example:
             >>> from kvboost_hf.assets import load_embedded
@@ -240,12 +230,12 @@ class KVBoost:
         do_sample: bool = False,
         **kwargs: Any,
     ) -> Iterator[str]:
-        """Answer a prompt by pieces of text, each as soon as it is sure.
+        """Generate the answer to a prompt, and yield its text as it comes.
 
-        The arguments are those of `generate`. Closing the iterator ends the call behind it.
+        The arguments are those of `generate`. Closing the iterator ends the generation.
 
         Raises:
-            ValueError: as `generate` does, at once.
+            ValueError: As `generate` does, before the iterator is returned.
 
         Example:
             >>> from kvboost_hf.assets import load_embedded
@@ -255,7 +245,7 @@ class KVBoost:
             True
         """
         options = call_options(max_new_tokens, temperature, do_sample, kwargs)
-        return self._pieces(self._prompts.encode(prompt), choice(GenerationMode, "mode", mode), options)
+        return self._runner.stream(self._prompts.encode(prompt), choice(GenerationMode, "mode", mode), options)
 
     def generate_batch(
         self,
@@ -265,33 +255,35 @@ class KVBoost:
         do_sample: bool = False,
         **kwargs: Any,
     ) -> list[GenerationResult]:
-        """Answer prompts in one batch; what all of them begin with is computed once.
+        """Generate the answers to prompts in one batch; the prefix that all of them share is computed once.
 
-        They may be of any lengths. Greedy answers are those of `generate`, up to rounding. An assistant is not used.
+        The prompts may be of any lengths. Greedy answers are those of `generate`, up to rounding. The assistant is not
+        used.
 
         Args:
-            prompts: Texts, or chats, as `generate` takes them.
-            max_new_tokens: At most so many for each.
-            temperature: With `do_sample`.
-            do_sample: Draw tokens.
-            kwargs: For `generate()` of transformers, but for what ends one row of several.
+            prompts: Texts or chats, as `generate` takes them.
+            max_new_tokens: Tokens of each answer, at most.
+            temperature: With `do_sample`, divides the logits.
+            do_sample: Sample tokens.
+            kwargs: For `generate()` of transformers, without `stop_strings` and `stopping_criteria`.
 
         Returns:
             One result for each prompt.
 
         Raises:
-            ValueError: as `generate` does.
+            ValueError: As `generate` does.
         """
         began = time.perf_counter()
-        rows = self._encode_all(prompts)
+        rows = self._prompts.encode_all(prompts)
         options = call_options(max_new_tokens, temperature, do_sample, kwargs, rows=len(rows))
         if not rows:
             return []
         watch, mode = Watch(max(len(row) for row in rows)), GenerationMode.CHUNK_KV_REUSE
-        with self._lock:
+        with self._runner.lock:
             computed = store_shared(self.store, self.policy, rows, self.settings.live_config)
-            answers, report = self._run(rows, mode, options, watch)
-        return self._results(prompts, rows, mode, answers, with_computed(report, computed), began, watch)
+            answers, report = self._runner.run(rows, mode, options, watch)
+        ran = answers, with_computed(report, computed)
+        return self._runner.results(prompts, rows, mode, ran, began, watch)
 
     def generate_many(
         self,
@@ -303,23 +295,23 @@ class KVBoost:
         max_batch_size: int = 8,
         **kwargs: Any,
     ) -> list[GenerationResult]:
-        """Answer any prompts: those that begin with the same chunks by `generate_batch`, the others by `generate`.
+        """Generate the answers to prompts: in batches where they begin with the same chunks, else one by one.
 
         Args:
-            prompts: Texts, or chats, as `generate` takes them.
-            max_new_tokens: At most so many for each.
-            temperature: With `do_sample`.
-            do_sample: Draw tokens.
-            max_batch_size: The most prompts in a batch.
-            kwargs: See `generate_batch`.
+            prompts: Texts or chats, as `generate` takes them.
+            max_new_tokens: Tokens of each answer, at most.
+            temperature: With `do_sample`, divides the logits.
+            do_sample: Sample tokens.
+            max_batch_size: Prompts in a batch, at most.
+            kwargs: As in `generate_batch`.
 
         Returns:
             One result for each prompt, in their order. Times are from the start of its batch.
 
         Raises:
-            ValueError: as `generate` does, before anything is answered.
+            ValueError: As `generate` does, before anything is generated.
         """
-        rows = self._encode_all(prompts)
+        rows = self._prompts.encode_all(prompts)
         options = (max_new_tokens, temperature, do_sample)
         call_options(*options, kwargs, rows=len(rows))
         results: dict[int, GenerationResult] = {}
@@ -338,62 +330,60 @@ class KVBoost:
     # The store
 
     def warm(self, text: Prompt, position_offset: int = 0, *, pin: bool = False) -> WarmResult:
-        """Compute and store what prompts begin with, ahead of the first one.
+        """Compute and store the K/V of a text that prompts will begin with.
 
         Args:
-            text: What texts for `generate` begin with; or messages that chats begin with, such as a system message.
-                It goes through the chat template as those do.
-            position_offset: 0: stored K/V is moved when it is needed elsewhere.
+            text: The beginning of texts for `generate`; or the first messages of chats, such as a system message. The
+                chat template is applied to it as to those.
+            position_offset: Must be 0: stored K/V is moved when a prompt needs it elsewhere.
             pin: Never evict it.
 
         Raises:
-            ValueError: for an empty text or another offset.
-            StoreFullError: if what is to be pinned does not fit into the budget.
+            ValueError: The text is empty, or the offset is not 0.
+            StoreFullError: The text is to be pinned and does not fit into the store's budget.
         """
         if position_offset != 0:
             raise ValueError(
                 f"`position_offset` must be 0, got {position_offset}: chunks are moved when they are needed. For "
                 "texts that stand anywhere in prompts call engine.store.warm(documents=[text], tokenizer=tokenizer)."
             )
-        with self._lock:
+        with self._runner.lock:
             live = self.settings.live_config
             return warm(self.store, self.policy, self._prompts.encode_start(text), pin=pin, live_quant=live)
 
     def cache_stats(self) -> dict[str, Any]:
-        """See `ChunkStore.stats`."""
+        """The figures of the store, as `ChunkStore.stats` returns them."""
         return self.store.stats()
 
     def reset_cache(self) -> None:
-        """Forget all K/V of the model, in all tiers. Counts in `cache_stats` go on."""
-        with self._lock:
-            for cache in self._caches.values():
-                cache.reset()
+        """Remove all K/V of the model from all tiers. Counts in `cache_stats` go on."""
+        with self._runner.lock:
+            self._runner.reset()
             self.store.clear()
 
-    # What came of it
+    # Checks and figures
 
     def verify_correctness(
         self, prompts: Sequence[Prompt] | None = None, max_new_tokens: int = 32
     ) -> CorrectnessReport:
-        """Compare the answers of these settings with those of plain `generate()`, with stores of their own.
+        """Compare the answers of these settings with those of plain `generate()`, on new stores.
 
         Args:
-            prompts: Texts or chats such as users would send, in the order in which they would; None for a few of our
-                own.
-            max_new_tokens: New tokens for each.
+            prompts: Texts or chats such as users would send, in the order in which they would; None for built-in ones.
+            max_new_tokens: Tokens of each answer.
 
         Returns:
-            The report, which is true if exact reuse is right, and a codec and `live_quant`, if these settings have
-            them, are within the thresholds; with a `recompute_strategy` it has a row for that, too.
+            The report. It is true if exact reuse is right, and if the codec and `live_quant` of these settings are
+            within the thresholds. With a `recompute_strategy` it has a row for that, too.
 
         Raises:
-            ValueError: for no prompts, or a model that has been attached.
+            ValueError: There are no prompts, or the model has been attached.
         """
         live = self.settings.live_config
-        with self._lock:
+        with self._runner.lock:
             return verify_correctness(
                 self.model,
-                [row.tolist() for row in self._encode_all(CHECK_PROMPTS if prompts is None else prompts)],
+                [row.tolist() for row in self._prompts.encode_all(CHECK_PROMPTS if prompts is None else prompts)],
                 policies=[self.policy] if self.policy.mode == "blend" else [],
                 live_quants=[] if live is None else [live],
                 max_new_tokens=max_new_tokens,
@@ -401,104 +391,9 @@ class KVBoost:
             )
 
     def streaming_stats(self) -> StreamingStats | None:
-        """What streaming has done so far; None where no layer is streamed."""
+        """Figures of streaming so far; None where no layer is streamed."""
         return streaming_stats(self.model)
 
     def speculative_stats(self) -> SpeculationStats | None:
-        """What has come of drafts so far; None without an assistant."""
+        """Figures of drafts so far; None without an assistant."""
         return speculation_stats(self.assistant) if self.assistant is not None else None
-
-    # One call
-
-    def _run(
-        self, rows: Sequence[Tokens], mode: GenerationMode, options: dict[str, Any], watch: Watch
-    ) -> tuple[list[list[int]], ReuseReport]:
-        """The answers to rows, and what was reused."""
-        given = dict(options)
-        if self.settings.prefill_chunk_size:
-            given.setdefault("prefill_chunk_size", self.settings.prefill_chunk_size)
-        if "stop_strings" in given:
-            given["tokenizer"] = self.tokenizer
-        cache = self._caches.get(mode)
-        with self._lock:
-            if cache is None:
-                require_plain(self.model)
-            else:
-                given |= {"past_key_values": cache, **self._drafts(len(rows))}
-            answers = generate_rows(self.model, rows, self._pad(), watch, given)
-            if cache is not None:
-                return answers, cache.report
-        tokens = sum(len(row) for row in rows)
-        return answers, ReuseReport(prompt_tokens=tokens, forwarded_tokens=tokens)
-
-    def _drafts(self, rows: int) -> dict[str, Any]:
-        if self.assistant is None:
-            return {}
-        if rows > 1:
-            if not self._said_no_drafts:
-                self._said_no_drafts = True
-                _log.warning("Batches are decoded without the assistant, which drafts for one row.")
-            return {}
-        return {"custom_generate" if isinstance(self.assistant, TreeDecoding) else "assistant_model": self.assistant}
-
-    def _pieces(self, row: Tokens, mode: GenerationMode, options: dict[str, Any]) -> Iterator[str]:
-        streamer = TextIteratorStreamer(self.tokenizer, skip_special_tokens=True)
-        watch = Watch(len(row), streamer)
-
-        def run() -> None:
-            try:
-                self._run([row], mode, options, watch)
-                streamer.end()  # type: ignore[no-untyped-call]
-            finally:  # whatever has failed, the tokenizer included, nobody waits for more
-                streamer.text_queue.put(streamer.stop_signal)
-
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            call = thread.submit(run)
-            try:
-                yield from filter(None, streamer)
-            finally:
-                watch.cancel()
-            call.result()
-
-    def _results(
-        self,
-        prompts: Sequence[Prompt],
-        rows: Sequence[Tokens],
-        mode: GenerationMode,
-        answers: list[list[int]],
-        report: ReuseReport,
-        began: float,
-        watch: Watch,
-    ) -> list[GenerationResult]:
-        assert watch.first_at is not None
-        total_s = time.perf_counter() - began
-        return [
-            GenerationResult(
-                mode=mode,
-                prompt=prompt,
-                output_text=self.tokenizer.decode(answer, skip_special_tokens=True),
-                generated_tokens=len(answer),
-                ttft_ms=1000 * (watch.first_at - began),
-                total_ms=1000 * total_s,
-                tokens_per_sec=len(answer) / total_s,
-                kv_reuse_ratio=cached / len(row),
-                prompt_tokens=len(row),
-                cached_tokens=cached,
-                token_ids=tuple(answer),
-                report=report,
-            )
-            for prompt, row, answer, cached in zip(
-                prompts, rows, answers, report.row_tokens or (0,) * len(rows), strict=True
-            )
-        ]
-
-    def _encode_all(self, prompts: Sequence[Prompt]) -> list[Tokens]:
-        if isinstance(prompts, str):
-            raise ValueError("`prompts` must be a sequence of prompts, got one text. Pass [text].")
-        if not isinstance(prompts, Sequence):
-            raise ValueError(f"`prompts` must be a sequence of prompts, got {type(prompts).__name__}. Pass a list.")
-        return [self._prompts.encode(prompt) for prompt in prompts]
-
-    def _pad(self) -> int:
-        told = (getattr(self.model.generation_config, "pad_token_id", None), self.tokenizer.pad_token_id)
-        return next((int(pad) for pad in told if pad is not None), 0)

@@ -52,7 +52,7 @@ def test_live_codes_are_found_by_what_warmed_them(embedded: tuple[PreTrainedMode
         each.warm(DOCUMENT)
         assert each.generate(DOCUMENT + QUESTION, NEW).kv_reuse_ratio > 0.9
         assert all(one.cached_tokens for one in each.generate_batch([DOCUMENT + QUESTION, DOCUMENT + "Who?"], 1))
-    held = [each._caches[GenerationMode.PREFIX_CACHE].nbytes for each in (engine, raw)]
+    held = [each._runner._caches[GenerationMode.PREFIX_CACHE].nbytes for each in (engine, raw)]
     assert held[0] < held[1] / 2
     assert EngineSettings(live_quant=3.5).live_config == KVQuantConfig(key_bits=3.5, value_bits=3.5)
 
