@@ -51,7 +51,7 @@ What is different on purpose:
 
 
 def page() -> str:
-    """All of the table."""
+    """The whole page."""
     parts = [_OPENING]
     for section, entries in TABLE.items():
         parts += [f"\n## {_TITLES[section]}\n", "| kvboost | kvboost_hf | |", "| --- | --- | --- |"]

@@ -1,4 +1,4 @@
-"""One generate() call: its arguments, and the tokens of each row."""
+"""Checks the arguments of a generate() call, and runs it for prompts of any lengths."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,14 +35,14 @@ def call_options(
     """Arguments for generate().
 
     Args:
-        max_new_tokens: At most so many.
+        max_new_tokens: Tokens of each answer, at most.
         temperature: With `do_sample`, positive; else 1 or 0.
-        do_sample: Draw tokens.
+        do_sample: Sample tokens.
         more: Other arguments of generate().
         rows: Of the call.
 
     Raises:
-        ValueError: for what the engine sets itself, what only the kvboost package has, and what does not fit together.
+        ValueError: The engine sets an argument itself, only the kvboost package has it, or arguments do not fit.
     """
     refuse("generate", more)
     for name in _OWN:

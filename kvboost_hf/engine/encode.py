@@ -1,4 +1,4 @@
-"""Prompts as token ids: texts and chats, with the chat template of the model where there is one."""
+"""`PromptEncoder`: encodes texts and chats, with the model's chat template where there is one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ class PromptEncoder:
         """Ids [n] of a prompt, up to where the answer starts.
 
         Raises:
-            ValueError: for what is neither a text nor messages, or empty; for messages without a template.
+            ValueError: The prompt is neither a text nor messages, it is empty, or messages have no chat template.
         """
         messages = self._messages(prompt)
         return self._text_ids(str(prompt)) if messages is None else self._chat_ids(messages)
@@ -54,10 +54,10 @@ class PromptEncoder:
         return [self.encode(prompt) for prompt in prompts]
 
     def encode_start(self, prompt: Prompt) -> Tokens:
-        """Ids [n] that all prompts begin with which begin with this text, or go on from these messages.
+        """Ids [n] of the prefix that is common to all prompts that begin with this text or these messages.
 
         Raises:
-            ValueError: as `encode` does.
+            ValueError: As `encode` does.
         """
         messages = self._messages(prompt)
         if messages is None:

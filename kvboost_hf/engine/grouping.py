@@ -1,4 +1,4 @@
-"""Which prompts go into one batch."""
+"""Groups prompts into batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

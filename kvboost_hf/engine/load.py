@@ -1,4 +1,4 @@
-"""A model and its tokenizer, by name."""
+"""Loads a model and its tokenizer by name."""
 
 from os import PathLike
 from pathlib import Path

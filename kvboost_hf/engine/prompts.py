@@ -1,4 +1,4 @@
-"""Prompts to check a model with, where nobody has brought any."""
+"""Built-in prompts to check a model with."""
 
 _PASSAGES = (
     "The old harbour lies on the north side of the bay, and a lighthouse of red brick stands at its mouth. ",

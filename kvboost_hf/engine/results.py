@@ -1,4 +1,4 @@
-"""What the calls of `KVBoost` return."""
+"""The results that `KVBoost` returns."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,11 +8,11 @@ from kvboost_hf.engine.encode import Prompt
 
 
 class GenerationMode(StrEnum):
-    """What a call may take from the store."""
+    """Which stored K/V a call may reuse."""
 
-    BASELINE = "baseline"  # nothing: plain generate()
-    PREFIX_CACHE = "prefix_cache"  # what is exactly the same
-    CHUNK_KV_REUSE = "chunk_kv_reuse"  # what `recompute_strategy` says
+    BASELINE = "baseline"  # none: plain generate()
+    PREFIX_CACHE = "prefix_cache"  # that of an exact prefix
+    CHUNK_KV_REUSE = "chunk_kv_reuse"  # that which `recompute_strategy` allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmResult:
-    """What `KVBoost.warm` has done; true if anything of the text can be reused now, and `chunks_stored` as an int.
+    """The result of `KVBoost.warm`: true if part of the text can be reused now, and `chunks_stored` as an int.
 
     Args:
         chunks_stored: Chunks that are new; 0 where all of the text was stored before.

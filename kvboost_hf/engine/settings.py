@@ -1,4 +1,4 @@
-"""What may be chosen for a `KVBoost`, and the policy and store that follow from it."""
+"""`EngineSettings`: the settings of a `KVBoost`, and the policy and store made from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -186,7 +186,7 @@ class EngineSettings:
         )
 
     def chunker(self, tokenizer: Any) -> Chunker:
-        """What cuts the prompts of a tokenizer."""
+        """The chunker for prompts of a tokenizer."""
         size, window = self.chunk_size, self.chunk_boundary_window
         if window is None and isinstance(tokenizer, PreTrainedTokenizerBase) and size >= LEAST_CHUNK_SIZE:
             window = _BOUNDARY_WINDOW
@@ -208,7 +208,7 @@ _OF_STORE = frozenset(
 def checked_settings(
     given: Mapping[str, Any], policy: ReusePolicy | None, store: ChunkStore | None = None
 ) -> EngineSettings:
-    """Settings that were given by name, beside what may be given in place of some of them.
+    """Make settings of arguments, and check them against a policy or a store that replaces some of them.
 
     Raises:
         ValueError: for settings beside a policy or a store that has them, and settings that do not go together.

@@ -1,4 +1,4 @@
-"""What all prompts of a batch begin with: computed once, and counted once."""
+"""Computes the prefix that all prompts of a batch share, and counts it once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,13 +13,13 @@ from kvboost_hf.config import KVQuantConfig, ReusePolicy
 def store_shared(
     store: ChunkStore, policy: ReusePolicy, rows: Sequence[Tokens], live_quant: KVQuantConfig | None
 ) -> int:
-    """Store what all rows begin with, if that saves anything; returns how many tokens were computed.
+    """Store the prefix that all rows share, if that saves tokens; returns how many were computed.
 
     Args:
-        store: Where to.
-        policy: Of the cache that is to find it.
+        store: The store.
+        policy: The policy of the cache that will find it.
         rows: Token ids [n] of each prompt.
-        live_quant: Of that cache.
+        live_quant: The `live_quant` of that cache.
     """
     shared = min(min(common_length(rows[0], row), len(row) - 1) for row in rows)
     if shared < HEAD_TOKENS or shared * (len(rows) - 1) < policy.min_prefill_saving:
@@ -29,7 +29,7 @@ def store_shared(
 
 
 def with_computed(report: ReuseReport, computed: int) -> ReuseReport:
-    """The report of a batch, with tokens that were computed for it before it ran as computed for its first row."""
+    """The report of a batch in which tokens computed ahead of it count as computed for its first row."""
     if not report.row_tokens:
         return replace(report, forwarded_tokens=report.forwarded_tokens + computed)
     first, *others = report.row_tokens

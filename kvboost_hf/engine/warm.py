@@ -1,4 +1,4 @@
-"""What `KVBoost.warm` does."""
+"""Computes and stores the beginning of prompts, for `KVBoost.warm`."""
 
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
@@ -10,14 +10,14 @@ from kvboost_hf.engine.results import WarmResult
 def warm(
     store: ChunkStore, policy: ReusePolicy, ids: Tokens, *, pin: bool, live_quant: KVQuantConfig | None
 ) -> WarmResult:
-    """Store what prompts begin with; see `KVBoost.warm`.
+    """Store the K/V of the beginning of prompts.
 
     Args:
-        store: Where to.
-        policy: Of the cache that is to find it.
+        store: The store.
+        policy: The policy of the cache that will find it.
         ids: Token ids [n].
         pin: Never evict it.
-        live_quant: Of that cache.
+        live_quant: The `live_quant` of that cache.
     """
     before = store.stats()
     report = store.warm(ids.tolist(), pin=pin, policy=policy, live_quant=live_quant)

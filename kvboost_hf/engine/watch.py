@@ -1,4 +1,4 @@
-"""What is seen of a generate() call while it runs."""
+"""`Watch`: follows a generate() call while it runs, and can end it."""
 
 import time
 from typing import Any

@@ -35,7 +35,7 @@ def refuse(section: str, given: Iterable[str]) -> None:
 
 
 def old_name(module: str, name: str) -> Any:
-    """What a name that a module does not have is in the package; to be its `__getattr__`.
+    """Look up a name of the kvboost package that a module does not have; for the module's `__getattr__`.
 
     Args:
         module: That was asked.
@@ -59,7 +59,7 @@ def old_name(module: str, name: str) -> Any:
 
 
 class OldModules:
-    """Finds no module, and says what became of those of the kvboost package; the last one of `sys.meta_path`."""
+    """The last finder of `sys.meta_path`: raises an error with a remedy for modules of the kvboost package."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -71,7 +71,7 @@ class OldModules:
 
 
 def missing(name: str, module: str = "kvboost_hf") -> str:
-    """Why a module has no such name.
+    """The message for a name that a module does not have.
 
     Example:
         >>> missing("broadcast_kv")

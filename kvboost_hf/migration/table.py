@@ -1,4 +1,4 @@
-"""The table itself: data only."""
+"""The table of migration, from names of the kvboost package to names of this one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What something of the kvboost package is here.
+    """A name of the kvboost package, and its replacement in this one.
 
     Args:
         theirs: Its name; several are separated by commas.
@@ -27,7 +27,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """For a message."""
+        """The note for an error message."""
         return f"{self.note} See {', '.join(self.ours)}." if self.ours else self.note
 
 

@@ -1,4 +1,4 @@
-"""What the answers of all routes have in common: pieces of text and calls, why they end, and their tokens."""
+"""Answers of all routes: deltas of text and tool calls, the reason they end with, and the usage of tokens."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -14,16 +14,16 @@ from kvboost_hf.server.tools import Parsed, ToolCall, ToolCallStream
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """More of one answer.
+class Delta:
+    """The next part of one answer.
 
     Args:
-        choice: Of which.
-        text: May be empty.
-        reasoning: Before the answer, where the model marks it.
-        calls: Of tools.
-        logprobs: Of its tokens, if they were asked for.
-        reason: Why the answer ends with it, as clients are told; None if it does not.
+        choice: The index of the answer.
+        text: New text; may be empty.
+        reasoning: New text of the reasoning before the answer, where the model marks it.
+        calls: New tool calls.
+        logprobs: Log probabilities of the new tokens, if they were asked for.
+        reason: The finish reason of the answer, if it ends here; else None.
     """
 
     choice: int
@@ -36,10 +36,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class CallReaders:
-    """Tell calls of tools from text.
+    """Find tool calls in the text of answers.
 
     Args:
-        streams: One for each choice; none where no tools were offered.
+        streams: One for each choice; empty where no tools were offered.
         one_call: Whether all calls but the first of an answer are left out.
     """
 
@@ -47,11 +47,11 @@ class CallReaders:
     one_call: bool = False
 
 
-async def pieces(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Piece]:
+async def deltas(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Delta]:
     """Deltas of the answers to a request, as its jobs make progress.
 
     Raises:
-        ApiError: see `RequestJobs.events`.
+        ApiError: A job was given up, or has failed.
     """
     called: set[int] = set()
     async for choice, event in jobs.events():
@@ -72,12 +72,12 @@ async def pieces(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Piece
             called.add(choice)
         if reason == "stop" and choice in called:
             reason = "tool_calls"
-        yield Piece(choice, read.content, read.reasoning, calls, logprobs, reason)
+        yield Delta(choice, read.content, read.reasoning, calls, logprobs, reason)
 
 
 @dataclass(slots=True)
 class Answer:
-    """A whole answer: the pieces of one choice, joined."""
+    """A whole answer: the deltas of one choice, joined."""
 
     text: str = ""
     reasoning: str = ""
@@ -87,20 +87,20 @@ class Answer:
 
 
 async def large(build: Callable[[], dict[str, Any]]) -> JSONResponse:
-    """A response whose body may be large: it is built and written by a thread, so that nobody waits for it."""
+    """Build a response with a large body in a thread, so that the event loop is free meanwhile."""
     return await anyio.to_thread.run_sync(lambda: JSONResponse(build()))
 
 
-async def whole(found: AsyncIterator[Piece], choices: int) -> list[Answer]:
-    """All pieces of all choices, joined."""
+async def whole(found: AsyncIterator[Delta], choices: int) -> list[Answer]:
+    """Join the deltas of each choice."""
     answers = [Answer() for _ in range(choices)]
-    async for piece in found:
-        answer = answers[piece.choice]
-        answer.text += piece.text
-        answer.reasoning += piece.reasoning
-        answer.calls += piece.calls
-        answer.logprobs += piece.logprobs
-        answer.reason = piece.reason or answer.reason
+    async for delta in found:
+        answer = answers[delta.choice]
+        answer.text += delta.text
+        answer.reasoning += delta.reasoning
+        answer.calls += delta.calls
+        answer.logprobs += delta.logprobs
+        answer.reason = delta.reason or answer.reason
     return answers
 
 
@@ -109,10 +109,10 @@ class Usage:
     """Tokens of one request.
 
     Args:
-        prompt: Of its prompts; choices of the same prompt count once.
-        cached: Of these, not computed.
-        tiers: Of these, how many came from each tier.
-        completion: Of all its answers.
+        prompt: Tokens of its prompts; several choices of a prompt count it once.
+        cached: Those of them that were reused.
+        tiers: Reused tokens by the tier that they came from.
+        completion: Tokens of all its answers.
     """
 
     prompt: int
@@ -122,7 +122,7 @@ class Usage:
 
     @classmethod
     def of(cls, finished: Mapping[int, Finished], n: int) -> "Usage":
-        """Of jobs in which each prompt has `n` choices, one after the other."""
+        """The usage of jobs of which `n` in a row have the same prompt."""
         firsts = [event for choice, event in finished.items() if choice % n == 0]
         return cls(
             sum(event.prompt_tokens for event in firsts),
@@ -133,7 +133,7 @@ class Usage:
 
     @property
     def body(self) -> dict[str, Any]:
-        """As completions tell it."""
+        """The `usage` object of completions."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,

@@ -1,4 +1,4 @@
-"""The app: an OpenAI-compatible front for an engine."""
+"""`make_app`: the FastAPI app that answers requests of OpenAI's API with an engine."""
 
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -41,51 +41,28 @@ def make_app(
     *,
     ends: Iterable[int] | None = None,
 ) -> FastAPI:
-    """An app that answers in the form of OpenAI's API what an engine says.
+    """Make the app of a server.
 
     Args:
         engine: Runs the model.
-        tokenizer: Of the model, with a chat template if chats are to be answered.
-        settings: See `ServerSettings`.
-        ends: Tokens that end an answer; None for the tokenizer's one.
+        tokenizer: The tokenizer of the model; chats need one with a chat template.
+        settings: The settings of the server.
+        ends: Tokens that end an answer; None for the tokenizer's end-of-sequence token.
 
     Returns:
         The app. When it is shut down it lets the engine finish what it has taken, for `settings.drain_s` at most. What
         is left then is cancelled, and its clients are told so.
     """
-    if ends is None:
-        ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    ends = frozenset(ends)
-    grammars = Grammars(tokenizer, engine.vocab_size, ends=ends)
-    reading, compiling = (Turns(2, settings.max_queue_size) for _ in range(2))
-    most = settings.max_model_len
-    encoder = Encoder(
-        tokenizer,
-        context=engine.max_model_len if most is None else min(most, engine.max_model_len),
-        truncates=settings.auto_truncate,
-        max_waiting=settings.max_queue_size,
-    )
-    context = RouteContext(
-        engine=engine,
-        tokenizer=tokenizer,
-        settings=settings,
-        ends=ends,
-        meter=Meter(engine),
-        grammars=grammars,
-        reading=reading,
-        compiling=compiling,
-        encoder=encoder,
-        created=int(time.time()),
-    )
+    context = _route_context(engine, tokenizer, settings, ends)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await anyio.to_thread.run_sync(engine.drain, settings.drain_s)
-        grammars.close()
+        context.grammars.close()
 
     app = FastAPI(title="kvboost_hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.reading = reading  # see `PostedRoute`
+    app.state.reading = context.reading  # see `PostedRoute`
     add_handlers(app)
     for router in (
         chat_routes(context),
@@ -108,6 +85,31 @@ def make_app(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app
+
+
+def _route_context(
+    engine: Engine, tokenizer: Any, settings: ServerSettings, ends: Iterable[int] | None
+) -> RouteContext:
+    if ends is None:
+        ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    ends, most = frozenset(ends), settings.max_model_len
+    return RouteContext(
+        engine=engine,
+        tokenizer=tokenizer,
+        settings=settings,
+        ends=ends,
+        meter=Meter(engine),
+        grammars=Grammars(tokenizer, engine.vocab_size, ends=ends),
+        reading=Turns(2, settings.max_queue_size),
+        compiling=Turns(2, settings.max_queue_size),
+        encoder=Encoder(
+            tokenizer,
+            context=engine.max_model_len if most is None else min(most, engine.max_model_len),
+            truncates=settings.auto_truncate,
+            max_waiting=settings.max_queue_size,
+        ),
+        created=int(time.time()),
+    )
 
 
 def _model_routes(context: RouteContext) -> APIRouter:

@@ -1,4 +1,4 @@
-"""K/V of several texts that are decoded together, each of its own length: rows come and go between steps.
+"""`BatchKV`: K/V of rows of different lengths that are decoded in one batch; rows join and leave between steps.
 
     columns      0 …                         stop
     row 0        [ a a a a a a a a a a a a a ]
@@ -6,8 +6,8 @@
     row 2        [ . . . . . . . . . c c c c ]
 
 All rows end at the same column, so that a step appends one column to all of them. Where the model's attention can read
-pieces of K/V that lie anywhere, only what was decoded is in columns; what a row began with stays where it is, and rows
-that begin alike read it together.
+K/V in pieces, the columns hold the decoded tokens only: K/V of the prompts stays where it is, and rows that share a
+prefix read it once.
 """
 
 from collections.abc import Hashable, Sequence
@@ -38,7 +38,7 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
         self.keep: torch.Tensor | None = None  # [rows, columns], beside a table
 
     def get_seq_length(self) -> int:
-        """Columns held, and those of the table."""
+        """Columns of the buffers and of the table."""
         return self.stop + (self.table.columns if self.table is not None else 0)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
@@ -94,7 +94,7 @@ class _BatchLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_
 
     @property
     def is_cut(self) -> bool:
-        """Whether memory is held that nobody uses, for want of some to move to."""
+        """Whether the buffers are views of larger ones, because there was no memory to move them."""
         return any(buffer.untyped_storage().nbytes() > buffer.nbytes for buffer in self.buffers)
 
 
@@ -107,16 +107,16 @@ def _not_dense() -> torch.Tensor:
 
 
 class _BatchCache(Cache):
-    """What the model is given: a type that no hook takes for a user's."""
+    """The cache that the model is given: of a type that no hook takes for a user's."""
 
 
 class BatchKV:
-    """The rows of a batch.
+    """The K/V of a batch.
 
     Args:
-        model: Whose K/V it is; all its layers keep keys and values of every token, or share those of others.
-        in_place: Whether what rows begin with stays where it is: only where `sharing_reason` is None.
-        least: Tokens that are left where they are, at least; fewer are copied.
+        model: The model; each of its layers keeps the K/V of every token, or shares that of another layer.
+        in_place: Whether K/V of prompts stays where it is; only where `sharing_reason` is None.
+        least: Least number of tokens that stay where they are; fewer are copied.
     """
 
     def __init__(self, model: PreTrainedModel, *, in_place: bool = False, least: int = _LEAST) -> None:
@@ -136,19 +136,19 @@ class BatchKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, room to spare included; without what lies elsewhere."""
+        """Bytes of all buffers, unused ones included; without K/V that lies elsewhere."""
         held = (buffer for layer in self._layers if layer is not None for buffer in layer.buffers)
         return sum(buffer.untyped_storage().nbytes() for buffer in held)
 
     @torch.no_grad()
     def join(self, kv: Sequence[Pair | None], tokens: Sequence[int], owner: Hashable = None) -> None:
-        """Add a row behind the others; where it fails, the others are as they were.
+        """Add a row behind the others. If it fails, the others do not change.
 
         Args:
-            kv: Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of the last tokens, as many as the
-                layer needs; None where it has none. Nobody may write to them as long as the row is here.
-            tokens: Of the row.
-            owner: Rows of the same owner may read what they begin with together: it is the same for all of them.
+            kv: For each layer, keys and values [1, num_kv_heads, tokens, head_dim] of the last tokens, as many as the
+                layer needs; None for a layer without K/V. They must not change while the row is here.
+            tokens: Token ids of the row.
+            owner: Only rows of the same owner share K/V of prefixes.
         """
         if not self._lengths:
             self._layers = [None if pair is None else _BatchLayer() for pair in kv]
@@ -172,7 +172,7 @@ class BatchKV:
             raise
 
     def _keep(self, rows: int, stop: int, made: int) -> None:
-        """Take back what has been done to add a row to so many, in buffers that were made for as many as that."""
+        """Undo the addition of a row to `rows` others, in buffers that had `made` rows and ended at `stop`."""
         del self._lengths[rows:], self._own[rows:]
         if self._tree is not None and len(self._tree) > rows:
             self._tree.remove(rows)
@@ -211,13 +211,13 @@ class BatchKV:
         self._place()
 
     def clear(self) -> None:
-        """Let go of all rows, whatever state they were left in."""
+        """Remove all rows, whatever state they were left in."""
         self._layers, self._lengths, self._own = [], [], []
         if self._tree is not None:
             self._tree.clear()
 
     def _place(self) -> None:
-        """Tell the layers what lies elsewhere."""
+        """Give the layers the tables of the K/V that lies elsewhere."""
         if self._tree is None:
             return
         paths = [self._tree.path(row) for row in range(len(self))]
@@ -237,9 +237,9 @@ class BatchKV:
             layer.table = PieceTable(keys, values, placed, columns) if keys else None
 
     def read(self, row: int, tokens: int) -> list[Pair | None]:
-        """Of each layer, keys and values [1, num_kv_heads, tokens, head_dim] of a row's last `tokens`, as views.
+        """For each layer, views of keys and values [1, num_kv_heads, tokens, head_dim] of a row's last `tokens`.
 
-        Not more of them than it has taken since it joined, if it lies in place.
+        Where K/V stays in place, these may only be tokens that were appended since the row joined.
         """
 
         def last(buffer: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ class BatchKV:
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Append a token to each row; returns the logits [rows, vocab_size] behind them."""
+        """Append a token to each row; returns the logits [rows, vocab_size] for the next ones."""
         model: Any = self._model
         device = next(layer.buffers[0].device for layer in self._layers if layer is not None)
         lengths, own = torch.tensor([self._lengths, self._own], device=device)

@@ -1,4 +1,4 @@
-"""The body of one request: read within a limit and a time, and heard to its end when it is answered before."""
+"""Request bodies: reads them within limits of size and time, and to their end even if the answer comes before."""
 
 import asyncio
 from collections import Counter
@@ -12,7 +12,7 @@ _HEARD = 8  # times the limit, so that who has sent too much reads the answer in
 
 
 class HeldBytes:
-    """Bytes of the bodies of all requests under way, which are in memory until they are answered.
+    """Counts the bytes of request bodies in memory, where they stay until their requests are answered.
 
     Args:
         most: At most so many, of which one client has three quarters at most.
@@ -90,7 +90,7 @@ class Body:
         return message
 
     def forget(self) -> None:
-        """It is in memory no more."""
+        """Note that the body is no longer in memory."""
         self._all.give_back(self.client, self._held)
         self._held = 0
 
@@ -107,7 +107,7 @@ class Body:
 
     @property
     def too_large(self) -> str:
-        """What a client is told whose body is."""
+        """The error for a body that is too large."""
         return f"A body may have {self._max_bytes} bytes, got more. Send less text."
 
     async def _next(self) -> Message:

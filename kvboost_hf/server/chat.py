@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`."""
+"""The route `/v1/chat/completions`."""
 
 import time
 import uuid
@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from kvboost_hf.server.answers import Answer, CallReaders, Usage, large, pieces, whole
+from kvboost_hf.server.answers import Answer, CallReaders, Usage, deltas, large, whole
 from kvboost_hf.server.constraints import calls_many, constraints_of, is_constrained
 from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.errors import refused
@@ -22,7 +22,7 @@ from kvboost_hf.server.tools import ToolCall, ToolCallStream
 
 
 def chat_routes(context: RouteContext) -> APIRouter:
-    """The routes of this file."""
+    """Make a router with `/v1/chat/completions`."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/chat/completions")
@@ -37,10 +37,10 @@ def chat_routes(context: RouteContext) -> APIRouter:
 
 
 async def start_chat(context: RouteContext, body: ChatRequest, request: Request) -> tuple[RequestJobs, CallReaders]:
-    """Submit a job for each answer that a request wants.
+    """Submit a job for each answer that a request asks for.
 
     Returns:
-        They, and what reads the calls in their texts.
+        The jobs, and readers of the tool calls in their texts.
     """
     context.require_model(body.model)
     choices = context.require_choices(body.n or 1)
@@ -76,7 +76,7 @@ def _streams(context: RouteContext, body: ChatRequest, ids: Sequence[int], choic
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Answers as this route tells them."""
+    """The answers to one request, in the form of this route."""
 
     context: RouteContext
     asked: ChatRequest
@@ -84,8 +84,8 @@ class _Form:
     readers: CallReaders
 
     async def completion(self) -> Response:
-        """All of it."""
-        answers = await whole(pieces(self.jobs, self.readers), self.asked.n or 1)
+        """The whole response."""
+        answers = await whole(deltas(self.jobs, self.readers), self.asked.n or 1)
         return await large(lambda: self._completion(answers))
 
     def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -103,26 +103,26 @@ class _Form:
         }
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Piece by piece."""
+        """The chunks of a stream."""
         head, choices = self._head("chat.completion.chunk"), self.asked.n or 1
         if self.asked.with_usage:
             head["usage"] = None
         for choice in range(choices):
             yield head | {"choices": [_delta(choice, {"role": "assistant", "content": ""})]}
-        told = [0] * choices  # calls of each
-        async for piece in pieces(self.jobs, self.readers):
-            delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
-            if piece.reasoning:
-                delta["reasoning_content"] = piece.reasoning
-            if piece.calls:
-                first = told[piece.choice]
-                delta["tool_calls"] = [{"index": n} | _call(call) for n, call in enumerate(piece.calls, first)]
-                told[piece.choice] += len(piece.calls)
-            if delta or piece.logprobs:
-                logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
-                yield head | {"choices": [_delta(piece.choice, delta, logprobs)]}
-            if piece.reason is not None:
-                yield head | {"choices": [_delta(piece.choice, {}, reason=piece.reason)]}
+        sent = [0] * choices  # calls of each
+        async for delta in deltas(self.jobs, self.readers):
+            message: dict[str, Any] = {"content": delta.text} if delta.text else {}
+            if delta.reasoning:
+                message["reasoning_content"] = delta.reasoning
+            if delta.calls:
+                first = sent[delta.choice]
+                message["tool_calls"] = [{"index": n} | _call(call) for n, call in enumerate(delta.calls, first)]
+                sent[delta.choice] += len(delta.calls)
+            if message or delta.logprobs:
+                logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+                yield head | {"choices": [_delta(delta.choice, message, logprobs)]}
+            if delta.reason is not None:
+                yield head | {"choices": [_delta(delta.choice, {}, reason=delta.reason)]}
         if self.asked.with_usage:
             yield head | {"choices": [], "usage": Usage.of(self.jobs.finished, choices).body}
 
@@ -161,9 +161,9 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 
 def _delta(
-    choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+    choice: int, message: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
 ) -> dict[str, Any]:
-    return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    return {"index": choice, "delta": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

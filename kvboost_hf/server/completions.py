@@ -1,4 +1,4 @@
-"""`/v1/completions`."""
+"""The route `/v1/completions`."""
 
 import time
 import uuid
@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from kvboost_hf.server.answers import Answer, CallReaders, Usage, large, pieces, whole
+from kvboost_hf.server.answers import Answer, CallReaders, Usage, deltas, large, whole
 from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
@@ -20,7 +20,7 @@ _DEFAULT_TOKENS = 16  # as OpenAI's API has it
 
 
 def completion_routes(context: RouteContext) -> APIRouter:
-    """The routes of this file."""
+    """Make a router with `/v1/completions`."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/completions")
@@ -58,15 +58,15 @@ def completion_routes(context: RouteContext) -> APIRouter:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Answers as this route tells them."""
+    """The answers to one request, in the form of this route."""
 
     context: RouteContext
     asked: CompletionRequest
     jobs: RequestJobs
 
     async def completion(self) -> Response:
-        """All of it."""
-        answers = await whole(pieces(self.jobs, CallReaders()), self._choices)
+        """The whole response."""
+        answers = await whole(deltas(self.jobs, CallReaders()), self._choices)
         return await large(lambda: self._completion(answers))
 
     def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -77,17 +77,17 @@ class _Form:
         return self._head() | {"choices": choices, "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Piece by piece."""
+        """The chunks of a stream."""
         head = self._head() | ({"usage": None} if self.asked.with_usage else {})
         offsets = [0] * self._choices
         for choice in range(self._choices if self.asked.echo else 0):
             yield head | {"choices": [_choice(choice, self._echo(choice))]}
-        async for piece in pieces(self.jobs, CallReaders()):
-            if not (piece.text or piece.logprobs or piece.reason):
+        async for delta in deltas(self.jobs, CallReaders()):
+            if not (delta.text or delta.logprobs or delta.reason):
                 continue
-            logprobs = self._logprobs(piece.logprobs, offsets[piece.choice]) if piece.logprobs else None
-            offsets[piece.choice] += len(piece.text)
-            yield head | {"choices": [_choice(piece.choice, piece.text, logprobs, piece.reason)]}
+            logprobs = self._logprobs(delta.logprobs, offsets[delta.choice]) if delta.logprobs else None
+            offsets[delta.choice] += len(delta.text)
+            yield head | {"choices": [_choice(delta.choice, delta.text, logprobs, delta.reason)]}
         if self.asked.with_usage:
             yield head | {"choices": [], "usage": self._usage()}
 

@@ -32,7 +32,7 @@ _RELIEF = 16  # connections that are dropped when there are no descriptors left
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """How many connections there may be, and how long they may keep the server waiting.
+    """How many connections may be open, and how long they may keep the server waiting.
 
     Args:
         most: In all.
@@ -47,7 +47,7 @@ class ConnectionLimits:
 
     @property
     def most_per_address(self) -> int:
-        """From one address: three quarters, so that no single one can keep out all others."""
+        """Most connections from one address: three quarters of all, so that no address can keep out all others."""
         return max(1, self.most * 3 // 4)
 
     @property
@@ -60,7 +60,7 @@ class ConnectionLimits:
 
     @property
     def sweep_s(self) -> float:
-        """Seconds between two looks at what has waited for too long."""
+        """Seconds between two searches for connections that have waited for too long."""
         return min(1.0, self.header_s / 4, self.write_s / 4)
 
 
@@ -98,13 +98,13 @@ class Connections:
         return len(self._all)
 
     def start(self) -> None:
-        """Look after the connections of the running event loop from now on, until `stop`."""
+        """Start to watch the connections of the running event loop, until `stop`."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._failed)
         self._sweep(loop)
 
     def stop(self) -> None:
-        """Drop those whose request is not complete, take no more, and look no more."""
+        """Drop connections without a complete request, refuse new ones, and stop watching."""
         self._ends = True
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -113,7 +113,7 @@ class Connections:
             self._drop(connection)
 
     def admit(self, connection: "LimitedProtocol", address: str) -> bool:
-        """Make room for a new connection; returns whether there is some."""
+        """Make room for a new connection; returns whether there is room."""
         if self._ends:
             return False
         if self._addresses[address] >= self.limits.most_per_address and not self._make_room(address):
@@ -128,17 +128,17 @@ class Connections:
         return True
 
     def waits(self, connection: "LimitedProtocol") -> None:
-        """From now on a connection waits for its client."""
+        """Note that a connection waits for its client."""
         if connection in self._all:
             self._waiting.pop(connection, None)
             self._waiting[connection] = asyncio.get_running_loop().time()
 
     def works(self, connection: "LimitedProtocol") -> None:
-        """From now on the server works on a request of a connection."""
+        """Note that the server works on a request of a connection."""
         self._waiting.pop(connection, None)
 
     def forget(self, connection: "LimitedProtocol") -> None:
-        """A connection has ended. Any number of times."""
+        """Note that a connection has ended. It may be called any number of times."""
         self._waiting.pop(connection, None)
         address = self._all.pop(connection, None)
         if address is not None:
@@ -293,13 +293,13 @@ class LimitedProtocol(H11Protocol):
             super().shutdown()
 
     def drop(self) -> None:
-        """End it at once, whatever is on its way."""
+        """Close the connection at once, and discard what was not sent."""
         if self._wire is not None:
             self._wire.abort()
 
     @property
     def answering(self) -> bool:
-        """Whether a request has come whole, and is not answered yet."""
+        """Whether a complete request is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     def overdue(self, now: float, since: float) -> str | None:
@@ -324,7 +324,7 @@ class LimitedProtocol(H11Protocol):
 
 
 def protocol_of(connections: Connections) -> type[LimitedProtocol]:
-    """What speaks HTTP on connections that are counted among these."""
+    """The protocol class for connections that count among these."""
     return type("_Protocol", (LimitedProtocol,), {"among": connections})
 
 

@@ -1,4 +1,4 @@
-"""Which constraint a chat request asks for."""
+"""Makes the constraints that a chat request asks for: JSON, a schema, or tool calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,24 +11,24 @@ from kvboost_hf.server.structured import json_schema, tool_calls
 
 
 def is_constrained(body: ChatRequest) -> bool:
-    """Whether not anything may be said."""
+    """Whether the request constrains its answers."""
     return body.must_call or body.json_wanted
 
 
 def constraints_of(
     body: ChatRequest, tokenizer: Any, grammars: Grammars, salt: bytes, choices: int
 ) -> Sequence[Constraint]:
-    """A new constraint for each answer to a request that is constrained.
+    """Make a constraint for each answer to a constrained request.
 
     Args:
         body: The request.
-        tokenizer: Of the model.
-        grammars: Compiles for it.
-        salt: Of whoever asks.
-        choices: How many answers.
+        tokenizer: The tokenizer of the model.
+        grammars: Compiles grammars for the tokenizer.
+        salt: The salt of the client.
+        choices: The number of answers.
 
     Raises:
-        ApiError: it asks for what cannot be enforced.
+        ApiError: The constraint cannot be enforced.
     """
     try:
         grammar = _grammar(body, tokenizer)
@@ -38,7 +38,7 @@ def constraints_of(
 
 
 def calls_many(body: ChatRequest) -> bool:
-    """Whether an answer may have several calls: not where one is named, as in OpenAI's API."""
+    """Whether an answer may have several calls. It may not where the request names one, as in OpenAI's API."""
     return body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ToolChoice)
 
 

@@ -1,4 +1,4 @@
-"""What all routes share: the model's engine, its tokenizer, and how prompts become jobs."""
+"""`RouteContext`: the engine, tokenizer and settings that all routes share; makes jobs of prompts."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,18 +27,18 @@ MAX_LOGPROBS = 500_000  # of all tokens of a request
 
 @dataclass(frozen=True, slots=True)
 class RouteContext:
-    """One model, and what it takes to serve it.
+    """The parts of a server that its routes use.
 
     Args:
         engine: Runs jobs.
-        tokenizer: Of the model.
-        settings: Of the server.
+        tokenizer: The tokenizer of the model.
+        settings: The settings of the server.
         ends: Tokens that end an answer.
-        meter: Counts.
-        grammars: Compiles what answers must follow.
-        reading: Whose request is read next.
-        compiling: Whose grammar is compiled next.
-        encoder: Makes tokens of texts and chats.
+        meter: Counts figures for `/metrics`.
+        grammars: Compiles grammars for constraints.
+        reading: Turns of clients to have a request read.
+        compiling: Turns of clients to have a grammar compiled.
+        encoder: Encodes texts and chats.
         created: When the server started, in seconds since 1970.
     """
 
@@ -55,7 +55,7 @@ class RouteContext:
     _token_texts: dict[int, str] = field(default_factory=dict)
 
     def require_model(self, name: str) -> None:
-        """Raises an `ApiError` if another model is asked for."""
+        """Raise an `ApiError` for the name of another model."""
         if name != self.settings.model_name:
             raise ApiError(
                 404,
@@ -65,7 +65,7 @@ class RouteContext:
             )
 
     async def encode(self, text: str, request: Request, *, new: int = 1, whole: bool = False) -> list[int]:
-        """Tokens of a text that a request has; see `Encoder.text`."""
+        """Encode a text of a request, as `Encoder.text` does, unless the client disconnects."""
         with self._refusals():
             work = self.encoder.text(text, client(request), new=new, whole=whole)
             return await unless_gone(request, None, work)
@@ -73,7 +73,7 @@ class RouteContext:
     async def tokens(
         self, text: str | list[int], request: Request, param: str, *, new: int = 1, whole: bool = False
     ) -> list[int]:
-        """Tokens of a text, or those that a request has in its place, in the field `param`; see `Encoder.text`."""
+        """Encode a text of the field `param`, or check the tokens that the request has in its place."""
         if isinstance(text, str):
             return await self.encode(text, request, new=new, whole=whole)
         with self._refusals():
@@ -94,18 +94,18 @@ class RouteContext:
         new: int = 1,
         answer: bool = True,
     ) -> list[int]:
-        """Tokens of a chat, up to where the answer starts, or without that start; see `Encoder.chat`."""
+        """Encode a chat, as `Encoder.chat` does, unless the client disconnects."""
         told, shown = await self.read(request, lambda: _as_templates_have_them(messages, tools))
         with self._refusals():
             work = self.encoder.chat(told, shown, client(request), new=new, answer=answer)
             return await unless_gone(request, None, work)
 
     async def read(self, request: Request, work: Callable[[], T]) -> T:
-        """What a thread makes of a request when it is the client's turn, unless the client goes away."""
+        """Run `work` in a thread when it is the client's turn, unless the client disconnects."""
         return await self._in_turn(self.reading, request, work)
 
     async def compile(self, request: Request, work: Callable[[], Sequence[Constraint]]) -> Sequence[Constraint]:
-        """Constraints, which a thread makes when it is the client's turn, unless the client goes away."""
+        """Make constraints in a thread when it is the client's turn, unless the client disconnects."""
         return await self._in_turn(self.compiling, request, work)
 
     async def _in_turn(self, turns: Turns, request: Request, work: Callable[[], T]) -> T:
@@ -117,7 +117,7 @@ class RouteContext:
             return await unless_gone(request, None, done())
 
     def token_text(self, token: int) -> str:
-        """What a token stands for by itself."""
+        """The text of a single token."""
         found = self._token_texts.get(token)
         if found is None:
             found = self._token_texts[token] = str(self.tokenizer.decode([token]))
@@ -125,7 +125,7 @@ class RouteContext:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Counts them."""
+        """Count refusals in the meter."""
         try:
             yield
         except (TooLongError, QueueFullError) as error:
@@ -138,7 +138,7 @@ class RouteContext:
     def options(
         self, request: Sampled, *, max_tokens: int, logprobs: int | None, choice: int, constraint: Constraint | None
     ) -> SamplingOptions:
-        """How one of a request's choices is sampled."""
+        """The `SamplingOptions` of one choice of a request."""
         bias = request.logit_bias or {}
         if any(token >= self.engine.vocab_size for token in bias):
             raise refused("logit_bias", f"Tokens must be below {self.engine.vocab_size}, got {max(bias)}.")
@@ -158,13 +158,13 @@ class RouteContext:
         )
 
     def room(self, ids: Sequence[int]) -> int:
-        """How many tokens an answer has that was given no length."""
+        """Most tokens of an answer to a request without a length."""
         most = self.settings.max_model_len
         default = self.settings.default_max_tokens
         return default if most is None else max(1, min(default, most - len(ids)))
 
     def salt(self, request: Request, cache_key: str | None) -> bytes:
-        """Separates K/V of those with other API keys, or who gave another `prompt_cache_key`."""
+        """The salt of a request, which separates K/V by API key and `prompt_cache_key`."""
         return prompt_salt(self.settings.salt, request.scope.get("api_key"), cache_key)
 
     def job(
@@ -176,10 +176,10 @@ class RouteContext:
         salt: bytes,
         skip_special_tokens: bool = True,
     ) -> Job:
-        """A text to continue.
+        """Make the job of one answer.
 
         Raises:
-            ApiError: it has no tokens.
+            ApiError: The prompt has no tokens.
         """
         if not ids:
             raise refused("prompt", "A prompt must have a token at least, got an empty text.")
@@ -194,14 +194,14 @@ class RouteContext:
         )
 
     def require_choices(self, choices: int) -> int:
-        """As many answers as one request may have, or an `ApiError`."""
+        """Return the number of answers, or raise an `ApiError` if one request may not have as many."""
         most = self.settings.max_choices
         if choices > most:
             raise refused("n", f"One request may have {most} answers, got {choices}. Send several requests.")
         return choices
 
     def require_few_logprobs(self, tokens: int, logprobs: int | None) -> None:
-        """Raises an `ApiError` if the answers of a request may have more log probabilities than one response can."""
+        """Raise an `ApiError` if the answers may have more log probabilities than one response can hold."""
         found = 0 if logprobs is None else tokens * (1 + logprobs)
         if found > MAX_LOGPROBS:
             raise refused(
@@ -224,7 +224,7 @@ class RouteContext:
 
 
 def client(request: Request) -> bytes:
-    """Who asks: what is shared out among those that have API keys is shared out among these."""
+    """The client of a request, by its API key; clients share the server's capacity."""
     return str(request.scope.get("api_key", "")).encode()
 
 

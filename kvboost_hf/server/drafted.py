@@ -1,4 +1,4 @@
-"""Decoding a text that runs alone: a smaller model drafts trees of tokens, each checked in one pass of the model."""
+"""Speculative decoding of an answer that runs alone: a smaller model drafts trees of tokens for it."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Add = Callable[[int, TokenLogprob | None], FinishReason | None]  # tells of a to
 
 
 class Drafts:
-    """What all drafted texts of an engine have in common: the two models, and what was learned of them.
+    """The draft model of an engine, and the statistics of all rounds.
 
     Args:
         model: Checks the drafts.
@@ -68,22 +68,22 @@ class Drafts:
         return cls(model, draft, config if config is not None else DraftTreeConfig())
 
     def take(self, job: Job) -> bool:
-        """Whether drafts are made for a job.
+        """Whether to draft for a job.
 
-        Not where a constraint would have to be asked about each of them, and not for a text that the draft model has
-        too few positions for: it might fail, and then there would be no drafts for others, either.
+        There are no drafts for a job with a constraint, which would have to check each of them, nor for one that the
+        draft model has too few positions for: a failure of the draft model would end drafting for all.
         """
         fits = self._positions is None or len(job.ids) + job.options.max_tokens <= self._positions
         return fits and not self._failed and job.options.constraint is None
 
     def give_up(self, error: BaseException | None) -> None:
-        """Make no more of them, since the draft model has failed."""
+        """Stop drafting, since the draft model has failed."""
         self._failed = True
         _log.error("The draft model has failed: answers go on without drafts, until a restart.", exc_info=error)
 
     @property
     def figures(self) -> dict[str, float]:
-        """Of all rounds so far."""
+        """Figures of all rounds so far."""
         stats = self.rounds.stats
         return {
             "rounds": stats.rounds,
@@ -98,7 +98,7 @@ class _DraftFailedError(RuntimeError):
 
 
 class _Draft(TreeDraft):
-    """One that tells its own failures from those of others."""
+    """A `TreeDraft` whose failures are `_DraftFailedError`."""
 
     def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
         """See `TreeDraft`."""
@@ -116,11 +116,11 @@ class _Draft(TreeDraft):
 
 
 class DraftedText:
-    """One text, with the K/V that the draft model has of it.
+    """The drafting of one answer, with the draft model's K/V.
 
     Args:
-        drafts: See `Drafts`.
-        job: Whose text it is.
+        drafts: The draft model and its statistics.
+        job: The job of the answer.
         sampler: Chooses its tokens.
     """
 
@@ -129,7 +129,7 @@ class DraftedText:
         self._drafting = _Draft(drafts.draft, drafts.config, drafts.rounds.growth, sampler.warpers, job.ends)
 
     def run(self, cache: ChunkReuseCache, ids: Sequence[int], add: Add) -> FinishReason | None:
-        """One round: as many tokens as the drafts are right, and one more; none if the draft model fails.
+        """Run one round, which adds the drafts that are right and one more token; none if the draft model fails.
 
         Args:
             cache: Holds prompt and answer but for the last token.

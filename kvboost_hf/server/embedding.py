@@ -1,4 +1,4 @@
-"""Embeddings: the mean of a model's last hidden states, of length 1."""
+"""Computes embeddings: the mean of a model's last hidden states, normalized to length 1."""
 
 import inspect
 import logging
@@ -16,7 +16,7 @@ _log = logging.getLogger("kvboost_hf.server")
 
 
 def embed(model: PreTrainedModel, ids: Sequence[int], *, piece: int | None = None) -> list[float]:
-    """The embedding of one text, of as many numbers as the model's hidden states have.
+    """Compute the embedding [hidden_size] of one text.
 
     Args:
         model: A causal language model. Not trained for this, it makes poor embeddings.
@@ -30,7 +30,7 @@ def embed(model: PreTrainedModel, ids: Sequence[int], *, piece: int | None = Non
 
 
 class _Text:
-    """A text on its way through the model, piece by piece, with the K/V of those before."""
+    """One text, computed piece by piece with the K/V of the pieces before."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids, self._done = ids, 0
@@ -39,7 +39,7 @@ class _Text:
 
     @torch.no_grad()
     def advance(self, model: PreTrainedModel, piece: int | None) -> list[float] | None:
-        """Compute the next piece; returns the embedding behind the last one."""
+        """Compute the next piece; returns the embedding after the last one, else None."""
         body: Any = model.base_model
         whole, start = len(self._ids), self._done
         self._done = whole if piece is None else min(start + piece, whole)
@@ -66,7 +66,7 @@ class EmbeddingJob:
         texts: Token ids of each.
 
     Attributes:
-        future: What comes of it; may be cancelled.
+        future: Receives the embeddings; may be cancelled.
     """
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:

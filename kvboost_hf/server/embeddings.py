@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, if the operator asks for it."""
+"""The route `/v1/embeddings`, where the operator has turned it on."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ from kvboost_hf.server.schema import MAX_TEXTS, EmbeddingRequest
 
 
 def embedding_routes(context: RouteContext) -> APIRouter:
-    """The route of this file."""
+    """Make a router with `/v1/embeddings`."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/embeddings")
@@ -59,5 +59,5 @@ async def _within(future: Future[list[list[float]]], timeout_s: float) -> list[l
 
 
 def _as_base64(numbers: Sequence[float]) -> str:
-    """Of float32, the lowest byte first."""
+    """Base64 of the numbers as float32, little-endian."""
     return base64.b64encode(np.asarray(numbers, dtype="<f4").tobytes()).decode()

@@ -1,4 +1,4 @@
-"""Texts and chats as token ids: in threads that take turns, with tokenizers of their own."""
+"""Encodes texts and chats in threads, each with a tokenizer of its own; clients take turns."""
 
 import copy
 from collections.abc import AsyncIterator

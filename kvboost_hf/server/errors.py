@@ -38,7 +38,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What is sent."""
+        """The JSON object of the response."""
         told = {"message": self.message, "type": _type(self.status), "param": self.param, "code": self.code}
         return {"error": told | self.more}
 
@@ -49,12 +49,12 @@ class ApiError(Exception):
 
 
 def refused(param: str, message: str, code: str | None = None) -> ApiError:
-    """A field with a value that is not served."""
+    """The error for a field whose value is refused."""
     return ApiError(400, message, param=param, code=code)
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception."""
+    """The error that a client receives for an exception."""
     match error:
         case ApiError():
             return error
@@ -79,7 +79,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have all errors of an app told in this form."""
+    """Make an app answer all errors in this form."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         return api_error(error).response

@@ -1,4 +1,4 @@
-"""Grammars that clients send: compiled in processes that may be killed first, and kept for those who sent them."""
+"""Compiles grammars of clients in processes that can be killed, and caches them by salt."""
 
 import json
 import subprocess
@@ -181,7 +181,7 @@ class _Process:
             raise KVBoostError("The process that compiles grammars does not start. Can Python run llguidance here?")
 
     def ask(self, question: object, limit_s: float) -> str | None:
-        """The error of its answer; None if it has ended, or had to be, before it could answer."""
+        """Send a request; returns the error of the answer, or None if the process ended without one."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         watch = threading.Timer(limit_s, self._process.kill)
@@ -202,7 +202,7 @@ class _Process:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

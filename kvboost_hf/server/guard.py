@@ -1,4 +1,4 @@
-"""What every request passes: the name it calls, its id, key and size, and a line in the log that holds no text."""
+"""`Guard`: checks the host name, API key and size of every request, gives it an id, and logs it without its text."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""By which names a server may be called: a page of somebody else's must not reach it by giving it a name of theirs."""
+"""Checks the header `Host`, so that a foreign web page cannot reach the server by a name of its own."""
 
 import ipaddress
 import re

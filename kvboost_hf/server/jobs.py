@@ -1,4 +1,4 @@
-"""What the front of the server asks of the thread that runs the model, and what it is told: no tensors, no HTTP."""
+"""`Job`, its events, and the `Engine` protocol: the interface between the HTTP routes and the model's thread."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "constraint", "
 
 
 class ConstraintError(KVBoostError):
-    """A constraint cannot be followed any further: of what was asked, no fault of the model."""
+    """A constraint cannot be followed any further, because of the request and not of the model."""
 
 
 class Constraint(Protocol):
@@ -21,21 +21,21 @@ class Constraint(Protocol):
         """[vocab_size], bool, a tensor on the host: the tokens that may come next.
 
         Raises:
-            ConstraintError: it cannot be followed.
+            ConstraintError: The constraint cannot be followed.
         """
         ...
 
     def advance(self, token: int) -> None:
-        """`token` has come.
+        """Follow the constraint by one token.
 
         Raises:
-            ConstraintError: it was not allowed, or the constraint cannot be followed.
+            ConstraintError: The token was not allowed, or the constraint cannot be followed.
         """
         ...
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but the end may come."""
+        """Whether the answer must end here."""
         ...
 
 
@@ -44,18 +44,18 @@ class SamplingOptions:
     """How the tokens of one job are chosen.
 
     Args:
-        max_tokens: At most so many; with 0 the prompt is computed, and kept in the store.
-        temperature: 0 takes the likeliest.
-        top_p: Of the likeliest tokens, those that have this probability together.
-        top_k: The so many likeliest tokens; 0 for all.
-        min_p: Tokens with at least this share of the probability of the likeliest.
-        presence_penalty: Taken off the logit of each token that was generated before.
-        frequency_penalty: The same, times how often.
+        max_tokens: Tokens of the answer, at most; with 0 the prompt is computed and kept in the store.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_p: Sample from the likeliest tokens whose probabilities sum up to this.
+        top_k: Sample from this many of the likeliest tokens; 0 for all.
+        min_p: Sample from tokens with at least this share of the probability of the likeliest.
+        presence_penalty: Subtracted from the logit of each token that was generated before.
+        frequency_penalty: Subtracted from the logit of a token for each time that it was generated before.
         repetition_penalty: Divides positive logits of tokens in prompt and answer, and multiplies negative ones.
-        logit_bias: By token, what is added to its logit.
-        seed: Of the draws; None for another one each time.
-        logprobs: Tell the log probability of each token, and of so many likeliest ones; None tells none.
-        constraint: Or None.
+        logit_bias: By token, added to its logit.
+        seed: The seed of sampling; None for a different one each time.
+        logprobs: Report the log probability of each token, and of this many likeliest ones; None reports none.
+        constraint: Restricts the tokens that may come; None for no constraint.
     """
 
     max_tokens: int
@@ -77,15 +77,15 @@ class Job:
     """One text to continue.
 
     Args:
-        ids: Of the prompt; one at least.
-        options: How to go on.
-        stop: Texts that end it, and are left out of it.
-        ends: Tokens that end it.
-        salt: Separates those who must not see each other's prompts.
-        client: Who asks. Clients take turns, whatever their salts are.
-        pin_share: Keep the prompt in host memory from then on, and let the client's oldest ones go that are above this
-            share of the store's budget; with 1 this one never goes. 0 keeps nothing.
-        timeout_s: Seconds from `submit` after which it is ended; None for no limit.
+        ids: Token ids of the prompt; at least one.
+        options: How the tokens of the answer are chosen.
+        stop: Texts that end the answer, and are left out of it.
+        ends: Tokens that end the answer.
+        salt: Jobs share K/V only with jobs of the same salt.
+        client: The client. Clients take turns, whatever their salts are.
+        pin_share: Pin the prompt in host memory, and unpin the client's oldest prompts where all of them exceed this
+            share of the store's budget; with 1 this prompt is never unpinned. 0 pins nothing.
+        timeout_s: Seconds from `submit` after which the job ends; None for no limit.
         skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
     """
 
@@ -107,10 +107,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token that came, and what else might have.
+    """The log probability of a token, and those of the likeliest ones at its place.
 
     Args:
-        token: Its id.
+        token: The id of the token.
         logprob: Natural logarithm of its probability.
         top: The likeliest tokens and theirs, the likeliest first.
     """
@@ -122,11 +122,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """More of a text.
+    """The next part of an answer.
 
     Args:
-        text: What is sure to be a part of the answer: no part of a stop text, no half of a character. May be empty.
-        tokens: How many tokens came with it.
+        text: New text, without parts of a stop text or of a character; may be empty.
+        tokens: The number of new tokens.
         logprobs: Of each token, if they were asked for.
     """
 
@@ -137,21 +137,21 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The end of a job; the last that is told of it.
+    """The end of a job, and its last event.
 
     Args:
         reason: `"stop"`: an end of the text, a stop text or the end of a constraint. `"length"`: `max_tokens`.
             `"constraint"`: the constraint could not be followed.
-        prompt_tokens: Of the prompt.
-        completion_tokens: That were generated, the end of the text included.
-        cached_tokens: Of the prompt, not computed for this job.
-        tiers: Of these, how many came from each tier.
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Generated tokens, the one that ends the text included.
+        cached_tokens: Tokens of the prompt that were reused.
+        tiers: Reused tokens by the tier that they came from.
         queue_s: Seconds from `submit` to the first forward.
         ttft_s: Seconds from `submit` to the first token on the host; None without one.
         total_s: Seconds from `submit` to the end.
         error: What went wrong, for `"constraint"` and `"error"`.
         stopped: Whether a stop text has ended it.
-        pinned: Whether the prompt is kept, see `Job.pin_share`.
+        pinned: Whether the prompt is pinned, as `Job.pin_share` asks.
     """
 
     reason: FinishReason
@@ -172,10 +172,10 @@ Listener = Callable[[Event], None]  # called by the thread that runs the model: 
 
 
 class QueueFullError(RuntimeError):
-    """No room in the queue.
+    """The queue is full.
 
     Args:
-        retry_after_s: When there may be some.
+        retry_after_s: Seconds after which there may be room.
     """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -184,7 +184,7 @@ class QueueFullError(RuntimeError):
 
 
 class TooLongError(ValueError):
-    """A prompt for which there is no memory, or no positions.
+    """A prompt exceeds the memory or the positions of the model.
 
     Args:
         max_prompt_tokens: The longest prompt that there is room for, with as many new tokens.
@@ -200,15 +200,15 @@ class DrainingError(RuntimeError):
 
 
 class Ticket(Protocol):
-    """A job that was taken."""
+    """A job that an engine has taken."""
 
     def cancel(self) -> None:
-        """End it as soon as possible; `Finished("cancelled")` follows. Any thread may call it, any number of times."""
+        """End the job as soon as possible; `Finished("cancelled")` follows. Any thread may call it, repeatedly."""
         ...
 
 
 class Engine(Protocol):
-    """What runs jobs."""
+    """Runs jobs."""
 
     @property
     def vocab_size(self) -> int:
@@ -224,9 +224,9 @@ class Engine(Protocol):
         """Queue a job. Any thread may call it.
 
         Raises:
-            QueueFullError: there are as many waiting as may wait.
-            TooLongError: it can never run.
-            DrainingError: no more are taken.
+            QueueFullError: The queue is full.
+            TooLongError: The job can never run.
+            DrainingError: The engine takes no more jobs.
         """
         ...
 
@@ -234,20 +234,20 @@ class Engine(Protocol):
         """Queue texts to embed. Any thread may call it.
 
         Args:
-            texts: Token ids of each, one at least.
+            texts: Token ids of each text, at least one.
 
         Returns:
-            Will have an embedding of each text. It may be cancelled.
+            A future with an embedding of each text. It may be cancelled.
 
         Raises:
-            QueueFullError: see `submit`, as for the others.
-            TooLongError:
-            DrainingError:
+            QueueFullError: The queue is full.
+            TooLongError: A text is longer than the model's context.
+            DrainingError: The engine takes no more jobs.
         """
         ...
 
     def stats(self) -> dict[str, Any]:
-        """Figures as they are now: plain numbers, texts, and dicts of them."""
+        """Current figures, as numbers, strings, and dicts of them."""
         ...
 
     def drain(self, timeout_s: float) -> bool:

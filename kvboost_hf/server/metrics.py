@@ -13,7 +13,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Meter:
-    """Counts what the jobs of an engine tell.
+    """Counts the events of an engine's jobs.
 
     Args:
         engine: Its own figures are read each time they are asked for.
@@ -49,12 +49,12 @@ class Meter:
             self._finished.labels(reason)
 
     def gap(self, seconds: float, tokens: int) -> None:
-        """So many tokens came, each so long after the one before."""
+        """Note tokens, and the seconds between each of them and the one before."""
         for _ in range(tokens):
             self._between.observe(seconds)
 
     def finished(self, event: Finished) -> None:
-        """A job ended."""
+        """Note the end of a job."""
         self._finished.labels(event.reason).inc()
         self._tokens.labels("prompt").inc(event.prompt_tokens)
         self._tokens.labels("answer").inc(event.completion_tokens)
@@ -65,7 +65,7 @@ class Meter:
             self._cached.labels(tier).inc(tokens)
 
     def refused(self, error: Exception) -> None:
-        """A job was not taken."""
+        """Note a job that was refused."""
         self._refused.labels(type(error).__name__).inc()
 
     def page(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Texts that stay in host memory because somebody has asked for it, each client's within a share of it."""
+"""`Pins`: keeps prompts that clients have warmed in host memory, within a share for each client."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -18,15 +18,13 @@ class _Text:
 
 
 class Pins:
-    """What clients have had pinned, the oldest first."""
+    """The pinned prompts of each client, the oldest first."""
 
     def __init__(self) -> None:
         self._texts: dict[bytes, deque[_Text]] = {}  # by client
 
     def keep(self, store: ChunkStore, job: Job, cache: ChunkReuseCache) -> bool:
-        """Pin what a cache holds of a job's prompt.
-
-        Where that is more than the client's share, its oldest texts are pinned no more.
+        """Pin the K/V of a job's prompt. Where that exceeds the client's share, its oldest prompts are unpinned.
 
         Args:
             store: Where it stays.
@@ -34,7 +32,7 @@ class Pins:
             cache: Holds the prompt alone.
 
         Returns:
-            False where it does not fit: nothing of it is pinned then, but for what was before.
+            False where the prompt does not fit; what of it was not pinned before is not pinned then, either.
         """
         before = store.pinned_keys()
         results = cache.store_all(pinned=True)

@@ -1,4 +1,4 @@
-"""Bodies of requests, read without holding up those of others."""
+"""`PostedRoute`: parses large JSON bodies in a thread, so that they do not block other requests."""
 
 from collections.abc import Callable, Coroutine
 from functools import partial

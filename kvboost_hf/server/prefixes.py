@@ -1,4 +1,4 @@
-"""Texts that run together, as a tree: what several of them begin with is held once.
+"""`PrefixTree`: the rows of a batch as a tree, in which a prefix that several rows share is one part.
 
 [ system prompt ─┬─ question a ]        text 0: parts 0, 1
                  ├─ question b ]        text 1: parts 0, 2

@@ -1,4 +1,4 @@
-"""`/v1/responses`: text and calls of functions, nothing stored."""
+"""The route `/v1/responses`: text and function calls; no response is stored."""
 
 import time
 import uuid
@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvboost_hf.server.answers import CallReaders, Usage, pieces
+from kvboost_hf.server.answers import CallReaders, Usage, deltas
 from kvboost_hf.server.chat import start_chat
 from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.posted import PostedRoute
@@ -20,7 +20,7 @@ from kvboost_hf.server.tools import ToolCall
 
 
 def response_routes(context: RouteContext) -> APIRouter:
-    """The routes of this file."""
+    """Make a router with `/v1/responses`."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/responses")
@@ -37,7 +37,7 @@ def response_routes(context: RouteContext) -> APIRouter:
 
 @dataclass(slots=True)
 class _Reply:
-    """An answer as this route tells it: items that open, grow and close."""
+    """The answer to one request, in the form of this route: items that open, grow and close."""
 
     asked: ResponseRequest
     jobs: RequestJobs
@@ -48,27 +48,27 @@ class _Reply:
     sequence: int = 0
 
     async def whole(self) -> dict[str, Any]:
-        """All of it: what the last event tells."""
+        """The whole response, as the last event has it."""
         told: dict[str, Any] = {}
         async for event in self.events():
             told = event.get("response", told)
         return told
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """What happens, one thing after the other."""
+        """The events of a stream."""
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
         text: str | None = None  # of the message that is open
         reason = None
-        async for piece in pieces(self.jobs, self.readers):
-            reason = piece.reason or reason
-            if piece.text:
+        async for delta in deltas(self.jobs, self.readers):
+            reason = delta.reason or reason
+            if delta.text:
                 if text is None:
                     for event in self._open_message():
                         yield event
-                text = (text or "") + piece.text
-                yield self._event("response.output_text.delta", **self._here, delta=piece.text, logprobs=[])
-            for call in piece.calls:
+                text = (text or "") + delta.text
+                yield self._event("response.output_text.delta", **self._here, delta=delta.text, logprobs=[])
+            for call in delta.calls:
                 if text is not None:
                     for event in self._close_message(text, "completed"):
                         yield event

@@ -1,4 +1,4 @@
-"""What requests to `/v1/responses` may hold, and the chat that each stands for."""
+"""The schema of requests to `/v1/responses`, and the chat request that each stands for."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""How many tokens there is memory for, before any of them comes."""
+"""`tokens_that_fit`: plans how many tokens of K/V fit into memory."""
 
 import psutil
 import torch

@@ -1,4 +1,4 @@
-"""Which of several replicas gets a request: one that has had the beginning of its prompt, unless it has enough to do.
+"""`PrefixRouter`: sends a request to the replica that has had the prefix of its prompt, within bounds of its load.
 
 Pure bookkeeping: no tensors, no HTTP, no cluster. A prompt is told by the keys of its chunks, each of which stands for
 all that is before it, too. Where no replica has had any of it, the first key decides by rendezvous hashing (Thaler and

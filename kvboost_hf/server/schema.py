@@ -1,4 +1,4 @@
-"""What requests may hold. Fields that are not here are refused, never ignored."""
+"""The schemas of requests. Fields that are not here are refused, never ignored."""
 
 import json
 from typing import Annotated, Any, Literal, TypeVar

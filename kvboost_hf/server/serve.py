@@ -1,4 +1,4 @@
-"""A server in this process, until it is told to end."""
+"""`serve`: runs a server in this process until SIGTERM or SIGINT."""
 
 import logging
 import queue
@@ -40,19 +40,19 @@ def serve(
     warm: Iterable[str] = (),
     log_level: str = "info",
 ) -> None:
-    """Serve a model until SIGTERM or SIGINT, and then let those finish who have been heard.
+    """Serve a model until SIGTERM or SIGINT, and then finish the requests that were taken.
 
     Args:
         model: A causal language model in eval mode.
-        tokenizer: Of the model.
-        settings: Of the server.
-        kept: What is kept of prompts, and how it is used again.
+        tokenizer: Its tokenizer.
+        settings: The settings of the server.
+        kept: The settings of the store, and of how its K/V is reused.
         draft: A smaller model that drafts for a request that runs alone; None for no drafts.
-        draft_trees: How large its trees are; None for the default.
-        attn_implementation: Of the model; None for what `choose_attention` chooses.
-        warm: Texts that prompts start with; they are computed for each API key before the server listens, and stay in
-            host memory.
-        log_level: Of the lines of JSON on standard error.
+        draft_trees: The size of its trees of drafts; None for the default.
+        attn_implementation: The attention of the model; None for what `choose_attention` chooses.
+        warm: Texts that prompts begin with; they are computed for each API key before the server listens, and pinned
+            in host memory.
+        log_level: The least level that is logged, as lines of JSON on standard error.
     """
     engine = start_engine(
         model,
@@ -91,7 +91,7 @@ def start_engine(
     draft_trees: DraftTreeConfig | None = None,
     attn_implementation: str | None = None,
 ) -> ModelEngine:
-    """The engine of a server, with a store of its own: both are the caller's to close. See `serve`."""
+    """Make the engine of a server and its store, from arguments of `serve`. The caller closes both."""
     choose_attention(model, attn_implementation)
     store = kept.store(model, tokenizer)
     return ModelEngine(
@@ -113,7 +113,7 @@ def start_engine(
 
 
 def front(engine: ModelEngine, settings: ServerSettings) -> FastAPI:
-    """The app that answers for an engine."""
+    """Make the app of an engine."""
     return make_app(engine, engine.tokenizer, settings, ends=_ends(engine.model, engine.tokenizer))
 
 

@@ -1,4 +1,4 @@
-"""What the operator of a server may choose."""
+"""`ServerSettings`: the settings of a server."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Whether what the rows of a batch begin with can stay where it is, and be read by all of them together."""
+"""Finds out whether rows of a batch can share the K/V of a prefix, and chooses an attention that allows it."""
 
 import logging
 from typing import Any
@@ -26,7 +26,7 @@ _log = logging.getLogger("kvboost_hf.server")
 
 
 def choose_attention(model: PreTrainedModel, asked: str | None = None) -> None:
-    """Have a model compute with the attention that is asked for; else, on a CPU, with one that lets rows share K/V.
+    """Set the attention of a model: the one that is asked for; else, on a CPU, one that lets rows share K/V.
 
     On a GPU it keeps its own: `kvboost_fa2` has not been measured there.
 
@@ -75,7 +75,7 @@ def sharing_reason(model: PreTrainedModel) -> str | None:
 
 
 class _Probed(KeptOnModel):
-    """What running a model with `kvboost_fa2` has shown, so that it is run once."""
+    """The results of probes of a model with `kvboost_fa2`, so that each runs once."""
 
     def __init__(self) -> None:
         self.reasons: dict[torch.dtype, str | None] = {}

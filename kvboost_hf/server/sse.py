@@ -1,4 +1,4 @@
-"""Server-sent events: a response that tells what comes when it comes."""
+"""`EventStream`: a response of server-sent events."""
 
 import asyncio
 import json
@@ -16,11 +16,11 @@ _log = logging.getLogger(__name__)
 
 
 class EventStream(StreamingResponse):
-    """Sends objects as they come, and cancels the jobs that they come from when the client goes away.
+    """Sends objects as they come, and cancels their jobs when the client disconnects.
 
     Args:
         events: What to send. Those with a `"type"` have that as the name of their event.
-        jobs: What they are made of.
+        jobs: The jobs that the objects are made of.
         ping_s: After so many silent seconds a comment is sent.
         done: Whether `[DONE]` ends it.
     """

@@ -107,7 +107,7 @@ class GrammarConstraint:
         return fewer if fewer.any() else allowed
 
     def advance(self, token: int) -> None:
-        """`token` has come.
+        """Follow the grammar by one token.
 
         Raises:
             ConstraintError: it was not allowed, or the grammar has become too large to follow.
@@ -143,7 +143,7 @@ class Runs:
         self._digits = self._spaces = 0  # in a row, up to here
 
     def advance(self, token: int) -> None:
-        """`token` has come."""
+        """Follow the grammar by one token."""
         for byte in self._tokens.decode_bytes([token]):
             self._follow(byte)
 

@@ -1,4 +1,4 @@
-"""Turning tokens into text as they come."""
+"""`TextStream`: decodes the tokens of an answer as they come."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -62,7 +62,7 @@ class TextStream:
         self._told, self._whole = self._whole_characters(self._window)
 
     def push(self, token: int) -> str:
-        """What is sure of the text with one more token, and was not before. Empty when a stop text has come."""
+        """Add a token; returns the text that is certain now and was not before. Empty after a stop text."""
         if self.stopped:
             return ""
         self._window.append(token)

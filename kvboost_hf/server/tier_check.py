@@ -1,4 +1,4 @@
-"""Whether a server can find what its tiers hold of its model; if not, what differs, and what to type."""
+"""Checks whether a server finds the K/V in its tiers; if not, says which flag differs and what to type."""
 
 from collections.abc import Sequence
 from itertools import islice, product

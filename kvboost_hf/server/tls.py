@@ -1,4 +1,4 @@
-"""TLS: the certificate of a server, and whose certificates it asks for."""
+"""`TlsFiles`: the certificate of a server, and the authorities of client certificates."""
 
 import ssl
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """What connections are encrypted with. All files are in the PEM format.
+    """The files of TLS, in the PEM format.
 
     Args:
         certfile: The server's certificate, and those that vouch for it.
@@ -22,7 +22,7 @@ class TlsFiles:
     ca_certs: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """What encrypts connections, TLS 1.2 or later.
+        """Make an SSL context for TLS 1.2 or later.
 
         Raises:
             ValueError: a file is missing, is none of its kind, or does not go with the others.

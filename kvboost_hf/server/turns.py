@@ -1,4 +1,4 @@
-"""Lets clients take turns: a few pieces of work are done at once, and nobody waits for all that another one sent."""
+"""`Turns`: runs a few pieces of work at once, and lets clients take turns."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """What a thread makes of it. Who is cancelled waits for the thread, so that its place is not free before."""
+    """Run `work` in a thread. If cancelled, wait for the thread, so that its place is not free before."""
     running = asyncio.ensure_future(anyio.to_thread.run_sync(work))
     try:
         return await asyncio.shield(running)

@@ -1,4 +1,4 @@
-"""The line of jobs that wait: pure Python, no tensors."""
+"""`WaitingLine`: the queue of jobs, in which clients take turns. Pure Python, no tensors."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ Waiting = TypeVar("Waiting")
 
 
 class WaitingLine(Generic[Waiting]):
-    """Clients take turns; each has a line of its own: first come, first served, but for those that begin alike.
+    """A queue for each client, first in, first out, except for prompts that share a prefix; clients take turns.
 
     The next job is of the client that has had the fewest tokens, of prompts and answers at their longest. Of that
     client's jobs, one that begins like its last one is taken first: it reuses what that computed. The order depends on
@@ -37,7 +37,7 @@ class WaitingLine(Generic[Waiting]):
 
     @property
     def clients(self) -> set[bytes]:
-        """Those that wait."""
+        """The clients with waiting jobs."""
         return {client for client, line in self._lines.items() if line.waiting}
 
     def of(self, client: bytes) -> int:

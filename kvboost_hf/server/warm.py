@@ -1,4 +1,4 @@
-"""`/v1/warm`: prompts that are computed before anybody asks."""
+"""The route `/v1/warm`: computes prompts ahead of the requests that begin with them."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ _PINNED_SHARE = 0.5  # of the store's budget, that all clients together may have
 
 
 def warm_routes(context: RouteContext) -> APIRouter:
-    """The route of this file."""
+    """Make a router with `/v1/warm`."""
     router = APIRouter(route_class=PostedRoute)
 
     @router.post("/v1/warm")
