@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long each may keep the server waiting, and which ones make room.
+"""Limits connections: how many are open, how long each may be idle, and which ones are dropped to make room.
 
 A connection is either *busy*, with a complete request that the server works on, or it *waits for its client*: for
 the rest of a handshake, of a header or of a body, for the next request, or for the client to read what was written.
@@ -194,7 +194,7 @@ class Connections:
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 on one connection, which is one of `Connections`. See `protocol_of`."""
+    """HTTP/1.1 on one connection, which counts among `Connections`."""
 
     among: Connections
 
@@ -246,13 +246,13 @@ class LimitedProtocol(H11Protocol):
             self._early += data
 
     def handle_events(self) -> None:
-        """See `H11Protocol`; what has come may complete a request."""
+        """Handle events, after which a request may be complete."""
         super().handle_events()
         if self._busy:
             self.among.works(self)
 
     def send_400_response(self, msg: str) -> None:
-        """See `H11Protocol`; behind the beginning of another answer there is no place for this one."""
+        """Send status 400, unless another answer has begun."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # what the app has to say would come behind it
             self.cycle.message_event.set()
@@ -262,7 +262,7 @@ class LimitedProtocol(H11Protocol):
             self.drop()
 
     def on_response_complete(self) -> None:
-        """See `H11Protocol`; what comes next is up to the client, unless it has sent it already."""
+        """Wait for the client's next request, unless it has come already."""
         self._unread = None
         self.among.waits(self)
         super().on_response_complete()
@@ -329,7 +329,7 @@ def protocol_of(connections: Connections) -> type[LimitedProtocol]:
 
 
 def _address(transport: asyncio.Transport) -> str:
-    """What counts as one address: of IPv6, the 64 bits that a network has for one site."""
+    """The part of an address that counts as one client: of IPv6, the 64 bits that a network has for one site."""
     peer = transport.get_extra_info("peername")
     try:
         found = ipaddress.ip_address(str(peer[0]).partition("%")[0])

@@ -48,7 +48,7 @@ def _main() -> None:
 
 
 def _error(tokens: LLTokenizer, grammar: str) -> str:
-    """What is wrong with a grammar; found by a thread, whose stack has the size that was set."""
+    """The error of a grammar; found by a thread, whose stack has the size that was set."""
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(compiled(tokens, grammar).get_error()))
     thread.start()

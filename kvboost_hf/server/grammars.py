@@ -116,7 +116,7 @@ class Grammars:
         return f"The grammar or schema cannot be enforced: {error}. Leave that out." if error else matcher or ""
 
     def _tried(self, grammar: str) -> str | None:
-        """What is wrong with a grammar, nothing if it is fine, and None if it takes too much to find out."""
+        """The error of a grammar: empty if it is fine, None if compiling it takes too much."""
         process = self._take_idle() or _Process(self._settings)
         error = process.ask(grammar, _WALL_S)
         with self._lock:
@@ -140,7 +140,7 @@ class Grammars:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """What an `LLTokenizer` is made of, here and in a process."""
+        """The arguments of an `LLTokenizer`, here and in a process."""
         tokenizer, ends = self._tokenizer, self._ends
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ValueError(f"A grammar needs a fast tokenizer, got {type(tokenizer).__name__}.")

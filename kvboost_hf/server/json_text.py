@@ -1,4 +1,4 @@
-"""JSON that clients send, read within bounds: pure Python, no HTTP."""
+"""Parses JSON of clients within limits of size and depth. Pure Python, no HTTP."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class LargeJsonError(ValueError):
 
 
 def require_few_parts(texts: Sequence[bytes]) -> None:
-    """Raises a `LargeJsonError` if all of them have too many parts together, found out without reading them."""
+    """Raise a `LargeJsonError` if texts have too many parts together; they are not parsed for this."""
     if sum(map(_count, texts)) <= MAX_PARTS:
         return
     plain = (text.replace(rb"\\", b"").replace(rb"\"", b"") for text in texts)
@@ -39,7 +39,7 @@ def require_few_parts(texts: Sequence[bytes]) -> None:
 
 
 def read_json(raw: bytes) -> Any:
-    """What a text of JSON says.
+    """Parse JSON.
 
     Raises:
         LargeJsonError: it has too many parts, or they are nested too deep.

@@ -1,4 +1,4 @@
-"""Keys of those who ask: from files, which do not stand in the list of processes, and what they make of prompts."""
+"""Reads API keys from files, and makes salts of them."""
 
 import hashlib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys in a file: one a line; blank lines and those that begin with `#` are left out.
+    """Read the keys of a file, one a line; blank lines and those that begin with `#` are left out.
 
     Args:
         path: Of a file that nobody else may read; its group may.
@@ -38,7 +38,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None) -> bytes:
-    """Separates K/V of those who must not find each other's prompts.
+    """The salt that separates the K/V of clients who must not find each other's prompts.
 
     Args:
         salt: Of the server, or of what is warmed for it.

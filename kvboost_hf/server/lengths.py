@@ -1,4 +1,4 @@
-"""How much text a token can stand for: a text that is longer than so many tokens can be is not tokenized at all."""
+"""Bounds the text that a token can stand for, so that a text that cannot fit is refused before it is tokenized."""
 
 import json
 from collections.abc import Mapping

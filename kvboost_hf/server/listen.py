@@ -1,4 +1,4 @@
-"""The process's side of the wire: it listens, is told to end, answers until then, and ends."""
+"""Runs the app under Uvicorn: listens, limits connections, and shuts down in order."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ def require_free(host: str, port: int) -> None:
 
 
 class FrontServer(uvicorn.Server):
-    """Uvicorn with limits of connections, which answers while its engine comes to an end.
+    """A Uvicorn server with limits of connections, which answers requests while its engine drains.
 
     Told to end, it goes on to listen, and the engine takes nothing new: those who ask get 503, and those under way
     have `settings.drain_s` seconds. What is left then is cancelled, and told so. Told again, it waits no longer.
@@ -84,7 +84,7 @@ class FrontServer(uvicorn.Server):
                         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See `uvicorn.Server`; any second signal ends all waiting."""
+        """Handle a signal as `uvicorn.Server` does; a second one ends all waiting."""
         if self.should_exit:
             self.force_exit = True
         super().handle_exit(sig, frame)

@@ -1,4 +1,4 @@
-"""Text that clients give, kept apart from the markers that a chat template writes.
+"""Encodes chats so that special tokens come from the chat template alone, never from the text of clients.
 
 A tokenizer takes the text of a special token, such as `<|im_end|>`, for that token, wherever it stands: a message
 could end itself and begin another one. So a cut, a number that nobody can guess, is put into such text before the
@@ -25,7 +25,7 @@ _NAMES = ("role", "type")  # of a few words, which templates compare
 
 
 class ForgedMarkerError(ValueError):
-    """A text has that of a special token, and this tokenizer cannot write it in any other way."""
+    """A text contains that of a special token, and the tokenizer has no other tokens for it."""
 
 
 class Markers:
@@ -65,7 +65,7 @@ class Markers:
         return [span for number, span in zip(found.ids, found.offsets, strict=True) if number]
 
     def cut(self, given: Any) -> "CutText | None":
-        """What a chat template is given, with a cut in all that could be taken for a marker; None if nothing could.
+        """The arguments of a chat template with a cut in text that could be read as a marker; None without such text.
 
         Args:
             given: Texts, in dicts and lists.
@@ -108,7 +108,7 @@ class Markers:
 
 
 class CutText:
-    """What a template is given, with cuts.
+    """The arguments of a template, with cuts.
 
     Attributes:
         given: For the template.
@@ -122,7 +122,7 @@ class CutText:
         self._markers, self._number = markers, number
 
     def each(self, given: Any) -> Any:
-        """All texts of `given`, with cuts."""
+        """Cut all texts of `given`."""
         match given:
             case str():
                 return self._at_borders(self._within(given))
@@ -138,7 +138,7 @@ class CutText:
         return given
 
     def markers(self, rendered: str) -> tuple[str, list[Span]]:
-        """What a template has made of it, without the cuts, and where its own special tokens are in that."""
+        """The output of a template without the cuts, and the places of the template's special tokens in it."""
         cuts = [found.start() for found in re.finditer(self._number, rendered)]
         size = len(self._number)
 
@@ -149,7 +149,7 @@ class CutText:
         return rendered.replace(self._number, ""), spans
 
     def last(self, rendered: str, chars: int) -> str:
-        """The end of what a template has made of it, of `chars` characters that are no cuts."""
+        """The end of a template's output, of `chars` characters without the cuts."""
         kept: list[str] = []
         for part in reversed(rendered.split(self._number)):
             kept.append(part[max(len(part) - chars, 0) :])

@@ -39,7 +39,7 @@ class Part(Generic[Held]):
 
     @property
     def held(self) -> Held:
-        """What is held of one of the texts, as long as that is here: of all its tokens, these among them."""
+        """The K/V of one of the texts that go through the part; it covers all tokens of that text."""
         return self.texts[0].held
 
 

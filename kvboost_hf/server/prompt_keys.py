@@ -1,4 +1,4 @@
-"""Keys of a request's prompt, for a router that has no tokenizer: a chain over its text, as a store's over tokens."""
+"""Makes chained keys of a prompt's text, for routers without a tokenizer."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The server as an application of Ray Serve: replicas with a model each, and a front that knows who had which prompt.
+"""Runs the server on Ray Serve: replicas with a model each, behind a router by prompt prefixes.
 
 client ──▶ proxy of Ray ──▶ Front ──▶ PrefixRequestRouter ──▶ Replica: the app, the engine, the store
                                                                           └──▶ tiers that all replicas share

@@ -1,4 +1,4 @@
-"""References within a JSON schema, which are followed before a grammar is made of it: pure Python."""
+"""Checks the references of a JSON schema before a grammar is made of it. Pure Python."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ MAX_LEVELS = 1000
 
 
 def require_ends(schema: Mapping[str, Any]) -> None:
-    """Refuse a schema that says of a value only that it is what it is, or whose references go too deep.
+    """Refuse a schema with a reference that leads only to itself, or with references that go too deep.
 
     Args:
         schema: Nested 100 deep at most.
@@ -87,7 +87,7 @@ def _objects(whole: Any) -> Iterator[dict[str, Any]]:
 
 
 def _target(schema: Any, pointer: str) -> Any:
-    """What a reference refers to; None for nothing, which is refused later."""
+    """The target of a reference; None for none, which is refused later."""
     for step in unquote(pointer).split("/")[1:]:  # in this order: an escaped "/" is one, too
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, dict):

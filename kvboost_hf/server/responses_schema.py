@@ -43,7 +43,7 @@ class CallItem(Body):
 
 
 class ResultItem(Body):
-    """What a call returned."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -97,7 +97,7 @@ class FlatSchema(Body):
 
 
 class TextOptions(Body):
-    """Of what form the text is."""
+    """The format of the text."""
 
     format: Annotated[PlainFormat | FlatSchema, Field(discriminator="type")] | None = None
 
@@ -108,7 +108,7 @@ def _not_stored(given: Any) -> None:
 
 
 class ResponseRequest(Request):
-    """Of `/v1/responses`."""
+    """A request to `/v1/responses`."""
 
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None

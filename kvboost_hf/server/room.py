@@ -12,7 +12,7 @@ _COPIES = 2  # of K/V under way: a row's own, and the one in the batch
 def tokens_that_fit(
     model: PreTrainedModel, draft: PreTrainedModel | None = None, *, reserved: int = 0, safety_margin: float = 0.15
 ) -> int | None:
-    """Tokens, of all requests under way together, whose K/V has room on the model's device as it is now.
+    """Plan how many tokens of K/V, of all running requests, fit into the free memory of the model's device.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""Choosing the next token of each row from its logits."""
+"""Chooses the next token of each row from its logits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -89,7 +89,7 @@ class Sampler:
         return chosen
 
     def pick(self, logits: Tensor) -> Tensor:
-        """What `take` needs, [1 + n], float32, on the device of `logits` [vocab_size], without waiting for it."""
+        """The choice for `take`, [1 + n], float32, on the device of `logits` [vocab_size], without waiting for it."""
         # Ids stay exact: float32 has all integers up to 2**24.
         scores = logits[None].float()
         edited = self._edited(scores) if self._edits else scores

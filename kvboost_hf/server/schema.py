@@ -70,7 +70,7 @@ Content = str | Many[Annotated[TextPart, BeforeValidator(_only_text)]]
 
 
 class CalledFunction(Body):
-    """What was called: a name, and arguments as JSON text."""
+    """The name of a called function, and its arguments as JSON text."""
 
     name: str
     arguments: str
@@ -187,14 +187,14 @@ ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type
 
 
 class StreamOptions(Body):
-    """What a stream holds besides the answer."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
 class Request(Body):
-    """What all requests for text have in common."""
+    """The fields that all requests for text have."""
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -207,7 +207,7 @@ class Request(Body):
 
 
 class Sampled(Request):
-    """What both kinds of completions have in common; the three last are no part of OpenAI's API."""
+    """The fields of both kinds of completions; the last three are not part of OpenAI's API."""
 
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -244,7 +244,7 @@ class Sampled(Request):
 
 
 class ChatRequest(Sampled):
-    """Of `/v1/chat/completions`."""
+    """A request to `/v1/chat/completions`."""
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -314,7 +314,7 @@ def _as_list(texts: Texts) -> list[str | list[int]]:
 
 
 class CompletionRequest(Sampled):
-    """Of `/v1/completions`."""
+    """A request to `/v1/completions`."""
 
     prompt: Texts
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -336,7 +336,7 @@ class CompletionRequest(Sampled):
 
 
 class EmbeddingRequest(Body):
-    """Of `/v1/embeddings`. All numbers are told: there are no `dimensions` to choose."""
+    """A request to `/v1/embeddings`. All numbers are returned: there are no `dimensions` to choose."""
 
     model: str
     input: Annotated[Texts, Field(min_length=1)]
@@ -350,7 +350,7 @@ class EmbeddingRequest(Body):
 
 
 class WarmRequest(Body):
-    """Of `/v1/warm`: texts, or a chat, that prompts will start with."""
+    """A request to `/v1/warm`: texts, or a chat, that prompts will start with."""
 
     texts: Annotated[Many[str], Field(min_length=1)] | None = None
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None

@@ -31,13 +31,13 @@ _LOSSY = ("int8", "int4", "int2", "turboquant", "turboquant:3.5", "turboquant:3"
 def unfound(
     model: PreTrainedModel, store: ChunkStore, live_quant: KVQuantConfig | None, salts: Sequence[bytes]
 ) -> str | None:
-    """Why what tiers hold of a model cannot be found, or not all of it; None if it can, as far as is known.
+    """Why the server cannot find K/V of the model in its tiers, or only a part; None if it can, as far as is known.
 
     Args:
-        model: With the attention that it is served with.
-        store: Of the server.
-        live_quant: Of its caches.
-        salts: Of its API keys, or the one of those who have none.
+        model: The model, with the attention that it is served with.
+        store: The store of the server.
+        live_quant: The `live_quant` of its caches.
+        salts: The salts of its API keys, or the one of clients without a key.
     """
     held = list(islice(store.entries_below(), _LOOKED_AT))
     fingerprint = ModelState.of(model).fingerprint.durable(model) if held else None
@@ -99,7 +99,7 @@ def _difference(
 
 
 def _shown(settings: Sequence[str]) -> str:
-    """What is to be typed, in one piece, and then what is not."""
+    """Flags in one piece, and then settings that are no flags."""
     flags = " ".join(setting for setting in settings if setting.startswith("--"))
     others = dict.fromkeys(setting for setting in settings if not setting.startswith("--"))
     return ", ".join([*([f"`{flags}`"] if flags else []), *others])

@@ -1,4 +1,4 @@
-"""Tools: what a prompt tells of them, and the calls in an answer.
+"""Writes tools into prompts, and finds tool calls in answers.
 
 A model's calls are found by transformers' parser of responses: by the tokenizer's `response_template` if it has one,
 else by the one given here for the format that its chat template shows.
@@ -25,7 +25,7 @@ _ID_CHARS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a model writes calls down.
+    """The format in which a model writes tool calls.
 
     Args:
         sign: A pattern that the chat templates of such models have.
@@ -119,7 +119,7 @@ _FORMATS = (HERMES, MISTRAL_NAMED, MISTRAL, LLAMA)
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool."""
+    """A tool call."""
 
     name: str
     arguments: str  # JSON
@@ -137,7 +137,7 @@ class Parsed(NamedTuple):
 def prompt_with_tools(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
 ) -> list[int]:
-    """The prompt that tells a model of tools.
+    """Apply a chat template with tools.
 
     Args:
         tokenizer: With a chat template.
@@ -158,7 +158,7 @@ def prompt_with_tools(
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> ToolFormat:
-    """How a model writes calls down, by its chat template.
+    """The format in which a model writes tool calls, by its chat template.
 
     Raises:
         ValueError: the chat template has no place for tools, or shows none of the formats that are known here.
@@ -205,7 +205,7 @@ def parse_tool_calls(
 
 
 def joined(parts: Sequence[Parsed]) -> Parsed:
-    """Parts of an answer as one."""
+    """Join parts of an answer."""
     calls = tuple(call for part in parts for call in part.calls)
     return Parsed("".join(part.content for part in parts), calls, "".join(part.reasoning for part in parts))
 
@@ -245,11 +245,11 @@ class ToolCallStream:
         self._calling = False  # in a call that has not ended
 
     def push(self, text: str) -> Parsed:
-        """What is sure with more text, and was not before."""
+        """Add text; returns what is certain now and was not before."""
         return joined([self._push(char) for char in text])
 
     def finish(self, *, cut: bool = False) -> Parsed:
-        """The rest: no more text comes.
+        """Return the rest, after the last text.
 
         Args:
             cut: Whether the answer was ended where it would have gone on. A call that has begun is then left out, if

@@ -69,7 +69,7 @@ class WaitingLine(Generic[Waiting]):
 
 @dataclass(slots=True, eq=False)
 class _Line(Generic[Waiting]):
-    """Of one client."""
+    """The queue of one client."""
 
     job: Callable[[Waiting], Job]
     waiting: deque[Waiting] = field(default_factory=deque)
