@@ -118,16 +118,7 @@ class CallRunner:
         began: float,
         watch: Watch,
     ) -> list[GenerationResult]:
-        """The results of a call that has ended just now.
-
-        Args:
-            prompts: As they were passed.
-            rows: Token ids [n] of each prompt.
-            mode: As in `run`.
-            ran: What `run` has returned.
-            began: When the call began, by time.perf_counter().
-            watch: As in `run`.
-        """
+        """The results of a call that has ended now, from what `run` returned; it began at `began` (perf_counter)."""
         assert watch.first_at is not None
         total_s, (answers, report) = time.perf_counter() - began, ran
         return [

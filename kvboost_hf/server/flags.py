@@ -177,52 +177,32 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how much at once")
-
-    def number(flag: str, kind: type, default: float | None, text: str, metavar: str | None = None) -> None:
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
-
-    number("--max-batch-size", int, _SERVER.max_batch_size, "requests that run at once (default: %(default)s)")
-    number(
-        "--max-connections",
-        int,
-        None,
+    connections = (
         "connections open at once, three quarters of them from one address (default: as many as the process may open "
-        "files, less a fifth, and at most 4096)",
+        "files, less a fifth, and at most 4096)"
     )
-    number(
-        "--max-queue-size",
-        int,
-        _SERVER.max_queue_size,
-        "requests that wait; others get status 429 (default: %(default)s)",
-    )
-    number(
-        "--batch-window-ms",
-        float,
-        _SERVER.batch_window_ms,
-        "how long the first request waits for others to share its batch (default: %(default)s)",
-    )
-    number(
-        "--prefill-chunk-size",
-        int,
-        _SERVER.prefill_chunk_size,
-        "tokens of a prompt that are computed in one forward (default: %(default)s)",
-        "TOKENS",
-    )
-    number("--max-model-len", int, None, "tokens of a prompt and its answer, at most (default: the model's)", "TOKENS")
-    number(
-        "--max-live-tokens",
-        int,
-        None,
-        "tokens of all running requests together, at most (default: what fits in memory)",
-        "TOKENS",
-    )
-    number(
-        "--planner-safety-margin",
-        float,
-        _SERVER.safety_margin,
-        "share of the memory to leave free (default: %(default)s)",
-        "SHARE",
-    )
+    live = "tokens of all running requests together, at most (default: what fits in memory)"
+    shown = "(default: %(default)s)"
+    for flag, kind, default, metavar, text in (
+        ("max-batch-size", int, _SERVER.max_batch_size, None, f"requests that run at once {shown}"),
+        ("max-connections", int, None, None, connections),
+        ("max-queue-size", int, _SERVER.max_queue_size, None, f"requests that wait; others get status 429 {shown}"),
+        ("batch-window-ms", float, _SERVER.batch_window_ms, None, f"wait so long for others to share a batch {shown}"),
+        (
+            "prefill-chunk-size",
+            int,
+            _SERVER.prefill_chunk_size,
+            "TOKENS",
+            f"tokens of a prompt in one forward {shown}",
+        ),
+        ("max-model-len", int, None, "TOKENS", "tokens of a prompt and its answer, at most (default: the model's)"),
+        ("max-live-tokens", int, None, "TOKENS", live),
+        ("planner-safety-margin", float, _SERVER.safety_margin, "SHARE", f"share of the memory to leave free {shown}"),
+        ("max-tokens", int, _SERVER.default_max_tokens, None, f"tokens of a chat's answer without a length {shown}"),
+        ("timeout-s", float, _SERVER.timeout_s, None, f"seconds until a request is given up {shown}"),
+        ("drain-s", float, _SERVER.drain_s, None, f"seconds that requests have left on shutdown {shown}"),
+    ):
+        group.add_argument(f"--{flag}", type=kind, default=default, metavar=metavar, help=text)
     group.add_argument(
         "--oom-planning",
         action=argparse.BooleanOptionalAction,
@@ -230,14 +210,6 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="start a request only when its K/V has room in memory (default: yes)",
     )
     group.add_argument("--auto-truncate", action="store_true", help="cut off the beginning of prompts too long")
-    number(
-        "--max-tokens",
-        int,
-        _SERVER.default_max_tokens,
-        "length of a chat's answer where the request gives none (default: %(default)s)",
-    )
-    number("--timeout-s", float, _SERVER.timeout_s, "seconds until a request is given up (default: %(default)s)")
-    number("--drain-s", float, _SERVER.drain_s, "seconds that requests have left on shutdown (default: %(default)s)")
 
 
 def _add_reuse(parser: argparse.ArgumentParser) -> None:

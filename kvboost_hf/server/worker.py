@@ -114,40 +114,14 @@ class ModelEngine:
     # Called by any thread
 
     def submit(self, job: Job, listener: Listener) -> Task:
-        """Queue a job.
-
-        Args:
-            job: The text to continue.
-            listener: Called by the engine's thread with each event of the job.
-
-        Returns:
-            The job's ticket, which can cancel it.
-
-        Raises:
-            ValueError: The prompt is empty.
-            TooLongError: The job can never run.
-            QueueFullError: The queue has no room.
-            DrainingError: The engine takes no more jobs.
-        """
+        """Queue a job; the engine's thread calls `listener` with its events. Raises as `Engine.submit` does."""
         task = Task(job, listener, time.perf_counter())
         self._limits.require_fit(job, self._max_model_len)
         self._intake.submit(task)
         return task
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[list[float]]]:
-        """Queue texts to embed. One text, or a piece of it, is embedded between two steps.
-
-        Args:
-            texts: Token ids of each text; at least one text, and one token each.
-
-        Returns:
-            A future with an embedding of each text. It may be cancelled.
-
-        Raises:
-            TooLongError: A text is longer than the model's context.
-            QueueFullError: The queue has no room.
-            DrainingError: The engine takes no more jobs.
-        """
+        """Queue texts to embed, as `Engine.embed`. One text, or a piece of it, is embedded between two steps."""
         longest = max(map(len, texts))
         if longest > self._max_model_len:
             raise TooLongError(
@@ -180,11 +154,7 @@ class ModelEngine:
             }
 
     def drain(self, timeout_s: float) -> bool:
-        """Take no more jobs, and wait for those that were taken. After `timeout_s` seconds the rest is cancelled.
-
-        Returns:
-            Whether all jobs ended in time.
-        """
+        """Take no more jobs, wait for the others, and cancel the rest; returns whether all ended in time."""
         return self._intake.drain(timeout_s)
 
     def close(self) -> None:
