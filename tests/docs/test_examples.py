@@ -37,6 +37,12 @@ def test_examples_run(
             exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
 
 
+def test_the_first_example_prints_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
+    example, shown = list(blocks((ROOT / "README.md").read_text(encoding="utf-8")))[:2]
+    exec(compile(example.text, "README.md", "exec"), {})
+    assert capsys.readouterr().out == shown.text
+
+
 def test_what_does_not_run_is_counted() -> None:
     found = {name_of(page): [block.reason for block in blocks(page.read_text(encoding="utf-8"))] for page in PAGES}
     counts = {name: sum(reason is not None for reason in reasons) for name, reasons in found.items()}
