@@ -81,7 +81,7 @@ class Stored:
 
     @property
     def bytes_per_token(self) -> float:
-        chunks = self._store._chunks.values()
+        chunks = self._store.inspect().chunks.values()
         return storage([chunk.kv.tensors for chunk in chunks]) / sum(len(chunk.tokens) for chunk in chunks)
 
 

@@ -163,7 +163,7 @@ def damage(store: ChunkStore, kind: str, seed: int = 0) -> None:
     Keys and values are shuffled apart from each other: attention does not mind the order of pairs.
     """
     generator = torch.Generator().manual_seed(seed)
-    for chunk in store._chunks.values():
+    for chunk in store.inspect().chunks.values():
         for block_XHTD in chunk.kv.tensors:  # X: keys and values of the layers
             if kind == "zeroed":
                 block_XHTD.zero_()

@@ -125,7 +125,7 @@ def warm_prompts(model: PreTrainedModel, shape: Shape, prompt: int, rounds: int)
 
 def fill_ms(model: PreTrainedModel, store: ChunkStore, ids: list[int]) -> float:
     """What it costs to copy the stored K/V of `ids` into fresh buffers, and nothing else."""
-    chunks = sorted(store._chunks.values(), key=lambda chunk: chunk.start)[: -(-len(ids) // 128)]
+    chunks = sorted(store.inspect().chunks.values(), key=lambda chunk: chunk.start)[: -(-len(ids) // 128)]
     times = []
     for _ in range(5):
         start = time.perf_counter()

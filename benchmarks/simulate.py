@@ -2,7 +2,7 @@
 
     python benchmarks/simulate.py --out benchmarks/results
 
-A trace of requests is replayed through the library's own chunk keys, eviction order, device shelf and router; chunks
+A trace of requests is replayed through the library's own chunk keys, eviction order, device tier and router; chunks
 have a size, and no tensors. Tenants, system prompts, documents and chats are asked for by Zipf's law, each tenant with
 a salt of his own. Requests run for a random time, so that some replicas have more to do than others. Disk and remote
 tiers give up what was not used for longest. All follows from the seed. `tests/unit/test_simulate.py` compares it with
@@ -27,7 +27,7 @@ from reuse import Result, measured_on, provenance
 
 from kvboost_hf.cache.planning.chunks import prefix_key, root_key
 from kvboost_hf.cache.planning.eviction import EvictionOrder
-from kvboost_hf.cache.store.device import DeviceShelf
+from kvboost_hf.cache.store.device import DeviceMemory
 from kvboost_hf.server.routing import PrefixRouter
 
 CHUNK = 128  # tokens
@@ -139,7 +139,7 @@ class Room:
 
 
 class _Sized:
-    """K/V of one chunk, on paper: a `DeviceShelf` asks for no more."""
+    """K/V of one chunk, on paper: a `DeviceMemory` asks for no more."""
 
     nbytes = 1
 
@@ -167,12 +167,12 @@ class _Lower:
 
 
 class Replica:
-    """The tiers of one replica: what `Shelf` and `TieredShelf` do, by key and size alone."""
+    """The tiers of one replica: what the parts of a `ChunkStore` do, by key and size alone."""
 
     def __init__(self, room: Room, remote: _Lower) -> None:
         self.room = room
         self.order = EvictionOrder()
-        self.device = DeviceShelf(room.device)
+        self.device = DeviceMemory(room.device)
         self.lower = {"disk": _Lower(room.disk), "remote": remote}
 
     def serve(self, keys: list[bytes]) -> list[str]:

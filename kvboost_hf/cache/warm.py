@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.live.ledger import offer_content
-from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.repair import Measure
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.reuse import ChunkReuseCache
@@ -68,23 +67,6 @@ def _warm_text(
     return cache.report
 
 
-class _Uncut:
-    """Cuts nothing: a store with it is offered no chunks, and the cache keeps all columns."""
-
-    chunk_size = 2**31
-
-    def next_cut(self, tokens: Tokens, start: int) -> int | None:
-        return None
-
-
-class _Unstored(ChunkStore):
-    """Takes no chunks, under the roots of the store that is to have them."""
-
-    def __init__(self, model: PreTrainedModel, store: ChunkStore) -> None:
-        super().__init__(model, chunker=_Uncut(), max_bytes=2**62)
-        self.root = store.root  # type: ignore[method-assign]
-
-
 def _warm_documents(
     model: PreTrainedModel,
     store: ChunkStore,
@@ -118,7 +100,7 @@ def _warm_documents(
         history = ids.cpu().numpy().astype(np.int64)[0]
     else:
         history = np.empty(0, dtype=np.int64)
-    unstored = _Unstored(model, store)
+    unstored = store.without_room()
     for n, row in enumerate(rows):
         tokens = np.concatenate([history, row.cpu().numpy()[0]])
         results = offer_content(store, root, tokens, start, lambda at, stop: (0, None), pinned=pin)

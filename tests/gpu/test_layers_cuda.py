@@ -38,8 +38,8 @@ def test_windows_and_states(name: str) -> None:
             assert held.report.bypass_reason is None
     assert store.stats()["audits"] > 0
     assert store.stats()["divergences"] == 0
-    assert all(saved.nbytes > 0 for saved in store._states.values())
-    kept = [layer for saved in store._states.values() for layer in saved.states.layers if layer is not None]
+    assert all(saved.nbytes > 0 for saved in store.inspect().states.values())
+    kept = [layer for saved in store.inspect().states.values() for layer in saved.states.layers if layer is not None]
     assert all(t.device.type == "cpu" for layer in kept for t in layer.tensors if t is not None)
 
 

@@ -50,7 +50,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     with counted(model) as work:
         model.generate(**on_gpu(left_pad(BASE)), max_new_tokens=1, past_key_values=cache)
     assert work.tokens == 1
-    assert all(block.device.type == "cpu" for chunk in store._chunks.values() for block in chunk.kv.tensors)
+    assert all(block.device.type == "cpu" for chunk in store.inspect().chunks.values() for block in chunk.kv.tensors)
     assert all(layer.keys.device.type == DEVICE.type for layer in cache.layers)
 
 

@@ -35,7 +35,7 @@ def test_what_is_stored_is_in_pinned_memory_and_arrives_whole() -> None:
     cache = ChunkReuseCache(model, store)
     tokens(model, BASE, cache)
     held = cache._live.layers[0].columns(0, 64, 128)
-    chunk = next(chunk for chunk in store._chunks.values() if chunk.start == 64)
+    chunk = next(chunk for chunk in store.inspect().chunks.values() if chunk.start == 64)
     assert all(plane.is_pinned() == ON_GPU for plane in chunk.kv.tensors)
     for found, expected in zip(chunk.kv.reader().layer(0) or (), held or (), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -62,7 +62,9 @@ def test_a_restart(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.Monke
             if dtype == torch.float32:
                 assert torch.equal(found, plain)
             store.flush()
-        assert all(plane.is_pinned() == ON_GPU for chunk in store._chunks.values() for plane in chunk.kv.tensors)
+        assert all(
+            plane.is_pinned() == ON_GPU for chunk in store.inspect().chunks.values() for plane in chunk.kv.tensors
+        )
         store.close()
 
 
@@ -104,7 +106,7 @@ def test_codecs_give_on_the_device_what_they_give_on_the_host(codec: str) -> Non
     store = ChunkStore(model, chunk_size=64, codec=codec)
     on_device = ChunkReuseCache(model, store)
     tokens(model, BASE, on_device)
-    block = next(iter(store._chunks.values())).kv.blocks[0]
+    block = next(iter(store.inspect().chunks.values())).kv.blocks[0]
     run = block.run(0)
     decoded = block.decode({name: plane.to(DEVICE) for name, plane in block.planes.items()}, run)
     torch.testing.assert_close(decoded.cpu(), block.decode(block.planes, run), rtol=1e-3, atol=1e-3)

@@ -22,7 +22,7 @@ def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwargs: 
 
 def corrupt(store: ChunkStore, start: int) -> None:
     """Change the K/V of a chunk, as failing memory might."""
-    chunk = next(chunk for chunk in store._chunks.values() if chunk.start == start)
+    chunk = next(chunk for chunk in store.inspect().chunks.values() if chunk.start == start)
     for block in chunk.kv.tensors:
         block.mul_(-3)
 
@@ -68,8 +68,8 @@ def test_what_is_wrong_is_put_right_and_taken_out(
     stats = store.stats()
     assert stats["divergences"] == 1
     assert stats["quarantined"] >= 1
-    assert stats["bytes"] == sum(c.nbytes for c in store._chunks.values()) + sum(
-        s.nbytes for s in store._states.values()
+    assert stats["bytes"] == sum(c.nbytes for c in store.inspect().chunks.values()) + sum(
+        s.nbytes for s in store.inspect().states.values()
     )
     # What took its place is right, and is used; states are saved again with the next prompt.
     for policy in (ReusePolicy(), ReusePolicy(), ALWAYS):

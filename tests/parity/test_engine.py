@@ -320,7 +320,7 @@ def test_answers_come_from_what_is_stored() -> None:
     engine = words_engine("llama", chunk_size=32)
     prompt = words(100, seed=1)
     engine.warm(prompt)
-    for chunk in engine.store._chunks.values():
+    for chunk in engine.store.inspect().chunks.values():
         for block in chunk.kv.tensors:
             block.zero_()
     assert engine.generate(prompt, NEW).token_ids != plain(engine, prompt)

@@ -234,7 +234,7 @@ def test_ids_outside_the_vocabulary(llama: PreTrainedModel, warm: ChunkStore) ->
         llama.generate(**as_inputs(bad), past_key_values=cache, max_new_tokens=3)
     found = llama.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=3)
     assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=3))
-    assert not any((chunk.tokens >= 200).any() for chunk in warm._chunks.values())
+    assert not any((chunk.tokens >= 200).any() for chunk in warm.inspect().chunks.values())
 
 
 def test_empty_ids_fail_as_they_do_without_us(llama: PreTrainedModel) -> None:

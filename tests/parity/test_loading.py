@@ -243,7 +243,7 @@ def test_several_threads(disk: str, loadings: list[Any]) -> None:
     assert not wrong
     assert loadings
     store.flush()
-    assert store.stats()["bytes"] == sum(chunk.nbytes for chunk in store._chunks.values())
+    assert store.stats()["bytes"] == sum(chunk.nbytes for chunk in store.inspect().chunks.values())
     store.close()
 
 

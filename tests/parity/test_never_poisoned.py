@@ -1199,11 +1199,11 @@ def test_check_integrity_finds_what_is_wrong(capsys: Any) -> None:
     assert whole.forwarded_tokens == 2 * 107  # each text once
     some = store.check_integrity(0.25)
     assert 0 < some.checked < whole.checked
-    broken = list(store._chunks.values())[1]
+    broken = list(store.inspect().chunks.values())[1]
     broken.kv.tensors[0].view(-1)[11] += 0.5
     found = store.check_integrity()
     assert found.wrong == 1
-    assert broken.key not in store._chunks
+    assert broken.key not in store.inspect().chunks
     assert torch.equal(generate(model, BASE, ChunkReuseCache(model, store)), generate(plain, BASE))
     require_intact(store)
     with pytest.raises(ValueError, match="`sample` must be above 0"):

@@ -62,7 +62,7 @@ def test_tokens_work_and_memory(name: str) -> None:
     layers = pieced(cache)
     assert len(layers) == sum(isinstance(layer, PiecedLayer) for layer in cache.layers) > 0
     assert calls["triton.attend_pieces"] == 3 * len(layers)
-    chunks = {plane.data_ptr() for stored in store._chunks.values() for plane in stored.kv.tensors}
+    chunks = {plane.data_ptr() for stored in store.inspect().chunks.values() for plane in stored.kv.tensors}
     for layer in layers:
         assert layer._table is not None
         assert layer._tensors[0].first == 32, "the buffer begins behind the hit"

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, detach, last_cache
+from kvboost_hf.cache.store.records import Put
 from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
 from kvboost_hf.cache.tiers.valkey import ValkeyTier
@@ -146,8 +148,7 @@ def test_damage_in_a_folder_that_is_only_read(tmp_path: Path, disk: str, monkeyp
     for policy in (ReusePolicy(), ReusePolicy(mode="blend", repair="first_k", recompute_ratio=1.0)):
         cache = ChunkReuseCache(model, store, policy)
         assert serve(model, cache, BASE, atol=1e-3).reused_tokens == 0
-        with store._lock:
-            store._forget_all()
+        store.clear()  # of host memory: the folder cannot be written to
     store.close()
 
 
@@ -249,15 +250,14 @@ def test_an_audit_takes_wrong_chunks_out_of_every_tier(disk: str) -> None:
     model, store, cache = restart("llama", disk)
     serve(model, cache, BASE)
     cache.reset()
-    for chunk in store._chunks.values():
+    for chunk in store.inspect().chunks.values():
         for tensor in chunk.kv.tensors:
             tensor.add_(0.5)
-    tiers = store._lower
-    tiers.flush()
-    tiers.clear(store._model_name)
-    for chunk in list(store._chunks.values()):
-        store._below.clear()
-        store._write(chunk)
+    wrong = store.inspect().chunks.values()
+    store.clear()
+    for chunk in wrong:
+        place = (chunk.root, chunk.parent, chunk.start, chunk.tokens)
+        assert store.put(*place, chunk.kv.nbytes, partial(lambda kv: kv, chunk.kv)) is Put.STORED
     store.close()
     for rate, reused in ((1.0, 149), (0.0, 128)):  # what took their place is right
         model, store, _ = restart("llama", disk)

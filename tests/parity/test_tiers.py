@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, ReuseReport, check_model_compatibility
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.cache.store import tiered
+from kvboost_hf.cache.store import lower
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.cache.tiers.record import read_entry
 from tests.conftest import FULL_ATTENTION, STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
@@ -227,7 +227,7 @@ def test_codecs_give_the_same_from_every_tier(name: str, codec: str, disk: str) 
     assert cache.report.tier_tokens["disk"] == cache.report.reused_tokens == in_ram.report.reused_tokens > 0
     assert all(torch.equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
     store.flush()
-    assert store.stats()["bytes"] == sum(chunk.nbytes for chunk in [*store._chunks.values(), *store._states.values()])  # type: ignore[attr-defined]
+    store.check_consistency()
     if name not in STATEFUL:  # they have more to go on from now
         found = generate(again, as_inputs(BASE), ChunkReuseCache(again, store))
         assert all(torch.equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
@@ -434,7 +434,7 @@ def test_what_another_store_writes_meanwhile_is_found(disk: str, monkeypatch: py
     other.warm(documents=DOCUMENTS)
     other.close()
     assert serve_blended(model, store, prompt_of(1)).moved_tokens == 0
-    monkeypatch.setattr(tiered, "_LISTED_ANEW_AFTER", 0.0)
+    monkeypatch.setattr(lower, "_LISTED_ANEW_AFTER", 0.0)
     serve_blended(model, store, random_ids(60, seed=6))  # which need not wait for it
     store.flush()
     report = serve_blended(model, store, prompt_of(2))

@@ -24,7 +24,7 @@ class Zeroed(ChunkStore):
 
     def put(self, *args: Any, **kwargs: Any) -> Any:
         found = super().put(*args, **kwargs)
-        for chunk in self._chunks.values():
+        for chunk in self.inspect().chunks.values():
             self.spoil(chunk.kv.tensors)
         return found
 

@@ -17,7 +17,9 @@ from kvboost_hf import (
     detach,
 )
 from kvboost_hf.cache.layers.windows import SlidingLayer
+from kvboost_hf.cache.planning.plan import Border
 from kvboost_hf.cache.prompt.token_log import TokenLog
+from kvboost_hf.cache.store.view import Row
 from kvboost_hf.compat import cache_argument, steps_reason
 from tests.architectures.models import make_architecture
 from tests.conftest import STATEFUL, WINDOWED, as_inputs, counted, left_pad, make_model, random_ids
@@ -196,10 +198,10 @@ def test_states_are_in_the_budget(name: str) -> None:
         check(model, cache, as_inputs(random_ids(100, seed=seed)))
         stats = store.stats()
         assert stats["bytes"] <= 150_000
-        held = [c.kv.nbytes + c.tokens.nbytes for c in store._chunks.values()]
-        held += [s.states.nbytes + s.tokens.nbytes for s in store._states.values()]
+        held = [c.kv.nbytes + c.tokens.nbytes for c in store.inspect().chunks.values()]
+        held += [s.states.nbytes + s.tokens.nbytes for s in store.inspect().states.values()]
         assert stats["bytes"] == sum(held)
-        assert stats["states"] == len(store._states)
+        assert stats["states"] == len(store.inspect().states)
     assert store.stats()["evictions"] > 0
 
 
@@ -209,7 +211,7 @@ def test_zeroed_states_are_noticed(name: str) -> None:
     model = make_model(name)
     store = ChunkStore(model, chunk_size=CHUNK)
     check(model, ChunkReuseCache(model, store), as_inputs(BASE[:, :100]))
-    for saved in store._states.values():
+    for saved in store.inspect().states.values():
         for layer in saved.states.layers:
             for tensor in layer.tensors if layer is not None else ():
                 if tensor is not None:
@@ -412,10 +414,11 @@ def test_states_are_looked_up_by_their_first_tokens() -> None:
     store = ChunkStore(model, chunk_size=CHUNK)
     for seed in range(20):
         check(model, ChunkReuseCache(model, store), as_inputs(random_ids(40, seed=seed)))
-    (root,) = {saved.parent for saved in store._states.values()}
-    for saved in store._states.values():
-        assert saved in store.states_after(root, saved.tokens[:8])
-        assert len(list(store.states_after(root, saved.tokens[:8]))) < 3
+    (root,) = {saved.parent for saved in store.inspect().states.values()}
+    for saved in store.inspect().states.values():
+        found = store.view(root, Row(saved.tokens, Border(0, root), store.chunker, stateful=True))
+        assert saved in found.states_after(root, saved.tokens[:8])
+        assert len(list(found.states_after(root, saved.tokens[:8]))) < 3
     assert store.stats()["states"] >= 20
 
 
@@ -491,6 +494,6 @@ def test_states_are_kept_on_the_host() -> None:
     store = ChunkStore(model, chunk_size=CHUNK)
     check(model, ChunkReuseCache(model, store), as_inputs(BASE[:, :100]))
     check(model, ChunkReuseCache(model, store), as_inputs(BASE[:, :110]))
-    kept = [layer for saved in store._states.values() for layer in saved.states.layers if layer is not None]
+    kept = [layer for saved in store.inspect().states.values() for layer in saved.states.layers if layer is not None]
     assert kept
     assert all(t.device.type == "cpu" and not t.requires_grad for s in kept for t in s.tensors if t is not None)

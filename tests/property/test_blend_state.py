@@ -92,14 +92,14 @@ class BlendMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.blended.reset()
-        for chunk in self.store._chunks.values():
+        for chunk in self.store.inspect().chunks.values():
             if not chunk.content_only:
                 self.require_plain(chunk)
 
     def require_plain(self, chunk: StoredChunk) -> None:
         chain = [chunk]
         while chain[0].parent != chunk.root:
-            chain.insert(0, self.store._chunks[chain[0].parent])
+            chain.insert(0, self.store.inspect().chunks[chain[0].parent])
         tokens = np.concatenate([link.tokens for link in chain])
         layers = make_layers(MODEL)
         with torch.no_grad():

@@ -400,7 +400,7 @@ def restart_knowing(name: str, disk: str, **settings: Any) -> tuple[PreTrainedMo
     model, store, cache = restart(name, disk, **settings)
     root = store.root(b"")
     assert root is not None
-    assert list(store.forms(root))
+    assert list(store._reader.forms(root))
     return model, store, cache
 
 

@@ -51,7 +51,7 @@ def crowd(engine: ModelEngine, count: int = OTHERS, tokens: int = 600) -> None:
 
 def pinned_bytes(engine: ModelEngine) -> int:
     keys = engine.store.pinned_keys()
-    return sum(chunk.nbytes for key, chunk in engine.store._chunks.items() if key in keys)
+    return sum(chunk.nbytes for key, chunk in engine.store.inspect().chunks.items() if key in keys)
 
 
 @pytest.mark.parametrize("policy", [None, ReusePolicy(mode="blend")], ids=["exact", "blend"])

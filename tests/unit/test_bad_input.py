@@ -203,7 +203,7 @@ def test_two_threads_one_store(llama: PreTrainedModel) -> None:
         thread.join()
     assert problems == []
     assert store.stats()["evictions"] > 0
-    assert store.stats()["bytes"] == sum(c.nbytes for c in store._chunks.values())
+    assert store.stats()["bytes"] == sum(c.nbytes for c in store.inspect().chunks.values())
 
 
 def test_an_evicted_ancestor_comes_back(llama: PreTrainedModel) -> None:

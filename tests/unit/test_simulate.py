@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.planning.chunks import FixedChunker
 from kvboost_hf.cache.planning.plan import Border, plan_row
 from kvboost_hf.cache.store.compute_pace import ComputePace
-from kvboost_hf.cache.store.memory import Put, Shelf
+from kvboost_hf.cache.store.records import Put
+from kvboost_hf.cache.store.view import Row
 from tests.conftest import make_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -78,29 +78,31 @@ def test_a_trace_of_one_request() -> None:
     assert simulate.simulate(trace, 1, simulate.Room(), "prefix")["hit"] == simulate.best(trace, None) == 0
 
 
-def test_host_memory_holds_what_the_shelf_holds() -> None:
-    """Chunk by chunk, through `plan_row` and `Shelf.put`, which evicts by bytes."""
+def test_host_memory_holds_what_a_store_holds() -> None:
+    """Chunk by chunk, through `plan_row` and `ChunkStore.put`, which evicts by bytes."""
     rng = np.random.default_rng(0)
     heads, texts = rng.integers(0, 1000, (4, 16 * 2)), rng.integers(0, 1000, (24, 16 * 6))
     prompts = [np.concatenate([heads[i % 4], texts[i]]) for i in np.minimum(rng.zipf(1.3, 300), 24) - 1]
     kv: Any = simulate._Sized()
-    shelf = Shelf(max_bytes=40 * (kv.nbytes + 16 * 8))
+    store = ChunkStore(make_model(), chunk_size=16)
+    store.max_bytes = 40 * (kv.nbytes + 16 * 8)
     replica = simulate.Replica(simulate.Room(0, 40), simulate._Lower(0))
     root, hits = b"root", 0
     for prompt in prompts:
-        plan = plan_row(prompt, 0, Border(0, root), len(prompt), FixedChunker(16), shelf)
+        index = store.view(root, Row(prompt, Border(0, root), store.chunker, stateful=False))
+        plan = plan_row(prompt, 0, Border(0, root), len(prompt), store.chunker, index)
         whole = [segment.chunk for segment in plan.segments if segment.stop - segment.start == 16]
-        shelf.record_use(whole, missed=plan.miss is not None)  # type: ignore[arg-type]
+        store.record_use(whole, missed=plan.miss is not None)  # type: ignore[arg-type]
         keys, parent = [], root
         for start in range(0, len(prompt), 16):
             tokens = prompt[start : start + 16]
-            assert shelf.put(root, parent, start, tokens, kv.nbytes, lambda: kv) in (Put.STORED, Put.PRESENT)
+            assert store.put(root, parent, start, tokens, kv.nbytes, lambda: kv) in (Put.STORED, Put.PRESENT)
             keys.append(parent := simulate.prefix_key(parent, tokens))
         assert len(replica.serve(keys)) == len(whole)
         hits += len(whole)
-        assert replica.order._nodes.keys() == shelf._order._nodes.keys()
-    assert 0 < hits < len(prompts) * 8 - shelf._counts["evictions"]
-    assert shelf._counts["evictions"] > 0
+        assert replica.order._nodes.keys() == store.inspect().chunks.keys()
+    assert 0 < hits < len(prompts) * 8 - store.stats()["evictions"]
+    assert store.stats()["evictions"] > 0
 
 
 @pytest.mark.parametrize(("ram", "disk"), [(24, 64), (64, 400)])

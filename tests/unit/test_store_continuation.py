@@ -13,7 +13,9 @@ from kvboost_hf.cache.planning import ngram_index
 from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
 from kvboost_hf.cache.planning.column_ids import media_ids, shifted_ids
 from kvboost_hf.cache.store.chunk_store import Put
+from kvboost_hf.cache.store.history import History
 from kvboost_hf.cache.store.kv import Block, LayerKV
+from kvboost_hf.cache.store.text import StoredText
 
 CHUNK = 16
 
@@ -112,7 +114,8 @@ def test_a_salt_sees_its_own_text_only(store: ChunkStore) -> None:
 def test_a_forgotten_salt_is_nobodys(store: ChunkStore) -> None:
     root = store.root(b"Anna")
     assert root is not None
-    store._salts.clear()
+    store._history = History()  # has seen more roots since than it remembers
+    store._text = StoredText(store._history.salt_of)
     store.put(root, root, 0, text(100), 0, lambda: LayerKV((), ()))
     assert len(store) == 1
     assert store.continuation([100, 101], 4) == []

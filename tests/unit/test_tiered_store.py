@@ -11,18 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, StoreClosedError, StoreFullError
+from kvboost_hf.cache.identity.fingerprint import model_name
 from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
 from kvboost_hf.cache.planning.plan import Border, RowPlan, Segment, plan_row, trim_row
 from kvboost_hf.cache.store import compute_pace as pace
 from kvboost_hf.cache.store.chunk_store import Put, StoredChunk
 from kvboost_hf.cache.store.compute_pace import ComputePace
-from kvboost_hf.cache.store.tiered import Row
+from kvboost_hf.cache.store.model_form import ModelForm
+from kvboost_hf.cache.store.view import Row
 from kvboost_hf.cache.tiers.base import Entry, Tier
 from kvboost_hf.cache.tiers.disk import DiskTier
 from tests.conftest import as_inputs, make_model, random_ids
@@ -89,9 +92,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def open_store(folder: Path, **settings: Any) -> ChunkStore:
-    store = ChunkStore(MODEL, **{"chunk_size": CHUNK, "tiers": [f"disk:{folder}:1GB"], **settings})
-    store._first_form = KV_FORM  # `kv_of` is in place of a model
-    return store
+    with patch.object(ModelForm, "of", lambda model: KV_FORM):  # `kv_of` is in place of a model
+        return ChunkStore(MODEL, **{"chunk_size": CHUNK, "tiers": [f"disk:{folder}:1GB"], **settings})
 
 
 def put_all(store: ChunkStore, tokens: Tokens, *, pinned: bool = False, salt: bytes = b"") -> list[Put]:
@@ -197,7 +199,7 @@ def test_a_full_tier_keeps_what_it_has_when_it_is_opened(folder: Path) -> None:
     before = store.stats()["tiers"]["disk"]["chunks"]
     store.close()
     filler = DiskTier(folder, 10**9)
-    assert {entry.model for entry in filler.entries()} == {store._model_name}
+    assert {entry.model for entry in filler.entries()} == {model_name(MODEL)}
     size = int(filler.stats()["bytes"])
     filler.close()
     store = ChunkStore(MODEL, chunk_size=CHUNK, tiers=[f"disk:{folder}:{size + 100_000}B"])
@@ -227,7 +229,7 @@ def test_quarantine_takes_what_was_stored_while_its_parent_was_below(folder: Pat
     store.close()
     store = open_store(folder)
     goes_on = threading.Event()
-    store._lower.run(goes_on.wait)  # nothing comes to host memory before what follows is stored
+    store._lower.tiers.run(goes_on.wait)  # nothing comes to host memory before what follows is stored
     assert found_of(store, tokens[:CHUNK]) == CHUNK
     root = store.root(b"")
     assert root is not None
@@ -298,9 +300,9 @@ def test_the_thread_may_be_the_last_to_hold_a_store(folder: Path, caplog: pytest
     for _ in range(3):
         store = open_store(folder)
         goes_on = threading.Event()
-        store._lower.run(goes_on.wait)
+        store._lower.tiers.run(goes_on.wait)
         put_all(store, np.arange(10 * CHUNK))
-        lower = store._lower
+        lower = store._lower.tiers
         lower.run(lambda store=store: None)
         lower.touch([b"something"])  # and one that does not
         executor = lower._executor
@@ -471,7 +473,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
     cache.reset()
     store.close()
     store = open_store(folder)
-    (tier,) = store._lower.tiers
+    (tier,) = store._lower.tiers.tiers
     tier.seconds_per_byte = 1e-3 / 512 * (1.5 if slow else 0.5)  # 512 bytes of K/V are a token's
     cache = ChunkReuseCache(MODEL, store)
     MODEL.generate(**as_inputs(IDS), past_key_values=cache, max_new_tokens=1)
@@ -490,7 +492,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
 def test_a_failing_job_is_logged_and_the_next_one_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(folder)
     with caplog.at_level(logging.ERROR, "kvboost_hf"):
-        store._lower.run(lambda: 1 / 0)
+        store._lower.tiers.run(lambda: 1 / 0)
         put_all(store, np.arange(64))
         store.flush()
     assert "what it wrote is lost" in caplog.text
@@ -502,10 +504,10 @@ def test_too_much_that_waits_is_written_when_ram_gives_it_up(folder: Path, monke
     monkeypatch.setattr("kvboost_hf.cache.tiers.below._MAX_WAITING", 600)
     store = open_store(folder)
     goes_on = threading.Event()
-    store._lower.run(goes_on.wait)
+    store._lower.tiers.run(goes_on.wait)
     store.max_bytes = 4 * CHUNK * (BYTES_PER_TOKEN + 8)
     put_all(store, np.arange(4 * CHUNK))
-    assert store._lower.refused == 3
+    assert store._lower.tiers.refused == 3
     goes_on.set()
     store.flush()
     for n in range(1, 9):

@@ -122,7 +122,7 @@ def test_pinned_memory_goes_with_its_chunks(gpu: DoubleDevice) -> None:
     store = ChunkStore(model, chunk_size=32, max_bytes=budget)
     for seed in range(4):
         generate(model, random_ids(200, seed=seed), ChunkReuseCache(model, store))
-        for chunk in store._chunks.values():
+        for chunk in store.inspect().chunks.values():
             assert all(plane.device.type == "cpu" for plane in chunk.kv.tensors)
         assert 0 < gpu.pinned_bytes <= budget
 

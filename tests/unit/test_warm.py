@@ -16,7 +16,7 @@ PREFIX, DOCUMENTS = random_ids(50, seed=1), [random_ids(100, seed=2), random_ids
 
 def content(store: ChunkStore) -> list[tuple[int, int]]:
     """Where each chunk that is found by its content only began, and its length."""
-    return sorted((c.start, len(c.tokens)) for c in store._chunks.values() if c.content_only)
+    return sorted((c.start, len(c.tokens)) for c in store.inspect().chunks.values() if c.content_only)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])

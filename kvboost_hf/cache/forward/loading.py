@@ -20,7 +20,7 @@ from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.store import transfer
 from kvboost_hf.cache.store.kv import Groups
-from kvboost_hf.cache.store.memory import StoredChunk
+from kvboost_hf.cache.store.records import StoredChunk
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 
 _MIN_BYTES = 2**20  # less is loaded at once

@@ -14,7 +14,7 @@ from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPl
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 from kvboost_hf.cache.store.kv import ColumnFormat, LayerKV, LayerStates, copy_columns, copy_states
-from kvboost_hf.cache.store.tiered import Row
+from kvboost_hf.cache.store.view import Row
 
 
 @dataclass(slots=True)

@@ -38,6 +38,11 @@ class ContentIndex(Generic[C]):
     def __len__(self) -> int:
         return len(self._texts)
 
+    def chunks(self) -> list[C]:
+        """All chunks."""
+        with self._lock:
+            return [chunk for variants in self._variants.values() for chunk in variants]
+
     def add(self, chunk: C) -> None:
         """Add a chunk, unless it has fewer tokens than can be moved."""
         if len(chunk.tokens) < MIN_MOVED_TOKENS:

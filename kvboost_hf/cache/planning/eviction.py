@@ -81,6 +81,10 @@ class EvictionOrder:
     def __contains__(self, key: bytes) -> bool:
         return key in self._nodes
 
+    def parents(self) -> Iterable[tuple[bytes, bytes | None]]:
+        """Every chunk with the one it is beneath, None for a root."""
+        return [(key, node.parent) for key, node in self._nodes.items()]
+
     def next_prompt(self) -> None:
         """Advance the time to the next prompt."""
         self._time, self._passed = self._time + self._passed, 0

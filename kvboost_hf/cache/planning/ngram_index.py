@@ -35,6 +35,10 @@ class NgramIndex:
         """Bytes of its arrays."""
         return self._text.nbytes + self._pairs.nbytes + self._places.nbytes
 
+    def keys(self) -> list[bytes]:
+        """Keys of all chunks."""
+        return list(self._spans)
+
     def add(self, key: bytes, parent: bytes, tokens: Tokens) -> None:
         """Add the text of a chunk, which continues that of the chunk `parent` if that is present."""
         _, before = self._spans.get(parent, (0, 0))

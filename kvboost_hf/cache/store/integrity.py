@@ -6,9 +6,8 @@ at the K/V itself, whatever may have happened to it since.
 
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,14 +19,14 @@ from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.column_ids import text_ids
 from kvboost_hf.cache.prompt.inputs import with_positions
+from kvboost_hf.cache.store.contract import KVStore
 from kvboost_hf.cache.store.kv import ColumnFormat, LayerKV, copy_columns
-from kvboost_hf.cache.store.memory import StoredChunk, StoredStates
+from kvboost_hf.cache.store.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.compat import cache_argument, difference, input_device, rope_regime, tolerance
 
 _log = logging.getLogger("kvboost_hf")
 
 _STATES = 5  # times as much difference is rounding in models with states
-_Stored = StoredChunk | StoredStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +50,8 @@ class IntegrityReport:
     largest_difference: float
 
 
-class Checked(Protocol):
-    """The store, as far as it is asked here."""
-
-    @property
-    def column_format(self) -> ColumnFormat: ...
-
-    def everything(self) -> list[_Stored]: ...
-
-    def fetch(self, wanted: Iterable[_Stored]) -> Mapping[bytes, _Stored]: ...
-
-    def quarantine(self, keys: set[bytes]) -> None: ...
-
-    def salt_of(self, root: bytes) -> bytes | None: ...
-
-    def root(self, salt: bytes, regime: bytes) -> bytes | None: ...
-
-
 @torch.no_grad()
-def check_integrity(model: PreTrainedModel, store: Checked, sample: float) -> IntegrityReport:
+def check_integrity(model: PreTrainedModel, store: KVStore, sample: float) -> IntegrityReport:
     """See `ChunkStore.check_integrity`."""
     stored = store.everything()
     chunks = {each.key: each for each in stored if isinstance(each, StoredChunk)}
@@ -101,7 +83,7 @@ def check_integrity(model: PreTrainedModel, store: Checked, sample: float) -> In
     return IntegrityReport(checked, len(wrong), len(stored) - len(texts), forwarded, largest)
 
 
-def _text(stored: _Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
+def _text(stored: Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
     """All tokens up to the end of something stored; None where they are not known, or are not all text."""
     if isinstance(stored, StoredChunk) and stored.content_only:
         return None
@@ -116,13 +98,13 @@ def _text(stored: _Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
     return text if np.array_equal(text_ids(text), text) else None
 
 
-def _is_of_now(model: PreTrainedModel, store: Checked, stored: _Stored, tokens: int) -> bool:
+def _is_of_now(model: PreTrainedModel, store: KVStore, stored: Stored, tokens: int) -> bool:
     """Whether the model as it is now has computed something."""
     salt, regime = store.salt_of(stored.root), rope_regime(model, tokens)
     return salt is not None and regime is not None and store.root(salt, regime) == stored.root
 
 
-def _by_text(drawn: Sequence[_Stored], texts: dict[bytes, Tokens]) -> Iterator[tuple[Tokens, list[_Stored]]]:
+def _by_text(drawn: Sequence[Stored], texts: dict[bytes, Tokens]) -> Iterator[tuple[Tokens, list[Stored]]]:
     """What can be compared with one forward, the longest texts first; states need one that ends where they do."""
     todo = sorted(drawn, key=lambda each: len(texts[each.key]), reverse=True)
     while todo:
@@ -150,7 +132,7 @@ def _compute(model: PreTrainedModel, text: Tokens) -> list[ReuseLayer]:
     return layers
 
 
-def _difference(stored: _Stored, fresh: Sequence[ReuseLayer], stop: int, form: ColumnFormat) -> float:
+def _difference(stored: Stored, fresh: Sequence[ReuseLayer], stop: int, form: ColumnFormat) -> float:
     """How far something stored, that ends at token `stop`, is from what `fresh` layers hold."""
     if isinstance(stored, StoredStates):
         pairs = zip(stored.states.layers, (layer.save_state(0) for layer in fresh), strict=True)

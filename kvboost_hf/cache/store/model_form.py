@@ -1,7 +1,7 @@
-"""Reads blobs, and compares them with the form that the K/V and states of the model have.
+"""The form that K/V and states of a model have, and what is read from blobs in that form.
 
 Who wrote a blob is not known, and checksums anybody can make. So shapes, types and places are not taken from it: they
-are those of the model, found by running it on a few tokens, and what a blob tells is compared with them.
+are those of the model, found by running it on a few tokens, and the layout of a blob is compared with them.
 """
 
 import logging

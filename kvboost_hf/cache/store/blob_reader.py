@@ -1,0 +1,77 @@
+"""Reads K/V and states of one model from the blobs of lower tiers."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.codecs.base import Codec
+from kvboost_hf.cache.store.history import remember
+from kvboost_hf.cache.store.kv import ColumnFormat, LayerKV, LayerStates
+from kvboost_hf.cache.store.model_form import ModelForm, read_kv, read_states
+from kvboost_hf.cache.tiers.base import Kind
+from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
+from kvboost_hf.compat import key_rotation, known_reason
+
+
+class BlobReader:
+    """Knows the forms that K/V of a model has had under each root, and the format that columns are kept in.
+
+    Args:
+        model: Gives the model.
+        codec: Of the store.
+    """
+
+    def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec) -> None:
+        self._model, self._codec = model, codec
+        self._format: ColumnFormat | None = None
+        self._first_form: ModelForm | None = None
+        self._fingerprints: OrderedDict[bytes, bytes] = OrderedDict()  # by root
+        self._forms: OrderedDict[bytes, ModelForm | None] = OrderedDict()  # by fingerprint
+
+    @property
+    def column_format(self) -> ColumnFormat:
+        """The format of columns."""
+        if self._format is None:
+            rotation = key_rotation(self._model()) if not self._codec.lossless else "not needed"
+            self._format = ColumnFormat(self._codec, rotation if not isinstance(rotation, str) else None)
+        return self._format
+
+    def look_at_model(self) -> None:
+        """Find out now what form the K/V of the model has, which takes a moment."""
+        model = self._model()
+        self._first_form = ModelForm.of(model) if known_reason(model) is None else None
+
+    def note_root(self, root: bytes, fingerprint: bytes) -> None:
+        """Remember which fingerprint of the model a root is of."""
+        remember(self._fingerprints, root, fingerprint)
+
+    def read(self, blob: Blob, root: bytes) -> LayerKV | LayerStates | None:
+        """The K/V or the states in a blob, or None where the form that they should have is not known.
+
+        Raises:
+            DamagedBlobError: if they have another form.
+        """
+        damage: DamagedBlobError | None = None
+        for form in self.forms(root):
+            try:
+                if blob.entry.kind is Kind.STATES:
+                    return read_states(blob, form)
+                return read_kv(blob, self.column_format, form)
+            except DamagedBlobError as error:
+                damage = error
+        if damage is not None:
+            raise damage
+        return None
+
+    def forms(self, root: bytes) -> Iterator[ModelForm]:
+        """The form as the model was at first, then, where it may have changed since, as it is."""
+        fingerprint = self._fingerprints.get(root)
+        if fingerprint is None:
+            return  # nothing of it is in a lower tier
+        if fingerprint not in self._forms:
+            if self._first_form is not None:
+                yield self._first_form
+            remember(self._forms, fingerprint, ModelForm.of(self._model()))
+        if (form := self._forms[fingerprint]) is not None:
+            yield form

@@ -1,0 +1,119 @@
+"""Records that a store keeps: chunks of K/V, and states of linear attention."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
+from kvboost_hf.cache.store.kv import LayerKV, LayerStates
+from kvboost_hf.cache.tiers.base import Kind
+from kvboost_hf.cache.tiers.below import Found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunk:
+    """A chunk in the store. Immutable: whoever holds one may go on reading it after it was evicted."""
+
+    prefix_key: bytes  # its own key, where it is found by content only
+    root: bytes
+    parent: bytes  # key of the chunk that it was computed directly behind, or the root
+    start: int  # row token of the first token, when it was stored
+    tokens: Tokens
+    loaded: LayerKV | None  # None while it is in a lower tier only
+    nbytes: int
+    content_only: bool = False  # its K/V is not that of a prompt computed whole
+    found: Found | None = None  # where it was found, if not in host memory
+    on_device: bool = False  # it was found where the model computes
+
+    @property
+    def key(self) -> bytes:
+        """Its own key."""
+        return self.prefix_key
+
+    @property
+    def tier(self) -> str:
+        """Name of the tier that it was found in."""
+        if self.on_device:
+            return "device"
+        return self.found.tier.tier.name if self.found is not None else "ram"
+
+    @property
+    def kv(self) -> LayerKV:
+        """Its K/V, once it is loaded."""
+        assert self.loaded is not None, "it must be loaded first"
+        return self.loaded
+
+    def in_memory(self, kv: LayerKV | LayerStates) -> "StoredChunk":
+        """The same chunk as host memory holds it, with K/V of its own."""
+        assert isinstance(kv, LayerKV)
+        return replace(self, loaded=kv, found=None, on_device=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredStates:
+    """The states of all layers after some token. Immutable, as chunks are."""
+
+    key: bytes
+    root: bytes
+    parent: bytes  # prefix key of the last chunk border before that token, or the root
+    tokens: Tokens  # from that border to that token
+    loaded: LayerStates | None  # None while they are in a lower tier only
+    nbytes: int
+    found: Found | None = None
+
+    @property
+    def states(self) -> LayerStates:
+        """The states, once they are loaded."""
+        assert self.loaded is not None, "they must be loaded first"
+        return self.loaded
+
+    def in_memory(self, states: LayerKV | LayerStates) -> "StoredStates":
+        """The same states as host memory holds them, in tensors of their own."""
+        assert isinstance(states, LayerStates)
+        return replace(self, loaded=states, found=None)
+
+
+Stored = StoredChunk | StoredStates
+
+
+@dataclass(frozen=True, slots=True)
+class StoreContents:
+    """The contents of host memory at one moment.
+
+    Args:
+        chunks: By key, the oldest first.
+        states: By key, the oldest first.
+        pinned: Keys of chunks and states that are never evicted.
+        nbytes: Bytes of all of them, and bytes promised to chunks that are being copied.
+    """
+
+    chunks: Mapping[bytes, StoredChunk]
+    states: Mapping[bytes, StoredStates]
+    pinned: frozenset[bytes]
+    nbytes: int
+
+
+class Put(Enum):
+    """What became of a chunk or of states that were offered to the store."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    GONE = "gone"  # the cache itself no longer holds it
+    NO_PARENT = "no parent"  # the chunk before it is not stored: nothing could ever find it
+    NO_ROOM = "no room"
+    TOO_SHORT = "too short"  # to be found by content
+    UNSEEN = "unseen"  # little of what was stored was of use: it will be stored when it comes again
+
+
+def head_key(parent: bytes, head: Tokens) -> bytes:
+    """The key that all chunks share which follow `parent` and start with the tokens `head`."""
+    return prefix_key(parent, head)
+
+
+def unloaded(found: Found) -> Stored:
+    """The record of a blob in a lower tier, which is not read yet."""
+    entry = found.entry
+    if entry.kind is Kind.STATES:
+        return StoredStates(entry.key, entry.root, entry.parent, entry.tokens, None, 0, found)
+    place = (entry.key, entry.root, entry.parent, entry.start, entry.tokens)
+    return StoredChunk(*place, None, 0, content_only=entry.kind is Kind.CONTENT, found=found)

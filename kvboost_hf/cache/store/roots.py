@@ -1,0 +1,45 @@
+"""Roots: the keys that the chains of a model start from."""
+
+import logging
+
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.planning.chunks import root_key
+from kvboost_hf.cache.store.history import History
+from kvboost_hf.cache.store.lower import LowerMemory
+
+_log = logging.getLogger("kvboost_hf")
+
+
+class Roots:
+    """Derives roots from the model, the salt and the codec; tells `History` and `LowerMemory` of each.
+
+    Args:
+        codec: Name of the codec.
+        history: Remembers the salt of each root.
+        lower: Told of roots that other processes derive, too.
+    """
+
+    def __init__(self, codec: str, history: History, lower: LowerMemory) -> None:
+        self._codec, self._history, self._lower = codec.encode(), history, lower
+        self._warned: set[str] = set()
+
+    def root(self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool) -> bytes | None:
+        """See `ChunkStore.root`."""
+        follower = ModelState.of(model).fingerprint
+        fingerprint = follower.durable(model, full=read_all) if self._lower else None
+        if durable := isinstance(fingerprint, bytes):
+            found: bytes | None = fingerprint
+        else:
+            if isinstance(fingerprint, str) and fingerprint not in self._warned:
+                self._warned.add(fingerprint)
+                _log.warning("K/V of this model is kept in host memory only: %s in other processes.", fingerprint)
+            found = follower.current(model, full=read_all)
+        if found is None:
+            return None
+        root = root_key(found, salt, regime + self._codec)
+        self._history.note_root(root, salt)
+        if durable:
+            self._lower.note_root(root, found)
+        return root

@@ -1,0 +1,87 @@
+"""Text of stored chunks, to look up how it went on."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvboost_hf.cache.planning.ngram_index import NgramIndex
+from kvboost_hf.cache.store.records import StoredChunk
+from kvboost_hf.ngrams import check_ngrams
+
+
+class StoredText:
+    """The n-grams of all chunks of host memory, by salt; kept from the first time on that anybody asks for text.
+
+    Args:
+        salt_of: The salt behind a root; None for one that is forgotten, whose text nobody finds.
+    """
+
+    def __init__(self, salt_of: Callable[[bytes], bytes | None]) -> None:
+        self._salt_of = salt_of
+        self.is_used = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all text."""
+        self._by_salt: dict[bytes, NgramIndex] = {}
+        self._by_root: dict[bytes, NgramIndex] = {}  # the same
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all n-grams."""
+        return sum(index.nbytes for index in self._by_salt.values())
+
+    def add(self, chunk: StoredChunk) -> None:
+        """Enter the text of a chunk."""
+        if self.is_used:
+            self._index(chunk.root).add(chunk.key, chunk.parent, chunk.tokens)
+
+    def remove(self, chunk: StoredChunk) -> None:
+        """Take out the text of a chunk."""
+        if self.is_used:
+            self._index(chunk.root).remove(chunk.key)
+
+    def continuation(
+        self,
+        chunks: Iterable[StoredChunk],
+        salt: bytes,
+        ids: NDArray[np.int64],
+        length: int,
+        max_ngram: int,
+        min_ngram: int,
+    ) -> list[int]:
+        """The tokens that followed the longest n-gram that ends `ids`; see `ChunkStore.continuation`.
+
+        Args:
+            chunks: All that are stored, which are read when text is asked for the first time.
+            salt: Whose text.
+            ids: Token ids.
+            length: So many tokens are wanted.
+            max_ngram: Compare so many tokens at most.
+            min_ngram: And so many at least.
+        """
+        check_ngrams(max_ngram, min_ngram)
+        if not self.is_used:
+            self.is_used = True
+            for chunk in chunks:
+                self.add(chunk)
+        index = self._by_salt.get(salt)
+        return index.continuation(ids, length, max_ngram, min_ngram) if index is not None else []
+
+    def _index(self, root: bytes) -> NgramIndex:
+        if root not in self._by_root:
+            salt = self._salt_of(root)
+            self._by_root[root] = self._by_salt.setdefault(root if salt is None else salt, NgramIndex())
+        return self._by_root[root]
+
+    def check_consistency(self, chunks: Iterable[StoredChunk]) -> None:
+        """Check that the text of just these chunks is kept, if any is.
+
+        Raises:
+            AssertionError: if it is not.
+        """
+        keys = sorted(key for index in self._by_salt.values() for key in index.keys())
+        assert keys == (sorted(chunk.key for chunk in chunks) if self.is_used else []), (
+            "text must be that of all chunks"
+        )
