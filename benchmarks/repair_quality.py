@@ -43,13 +43,11 @@ class FreezableStore(ChunkStore):
 
     frozen = False
 
-    def put(self, *args: Any, **kwargs: Any) -> Put:
-        """See `ChunkStore.put`."""
-        return Put.NO_ROOM if self.frozen else super().put(*args, **kwargs)
-
-    def put_content(self, *args: Any, **kwargs: Any) -> Put:
-        """See `ChunkStore.put_content`."""
-        return Put.NO_ROOM if self.frozen else super().put_content(*args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        put, put_content = self.records.put, self.records.put_content
+        self.records.put = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put(*args, **kwargs)
+        self.records.put_content = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put_content(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

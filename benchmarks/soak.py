@@ -38,6 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
 from kvboost_hf.cache.store.compute_pace import ComputePace
+from kvboost_hf.cache.store.integrity import chain
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cache.tiers.record import Blob, dump
@@ -322,8 +323,8 @@ class Stores:
         plain_tokens, layers = self.plain(n)
         root = store.root(b"")
         assert root is not None
-        chain = store.chain(root, tokens)
-        for chunk, start, shared in chain:
+        found = chain(store.records, store.chunker, root, tokens)
+        for chunk, start, shared in found:
             reader = chunk.kv.reader()
             for idx, layer in enumerate(layers):
                 for ours, plain in zip(reader.layer(idx) or (), (layer.keys, layer.values), strict=True):
@@ -331,7 +332,7 @@ class Stores:
                     tally.wrong += not difference <= 1e-4
             tally.compared += 1
         tally.wrong_tokens += self.generate(n, ChunkReuseCache(self.model, store)) != plain_tokens
-        return len({start for _, start, shared in chain if shared == CHUNK})
+        return len({start for _, start, shared in found if shared == CHUNK})
 
 
 def soak_stores(rounds: int, seed: int) -> StoreTally:

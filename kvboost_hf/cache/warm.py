@@ -13,7 +13,8 @@ from kvboost_hf.cache.live.ledger import offer_content
 from kvboost_hf.cache.planning.repair import Measure
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
 from kvboost_hf.cache.reuse import ChunkReuseCache
-from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, Texts, WarmSettings, register_warmer
+from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
+from kvboost_hf.cache.store.warming import Texts, WarmSettings, register_warmer
 from kvboost_hf.compat import cache_argument, input_device, known_reason, probe_reason, rope_regime
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.errors import StoreFullError

@@ -42,16 +42,16 @@ class Pins:
             return False
         if not new or job.pin_share == 1:
             return True
-        text = _Text(store.root_under(next(iter(new))), np.asarray(job.ids, dtype=np.int64))
+        text = _Text(store.records.root_of(next(iter(new))), np.asarray(job.ids, dtype=np.int64))
         limit = int(job.pin_share * store.max_bytes)
-        if sum(store.pinned_of(text.root, text.tokens).values()) > limit:
+        if sum(store.records.pinned_of(text.root, text.tokens).values()) > limit:
             store.unpin(new)
             return False
         texts = self._texts.setdefault(job.client, deque())
         texts.append(text)
         while sum(self._held(store, texts).values()) > limit:
             oldest = texts.popleft()
-            store.unpin(store.pinned_of(oldest.root, oldest.tokens).keys() - self._held(store, texts).keys())
+            store.unpin(store.records.pinned_of(oldest.root, oldest.tokens).keys() - self._held(store, texts).keys())
         return True
 
     @staticmethod
@@ -59,5 +59,5 @@ class Pins:
         """Keys and bytes of what is pinned of texts."""
         held: dict[bytes, int] = {}
         for text in texts:
-            held |= store.pinned_of(text.root, text.tokens)
+            held |= store.records.pinned_of(text.root, text.tokens)
         return held

@@ -39,7 +39,7 @@ def unfound(
         live_quant: The `live_quant` of its caches.
         salts: The salts of its API keys, or the one of clients without a key.
     """
-    held = list(islice(store.entries_below(), _LOOKED_AT))
+    held = list(islice(store.records.lower.entries(), _LOOKED_AT))
     fingerprint = ModelState.of(model).fingerprint.durable(model) if held else None
     if not isinstance(fingerprint, bytes):
         return None

@@ -22,11 +22,17 @@ from tests.conftest import counted, make_model, random_ids
 class Zeroed(ChunkStore):
     """Loses what it stores."""
 
-    def put(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().put(*args, **kwargs)
-        for chunk in self.inspect().chunks.values():
-            self.spoil(chunk.kv.tensors)
-        return found
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        put = self.records.put
+
+        def spoiled(*args: Any, **kwargs: Any) -> Any:
+            found = put(*args, **kwargs)
+            for chunk in self.inspect().chunks.values():
+                self.spoil(chunk.kv.tensors)
+            return found
+
+        self.records.put = spoiled
 
     @staticmethod
     def spoil(blocks: tuple[torch.Tensor, ...]) -> None:

@@ -416,7 +416,7 @@ def test_states_are_looked_up_by_their_first_tokens() -> None:
         check(model, ChunkReuseCache(model, store), as_inputs(random_ids(40, seed=seed)))
     (root,) = {saved.parent for saved in store.inspect().states.values()}
     for saved in store.inspect().states.values():
-        found = store.view(root, Row(saved.tokens, Border(0, root), store.chunker, stateful=True))
+        found = store.records.view(root, Row(saved.tokens, Border(0, root), store.chunker, stateful=True))
         assert saved in found.states_after(root, saved.tokens[:8])
         assert len(list(found.states_after(root, saved.tokens[:8]))) < 3
     assert store.stats()["states"] >= 20

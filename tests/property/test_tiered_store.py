@@ -14,6 +14,7 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.match import find_moved
 from kvboost_hf.cache.store import lower as lower_memory
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, StoredChunk
+from kvboost_hf.cache.store.integrity import chain
 from tests.property.test_store import BYTES_PER_TOKEN, kv_of
 from tests.unit.test_tiered_store import CHUNK, found_of, open_store, put_all
 
@@ -76,10 +77,10 @@ class TieredMachine(RuleBasedStateMachine):
         for word in words:
             tokens = tokens_of((word,))
             copy = partial(kv_of, tokens, start)
-            put = self.store.put_content(root, tokens, start, BYTES_PER_TOKEN * CHUNK, copy, pinned=pinned)
+            put = self.store.records.put_content(root, tokens, start, BYTES_PER_TOKEN * CHUNK, copy, pinned=pinned)
             assert put in (Put.STORED, Put.PRESENT, Put.NO_ROOM)
             if put is not Put.NO_ROOM:
-                assert self.store.moved_index(root).variants(tokens)[0].start <= start
+                assert self.store.records.moved_index(root).variants(tokens)[0].start <= start
 
     @rule(words=PROMPTS, salt=st.sampled_from([b"", b"other", b"nobody"]))
     def look_up(self, words: Words, salt: bytes) -> None:
@@ -96,8 +97,8 @@ class TieredMachine(RuleBasedStateMachine):
         root = self.store.root(b"")
         assert root is not None
         tokens = np.concatenate([[7] * 5, tokens_of(words)])
-        segments = find_moved(tokens, 0, len(tokens), self.store.moved_index(root))
-        loaded = self.store.fetch(each.chunk for each in segments if isinstance(each.chunk, StoredChunk))
+        segments = find_moved(tokens, 0, len(tokens), self.store.records.moved_index(root))
+        loaded = self.store.records.fetch(each.chunk for each in segments if isinstance(each.chunk, StoredChunk))
         for segment in segments:
             chunk = loaded.get(segment.chunk.prefix_key)
             if chunk is not None:
@@ -107,7 +108,7 @@ class TieredMachine(RuleBasedStateMachine):
                 positions = range(segment.start - segment.shift, segment.stop - segment.shift)
                 assert keys[0, :length, 0].tolist() == tokens[segment.start : segment.stop].tolist()
                 assert values[0, :length, 0].tolist() == list(positions)
-        self.store.promote(list(loaded.values()))
+        self.store.records.promote(list(loaded.values()))
         self.flush()
 
     @rule()
@@ -132,7 +133,7 @@ class TieredMachine(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         """What waits to be written is lost, but for what the thread is at."""
-        lower = self.store._lower.tiers
+        lower = self.store.records.lower.tiers
         with lower._lock:
             lower._closed = True
         if lower._executor is not None:
@@ -182,10 +183,10 @@ class TieredMachine(RuleBasedStateMachine):
         self.puts = 0  # as above
         root = self.store.root(b"")
         assert root is not None
-        chain = self.store.chain(root, tokens_of(words))
-        if chain:
-            chunk, start, _ = chain[-1]
-            self.store.quarantine([chunk.key])
+        found = chain(self.store.records, self.store.chunker, root, tokens_of(words))
+        if found:
+            chunk, start, _ = found[-1]
+            self.store.records.quarantine([chunk.key])
             assert found_of(self.store, tokens_of(words)[: start + CHUNK]) <= start
             self.lose()
 

@@ -19,6 +19,7 @@ from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, StoredChunk, StoredStates
+from kvboost_hf.cache.store.integrity import chain
 from kvboost_hf.cache.store.view import Row
 from kvboost_hf.compat import cache_argument, difference, tolerance
 
@@ -68,11 +69,11 @@ def audit(
     off = difference(logits.float(), plain.float())
     tokens = int(kwargs["input_ids"].numel())
     if off <= tolerance(model.dtype):  # False for NaN
-        store.record_audit(diverged=False)
+        store.audits.record(diverged=False)
         return Finding(off, tokens)
     culprits = _culprits(fresh, ledger, store, tolerance(model.dtype))
-    store.record_audit(diverged=True)
-    store.quarantine(culprits)
+    store.audits.record(diverged=True)
+    store.records.quarantine(culprits)
     _log.warning(
         "An audited prompt of %d tokens differed from plain computation by %.2g standard deviations of its logits. "
         "It was answered plainly, and %d stored chunks were taken out of service.",
@@ -91,13 +92,13 @@ def _culprits(fresh: Sequence[ReuseLayer], ledger: Ledger, store: ChunkStore, al
     found: set[bytes] = set()
     for row, pad in enumerate(ledger.log.pads.tolist()):
         tokens = ledger.log.row(row)
-        for chunk, start, shared in store.chain(ledger.root, tokens):
+        for chunk, start, shared in chain(store.records, store.chunker, ledger.root, tokens):
             if _differs(chunk, shared, fresh, row, pad + start, allowed):
                 found.add(chunk.prefix_key)
         for border in ledger.borders[row]:
             if len(rest := tokens[border.at :]) >= HEAD_TOKENS:
                 row_of = Row(tokens, border, store.chunker, stateful=True)
-                states = store.view(ledger.root, row_of).states_after(border.key, rest[:HEAD_TOKENS])
+                states = store.records.view(ledger.root, row_of).states_after(border.key, rest[:HEAD_TOKENS])
                 found |= {saved.key for saved in states if isinstance(saved, StoredStates)}
     return found
 

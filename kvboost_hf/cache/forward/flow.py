@@ -251,7 +251,7 @@ def _plan(parts: CacheParts, model: PreTrainedModel, ledger: Ledger, prompt: Pro
             ids, prompt.held, prompt.limit, binding.store, min_saving, stateful=live.stateful, without=lost
         )
         wanted = needed_for(plan)
-        fetched = binding.store.fetch(wanted, check=not _may_overlap(parts, model, plan, prompt))
+        fetched = binding.store.records.fetch(wanted, check=not _may_overlap(parts, model, plan, prompt))
         if all(fetched.get(each.key) is each for each in wanted):  # nothing had to be loaded
             return plan
         if fetched.keys() >= {each.key for each in wanted}:

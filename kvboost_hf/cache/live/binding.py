@@ -10,7 +10,8 @@ from kvboost_hf.cache.identity.foreign import foreign_attention, hooks_registere
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.settings import autocast
 from kvboost_hf.cache.layers.quantized import mark
-from kvboost_hf.cache.store.chunk_store import ChunkStore, default_store, salt_bytes
+from kvboost_hf.cache.store.chunk_store import ChunkStore, salt_bytes
+from kvboost_hf.cache.store.default import default_store
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 

@@ -84,7 +84,7 @@ class Ledger:
             key = tokens.tobytes()
             if key not in same:
                 border = self.borders[row][-1]
-                index = store.view(self.root, Row(tokens, border, store.chunker, stateful), without)
+                index = store.records.view(self.root, Row(tokens, border, store.chunker, stateful), without)
                 same[key] = store.worth(
                     plan_row(tokens, max(held - pad, 0), border, limit - pad, store.chunker, index, stateful=stateful)
                 )
@@ -133,7 +133,7 @@ class Ledger:
         while (cut := store.chunker.next_cut(tokens, borders[-1].at)) is not None:
             border = borders[-1]
             key = prefix_key(border.key, tokens[border.at : cut])
-            if unseen or store.expects(key):
+            if unseen or store.records.expects(key):
                 result = self._put(row, border, tokens[border.at : cut], layers, store, pinned)
             else:
                 result = Put.UNSEEN
@@ -205,7 +205,9 @@ class Ledger:
             return self._put(row, border, tokens, layers, store, pinned, unfinished=unfinished)
         nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format)
         with torch.inference_mode(False), torch.no_grad():
-            return store.put_content(self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned)
+            return store.records.put_content(
+                self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned
+            )
 
     def _put(
         self,
@@ -222,7 +224,7 @@ class Ledger:
         nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format)
         # Outside inference mode: tensors made inside could not be used freely later.
         with torch.inference_mode(False), torch.no_grad():
-            return store.put(
+            return store.records.put(
                 self.root, border.key, border.at, tokens, nbytes, copy_kv, pinned=pinned, unfinished=unfinished
             )
 
@@ -272,7 +274,7 @@ class Ledger:
 
         nbytes = sum(layer.state_bytes() for layer in layers)
         with torch.inference_mode(False), torch.no_grad():
-            return store.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
+            return store.records.put_states(self.root, border.key, tail, nbytes, copy, pinned=pinned)
 
 
 def _is_tainted(blended: MovedColumns | None, row: int) -> bool:
@@ -316,6 +318,6 @@ def offer_content(
         cut = store.chunker.next_cut(tokens, at) or len(tokens)
         chunk = tokens[at:cut]
         nbytes, copy_kv = copies(at, cut)
-        results.append(store.put_content(root, chunk, at, nbytes, copy_kv, parent=parent, pinned=pinned))
+        results.append(store.records.put_content(root, chunk, at, nbytes, copy_kv, parent=parent, pinned=pinned))
         parent, at = content_only_key(root, parent, at, chunk), cut
     return results

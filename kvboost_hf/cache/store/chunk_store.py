@@ -1,16 +1,11 @@
 """`ChunkStore`: K/V of chunks that outlives any one cache or call."""
 
-import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -19,40 +14,26 @@ from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.identity.fingerprint import model_name
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.planning.chunks import (
-    KEY_BYTES,
     Chunker,
     FixedChunker,
     Tokens,
-    common_length,
-    content_only_key,
-    prefix_key,
-    states_key,
 )
-from kvboost_hf.cache.planning.content_index import ContentIndex
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ChunkIndex, RowPlan, Segment, trim_row
+from kvboost_hf.cache.planning.plan import RowPlan, Segment, trim_row
 from kvboost_hf.cache.planning.report import ReuseReport
-from kvboost_hf.cache.store.admission import Admission
 from kvboost_hf.cache.store.audits import Audits
 from kvboost_hf.cache.store.blob_reader import BlobReader
 from kvboost_hf.cache.store.compute_pace import ComputePace
-from kvboost_hf.cache.store.content import ContentIndexes
 from kvboost_hf.cache.store.costs import stored_per_computed
-from kvboost_hf.cache.store.device import DeviceMemory
-from kvboost_hf.cache.store.history import History
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
-from kvboost_hf.cache.store.kv import ColumnFormat, LayerKV, LayerStates
-from kvboost_hf.cache.store.lower import LowerMemory
-from kvboost_hf.cache.store.memory import HostMemory, Reservation
+from kvboost_hf.cache.store.kv import ColumnFormat
 from kvboost_hf.cache.store.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.store.roots import Roots
-from kvboost_hf.cache.store.text import StoredText
-from kvboost_hf.cache.store.view import Row, TieredView
+from kvboost_hf.cache.store.tiered import TieredRecords
+from kvboost_hf.cache.store.warming import Texts, WarmSettings, warmer
 from kvboost_hf.cache.tiers.addresses import open_tiers
-from kvboost_hf.cache.tiers.base import Entry, Tier
+from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
-from kvboost_hf.cache.tiers.record import DamagedBlobError
-from kvboost_hf.compat import KeptOnModel, bytes_per_token, known_reason, require_cache, unwrapped
+from kvboost_hf.compat import bytes_per_token, known_reason, require_cache, rope_regime, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import MAX_NGRAM
@@ -60,32 +41,6 @@ from kvboost_hf.ngrams import MAX_NGRAM
 __all__ = ["ChunkStore", "Put", "StoredChunk", "StoredStates", "salt_bytes"]
 
 S = TypeVar("S", bound=Stored)
-
-Texts = str | Sequence[int] | torch.Tensor  # a text, or its token ids
-
-
-@dataclass(frozen=True, slots=True)
-class WarmSettings:
-    """The keyword arguments of `ChunkStore.warm`."""
-
-    tokenizer: Any
-    pin: bool
-    policy: ReusePolicy | None
-    salt: bytes
-    progress: Callable[[int, int], None] | None  # given the tokens that are done, and all of them
-    live_quant: KVQuantConfig | None
-
-
-Warmer = Callable[
-    [PreTrainedModel, "ChunkStore", Texts | None, Sequence[Texts] | None, Texts | None, WarmSettings], ReuseReport
-]
-_warmer: Warmer | None = None
-
-
-def register_warmer(warmer: Warmer) -> None:
-    """Set what `ChunkStore.warm` calls: it runs the model with caches, which are built on the store."""
-    global _warmer
-    _warmer = warmer
 
 
 class ChunkStore:
@@ -152,34 +107,18 @@ class ChunkStore:
         opened = open_tiers(tiers, ram, tier_key, least_bytes=least)
         self._model = weakref.ref(model)
         require_model = partial(_require_model, self._model)
-        self._lock = threading.RLock()
-        self._closed = False
-        self._counts = dict.fromkeys(("hits", "misses", "rejected", "quarantined", "not_worth_loading"), 0)
-        self._offences: dict[bytes, int] = {}  # keys that were quarantined, and how often
-        self._history, self._audits = History(), Audits()
-        self._contents = ContentIndexes(self._lock)
-        self._text = StoredText(self._history.salt_of)
+        self.audits = Audits()
         self._reader = BlobReader(require_model, self.codec)
-        tiers_below = LowerTiers(opened.lower, opened.opened)
-        name = model_name(model) if opened.lower else b""  # nobody else asks for it
-        self._lower = LowerMemory(tiers_below, name, self._reader, self._lock, self._contents.add_below)
-        # What other processes may ask for is always stored.
-        self._admission = Admission(stored_per_computed(model) if not opened.lower else None)
-        # None of these refers to the store, which must go as soon as nobody holds it.
-        followers = _Followers(self._contents, self._text, self._history, self._lower)
-        self._memory = HostMemory(
-            opened.ram,
-            self._lock,
-            on_insert=followers.inserted,
-            on_remove=followers.removed,
-            on_evict=followers.evicted,
-        )
-        self._device = DeviceMemory(opened.device)
-        self._roots = Roots(self.codec.name, self._history, self._lower)
-        if self._lower:  # now, for it takes a moment
+        # What other processes may ask for is always stored; nobody else asks for the name of the model.
+        lower = LowerTiers(opened.lower, opened.opened)
+        name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
+        self.records = TieredRecords(opened.ram, opened.device, lower, name, self._reader, pays_for)
+        self._lock = self.records.lock
+        self._roots = Roots(self.codec.name, self.records.history, self.records.lower)
+        if lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
             self._reader.look_at_model()
-        self._close_tiers = weakref.finalize(self, tiers_below.close)
+        self._close_tiers = weakref.finalize(self, lower.close)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -197,19 +136,9 @@ class ChunkStore:
             regime: Of the rotary frequencies, see `compat.rope_regime`.
             read_all: Read every weight to tell whether one has changed.
         """
-        self._require_open()
+        self.records.require_open()
         with self._lock:
             return self._roots.root(self._require_model(), salt, regime, read_all=read_all)
-
-    def salt_of(self, root: bytes) -> bytes | None:
-        """The salt behind a root, as far as it is remembered."""
-        return self._history.salt_of(root)
-
-    def root_under(self, key: bytes) -> bytes:
-        """The root of a chunk or of states in host memory."""
-        stored = self._memory.get(key)
-        assert stored is not None
-        return stored.root
 
     def without_room(self) -> "ChunkStore":
         """A store with the same roots that takes no chunks in: its caches compute, and keep, all columns."""
@@ -218,73 +147,6 @@ class ChunkStore:
         return store
 
     # Finding
-
-    def view(self, root: bytes, row: Row, without: frozenset[bytes] = frozenset()) -> ChunkIndex:
-        """The chunks and states that a row can find by prefix key, in whatever tier.
-
-        Args:
-            root: Of the row.
-            row: The row.
-            without: Keys of records in lower tiers that are not to be found.
-        """
-        return TieredView(self._memory, self._lower.tiers, row, without) if self._lower.keeps(root) else self._memory
-
-    def moved_index(self, root: bytes) -> ContentIndex[StoredChunk]:
-        """The chunks under `root` by their content, for `match.find_moved`; follows what is stored from then on.
-
-        Chunks that other processes have stored in lower tiers appear within seconds.
-        """
-        self._lower.list_content(root)
-        return self._contents.of(root)
-
-    def fetch(self, wanted: Iterable[S], *, check: bool = True) -> dict[bytes, S]:
-        """Load records that are in lower tiers only.
-
-        Args:
-            wanted: Records, loaded or not.
-            check: Whether all of each is to be compared with its checksums now, rather than as it is read.
-
-        Returns:
-            By key, what is loaded now. What is missing was lost, and will not be found again.
-        """
-        fetched: dict[bytes, S] = {}
-        for each in wanted:
-            if each.key not in fetched and (loaded := self._fetch(each, check)) is not None:
-                fetched[each.key] = loaded
-        return fetched
-
-    def _fetch(self, stored: S, check: bool) -> S | None:
-        if isinstance(stored, StoredChunk) and (near := self._device.get(stored.key)) is not None:
-            return replace(stored, loaded=near, on_device=True)
-        if stored.loaded is not None:
-            return stored
-        try:
-            loaded = self._lower.load(stored, check=check)
-        except DamagedBlobError as error:
-            self.lose(stored, error)
-            return None
-        if loaded is None:
-            self.lose(stored)
-        return loaded
-
-    def lose(self, stored: Stored, error: DamagedBlobError | None = None) -> None:
-        """Give up a record that was found in a lower tier: its blob is not there, or not what was written there."""
-        self._lower.give_up(stored, error)
-        with self._lock:
-            self._contents.drop_below([stored.key])
-
-    def everything(self) -> list[Stored]:
-        """All records under the roots that this store knows, in any tier; loaded or not."""
-        self.flush()
-        with self._lock:
-            found = {each.key: each for each in self._memory.records()}
-        for each in self._lower.all_records():
-            found.setdefault(each.key, each)
-        return list(found.values())
-
-    def entries_below(self) -> Iterator[Entry]:
-        """Entries of all blobs in lower tiers, of other models, weights, salts and codecs, too."""
-        return (found.entry for found in self._lower.tiers.entries())
 
     @property
     def column_format(self) -> ColumnFormat:
@@ -305,352 +167,26 @@ class ChunkStore:
 
         trimmed = trim_row(plan, saving)
         with self._lock:
-            self._counts["not_worth_loading"] += plan.hit - trimmed.hit
+            self.records.counts["not_worth_loading"] += plan.hit - trimmed.hit
         return trimmed
-
-    def chain(self, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
-        """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
-        found: list[tuple[StoredChunk, int, int]] = []
-        index = self.view(root, Row(tokens, Border(0, root), self.chunker, stateful=False))
-        key, at = root, 0
-        while at < len(tokens):
-            rest = tokens[at:]
-            siblings = index.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else ()
-            loaded = self.fetch(chunk for chunk in siblings if isinstance(chunk, StoredChunk))
-            found += [(chunk, at, common_length(chunk.tokens, rest)) for chunk in loaded.values()]
-            cut = self.chunker.next_cut(tokens, at)
-            if cut is None:
-                break
-            key, at = prefix_key(key, tokens[at:cut]), cut
-        return found
-
-    def was_evicted(self, key: bytes | None) -> bool:
-        """Whether a chunk under this prefix key was stored and then evicted, not too long ago."""
-        with self._lock:
-            return self._history.was_evicted(key) and key not in self._memory.chunks
-
-    def known_under_other_root(self, root: bytes, tokens: Tokens) -> bool:
-        """Whether a prompt with this beginning was stored, under the same salt, for the model as it was before."""
-        return self._history.known_under_other_root(root, tokens)
-
-    # Using
-
-    def record_use(
-        self, chunks: Sequence[StoredChunk], *, missed: bool, states: StoredStates | None = None, moved: bool = False
-    ) -> None:
-        """Count what served a prompt, whether any of it was moved, and whether a look-up failed after it."""
-        used: list[Stored] = [*chunks, *([states] if states is not None else [])]
-        with self._lock:
-            self._memory.use([each.key for each in used], by_content=moved)
-            self._admission.note_served(sum(len(chunk.tokens) for chunk in chunks))
-            self._counts["hits"] += len(chunks)
-            self._counts["misses"] += missed
-        if durable := [each.key for each in used if self._lower.keeps(each.root)]:
-            self._lower.tiers.touch(durable)
-
-    def promote(self, used: Sequence[Stored]) -> None:
-        """Let records that have served come nearer: to the device, and from lower tiers to host memory, in a while.
-
-        It takes time that a forward under way has more use for.
-        """
-        for each in used:
-            if each.loaded is None or each.key in self._offences:  # somebody else has found it to be wrong
-                continue
-            if isinstance(each, StoredChunk) and not each.on_device:
-                with suppress(DamagedBlobError):  # whoever reads it next finds out
-                    self._device.put(each.key, each.kv)
-            if each.found is not None:
-                self._lower.note_known(each.key)
-                self._lower.tiers.run(partial(self._take_back, each, self._memory.generation))
-
-    def _take_back(self, stored: Stored, generation: int) -> None:
-        """Take a record into host memory that was loaded from a lower tier."""
-        try:
-            held = stored.loaded.owned() if stored.loaded is not None else None
-        except DamagedBlobError as error:
-            return self.lose(stored, error)
-        with self._lock:
-            if held is None or stored.key in self._memory or self._closed or stored.key in self._offences:
-                return None
-            if generation == self._memory.generation:
-                reserved = self._memory.reserve(stored.nbytes, keep=stored.parent)
-                if reserved is not None:
-                    self._insert(stored.in_memory(held), reserved)
-                    self._lower.write(stored)
-        return None
-
-    # Taking in
-
-    def expects(self, key: bytes) -> bool:
-        """Whether a chunk that nobody asked to store is to be: where storing has not paid, one that comes again.
-
-        What serves a prompt pays for what was stored before.
-        """
-        with self._lock:
-            return self._text.is_used or key in self._memory.chunks or self._admission.admits(key)
-
-    def put(
-        self,
-        root: bytes,
-        parent: bytes,
-        start: int,
-        tokens: Tokens,
-        nbytes: int,
-        copy_kv: Callable[[], LayerKV] | None,
-        *,
-        pinned: bool = False,
-        unfinished: bool = False,
-    ) -> Put:
-        """Offer a chunk. K/V is copied only if the chunk is new and room for it can be made.
-
-        Args:
-            root: The root that `parent` descends from.
-            parent: Prefix key of the chunk before it, or `root`.
-            start: Row token of its first token.
-            tokens: Its tokens, at least `HEAD_TOKENS` of them.
-            nbytes: Bytes that `copy_kv` will take.
-            copy_kv: Makes the copy; None if it can no longer be made.
-            pinned: Never evict it.
-            unfinished: It ends where no cut is, so that nothing will continue it, and a longer one serves as well.
-        """
-        key = prefix_key(parent, tokens)
-
-        def holder() -> bytes | None:
-            return key if key in self._memory else self._memory.covering(parent, tokens) if unfinished else None
-
-        chunk = StoredChunk(key, root, parent, start, tokens, None, nbytes + tokens.nbytes)
-        return self._take(chunk, copy_kv, holder, pinned)
-
-    def put_content(
-        self,
-        root: bytes,
-        tokens: Tokens,
-        start: int,
-        nbytes: int,
-        copy_kv: Callable[[], LayerKV] | None,
-        *,
-        parent: bytes | None = None,
-        pinned: bool = False,
-    ) -> Put:
-        """Offer a chunk that is to be found by its content only: one computed alone, or behind K/V that was moved.
-
-        Of those with the same tokens, one is kept: the one that had the fewest tokens before it. None is, where a
-        chunk with a prefix key had no more.
-
-        Args:
-            root: Whose it is.
-            tokens: Its tokens; fewer than `MIN_MOVED_TOKENS` are not stored.
-            start: How many tokens were before it.
-            nbytes: Bytes that `copy_kv` will take.
-            copy_kv: Makes the copy; None if it can no longer be made.
-            parent: Key of the chunk that it was computed directly behind, of either kind (`content_only_key` tells
-                it), or bytes that name its history, such as a digest of it. None if nothing that is stored will ever
-                continue it.
-            pinned: Never evict it.
-        """
-        if len(tokens) < MIN_MOVED_TOKENS:
-            return Put.TOO_SHORT
-        index = self.moved_index(root)
-        for nearest in index.variants(tokens)[:1] if pinned else ():  # it must be in host memory to be pinned
-            if nearest.loaded is None and nearest.start <= start:
-                for loaded in self.fetch([nearest]).values():
-                    self._take_back(loaded, self._memory.generation)
-
-        def holder() -> bytes | None:
-            nearest = index.variants(tokens)[:1]
-            return nearest[0].key if nearest and nearest[0].start <= start else None
-
-        history = parent if parent is not None else os.urandom(KEY_BYTES)
-        key = content_only_key(root, history, start, tokens)
-        chunk = StoredChunk(key, root, history, start, tokens, None, nbytes + tokens.nbytes, content_only=True)
-        return self._take(chunk, copy_kv, holder, pinned)
-
-    def put_states(
-        self,
-        root: bytes,
-        parent: bytes,
-        tokens: Tokens,
-        nbytes: int,
-        copy_states: Callable[[], LayerStates],
-        *,
-        pinned: bool = False,
-    ) -> Put:
-        """Offer the states after some token. They are copied only if they are new and room for them can be made.
-
-        Args:
-            root: The root that `parent` descends from.
-            parent: Prefix key of the last chunk border before that token, or `root`.
-            tokens: Tokens from that border to that token, at least `HEAD_TOKENS` of them.
-            nbytes: Bytes that `copy_states` will take.
-            copy_states: Makes the copy.
-            pinned: Never evict them.
-        """
-        key = states_key(parent, tokens)
-        states = StoredStates(key, root, parent, tokens, None, nbytes + tokens.nbytes)
-        return self._take(states, copy_states, lambda: key if key in self._memory else None, pinned)
-
-    def _take(
-        self,
-        offered: Stored,
-        copy: Callable[[], LayerKV | LayerStates] | None,
-        holder: Callable[[], bytes | None],
-        pinned: bool,
-    ) -> Put:
-        """Take a record in, unless it is there, the cache has lost it, or there is no room.
-
-        Args:
-            offered: The record, not loaded.
-            copy: Copies its tensors; None if it can no longer be made.
-            holder: Finds the key of a record that serves as well.
-            pinned: Never evict it.
-        """
-        self._require_open()
-        assert len(offered.tokens) >= HEAD_TOKENS
-        with self._lock:
-            if (present := self._present(holder, pinned)) is not None:
-                return present
-            if copy is None:
-                return Put.GONE
-            reserved = self._reserve(offered)
-            if isinstance(reserved, Put):
-                return reserved
-        try:  # without the lock: copies take their time
-            loaded = copy()
-            stored = replace(offered, tokens=offered.tokens.copy(), loaded=loaded)  # type: ignore[arg-type]
-            assert loaded.nbytes + stored.tokens.nbytes == stored.nbytes, "the promised size must be the real one"
-        except BaseException:
-            reserved.release()
-            raise
-        with self._lock:
-            present, orphaned = self._present(holder, pinned), not self._continues(offered)
-            if reserved.lapsed or present is not None or orphaned:  # somebody else was faster
-                reserved.release()
-                return Put.NO_PARENT if orphaned else Put.PRESENT
-            self._insert(stored, reserved, pinned=pinned)
-            self._lower.write(stored)
-            if isinstance(stored, StoredChunk) and not stored.content_only:
-                for shorter in self._memory.continued_by(stored):
-                    self._replace(shorter, stored)
-            if not pinned:
-                self._admission.note_stored(len(stored.tokens))
-        return Put.STORED
-
-    def _present(self, holder: Callable[[], bytes | None], pinned: bool) -> Put | None:
-        key = holder()
-        if key is None:
-            return None
-        if pinned and key not in self._memory:  # there was no room to bring it back from a lower tier
-            return Put.NO_ROOM
-        if pinned:
-            self._memory.pin(key)
-        return Put.PRESENT
-
-    def _reserve(self, offered: Stored) -> Reservation | Put:
-        """Reserve room for a record, or tell why it cannot be taken in."""
-        if self._offences.get(offered.key, 0) > 1:
-            return Put.NO_ROOM
-        if not self._continues(offered):
-            return Put.NO_PARENT
-        reserved = self._memory.reserve(offered.nbytes, keep=offered.parent)
-        if reserved is None:
-            self._counts["rejected"] += 1
-            return Put.NO_ROOM
-        return reserved
-
-    def _continues(self, offered: Stored) -> bool:
-        """Whether a record can be found: what it continues is stored."""
-        if isinstance(offered, StoredChunk) and offered.content_only:
-            return True
-        return offered.parent == offered.root or offered.parent in self._memory.chunks or offered.parent in self._lower
-
-    def _insert(self, stored: Stored, reserved: Reservation, *, pinned: bool = False) -> None:
-        """Enter a record into host memory, in place of content-only chunks that had no fewer tokens before them."""
-        self._memory.insert(stored, reserved, pinned=pinned)
-        if isinstance(stored, StoredChunk):
-            for other in self._contents.of(stored.root).variants(stored.tokens):
-                if other is not stored and other.content_only and other.start >= stored.start:
-                    self._replace(other, stored)
-
-    def _replace(self, old: StoredChunk, new: StoredChunk) -> None:
-        """Give up a chunk in every tier in favor of one that serves better."""
-        if old.key in self._memory:
-            self._memory.replace(old, new)
-        else:
-            self._contents.drop_below([old.key])
-        if self._lower.keeps(old.root):
-            self._lower.delete([old.key])
 
     # Pinning, and letting go
 
     def pinned_keys(self) -> set[bytes]:
         """Keys of all pinned chunks and states."""
         with self._lock:
-            return self._memory.pinned_keys()
-
-    def pinned_of(self, root: bytes, tokens: Tokens) -> dict[bytes, int]:
-        """Keys and bytes of what is pinned of a text that begins at `root`, or has taken the place of that."""
-        with self._lock:
-            return self._memory.pinned_of(root, tokens)
-
-    def has_pinned(self, keys: Iterable[bytes]) -> bool:
-        """Whether some of what is stored under these keys is pinned."""
-        with self._lock:
-            return any(map(self._memory.is_pinned, keys))
+            return self.records.memory.pinned_keys()
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Let what is stored under these keys be evicted again."""
         with self._lock:
             for key in keys:
-                self._memory.unpin(key)
-
-    def quarantine(self, keys: Iterable[bytes]) -> None:
-        """Take chunks and states out of service in every tier, and all that continues them.
-
-        What comes again is taken again, for memory may have failed; what is quarantined a second time is refused from
-        then on, until `clear()`.
-        """
-        doomed = set(keys)
-        self.flush()  # what was on its way to host memory is there
-        below = self._lower.tiers.find(list(doomed))
-        roots = {found.entry.root for found in below.values()}
-        roots |= {each.root for key in doomed if (each := self._memory.get(key)) is not None}
-        entries = [each for root in roots for each in self._lower.records(root)]
-        with self._lock:
-            for key in doomed:
-                if key in self._memory or key in below:
-                    self._offences[key] = self._offences.get(key, 0) + 1
-                    self._counts["quarantined"] += 1
-            tree = _with_descendants(doomed, [*entries, *self._memory.records()])
-            for key in tree:
-                self._memory.remove_tree(key)
-            self._contents.drop_below(tree)
-            self._device.clear()
-            self._lower.delete(tree)
-        self.flush()
+                self.records.memory.unpin(key)
 
     def clear(self) -> None:
         """Drop everything stored for this model, pinned or not, in all tiers: what other processes stored, too."""
-        with self._lock:
-            self._forget_all()
-            self._history.clear()
-        self._lower.clear()
-
-    def _forget_all(self) -> None:
-        for part in (self._memory, self._contents, self._text, self._admission, self._offences, self._device):
-            part.clear()
-        self._lower.forget_all()
-
-    # Audits
-
-    def audit_is_due(self, rate: float) -> bool:
-        """Whether one more reused prompt brings the share of audited ones up to `rate`."""
-        with self._lock:
-            return self._audits.is_due(rate)
-
-    def record_audit(self, *, diverged: bool) -> None:
-        """Count an audit."""
-        with self._lock:
-            self._audits.record(diverged=diverged)
+        self.records.clear()
+        self.records.lower.clear()
 
     # What users ask for
 
@@ -680,8 +216,8 @@ class ChunkStore:
         """
         if not 0 < sample <= 1:
             raise ValueError(f"`sample` must be above 0 and at most 1, got {sample!r}. Pass 1.0 to check all of it.")
-        self._require_open()
-        return check_integrity(self._require_model(), self, sample)
+        self.records.require_open()
+        return check_integrity(self._require_model(), self.records, self._is_current, self.column_format, sample)
 
     def warm(
         self,
@@ -720,8 +256,7 @@ class ChunkStore:
             StoreFullError: if what is to be pinned does not fit into the budget; nothing of it stays pinned.
             StoreClosedError: after `close()`.
         """
-        self._require_open()
-        assert _warmer is not None, "kvboost_hf.cache.warm registers itself when it is imported"
+        self.records.require_open()
         settings = WarmSettings(
             tokenizer=tokenizer,
             pin=pin,
@@ -730,7 +265,7 @@ class ChunkStore:
             progress=progress,
             live_quant=live_quant,
         )
-        return _warmer(self._require_model(), self, text_or_ids, documents, prefix, settings)
+        return warmer()(self._require_model(), self, text_or_ids, documents, prefix, settings)
 
     def continuation(
         self,
@@ -759,16 +294,16 @@ class ChunkStore:
             ValueError: for a bad `max_ngram` or `min_ngram`.
             StoreClosedError: after `close()`.
         """
-        self._require_open()
+        self.records.require_open()
         with self._lock:
             salt = self.salt if salt is None else salt_bytes(salt)
-            chunks = self._memory.chunks.values()
-            return self._text.continuation(chunks, salt, np.asarray(ids), length, max_ngram, min_ngram)
+            chunks = self.records.memory.chunks.values()
+            return self.records.text.continuation(chunks, salt, np.asarray(ids), length, max_ngram, min_ngram)
 
     def inspect(self) -> StoreContents:
         """The contents of host memory: chunks, states, and which of them are pinned."""
         with self._lock:
-            memory = self._memory
+            memory = self.records.memory
             pinned = frozenset(memory.pinned_keys())
             return StoreContents(dict(memory.chunks), dict(memory.states), pinned, memory.nbytes)
 
@@ -778,48 +313,44 @@ class ChunkStore:
         Raises:
             AssertionError: naming what disagrees. The store is to be thrown away, and the bug reported.
         """
-        with self._lock:
-            chunks = self._memory.chunks.values()
-            self._memory.check_consistency(complete=not self._lower)
-            self._contents.check_consistency(chunks)
-            self._text.check_consistency(chunks)
-            self._device.check_consistency()
+        self.records.check_consistency()
 
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
         with self._lock:
-            chunks, states = self._memory.chunks, self._memory.states
-            device = {"device": self._device.stats()} if self._device.max_bytes else {}
-            ram = {"chunks": len(chunks), "bytes": self._memory.nbytes, "max_bytes": self.max_bytes}
+            memory = self.records.memory
+            chunks, states = memory.chunks, memory.states
+            device = {"device": self.records.device.stats()} if self.records.device.max_bytes else {}
+            ram = {"chunks": len(chunks), "bytes": self.records.memory.nbytes, "max_bytes": self.max_bytes}
             return {
                 **ram,
-                "pinned_chunks": len(self._memory.pinned_keys()),
+                "pinned_chunks": len(self.records.memory.pinned_keys()),
                 "content_only": sum(chunk.content_only for chunk in chunks.values()),
                 "states": len(states),
                 "tokens": sum(len(chunk.tokens) for chunk in chunks.values()),
-                "ngram_bytes": self._text.nbytes,
-                **self._counts,
-                "evictions": self._memory.evictions,
-                "audits": self._audits.audits,
-                "divergences": self._audits.divergences,
-                "loaded": self._lower.loaded,
-                "lost": self._lower.lost,
+                "ngram_bytes": self.records.text.nbytes,
+                **self.records.counts,
+                "evictions": memory.evictions,
+                "audits": self.audits.count,
+                "divergences": self.audits.divergences,
+                "loaded": self.records.lower.loaded,
+                "lost": self.records.lower.lost,
                 "codec": self.codec.name,
                 "seconds_per_token": self._seconds_per_token(),
-                "tiers": {**device, "ram": ram, **self._lower.tiers.stats()},
+                "tiers": {**device, "ram": ram, **self.records.lower.tiers.stats()},
             }
 
     @property
     def max_bytes(self) -> int:
         """Budget of host memory. A smaller one holds from the next chunk on that comes in."""
-        return self._memory.max_bytes
+        return self.records.memory.max_bytes
 
     @max_bytes.setter
     def max_bytes(self, max_bytes: int) -> None:
-        self._memory.max_bytes = max_bytes
+        self.records.memory.max_bytes = max_bytes
 
     def __len__(self) -> int:
-        return len(self._memory.chunks)
+        return len(self.records.memory.chunks)
 
     def serves(self, model: PreTrainedModel) -> bool:
         """Whether this store was made for `model`."""
@@ -827,7 +358,7 @@ class ChunkStore:
 
     def flush(self) -> None:
         """Wait until everything stored so far has been written to the lower tiers."""
-        self._lower.tiers.flush()
+        self.records.lower.tiers.flush()
 
     def invalidate(self) -> None:
         """Forget everything, live caches included: for weights that were changed where nobody can see it."""
@@ -843,23 +374,21 @@ class ChunkStore:
     def close(self) -> None:
         """Finish writing to the lower tiers, drop what is in host memory, and refuse further use."""
         self._close_tiers()
-        with self._lock:
-            self._forget_all()
-            self._history.clear()
-            self._closed = True
+        self.records.close()
 
     @property
     def usable(self) -> bool:
         """Whether it is open and its model exists."""
-        return not self._closed and self._model() is not None
+        return self.records.is_open and self._model() is not None
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError("This ChunkStore was closed. Make a new one: ChunkStore(model).")
+    def _is_current(self, stored: Stored, tokens: int) -> bool:
+        """Whether the model, as it is now, has computed a record that ends after so many tokens."""
+        salt, regime = self.records.history.salt_of(stored.root), rope_regime(self._require_model(), tokens)
+        return salt is not None and regime is not None and self.root(salt, regime) == stored.root
 
     def _seconds_per_token(self) -> float | None:
         model = self._model()
-        return ComputePace.of(model).seconds_per_token(model) if self._lower and model is not None else None
+        return ComputePace.of(model).seconds_per_token(model) if self.records.lower and model is not None else None
 
     def _require_model(self) -> PreTrainedModel:
         return _require_model(self._model)
@@ -879,46 +408,6 @@ class _Uncut:
 
     def next_cut(self, tokens: Tokens, start: int) -> int | None:
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Followers:
-    """Parts of the store that are told what comes into host memory, and what goes."""
-
-    contents: ContentIndexes
-    text: StoredText
-    history: History
-    lower: LowerMemory
-
-    def inserted(self, stored: Stored) -> None:
-        if isinstance(stored, StoredChunk):
-            self.history.note_stored(stored)
-            self.text.add(stored)
-            self.contents.add(stored)
-
-    def removed(self, stored: Stored) -> None:
-        if isinstance(stored, StoredChunk):
-            self.contents.remove(stored)
-            self.text.remove(stored)
-
-    def evicted(self, stored: Stored) -> None:
-        self.history.note_evicted(stored.key)
-        self.lower.keep_evicted(stored)
-
-
-def _with_descendants(keys: Iterable[bytes], records: Iterable[Stored]) -> set[bytes]:
-    """`keys`, and the keys of all that continues them."""
-    children: dict[bytes, list[bytes]] = {}
-    for each in records:
-        children.setdefault(each.parent, []).append(each.key)
-    found: set[bytes] = set()
-    todo = list(keys)
-    while todo:
-        key = todo.pop()
-        if key not in found:
-            found.add(key)
-            todo += children.get(key, ())
-    return found
 
 
 def salt_bytes(salt: str | bytes) -> bytes:
@@ -950,20 +439,3 @@ def _chunk_bytes(model: PreTrainedModel, chunk_size: int, codec: Codec) -> int:
         return 0
     per_token = bytes_per_token(model) if codec.lossless else 0  # of codes: less, and not worth a second formula
     return (per_token + np.dtype(np.int64).itemsize) * chunk_size
-
-
-class _DefaultStore(KeptOnModel):
-    """The store of a model's caches that were given none."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.store: ChunkStore | None = None
-
-
-def default_store(model: PreTrainedModel) -> ChunkStore:
-    """The store of a model's caches that were given none; made at the first call, and again after `close()`."""
-    kept = _DefaultStore.of(model)
-    with kept.lock:
-        if kept.store is None or not kept.store.usable:
-            kept.store = ChunkStore(model)
-        return kept.store

@@ -1,52 +1,87 @@
-"""The contract of a store, as its parts and its tests see it."""
+"""The contract between a store and the caches that use it: find, insert, pin, take out, check."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.plan import ChunkIndex
-from kvboost_hf.cache.store.kv import ColumnFormat, LayerKV, LayerStates
-from kvboost_hf.cache.store.records import Put, StoreContents, Stored, StoredChunk
+from kvboost_hf.cache.store.kv import LayerKV, LayerStates
+from kvboost_hf.cache.store.records import Put, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.store.view import Row
+from kvboost_hf.cache.tiers.record import DamagedBlobError
 
 S = TypeVar("S", bound=Stored)
 
 
-class KVStore(Protocol):
-    """K/V of chunks across tiers. Safe for threads.
+class Records(Protocol):
+    """Chunks and states of one store, wherever they are. Safe for threads.
 
-    A record that was found may be read as long as it is held, whatever the store does meanwhile.
+    Whoever holds a record may go on reading it, whatever becomes of it in the store.
     """
-
-    @property
-    def column_format(self) -> ColumnFormat:
-        """How columns are kept."""
-        ...
-
-    def root(self, salt: bytes, regime: bytes = b"", *, read_all: bool = False) -> bytes | None:
-        """The key that all chains start from; None while nothing may be stored or found."""
-        ...
-
-    def salt_of(self, root: bytes) -> bytes | None:
-        """The salt behind a root, as far as it is remembered."""
-        ...
 
     # Find
 
     def view(self, root: bytes, row: Row, without: frozenset[bytes] = frozenset()) -> ChunkIndex:
-        """The chunks and states that a row can find by prefix key, in all tiers."""
+        """The chunks and states that a row can find by prefix key, in whatever tier.
+
+        Args:
+            root: Of the row.
+            row: The row.
+            without: Keys of records in lower tiers that are not to be found.
+        """
         ...
 
     def moved_index(self, root: bytes) -> ContentIndex[StoredChunk]:
-        """The chunks under a root by their content, in all tiers."""
+        """The chunks under `root` by their content, for `match.find_moved`; follows what is stored from then on.
+
+        Chunks that other processes have stored in lower tiers appear within seconds.
+        """
         ...
 
-    def fetch(self, wanted: Iterable[S], *, check: bool = True) -> Mapping[bytes, S]:
-        """Load records, by key; those that are missing in the result are lost."""
+    def fetch(self, wanted: Iterable[S], *, check: bool = True) -> dict[bytes, S]:
+        """Load records that are in lower tiers only.
+
+        Args:
+            wanted: Records, loaded or not.
+            check: Whether all of each is to be compared with its checksums now, rather than as it is read.
+
+        Returns:
+            By key, what is loaded now. What is missing was lost, and will not be found again.
+        """
+        ...
+
+    def lose(self, stored: Stored, error: DamagedBlobError | None = None) -> None:
+        """Give up a record that was found in a lower tier: its blob is not there, or not what was written there."""
+        ...
+
+    def everything(self) -> list[Stored]:
+        """All records under the roots that this store knows, in any tier; loaded or not."""
+        ...
+
+    # Use
+
+    def record_use(
+        self, chunks: Sequence[StoredChunk], *, missed: bool, states: StoredStates | None = None, moved: bool = False
+    ) -> None:
+        """Count what served a prompt, whether any of it was moved, and whether a look-up failed after it."""
+        ...
+
+    def promote(self, used: Sequence[Stored]) -> None:
+        """Let records that have served come nearer: to the device, and from lower tiers to host memory, in a while.
+
+        It takes time that a forward under way has more use for.
+        """
         ...
 
     # Insert
+
+    def expects(self, key: bytes) -> bool:
+        """Whether a chunk that nobody asked to store is to be: where storing has not paid, one that comes again.
+
+        What serves a prompt pays for what was stored before.
+        """
+        ...
 
     def put(
         self,
@@ -60,7 +95,18 @@ class KVStore(Protocol):
         pinned: bool = False,
         unfinished: bool = False,
     ) -> Put:
-        """Offer a chunk that is found by prefix key."""
+        """Offer a chunk. K/V is copied only if the chunk is new and room for it can be made.
+
+        Args:
+            root: The root that `parent` descends from.
+            parent: Prefix key of the chunk before it, or `root`.
+            start: Row token of its first token.
+            tokens: Its tokens, at least `HEAD_TOKENS` of them.
+            nbytes: Bytes that `copy_kv` will take.
+            copy_kv: Makes the copy; None if it can no longer be made.
+            pinned: Never evict it.
+            unfinished: It ends where no cut is, so that nothing will continue it, and a longer one serves as well.
+        """
         ...
 
     def put_content(
@@ -74,7 +120,22 @@ class KVStore(Protocol):
         parent: bytes | None = None,
         pinned: bool = False,
     ) -> Put:
-        """Offer a chunk that is found by its content only."""
+        """Offer a chunk that is to be found by its content only: one computed alone, or behind K/V that was moved.
+
+        Of those with the same tokens, one is kept: the one that had the fewest tokens before it. None is, where a
+        chunk with a prefix key had no more.
+
+        Args:
+            root: Whose it is.
+            tokens: Its tokens; fewer than `MIN_MOVED_TOKENS` are not stored.
+            start: How many tokens were before it.
+            nbytes: Bytes that `copy_kv` will take.
+            copy_kv: Makes the copy; None if it can no longer be made.
+            parent: Key of the chunk that it was computed directly behind, of either kind (`content_only_key` tells
+                it), or bytes that name its history, such as a digest of it. None if nothing that is stored will ever
+                continue it.
+            pinned: Never evict it.
+        """
         ...
 
     def put_states(
@@ -87,37 +148,46 @@ class KVStore(Protocol):
         *,
         pinned: bool = False,
     ) -> Put:
-        """Offer the states after some token."""
+        """Offer the states after some token. They are copied only if they are new and room for them can be made.
+
+        Args:
+            root: The root that `parent` descends from.
+            parent: Prefix key of the last chunk border before that token, or `root`.
+            tokens: Tokens from that border to that token, at least `HEAD_TOKENS` of them.
+            nbytes: Bytes that `copy_states` will take.
+            copy_states: Makes the copy.
+            pinned: Never evict them.
+        """
         ...
 
-    # Pin, evict, reset
+    # Pin, take out, reset
 
-    def pinned_keys(self) -> set[bytes]:
-        """Keys of records that are never evicted."""
+    def has_pinned(self, keys: Iterable[bytes]) -> bool:
+        """Whether some of what is stored under these keys is pinned."""
         ...
 
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        """Let records be evicted again."""
+    def pinned_of(self, root: bytes, tokens: Tokens) -> dict[bytes, int]:
+        """Keys and bytes of what is pinned of a text that begins at `root`, or has taken the place of that."""
         ...
 
     def quarantine(self, keys: Iterable[bytes]) -> None:
-        """Take wrong records, and all that continues them, out of every tier."""
+        """Take chunks and states out of service in every tier, and all that continues them.
+
+        What comes again is taken again, for memory may have failed; what is quarantined a second time is refused from
+        then on, until `clear()`.
+        """
         ...
 
     def clear(self) -> None:
-        """Drop all records of the model in every tier."""
+        """Forget all records; the lower tiers keep what they have."""
         ...
 
-    # Size and checks
-
-    def inspect(self) -> StoreContents:
-        """The contents of host memory."""
-        ...
-
-    def everything(self) -> list[Stored]:
-        """All records under the roots that this store knows, in any tier."""
-        ...
+    # Check
 
     def check_consistency(self) -> None:
-        """Raise AssertionError if the store's books do not agree with each other."""
+        """Check bytes, keys, parents, pins and indexes against the records that are there.
+
+        Raises:
+            AssertionError: naming what disagrees.
+        """
         ...

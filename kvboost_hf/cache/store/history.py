@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.records import StoredChunk, head_key
+from kvboost_hf.cache.store.records import Stored, StoredChunk, head_key
 
 _REMEMBERED = 65_536  # keys
 
@@ -42,7 +42,8 @@ class History:
         return self._salts.get(root)
 
     def note_stored(self, chunk: StoredChunk) -> None:
-        """Remember how a prompt begins."""
+        """Remember how a prompt begins, and that a chunk is here."""
+        self._evicted.pop(chunk.key, None)
         if not chunk.content_only and chunk.parent == chunk.root:
             remember(self._first_heads, self._first_head(chunk.root, chunk.tokens), chunk.root)
 
@@ -54,9 +55,9 @@ class History:
     def _first_head(self, root: bytes, tokens: Tokens) -> bytes:
         return head_key(self._salts.get(root, b""), tokens[:HEAD_TOKENS])
 
-    def note_evicted(self, key: bytes) -> None:
+    def note_evicted(self, stored: Stored) -> None:
         """Remember that a record had to make room."""
-        remember(self._evicted, key, None)
+        remember(self._evicted, stored.key, None)
 
     def was_evicted(self, key: bytes | None) -> bool:
         """Whether a record under this key had to make room."""

@@ -6,7 +6,7 @@ at the K/V itself, whatever may have happened to it since.
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +16,15 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, prefix_key
 from kvboost_hf.cache.planning.column_ids import text_ids
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
 from kvboost_hf.cache.prompt.inputs import with_positions
-from kvboost_hf.cache.store.contract import KVStore
+from kvboost_hf.cache.store.contract import Records
 from kvboost_hf.cache.store.kv import ColumnFormat, LayerKV, copy_columns
 from kvboost_hf.cache.store.records import Stored, StoredChunk, StoredStates
-from kvboost_hf.compat import cache_argument, difference, input_device, rope_regime, tolerance
+from kvboost_hf.cache.store.view import Row
+from kvboost_hf.compat import cache_argument, difference, input_device, tolerance
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -51,14 +53,28 @@ class IntegrityReport:
 
 
 @torch.no_grad()
-def check_integrity(model: PreTrainedModel, store: KVStore, sample: float) -> IntegrityReport:
-    """See `ChunkStore.check_integrity`."""
-    stored = store.everything()
+def check_integrity(
+    model: PreTrainedModel,
+    records: Records,
+    is_current: Callable[[Stored, int], bool],
+    columns: ColumnFormat,
+    sample: float,
+) -> IntegrityReport:
+    """Compute records again and compare; see `ChunkStore.check_integrity`.
+
+    Args:
+        model: The model of the store.
+        records: Those of the store.
+        is_current: Whether the model, as it is now, has computed a record that ends after so many tokens.
+        columns: How columns are kept.
+        sample: The share to check.
+    """
+    stored = records.everything()
     chunks = {each.key: each for each in stored if isinstance(each, StoredChunk)}
     texts: dict[bytes, Tokens] = {}
     for each in stored:
         text = _text(each, chunks)
-        if text is not None and _is_of_now(model, store, each, len(text)):
+        if text is not None and is_current(each, len(text)):
             texts[each.key] = text
     drawn = [each for each in stored if each.key in texts]
     if sample < 1:
@@ -70,17 +86,34 @@ def check_integrity(model: PreTrainedModel, store: KVStore, sample: float) -> In
         allowed = tolerance(model.dtype) * (_STATES if any(layer.is_stateful for layer in fresh) else 1)
         forwarded += len(text)
         for each in group:
-            loaded = store.fetch([each]).get(each.key)
+            loaded = records.fetch([each]).get(each.key)
             if loaded is None:  # damaged, and gone
                 continue
-            off = _difference(loaded, fresh, len(texts[each.key]), store.column_format)
+            off = _difference(loaded, fresh, len(texts[each.key]), columns)
             checked, largest = checked + 1, max(largest, off)
             if not off <= allowed:  # False for NaN
                 wrong.add(each.key)
     if wrong:
-        store.quarantine(wrong)
+        records.quarantine(wrong)
         _log.warning("%d of %d stored chunks were not what the model computes, and were dropped.", len(wrong), checked)
     return IntegrityReport(checked, len(wrong), len(stored) - len(texts), forwarded, largest)
+
+
+def chain(records: Records, chunker: Chunker, root: bytes, tokens: Tokens) -> list[tuple[StoredChunk, int, int]]:
+    """Every chunk that may serve a row: with the row token that it starts at, and how many tokens it shares."""
+    found: list[tuple[StoredChunk, int, int]] = []
+    index = records.view(root, Row(tokens, Border(0, root), chunker, stateful=False))
+    key, at = root, 0
+    while at < len(tokens):
+        rest = tokens[at:]
+        siblings = index.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else ()
+        loaded = records.fetch(chunk for chunk in siblings if isinstance(chunk, StoredChunk))
+        found += [(chunk, at, common_length(chunk.tokens, rest)) for chunk in loaded.values()]
+        cut = chunker.next_cut(tokens, at)
+        if cut is None:
+            break
+        key, at = prefix_key(key, tokens[at:cut]), cut
+    return found
 
 
 def _text(stored: Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
@@ -96,12 +129,6 @@ def _text(stored: Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
         parent = above.parent
     text = np.concatenate(parts[::-1])
     return text if np.array_equal(text_ids(text), text) else None
-
-
-def _is_of_now(model: PreTrainedModel, store: KVStore, stored: Stored, tokens: int) -> bool:
-    """Whether the model as it is now has computed something."""
-    salt, regime = store.salt_of(stored.root), rope_regime(model, tokens)
-    return salt is not None and regime is not None and store.root(salt, regime) == stored.root
 
 
 def _by_text(drawn: Sequence[Stored], texts: dict[bytes, Tokens]) -> Iterator[tuple[Tokens, list[Stored]]]:

@@ -72,6 +72,10 @@ class LowerMemory:
         """All records under a root."""
         return map(unloaded, self.tiers.entries(root))
 
+    def entries(self) -> Iterator[Entry]:
+        """Entries of all blobs, of other models, weights, salts and codecs, too."""
+        return (found.entry for found in self.tiers.entries())
+
     def all_records(self) -> Iterator[Stored]:
         """All records under the roots that the store knows."""
         for root in list(self._durable_roots):

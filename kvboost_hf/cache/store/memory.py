@@ -1,6 +1,6 @@
 """Host memory of a store: chunks and states within a byte budget."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -13,11 +13,6 @@ from kvboost_hf.cache.store.records import Stored, StoredChunk, StoredStates, he
 
 _MAX_SIBLINGS = 256  # chunks with the same head that are compared token by token
 
-Listener = Callable[[Stored], object]
-
-
-def _ignore(_stored: Stored) -> None: ...
-
 
 class HostMemory:
     """Chunks and states within a byte budget. A `ChunkIndex` of the chunks that are found by prefix key.
@@ -29,9 +24,9 @@ class HostMemory:
     Args:
         max_bytes: Budget of all tensors and tokens.
         lock: Reentrant. Lookups take it; whoever changes the contents holds it.
-        on_insert: Called with each record that comes in.
-        on_remove: Called with each record that goes, for whatever reason.
-        on_evict: Called after `on_remove` where the record had to make room.
+        on_insert: Called with each chunk that comes in.
+        on_remove: Called with each chunk that goes, for whatever reason.
+        on_evict: Called, after `on_remove`, with each chunk and all states that had to make room.
     """
 
     def __init__(
@@ -39,9 +34,9 @@ class HostMemory:
         max_bytes: int,
         lock: AbstractContextManager[object],
         *,
-        on_insert: Listener = _ignore,
-        on_remove: Listener = _ignore,
-        on_evict: Listener = _ignore,
+        on_insert: Sequence[Callable[[StoredChunk], None]] = (),
+        on_remove: Sequence[Callable[[StoredChunk], None]] = (),
+        on_evict: Sequence[Callable[[Stored], None]] = (),
     ) -> None:
         self.max_bytes = max_bytes
         self.evictions = 0
@@ -141,7 +136,9 @@ class HostMemory:
             if victim is None:
                 return None
             self.evictions += 1
-            self._on_evict(self._unlink(victim))
+            evicted = self._unlink(victim)
+            for tell in self._on_evict:
+                tell(evicted)
         self._reserved += nbytes
         return Reservation(self, nbytes, self.generation)
 
@@ -161,7 +158,9 @@ class HostMemory:
         if (place := self._place(stored)) is not None:
             by_head, head = place
             by_head.setdefault(head, {})[stored.key] = None
-        self._on_insert(stored)
+        if isinstance(stored, StoredChunk):
+            for tell in self._on_insert:
+                tell(stored)
 
     # Pinning
 
@@ -228,7 +227,9 @@ class HostMemory:
             del by_head[head][key]
             if not by_head[head]:
                 del by_head[head]
-        self._on_remove(gone)
+        if isinstance(gone, StoredChunk):
+            for tell in self._on_remove:
+                tell(gone)
         return gone
 
     def _place(self, stored: Stored) -> tuple[dict[bytes, dict[bytes, None]], bytes] | None:

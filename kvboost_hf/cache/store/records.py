@@ -1,6 +1,6 @@
 """Records that a store keeps: chunks of K/V, and states of linear attention."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -108,6 +108,21 @@ class Put(Enum):
 def head_key(parent: bytes, head: Tokens) -> bytes:
     """The key that all chunks share which follow `parent` and start with the tokens `head`."""
     return prefix_key(parent, head)
+
+
+def with_descendants(keys: Iterable[bytes], records: Iterable[Stored]) -> set[bytes]:
+    """`keys`, and the keys of all that continues them."""
+    children: dict[bytes, list[bytes]] = {}
+    for each in records:
+        children.setdefault(each.parent, []).append(each.key)
+    found: set[bytes] = set()
+    todo = list(keys)
+    while todo:
+        key = todo.pop()
+        if key not in found:
+            found.add(key)
+            todo += children.get(key, ())
+    return found
 
 
 def unloaded(found: Found) -> Stored:

@@ -1,4 +1,4 @@
-"""Whether storing text pays, where storing takes as long as computing some of it."""
+"""Tells whether storing text pays, where storing takes as long as computing some of it."""
 
 from collections import OrderedDict
 
@@ -8,7 +8,7 @@ from kvboost_hf.cache.store.history import remember
 _STORED_AT_LEAST, _COMPUTED_AT_LEAST = 65_536, 4_096
 
 
-class Admission:
+class Payback:
     """Counts what was stored against what served prompts.
 
     Args:
