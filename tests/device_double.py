@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kvboost_hf.cache.store import kv, transfer
+from kvboost_hf.cache.store import staging, transfer
 
 CUDA = torch.device("cuda", 0)
 Clock = dict[str, int]  # of each stream, how many of its operations are done
@@ -176,8 +176,8 @@ class DoubleDevice:
             patch.setattr(transfer, "link", self)
             patch.setattr(torch.cuda, "_lazy_init", lambda: None)
             patch.setattr(torch.cuda, "current_device", lambda: 0)
-            kv._staging.cache_clear()
-            stack.callback(kv._staging.cache_clear)
+            staging.staging_of.cache_clear()
+            stack.callback(staging.staging_of.cache_clear)
             stack.enter_context(_Functions())
             stack.enter_context(_Dispatch(self))
             yield self

@@ -5,7 +5,8 @@ import torch
 
 from kvboost_hf.cache.codecs import Planes, make_codec
 from kvboost_hf.cache.store import kv
-from kvboost_hf.cache.store.kv import Block, LayerKV
+from kvboost_hf.cache.store.blocks import Block
+from kvboost_hf.cache.store.kv import LayerKV
 from kvboost_hf.compat import LayerRotation
 
 SHAPE = (2, 32, 64)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvboost_hf.cache.store import transfer
-from kvboost_hf.cache.store.kv import Block, _Staging
+from kvboost_hf.cache.store.blocks import Block
+from kvboost_hf.cache.store.staging import Staging
 
 
 class FakeEvent:
@@ -61,14 +62,14 @@ def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     return found
 
 
-def block_of(staging: _Staging, x: torch.Tensor) -> Block:
+def block_of(staging: Staging, x: torch.Tensor) -> Block:
     planes = {"exact": x}
     block = Block.raw(x[None])
     return Block(planes, block.shape, x.dtype, "keys", block.codec, (None,), x.device, ready=staging.submit(planes))
 
 
 def test_nobody_waits_until_it_is_read(link: FakeLink) -> None:
-    staging, x = _Staging(torch.device("cpu")), torch.randn(2, 4, 8)
+    staging, x = Staging(torch.device("cpu")), torch.randn(2, 4, 8)
     block = block_of(staging, x)  # the model still computes
     assert block.planes["exact"] is x
     assert block.nbytes == x.nbytes
@@ -82,7 +83,7 @@ def test_nobody_waits_until_it_is_read(link: FakeLink) -> None:
 
 
 def test_no_more_than_an_eighth_of_the_memory_waits(link: FakeLink) -> None:
-    staging = _Staging(torch.device("cpu"))
+    staging = Staging(torch.device("cpu"))
     blocks = [block_of(staging, torch.randn(2, 16, 32))]  # 4 KiB: all that may wait
     full = threading.Thread(target=lambda: blocks.append(block_of(staging, torch.randn(2, 16, 32))))
     full.start()
@@ -100,7 +101,7 @@ def test_what_fails_is_told_to_whoever_reads(link: FakeLink, monkeypatch: pytest
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(FakeStream, "wait_event", failing)
-    staging = _Staging(torch.device("cpu"))
+    staging = Staging(torch.device("cpu"))
     block = block_of(staging, torch.randn(2, 4, 8))
     with pytest.raises(RuntimeError, match="the device is gone"):
         block.wait()

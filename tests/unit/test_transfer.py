@@ -16,8 +16,9 @@ from kvboost_hf.cache.forward import loading
 from kvboost_hf.cache.forward import moved as blend
 from kvboost_hf.cache.layers.base import GrowingLayer
 from kvboost_hf.cache.planning.repair import RepairRow
-from kvboost_hf.cache.store import kv
-from kvboost_hf.cache.store.kv import Block, LayerKV
+from kvboost_hf.cache.store.blocks import Block
+from kvboost_hf.cache.store.column_format import RAW
+from kvboost_hf.cache.store.kv import LayerKV
 from kvboost_hf.compat import KeyRotation, LayerRotation
 from tests.conftest import make_model, random_ids
 from tests.device_double import CUDA, DoubleDevice, DoubleTensor
@@ -151,7 +152,7 @@ def placed(gpu: DoubleDevice, num_layers: int, num_pieces: int, *, style: str = 
     for number in range(num_pieces):
         exact = torch.randn(2 * num_layers, 2, 32, 16, generator=random)
         plane = gpu.pinned(exact.shape, exact.dtype).copy_(exact)
-        block = Block({"exact": plane}, (2, 32, 16), plane.dtype, "keys", kv._RAW, (None,) * len(plane), CUDA)
+        block = Block({"exact": plane}, (2, 32, 16), plane.dtype, "keys", RAW, (None,) * len(plane), CUDA)
         chunk: Any = SimpleNamespace(
             kv=LayerKV((block,), tuple(((0, 2 * idx), (0, 2 * idx + 1)) for idx in range(num_layers))),
             prefix_key=bytes([number]),

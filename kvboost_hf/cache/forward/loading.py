@@ -19,7 +19,7 @@ from kvboost_hf.cache.layers.base import GrowingLayer, Piece, ReuseLayer, write_
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.store import transfer
-from kvboost_hf.cache.store.kv import Groups
+from kvboost_hf.cache.store.blocks import Groups
 from kvboost_hf.cache.store.records import StoredChunk
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 

@@ -22,10 +22,10 @@ from kvboost_hf.cache.planning.plan import RowPlan, Segment, trim_row
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.audits import Audits
 from kvboost_hf.cache.store.blob_reader import BlobReader
+from kvboost_hf.cache.store.column_format import ColumnFormat
 from kvboost_hf.cache.store.compute_pace import ComputePace
 from kvboost_hf.cache.store.costs import stored_per_computed
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
-from kvboost_hf.cache.store.kv import ColumnFormat
 from kvboost_hf.cache.store.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.store.roots import Roots
 from kvboost_hf.cache.store.tiered import TieredRecords

@@ -20,8 +20,9 @@ from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, pre
 from kvboost_hf.cache.planning.column_ids import text_ids
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
 from kvboost_hf.cache.prompt.inputs import with_positions
+from kvboost_hf.cache.store.column_format import ColumnFormat
 from kvboost_hf.cache.store.contract import Records
-from kvboost_hf.cache.store.kv import ColumnFormat, LayerKV, copy_columns
+from kvboost_hf.cache.store.kv import LayerKV, copy_columns
 from kvboost_hf.cache.store.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.store.view import Row
 from kvboost_hf.compat import cache_argument, difference, input_device, tolerance

@@ -1,0 +1,165 @@
+"""Blocks: tensors of several layers that are encoded, moved and decoded together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kvboost_hf.cache.codecs.base import Codec, Planes, Role
+from kvboost_hf.cache.store import transfer
+from kvboost_hf.cache.store.column_format import RAW
+from kvboost_hf.cache.store.staging import on_device
+from kvboost_hf.cache.tiers.record import Blob
+from kvboost_hf.compat import LayerRotation
+
+_RUN = 1 << 17  # numbers to decode at once on a CPU
+
+
+class Groups(NamedTuple):
+    """How many tensors of a block are moved together: a few at first, and twice as many each time, up to the most."""
+
+    first: int
+    most: int
+
+    def end(self, at: int) -> int:
+        """Behind the last tensor of the group that one belongs to."""
+        stop = size = self.first
+        while at >= stop:
+            size = min(2 * size, self.most)
+            stop += size
+        return stop
+
+
+class Arriving(Protocol):
+    """Planes that are on their way."""
+
+    def result(self) -> object:
+        """Return once what is done from now on finds them there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Tensors of several layers that are alike, encoded together.
+
+    Args:
+        planes: What the codec has made of them, [tensors, …] each, in host memory.
+        shape: heads, tokens and head_dim of each.
+        dtype: Of each.
+        role: What they are.
+        codec: Decodes them.
+        rotations: Of each.
+        device: Where the model computed them.
+        blob: What the planes are views of, unchecked, or None if they are owned.
+        number: Of this block in the blob.
+        ready: Done when the planes have arrived in host memory, until when they are where the model computes; or,
+            copied to a device, when they have arrived there. None if they were there from the start.
+    """
+
+    planes: Planes
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    role: Role
+    codec: Codec
+    rotations: tuple[LayerRotation | None, ...]
+    device: torch.device
+    blob: Blob | None = None
+    number: int = 0
+    ready: Arriving | None = None
+
+    @classmethod
+    def raw(cls, x: torch.Tensor) -> "Block":
+        """Tensors [tensors, heads, tokens, head_dim] as they are."""
+        count, heads, tokens, dim = x.shape
+        planes = RAW.encode(x, "keys", ())
+        return cls(planes, (heads, tokens, dim), x.dtype, "keys", RAW, (None,) * count, x.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(plane.nbytes for plane in self.planes.values())
+
+    def wait(self) -> None:
+        """Return once the planes can be read: by the host, or by what is queued on their device from now on."""
+        if self.ready is not None:
+            self.ready.result()
+
+    def check(self, index: int) -> None:
+        """Raise DamagedBlobError if a tensor was read from somewhere, and is not what was written there."""
+        if self.blob is not None:
+            for name in self.planes:
+                self.blob.check(f"{self.number}.{name}", index)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its planes are not on the device that the model computes on, and have to be copied there."""
+        return transfer.link.is_apart(self.device) and any(p.device != self.device for p in self.planes.values())
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether its tensors are read where they are, one by one."""
+        return self.codec.lossless and not transfer.link.is_apart(self.device)
+
+    def run(self, start: int, groups: Groups | None = None) -> range:
+        """Tensors from `start` on to move and to decode at once: fewer calls, for little memory.
+
+        Args:
+            start: The first one.
+            groups: Where they have to be moved, not all of them, so that those of the first layers are there early.
+        """
+        stop, is_apart = len(self.rotations), transfer.link.is_apart(self.device)
+        if is_apart and groups is not None:
+            stop = min(stop, groups.end(start))
+        elif self.codec.lossless:
+            return range(stop)
+        elif not is_apart:
+            stop = min(stop, start + max(1, _RUN // max(1, prod(self.shape))))
+        if not self.codec.lossless:
+            own = self.rotations[start]
+            stop = next((at for at in range(start, stop) if self.rotations[at] is not own), stop)
+        return range(start, stop)
+
+    def decode(self, planes: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
+        """Tensors [len(run), heads, tokens, head_dim], from planes that may have been moved."""
+        return self._decode({name: plane[run.start : run.stop] for name, plane in planes.items()}, run)
+
+    def move(self, run: range) -> torch.Tensor:
+        """Tensors [len(run), heads, tokens, head_dim] where the model computes.
+
+        Raises:
+            DamagedBlobError: if they are not what was stored; not told of what `is_viewed`.
+        """
+        self.wait()
+        if self.blob is not None and not self.is_viewed:
+            for index in run:
+                self.check(index)
+        send, device = transfer.link.send, self.device
+        return self._decode(
+            {name: send(plane[run.start : run.stop], device) for name, plane in self.planes.items()}, run
+        )
+
+    def _decode(self, own: Mapping[str, torch.Tensor], run: range) -> torch.Tensor:
+        return self.codec.decode(own, (len(run), *self.shape), self.dtype, self.role, self.rotations[run.start])
+
+    def owned(self) -> "Block":
+        """A copy in host memory; pinned, if it is to go to a device with memory of its own."""
+        self.wait()
+        pins = transfer.link.is_apart(self.device)
+        planes: Planes = {}
+        for name, plane in self.planes.items():
+            host = (
+                transfer.link.pinned(plane.shape, plane.dtype) if pins else torch.empty(plane.shape, dtype=plane.dtype)
+            )
+            planes[name] = host.copy_(plane)
+        return replace(self, planes=planes, blob=None, ready=None)
+
+    def promoted(self) -> "Block":
+        """A copy on the device that the model computes on."""
+        self.wait()
+        planes, ready = on_device(self.planes, self.device)
+        return replace(self, planes=planes, blob=None, ready=ready)
+
+
+def _unpinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
