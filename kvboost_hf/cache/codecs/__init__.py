@@ -1,4 +1,4 @@
-"""How the K/V of a chunk is stored: as it is, or in fewer bits."""
+"""Codecs: K/V as it is, or in fewer bits."""
 
 import re
 
@@ -53,7 +53,7 @@ def config_of(spec: str | KVQuantConfig | None) -> KVQuantConfig | None:
 
 
 def live_config(spec: str | float | KVQuantConfig | None) -> KVQuantConfig | None:
-    """How a live cache holds K/V, for `ChunkReuseCache(live_quant=...)`.
+    """Settings for K/V of a live cache, for `ChunkReuseCache(live_quant=...)`.
 
     Args:
         spec: Bits of TurboQuant, as a number or as text; else as `make_codec` takes it. None and `"raw"`: as it is.

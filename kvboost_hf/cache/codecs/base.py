@@ -1,4 +1,4 @@
-"""What a codec does: keys and values into planes of codes and scales, and back.
+"""The protocol of codecs: encode keys and values into planes of codes and scales, and back.
 
 A codec has no state: whatever it needs besides planes follows from its `name`. Planes have as many leading entries as
 there were tensors, so that one layer can be read without the others.
@@ -77,7 +77,7 @@ class Codec(Protocol):
         tokens: int,
         head_dim: int,
     ) -> CodePlanes | None:
-        """What an attention needs to read the codes of one layer where they are.
+        """Layout of the codes of one layer, for an attention that reads them where they are.
 
         Args:
             planes: What `encode` made of blocks of as many tokens each, as entries [batch, blocks, …].

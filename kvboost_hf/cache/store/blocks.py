@@ -18,7 +18,7 @@ _RUN = 1 << 17  # numbers to decode at once on a CPU
 
 
 class Groups(NamedTuple):
-    """How many tensors of a block are moved together: a few at first, and twice as many each time, up to the most."""
+    """Sizes of the groups of tensors that are moved together: the first, then doubled up to the most."""
 
     first: int
     most: int
@@ -33,10 +33,10 @@ class Groups(NamedTuple):
 
 
 class Arriving(Protocol):
-    """Planes that are on their way."""
+    """A copy of planes that is under way."""
 
     def result(self) -> object:
-        """Return once what is done from now on finds them there."""
+        """Return once work that is done from now on finds them there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,14 +44,14 @@ class Block:
     """Tensors of several layers that are alike, encoded together.
 
     Args:
-        planes: What the codec has made of them, [tensors, …] each, in host memory.
+        planes: Their encoded planes, [tensors, …] each, in host memory.
         shape: heads, tokens and head_dim of each.
         dtype: Of each.
-        role: What they are.
+        role: Keys or values.
         codec: Decodes them.
         rotations: Of each.
         device: Where the model computed them.
-        blob: What the planes are views of, unchecked, or None if they are owned.
+        blob: The blob that the planes are views of, unchecked; None if they are owned.
         number: Of this block in the blob.
         ready: Done when the planes have arrived in host memory, until when they are where the model computes; or,
             copied to a device, when they have arrived there. None if they were there from the start.
@@ -128,7 +128,7 @@ class Block:
         """Tensors [len(run), heads, tokens, head_dim] where the model computes.
 
         Raises:
-            DamagedBlobError: if they are not what was stored; not told of what `is_viewed`.
+            DamagedBlobError: if they are not what was stored (where `is_viewed`, checked later).
         """
         self.wait()
         if self.blob is not None and not self.is_viewed:

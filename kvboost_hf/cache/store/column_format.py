@@ -14,7 +14,7 @@ RAW = Raw()
 
 
 class ColumnFormat:
-    """How a store keeps columns.
+    """Format of columns in a store.
 
     Args:
         codec: Of keys and values; whatever else layers keep is kept as it is.
@@ -26,7 +26,7 @@ class ColumnFormat:
         self._known: dict[tuple[int, int, torch.dtype], _TensorFormat] = {}
 
     def of(self, layer_idx: int, tensor: int, dtype: torch.dtype) -> "_TensorFormat":
-        """How one of a layer's tensors is kept."""
+        """Format of one of a layer's tensors."""
         key = layer_idx, tensor, dtype
         known = self._known.get(key)
         if known is None:

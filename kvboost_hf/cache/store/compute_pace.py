@@ -1,4 +1,4 @@
-"""How long a model takes to compute a token: what loading K/V has to beat."""
+"""Measures how long a model takes to compute a token, which loading K/V has to beat."""
 
 import time
 
@@ -24,7 +24,7 @@ class ComputePace(KeptOnModel):
         self._observed = False
 
     def seconds_per_token(self, model: PreTrainedModel) -> float:
-        """See the class."""
+        """Seconds for one token; measured or estimated at the first call."""
         if self._seconds is None:
             operations = 2 * sum(parameter.numel() for parameter in model.parameters())
             self._seconds = operations / _operations_per_second(input_device(model), model.dtype)

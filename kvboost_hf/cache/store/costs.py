@@ -1,4 +1,4 @@
-"""What a prompt costs to compute on a CPU, and when reuse or storing would cost more.
+"""Estimates what a prompt costs to compute on a CPU, and when reuse or storing would cost more.
 
 Without a past, SDPA is told that attention is causal, and leaves out most of what that hides. Behind a past,
 transformers gives it a mask: SDPA works through what the mask hides, too, and turns it into numbers in every layer. On
@@ -39,7 +39,7 @@ def pieces(filled: int, limit: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a prompt costs to compute, in operations.
+    """Costs of computing a prompt, in operations.
 
     Args:
         token: Of a token, attention left out.
@@ -73,7 +73,7 @@ class Costs:
 
 
 def stored_per_computed(model: PreTrainedModel) -> int | None:
-    """How many tokens take as long to store as one takes to compute; None where nobody waits for it, or it is unknown.
+    """Tokens that take as long to store as one takes to compute; None where nobody waits for it, or it is unknown.
 
     About ten on the embedded model, and hundreds on one of half a billion parameters.
     """

@@ -1,4 +1,4 @@
-"""Checking a store: what it holds is computed again, and compared.
+"""Checks a store: computes its records again, and compares.
 
 Every check on the way in compares bookkeeping: tokens, positions, weights, who has written to a buffer. This one looks
 at the K/V itself, whatever may have happened to it since.
@@ -34,7 +34,7 @@ _STATES = 5  # times as much difference is rounding in models with states
 
 @dataclass(frozen=True, slots=True)
 class IntegrityReport:
-    """What `ChunkStore.check_integrity` has found.
+    """Result of `ChunkStore.check_integrity`.
 
     Args:
         checked: Chunks and states that were compared.
@@ -133,7 +133,7 @@ def _text(stored: Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
 
 
 def _by_text(drawn: Sequence[Stored], texts: dict[bytes, Tokens]) -> Iterator[tuple[Tokens, list[Stored]]]:
-    """What can be compared with one forward, the longest texts first; states need one that ends where they do."""
+    """Groups of records that one forward can check, longest texts first; states need one that ends there."""
     todo = sorted(drawn, key=lambda each: len(texts[each.key]), reverse=True)
     while todo:
         text = texts[todo[0].key]
@@ -161,7 +161,7 @@ def _compute(model: PreTrainedModel, text: Tokens) -> list[ReuseLayer]:
 
 
 def _difference(stored: Stored, fresh: Sequence[ReuseLayer], stop: int, form: ColumnFormat) -> float:
-    """How far something stored, that ends at token `stop`, is from what `fresh` layers hold."""
+    """Difference between a record that ends at token `stop` and the `fresh` layers."""
     if isinstance(stored, StoredStates):
         pairs = zip(stored.states.layers, (layer.save_state(0) for layer in fresh), strict=True)
         return max((_of_states(ours, theirs) for ours, theirs in pairs), default=0.0)

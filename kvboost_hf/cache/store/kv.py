@@ -1,4 +1,4 @@
-"""What the store keeps of a chunk, of all layers: columns, or the states at a point."""
+"""K/V of a chunk, and states after a token, of all layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class LayerKV:
     are alike. Layers with a window have blocks of their own: far from the end of a prompt they are not needed.
 
     Args:
-        blocks: What is kept.
+        blocks: All tensors.
         places: Per layer, where each of its tensors is; None for a layer without columns.
     """
 
@@ -33,14 +33,14 @@ class LayerKV:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that is kept, in host memory."""
+        """All planes, in host memory."""
         for block in self.blocks:
             block.wait()
         return tuple(plane for block in self.blocks for plane in block.planes.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all planes."""
         return sum(block.nbytes for block in self.blocks)
 
     def can_follow(self, other: "LayerKV") -> bool:
@@ -57,7 +57,7 @@ class LayerKV:
         return sum(block.nbytes for block in self.blocks if block.is_elsewhere)
 
     def reader(self, groups: Groups | None = None) -> "LayerKVReader":
-        """Access where the model computes; in groups, if it is read layer by layer, and once: see `Block.run`."""
+        """A reader of its columns where the model computes; in groups, if they are read layer by layer, and once."""
         return LayerKVReader(self, groups)
 
     # As a blob
@@ -140,7 +140,7 @@ class LayerKVReader:
         return self._last[1]
 
     def places(self, index: int) -> tuple[Place, ...] | None:
-        """Where the tensors of a layer are."""
+        """Places of the tensors of a layer."""
         return self._kv.places[index]
 
     def run(self, number: int, at: int) -> range:
@@ -148,7 +148,7 @@ class LayerKVReader:
         return self._kv.blocks[number].run(at, self._groups)
 
     def move(self, number: int, run: range) -> torch.Tensor:
-        """See `Block.move`."""
+        """Tensors of a block where the model computes, as `Block.move` gives them."""
         return self._kv.blocks[number].move(run)
 
     def _tensor(self, number: int, at: int) -> torch.Tensor:
@@ -175,7 +175,7 @@ class JoinedKVReader:
         self._joined: dict[int, tuple[range, Sequence[torch.Tensor]]] = {}
 
     def layer(self, index: int) -> Piece | None:
-        """See `LayerKVReader.layer`."""
+        """The tensors of a layer, [heads, tokens, dim] each, of all chunks joined; None if it has no columns."""
         places = self._readers[0].places(index)
         return tuple(self._tensor(*place) for place in places) if places is not None else None
 
@@ -231,20 +231,20 @@ class LayerStates:
 
     @property
     def can_be_written(self) -> bool:
-        """Whether there is nothing in them that has no form outside of this process."""
+        """Whether all of them have a form outside of this process."""
         return all(state is None or state.told is not None for state in self.layers)
 
     def parts(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """All tensors by name, and how they belong together, as JSON."""
         tensors: dict[str, torch.Tensor] = {}
-        told: list[dict[str, Any] | None] = []
+        layout: list[dict[str, Any] | None] = []
         for idx, state in enumerate(self.layers):
             if state is not None:
                 tensors |= {f"{idx}.{at}": t[None].contiguous() for at, t in enumerate(state.tensors) if t is not None}
-                told.append({"present": [tensor is not None for tensor in state.tensors], "extra": state.told})
+                layout.append({"present": [tensor is not None for tensor in state.tensors], "extra": state.told})
             else:
-                told.append(None)
-        return tensors, {"layers": told}
+                layout.append(None)
+        return tensors, {"layers": layout}
 
     def owned(self) -> "LayerStates":
         """The same in memory of its own."""

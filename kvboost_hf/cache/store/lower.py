@@ -82,7 +82,7 @@ class LowerMemory:
             yield from self.records(root)
 
     def list_content(self, root: bytes) -> None:
-        """Have all chunks under a root told to `on_found`: at once the first time, and again from time to time."""
+        """Call `on_found` with all chunks under a root: at once the first time, and again from time to time."""
         listed, now = self._listed.get(root), time.monotonic()
         if root in self._durable_roots and (listed is None or now - listed >= _LISTED_ANEW_AFTER):
             self._listed[root] = now

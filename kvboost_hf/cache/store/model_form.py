@@ -44,12 +44,12 @@ class StateForm:
     Args:
         tensors: Shape and type of each; None where there is nothing.
         extra: See `LayerState`.
-        told: The same as JSON; None if it has no form outside of this process.
+        extra_json: The same as JSON; None if it has no form outside of this process.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
     extra: Any
-    told: Any
+    extra_json: Any
 
     @classmethod
     def of(cls, state: LayerState) -> "StateForm":
@@ -60,7 +60,7 @@ class StateForm:
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """What all layers of a model keep.
+    """Forms of the columns and states of all layers.
 
     Args:
         columns: Per layer, those of each of its tensors; None for a layer without columns.
@@ -129,8 +129,8 @@ def read_states(blob: Blob, form: ModelForm) -> LayerStates:
         DamagedBlobError: if it holds anything but states of this model.
     """
     with _as_damage():
-        told = blob.layout["layers"]
-        states = tuple(_state(blob, *each) for each in enumerate(zip(told, form.states, strict=True)))
+        layers = blob.layout["layers"]
+        states = tuple(_state(blob, *each) for each in enumerate(zip(layers, form.states, strict=True)))
     kept = {
         f"{idx}.{at}" for idx, own in enumerate(states) if own for at, t in enumerate(own.tensors) if t is not None
     }
@@ -140,7 +140,7 @@ def read_states(blob: Blob, form: ModelForm) -> LayerStates:
 
 @contextmanager
 def _as_damage() -> Iterator[None]:
-    """What goes wrong as JSON is taken apart that may be anything."""
+    """Turn errors of reading JSON, which may hold anything, into DamagedBlobError."""
     try:
         yield
     except DamagedBlobError:
@@ -154,11 +154,11 @@ def _require(holds: bool, otherwise: str) -> None:
         raise DamagedBlobError(f"A blob {otherwise} than the model would keep.")
 
 
-def _place_of(told: Any) -> tuple[Place, ...] | None:
-    """Where the tensors of a layer are, as JSON has it."""
-    if told is None:
+def _place_of(places_json: Any) -> tuple[Place, ...] | None:
+    """Places of the tensors of a layer, from JSON."""
+    if places_json is None:
         return None
-    places = tuple((block, at) for block, at in told)
+    places = tuple((block, at) for block, at in places_json)
     _require(all(type(number) is int for place in places for number in place), "has other places")
     return places
 
@@ -190,9 +190,9 @@ def _block(
     codec, role, _ = formats[0]
     _require(codec.lossless or {each[:2] for each in formats} == {(codec, role)}, "has keys in a block of values")
     shape = (own.heads, len(blob.entry.tokens), own.dim)
-    told = blob.layout["blocks"][number]
+    layout = blob.layout["blocks"][number]
     expected = _plane_forms(codec, role, shape, own.dtype)  # type: ignore[arg-type]  # codecs hash by identity
-    _require(told["shape"] == list(shape) and told["planes"] == list(expected), "has blocks of another shape")
+    _require(layout["shape"] == list(shape) and layout["planes"] == list(expected), "has blocks of another shape")
     planes = {
         name: blob.require(f"{number}.{name}", dtype, (len(owners), *rest)) for name, (rest, dtype) in expected.items()
     }
@@ -210,18 +210,19 @@ def _form_of(form: ModelForm, layer_idx: int, tensor: int) -> ColumnForm:
 def _plane_forms(
     codec: Codec, role: Role, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What a codec makes of one tensor: shape and type of each plane, by name."""
+    """Shape and type of each plane that a codec makes of one tensor, by name."""
     planes = codec.encode(torch.zeros(1, *shape, dtype=dtype), role, (None,))
     return {name: (tuple(plane.shape[1:]), plane.dtype) for name, plane in planes.items()}
 
 
 def _state(blob: Blob, idx: int, pair: tuple[Any, StateForm | None]) -> LayerState | None:
-    told, form = pair
-    if told is None or form is None:
-        _require(told is form, "has states of other layers")
+    layout, form = pair
+    if layout is None or form is None:
+        _require(layout is form, "has states of other layers")
         return None
     present = [each is not None for each in form.tensors]
-    _require(form.told is not None and told == {"present": present, "extra": form.told}, "has other states")
+    expected = {"present": present, "extra": form.extra_json}
+    _require(form.extra_json is not None and layout == expected, "has other states")
     tensors = [
         blob.require(f"{idx}.{at}", each[1], (1, *each[0]))[0] if each is not None else None
         for at, each in enumerate(form.tensors)

@@ -94,7 +94,7 @@ class StoreContents:
 
 
 class Put(Enum):
-    """What became of a chunk or of states that were offered to the store."""
+    """Outcome of offering a chunk or states to the store."""
 
     STORED = "stored"
     PRESENT = "present"

@@ -13,12 +13,12 @@ _log = logging.getLogger("kvboost_hf")
 
 
 class Roots:
-    """Derives roots from the model, the salt and the codec; tells `History` and `LowerMemory` of each.
+    """Derives roots from the model, the salt and the codec, and registers them with `History` and `LowerMemory`.
 
     Args:
         codec: Name of the codec.
         history: Remembers the salt of each root.
-        lower: Told of roots that other processes derive, too.
+        lower: Registers roots that other processes derive, too.
     """
 
     def __init__(self, codec: str, history: History, lower: LowerMemory) -> None:
@@ -26,7 +26,14 @@ class Roots:
         self._warned: set[str] = set()
 
     def root(self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool) -> bytes | None:
-        """See `ChunkStore.root`."""
+        """The root of a model as it is now; None while a part of it is in training.
+
+        Args:
+            model: The model.
+            salt: Whose prompts they are.
+            regime: Of the rotary frequencies.
+            read_all: Read every weight to tell whether one has changed.
+        """
         follower = ModelState.of(model).fingerprint
         fingerprint = follower.durable(model, full=read_all) if self._lower else None
         if durable := isinstance(fingerprint, bytes):

@@ -95,7 +95,7 @@ class OnDevice:
         self._is_there = False
 
     def result(self) -> None:
-        """What is queued from now on finds it there."""
+        """Have work that is queued from now on wait for the copy."""
         if not self._is_there:
             transfer.link.current(self._device).wait_event(self._copied)
             self._is_there = self._copied.query()

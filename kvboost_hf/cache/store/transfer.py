@@ -1,4 +1,4 @@
-"""What the cache asks of a device that has memory of its own: streams, events, copies and pinned host memory.
+"""Access to devices that have memory of their own: streams, events, copies and pinned host memory.
 
 Tests put another object in the place of `link`, which counts, and for which a part of the host is a device.
 """

@@ -1,4 +1,4 @@
-"""What one row can find in a store: in host memory, and in the lower tiers."""
+"""Looks up one row in host memory and in the lower tiers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

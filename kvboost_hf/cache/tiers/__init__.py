@@ -1,1 +1,1 @@
-"""Where chunks live besides host memory: on the device, on disk, on other machines."""
+"""Storage tiers below host memory: folders, servers and other file systems."""

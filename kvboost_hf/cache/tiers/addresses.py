@@ -1,4 +1,4 @@
-"""Where a tier is, as one line of text."""
+"""Parses addresses of tiers, such as `"disk:~/.cache/kvboost_hf:50GB"`, and opens them."""
 
 import re
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class TierSpec:
 
 
 def parse_tier(text: str) -> TierSpec:
-    """What an address of a tier says.
+    """A parsed address of a tier.
 
     Args:
         text: `ram:SIZE`, `device:SIZE`, `disk:PATH` or `disk:PATH:SIZE`, the URL of a Valkey or Redis server, or any

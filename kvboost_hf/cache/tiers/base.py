@@ -1,4 +1,4 @@
-"""What the store asks of a tier below host memory: to keep blobs, and to find them by key or by how they begin.
+"""The protocol of storage tiers below host memory: keep blobs, and find them by key or by how they begin.
 
 A tier knows nothing of models and tensors. It keeps blobs (see `record.py`), each with an `Entry` that says what it is
 found by. Whatever goes wrong in it (a full disk, a server that is gone, a file that was cut short) is logged, and
@@ -14,7 +14,7 @@ from kvboost_hf.cache.planning.chunks import Tokens
 
 
 class Kind(Enum):
-    """What a blob holds."""
+    """Kind of K/V in a blob."""
 
     CHUNK = "chunk"  # K/V that is found by prefix key, and by content
     CONTENT = "content"  # K/V that is found by content only
@@ -23,11 +23,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """What a blob is found by. Enough to plan with, without reading the blob.
+    """Index entry of a blob: enough to plan with, without reading the blob.
 
     Args:
         key: Its own, unlike any other's.
-        kind: What it holds.
+        kind: Of its K/V.
         model: Names the model that it is of: its configuration and shapes, not its weights.
         root: The root that its history begins at.
         parent: Key of the chunk that it was computed behind, or the root.
@@ -65,7 +65,7 @@ class Tier(Protocol):
         ...
 
     def find_alike(self, heads: Sequence[bytes]) -> list[Entry]:
-        """What is kept under one of these `Entry.head`; newest first, no more than 256 of each."""
+        """Entries with one of these `Entry.head`; newest first, no more than 256 of each."""
         ...
 
     def entries(self, root: bytes | None = None) -> Iterator[Entry]:
@@ -104,7 +104,7 @@ class Tier(Protocol):
         ...
 
     def hits(self) -> Mapping[bytes, int]:
-        """How often each key was touched, where that is known."""
+        """Number of touches of each key, where that is known."""
         ...
 
     def close(self) -> None:

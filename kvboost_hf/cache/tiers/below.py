@@ -27,7 +27,7 @@ _PROBE_KEY = b"kvboost_hf/the/probe"  # the same for all: one that was left behi
 _PROBED = 16  # blobs that are looked at for one that is large enough to be timed
 _LEAST_BYTES = 2**16  # less says more of latency
 _MAX_COUNT = 2**48  # of tokens or bytes
-_TOLD = ("key", "kind", "model", "root", "parent", "head", "start")
+_COMPARED = ("key", "kind", "model", "root", "parent", "head", "start")
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
 
@@ -79,7 +79,7 @@ class MeasuredTier:
             self.seconds_per_byte += _WEIGHT * (per_byte - self.seconds_per_byte)
 
     def seconds_to_read(self, nbytes: int) -> float:
-        """What reading so many bytes is expected to take, the look-up aside."""
+        """Seconds that reading so many bytes is expected to take, the look-up aside."""
         return nbytes * self.seconds_per_byte
 
     def _measure(self) -> None:
@@ -153,7 +153,7 @@ class LowerTiers:
         return found
 
     def find_alike(self, heads: Sequence[bytes]) -> list[Found]:
-        """What begins with one of `heads`, in the nearest tier that has it."""
+        """Blobs that begin with one of `heads`, each in the nearest tier that has it."""
         found: dict[bytes, Found] = {}
         for tier in self.tiers:
             for entry in tier.tier.find_alike(heads):
@@ -286,14 +286,14 @@ class LowerTiers:
 
 
 def _is_usable(entry: Entry, key: bytes) -> bool:
-    """Whether an index tells something that can be planned with: whoever writes to a tier may write anything there."""
+    """Whether an entry can be planned with: whoever writes to a tier may write anything there."""
     counts = 0 <= entry.start < _MAX_COUNT and 0 < entry.nbytes < _MAX_COUNT
     return counts and entry.key == key and len(entry.key) == KEY_BYTES and len(entry.tokens) > 0
 
 
 def _same(one: Entry, other: Entry) -> bool:
-    """Whether two entries tell the same, their bytes aside."""
-    alike = all(getattr(one, name) == getattr(other, name) for name in _TOLD)
+    """Whether two entries are equal, their bytes aside."""
+    alike = all(getattr(one, name) == getattr(other, name) for name in _COMPARED)
     return alike and np.array_equal(one.tokens, other.tokens)
 
 

@@ -69,7 +69,7 @@ class BlobFiles:
             os.unlink(_name(key, token), dir_fd=folder)
 
     def status(self, key: bytes) -> os.stat_result | None:
-        """What the file system says of a blob, or None if there is none."""
+        """Status of the file of a blob, or None if there is none."""
         with _IfThere(), self._opened(key) as folder:
             found = os.stat(_name(key), dir_fd=folder, follow_symlinks=False)
             return found if stat.S_ISREG(found.st_mode) else None

@@ -60,12 +60,12 @@ _SAME_USE_NS = 600 * 10**9
 
 
 def charge(entry: Entry, nbytes: int) -> int:
-    """What a blob takes of the budget: its bytes, and those of its row."""
+    """Bytes that a blob takes of the budget: its own, and those of its row."""
     return nbytes + entry.tokens.nbytes + _ROW_BYTES
 
 
 def charged(db: sqlite3.Connection) -> int:
-    """What all blobs take of the budget, those included that are being written."""
+    """Bytes that all blobs take of the budget, those included that are being written."""
     totals = list(_rows(db, "SELECT total FROM charged", (), _is_count))
     if len(totals) != 1:
         raise damage("It does not tell what is charged.")
@@ -83,7 +83,7 @@ def add(db: sqlite3.Connection, entry: Entry, nbytes: int, used: int, token: str
         if used - _SAME_USE_NS <= parent_used <= used:
             used = parent_used
     tokens = np.ascontiguousarray(entry.tokens, np.int64).tobytes()
-    told = (
+    columns = (
         entry.key,
         entry.kind.value,
         entry.model,
@@ -97,7 +97,7 @@ def add(db: sqlite3.Connection, entry: Entry, nbytes: int, used: int, token: str
     writer = (token, *signature()) if token is not None else (None, None, None, None)
     db.execute(
         f"INSERT INTO blobs ({_COLUMNS}, charge, last_used, token, host, pid, since) VALUES ({'?, ' * 14}?)",
-        (*told, charge(entry, nbytes), used, *writer),
+        (*columns, charge(entry, nbytes), used, *writer),
     )
 
 
@@ -150,12 +150,12 @@ def size(db: sqlite3.Connection, key: bytes) -> int | None:
 
 
 def count(db: sqlite3.Connection) -> int:
-    """How many blobs are there."""
+    """Number of blobs."""
     return int(db.execute("SELECT count(*) FROM blobs WHERE token IS NULL").fetchone()[0])
 
 
 def uses(db: sqlite3.Connection) -> dict[bytes, int]:
-    """How often each blob was used, if it was."""
+    """Number of uses of each blob that was used."""
     return dict(_rows(db, "SELECT key, uses FROM blobs WHERE token IS NULL AND uses > 0", (), _is_key, _is_count))
 
 

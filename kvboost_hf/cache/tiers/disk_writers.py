@@ -1,4 +1,7 @@
-"""Who writes a file of the disk tier, and whether it will ever finish. A wrong answer costs the blob, no more."""
+"""Tells whether the process that writes a file of the disk tier will ever finish.
+
+A wrong answer costs the blob, no more.
+"""
 
 import os
 import time

@@ -9,7 +9,7 @@ _SILENCE_S = 60.0  # between two warnings of one kind
 
 
 class Failures:
-    """What went wrong in a tier.
+    """Counts and logs the failures of a tier.
 
     Args:
         log: Where to.

@@ -26,7 +26,7 @@ _RENAMED = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs"})
 
 
 class _Listed(NamedTuple):
-    """What a name in the index tells."""
+    """Fields of a name in the index."""
 
     path: str
     key: bytes
@@ -182,7 +182,7 @@ class FilesystemTier(RemoteTier):
                     self._held.pop(key, None)
 
     def _index(self, folder: str) -> list[_Listed]:
-        """What is listed in a folder of the index, or in all of them."""
+        """Names in a folder of the index, or in all of them."""
         found = []
         for path in self._fs.find(f"{self._base}/{folder}"):
             with suppress(ValueError):  # a file of somebody else's

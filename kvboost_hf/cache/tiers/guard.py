@@ -1,4 +1,4 @@
-"""What stands before a server or a file system that may fail: after a failure it is left alone for a while."""
+"""Guards calls to a server or a file system that may fail: after a failure it is left alone for a while."""
 
 import logging
 import re
@@ -96,7 +96,7 @@ def without_secrets(url: str) -> str:
 
 
 def secrets_in(url: str) -> set[str]:
-    """What an address says that `without_secrets` leaves out."""
+    """Secrets of an address, which `without_secrets` leaves out."""
     parts = urlsplit(url)
     values = [value for values in parse_qs(parts.query).values() for value in values]
     return {word for word in (parts.password, unquote(parts.password or ""), *values) if word}

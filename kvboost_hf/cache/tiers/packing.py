@@ -19,7 +19,7 @@ def pack_entry(entry: Entry) -> bytes:
 
 
 def unpack_entry(packed: bytes) -> Entry:
-    """What `pack_entry` was given.
+    """The entry that `pack_entry` has packed.
 
     Raises:
         ValueError: if it is not what `pack_entry` made, or only a part of it.

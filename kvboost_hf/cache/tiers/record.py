@@ -72,15 +72,15 @@ def dump(entry: Entry, tensors: Mapping[str, torch.Tensor], layout: Any) -> tupl
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         sums[name] = [xxhash.xxh3_64_intdigest(_memory(part)) for part in tensor]
         at += tensor.nbytes
-    told = {"entry": json.dumps(_entry_as_json(entry)), "layout": json.dumps(layout), "sums": json.dumps(sums)}
-    text = json.dumps({"__metadata__": {"check": _UNCHECKED, "format": _FORMAT, **told}, **header}).encode()
+    metadata = {"entry": json.dumps(_entry_as_json(entry)), "layout": json.dumps(layout), "sums": json.dumps(sums)}
+    text = json.dumps({"__metadata__": {"check": _UNCHECKED, "format": _FORMAT, **metadata}, **header}).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     text = text.replace(_UNCHECKED.encode(), xxhash.xxh3_128_hexdigest(text).encode(), 1)
     return replace(entry, nbytes=8 + len(text) + at), [len(text).to_bytes(8, "little") + text, *parts]
 
 
 class _Header(NamedTuple):
-    """What the header of a blob tells, in the form that `dump` gives it."""
+    """Header of a blob, in the form that `dump` gives it."""
 
     tensors: dict[str, Any]
     sums: dict[str, list[int]]
@@ -160,7 +160,7 @@ class Blob:
 
 
 def read_entry(blob: memoryview) -> Entry:
-    """What a blob is found by. More may follow on the blob, such as the seal of a `SealedTier`.
+    """The entry of a blob. More may follow on the blob, such as the seal of a `SealedTier`.
 
     Raises:
         DamagedBlobError: a ValueError, if that part of the blob is damaged, it is cut short, or it is none.
@@ -179,14 +179,14 @@ def _read_header(data: memoryview) -> _Header:
             raise DamagedBlobError(f"No blob of {len(data)} bytes has a header of {size}.")
         text = bytes(data[8:start])
         header = json.loads(text)
-        told = header.pop("__metadata__")
-        unchecked = text.replace(told["check"].encode(), _UNCHECKED.encode(), 1)
-        if told["format"] != _FORMAT or told["check"] != xxhash.xxh3_128_hexdigest(unchecked):
+        metadata = header.pop("__metadata__")
+        unchecked = text.replace(metadata["check"].encode(), _UNCHECKED.encode(), 1)
+        if metadata["format"] != _FORMAT or metadata["check"] != xxhash.xxh3_128_hexdigest(unchecked):
             raise DamagedBlobError("The header of a blob does not have its checksum.")
-        sums = json.loads(told["sums"])
+        sums = json.loads(metadata["sums"])
         end = _end_of(header, sums)
-        entry = _entry_from_json(json.loads(told["entry"]), start + end)
-        return _Header(header, sums, json.loads(told["layout"]), entry, start)
+        entry = _entry_from_json(json.loads(metadata["entry"]), start + end)
+        return _Header(header, sums, json.loads(metadata["layout"]), entry, start)
     except DamagedBlobError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -225,9 +225,9 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
     return {**digests, "kind": entry.kind.value, "start": entry.start, "tokens": tokens}
 
 
-def _entry_from_json(told: dict[str, Any], nbytes: int) -> Entry:
-    digests = {name: bytes.fromhex(told[name]) for name in ("key", "model", "root", "parent", "head")}
-    tokens = np.frombuffer(b64decode(told["tokens"], validate=True), dtype="<i8").astype(np.int64)
-    if not _is_count(told["start"]):
+def _entry_from_json(entry: dict[str, Any], nbytes: int) -> Entry:
+    digests = {name: bytes.fromhex(entry[name]) for name in ("key", "model", "root", "parent", "head")}
+    tokens = np.frombuffer(b64decode(entry["tokens"], validate=True), dtype="<i8").astype(np.int64)
+    if not _is_count(entry["start"]):
         raise DamagedBlobError("What a blob is found by has no place in its text.")
-    return Entry(kind=Kind(told["kind"]), start=told["start"], tokens=tokens, nbytes=nbytes, **digests)
+    return Entry(kind=Kind(entry["kind"]), start=entry["start"], tokens=tokens, nbytes=nbytes, **digests)

@@ -1,4 +1,4 @@
-"""What tiers that may fail at any time share: a failure is a miss, and what failed is left alone for a while."""
+"""Base of tiers that may fail at any time: a failure is a miss, and what failed is left alone for a while."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -115,4 +115,4 @@ class RemoteTier(ABC):
 
     @abstractmethod
     def _count(self) -> tuple[int, int]:
-        """How many blobs are kept, and their bytes."""
+        """Number of blobs, and their bytes."""

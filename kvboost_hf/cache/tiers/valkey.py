@@ -86,11 +86,11 @@ class ValkeyTier(RemoteTier):
     def _find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         packed = self._ask(("HGET", self._name("chunk", key), "entry") for key in keys)
         found: dict[bytes, Entry] = {}
-        for key, told in zip(keys, packed, strict=True):
-            entry = _unpacked(told)
+        for key, value in zip(keys, packed, strict=True):
+            entry = _unpacked(value)
             if entry is not None and entry.key == key:
                 found[key] = entry
-            elif told is not None:  # not ours, or of another version: nothing else could ever be written there
+            elif value is not None:  # not ours, or of another version: nothing else could ever be written there
                 self._change([("UNLINK", self._name("chunk", key))])
         return found
 
@@ -270,7 +270,7 @@ def _execute_unless_written(pipe: Any) -> bool:
 
 
 def _refusal() -> type[Exception]:
-    """What a server answers that is there but will not write: full, a replica, out of disk."""
+    """Errors of a server that is there but will not write: full, a replica, out of disk."""
     from valkey.exceptions import ResponseError
 
     return ResponseError
