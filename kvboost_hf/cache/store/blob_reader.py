@@ -24,8 +24,8 @@ class BlobReader:
     """
 
     def __init__(self, model: Callable[[], PreTrainedModel], codec: Codec) -> None:
-        self._model, self._codec = model, codec
-        self._format: ColumnFormat | None = None
+        self._model, self.codec = model, codec
+        self._format: tuple[Codec, ColumnFormat] | None = None  # of the codec
         self._first_form: ModelForm | None = None
         self._fingerprints: OrderedDict[bytes, bytes] = OrderedDict()  # by root
         self._forms: OrderedDict[bytes, ModelForm | None] = OrderedDict()  # by fingerprint
@@ -33,10 +33,10 @@ class BlobReader:
     @property
     def column_format(self) -> ColumnFormat:
         """The format of columns."""
-        if self._format is None:
-            rotation = key_rotation(self._model()) if not self._codec.lossless else "not needed"
-            self._format = ColumnFormat(self._codec, rotation if not isinstance(rotation, str) else None)
-        return self._format
+        if self._format is None or self._format[0] is not self.codec:
+            rotation = key_rotation(self._model()) if not self.codec.lossless else "not needed"
+            self._format = self.codec, ColumnFormat(self.codec, rotation if not isinstance(rotation, str) else None)
+        return self._format[1]
 
     def look_at_model(self) -> None:
         """Find out now what form the K/V of the model has, which takes a moment."""

@@ -15,25 +15,25 @@ from kvboost_hf.cache.identity.fingerprint import model_name
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.planning.chunks import (
     Chunker,
-    FixedChunker,
     Tokens,
 )
-from kvboost_hf.cache.planning.plan import RowPlan, Segment, trim_row
+from kvboost_hf.cache.planning.plan import RowPlan
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.audits import Audits
 from kvboost_hf.cache.store.blob_reader import BlobReader
 from kvboost_hf.cache.store.column_format import ColumnFormat
 from kvboost_hf.cache.store.compute_pace import ComputePace
-from kvboost_hf.cache.store.costs import stored_per_computed
+from kvboost_hf.cache.store.costs import stored_per_computed, worth_loading
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
 from kvboost_hf.cache.store.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.store.roots import Roots
+from kvboost_hf.cache.store.settings import checked_chunker, chunk_bytes, salt_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.store.warming import Texts, WarmSettings, warmer
 from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
-from kvboost_hf.compat import bytes_per_token, known_reason, require_cache, rope_regime, unwrapped
+from kvboost_hf.compat import bytes_per_token, require_cache, rope_regime, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import MAX_NGRAM
@@ -94,11 +94,11 @@ class ChunkStore:
     ) -> None:
         model = unwrapped(model)
         require_cache(model)
-        self.chunker = _checked_chunker(chunker, chunk_size)
+        self.chunker = checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
-        self.codec = make_codec(codec)
+        codec = make_codec(codec)
         ram = None if max_bytes is None else require_size("max_bytes", max_bytes, least=1)
-        least = _chunk_bytes(model, self.chunker.chunk_size, self.codec)
+        least = chunk_bytes(model, self.chunker.chunk_size, codec)
         if ram is not None and ram < least:
             raise ValueError(
                 f"`max_bytes` must hold at least one chunk, which is {least} bytes ({self.chunker.chunk_size} tokens "
@@ -108,13 +108,13 @@ class ChunkStore:
         self._model = weakref.ref(model)
         require_model = partial(_require_model, self._model)
         self.audits = Audits()
-        self._reader = BlobReader(require_model, self.codec)
+        self._reader = BlobReader(require_model, codec)
         # What other processes may ask for is always stored; nobody else asks for the name of the model.
         lower = LowerTiers(opened.lower, opened.opened)
         name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
         self.records = TieredRecords(opened.ram, opened.device, lower, name, self._reader, pays_for)
         self._lock = self.records.lock
-        self._roots = Roots(self.codec.name, self.records.history, self.records.lower)
+        self._roots = Roots(self.records.history, self.records.lower)
         if lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
             self._reader.look_at_model()
@@ -137,16 +137,26 @@ class ChunkStore:
             read_all: Read every weight to tell whether one has changed.
         """
         self.records.require_open()
+        model = self._require_model()
         with self._lock:
-            return self._roots.root(self._require_model(), salt, regime, read_all=read_all)
+            return self._roots.root(model, salt, regime + self.codec.name.encode(), read_all=read_all)
 
     def without_room(self) -> "ChunkStore":
         """A store with the same roots that takes no chunks in: its caches compute, and keep, all columns."""
         store = ChunkStore(self._require_model(), chunker=_Uncut(), max_bytes=2**62)
-        store._roots = self._roots
+        store._roots, store.codec = self._roots, self.codec
         return store
 
     # Finding
+
+    @property
+    def codec(self) -> Codec:
+        """How K/V is kept."""
+        return self._reader.codec
+
+    @codec.setter
+    def codec(self, codec: Codec) -> None:
+        self._reader.codec = codec
 
     @property
     def column_format(self) -> ColumnFormat:
@@ -158,14 +168,7 @@ class ChunkStore:
         if all(segment.chunk.found is None for segment in plan.segments if isinstance(segment.chunk, StoredChunk)):
             return plan
         model = self._require_model()
-        per_token = ComputePace.of(model).seconds_per_token(model)
-
-        def saving(segment: Segment) -> float:
-            assert isinstance(segment.chunk, StoredChunk)
-            found, computing = segment.chunk.found, (segment.stop - segment.start) * per_token
-            return computing - (found.tier.seconds_to_read(found.entry.nbytes) if found is not None else 0.0)
-
-        trimmed = trim_row(plan, saving)
+        trimmed = worth_loading(plan, ComputePace.of(model).seconds_per_token(model))
         with self._lock:
             self.records.counts["not_worth_loading"] += plan.hit - trimmed.hit
         return trimmed
@@ -408,34 +411,3 @@ class _Uncut:
 
     def next_cut(self, tokens: Tokens, start: int) -> int | None:
         return None
-
-
-def salt_bytes(salt: str | bytes) -> bytes:
-    """A salt as bytes.
-
-    Raises:
-        ValueError: if it is neither text nor bytes.
-    """
-    if isinstance(salt, str):
-        return salt.encode()
-    if isinstance(salt, bytes):
-        return salt
-    raise ValueError(f"`salt` must be str or bytes, got {type(salt).__name__}.")
-
-
-def _checked_chunker(chunker: Chunker | None, chunk_size: int | None) -> Chunker:
-    if chunker is None:
-        return FixedChunker(128 if chunk_size is None else chunk_size)
-    if chunk_size not in (None, chunker.chunk_size):
-        raise ValueError(
-            f"`chunk_size` must be left out beside a `chunker`, or be its {chunker.chunk_size}, got {chunk_size!r}."
-        )
-    return chunker
-
-
-def _chunk_bytes(model: PreTrainedModel, chunk_size: int, codec: Codec) -> int:
-    """The least that a chunk takes; 0 where nothing will be stored, and the configuration may have other names."""
-    if known_reason(model) is not None:
-        return 0
-    per_token = bytes_per_token(model) if codec.lossless else 0  # of codes: less, and not worth a second formula
-    return (per_token + np.dtype(np.int64).itemsize) * chunk_size

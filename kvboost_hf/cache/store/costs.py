@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.planning.plan import RowPlan, Segment, trim_row
+from kvboost_hf.cache.store.records import StoredChunk
 from kvboost_hf.compat import bytes_per_token, input_device, layer_configs
 
 PIECE = 512  # tokens in a forward that follows reused ones; where fewer are left, reuse is never given up
@@ -70,6 +72,17 @@ class Costs:
         masked = sum((stop - start) * stop for start, stop in zip(starts, [*starts[1:], columns], strict=True))
         per_entry = _MASKED_PAIR * self.pair + _MASK_IN_LAYER * self.layers + _MASK
         return (columns - filled) * self.token + masked * per_entry + len(starts) * self.layers * _LAYER
+
+
+def worth_loading(plan: RowPlan, seconds_per_token: float) -> RowPlan:
+    """The plan without the end that would take longer to load from lower tiers than to compute."""
+
+    def saving(segment: Segment) -> float:
+        assert isinstance(segment.chunk, StoredChunk)
+        found, computing = segment.chunk.found, (segment.stop - segment.start) * seconds_per_token
+        return computing - (found.tier.seconds_to_read(found.entry.nbytes) if found is not None else 0.0)
+
+    return trim_row(plan, saving)
 
 
 def stored_per_computed(model: PreTrainedModel) -> int | None:

@@ -13,16 +13,15 @@ _log = logging.getLogger("kvboost_hf")
 
 
 class Roots:
-    """Derives roots from the model, the salt and the codec, and registers them with `History` and `LowerMemory`.
+    """Derives roots from the model and the salt, and registers them with `History` and `LowerMemory`.
 
     Args:
-        codec: Name of the codec.
         history: Remembers the salt of each root.
         lower: Registers roots that other processes derive, too.
     """
 
-    def __init__(self, codec: str, history: History, lower: LowerMemory) -> None:
-        self._codec, self._history, self._lower = codec.encode(), history, lower
+    def __init__(self, history: History, lower: LowerMemory) -> None:
+        self._history, self._lower = history, lower
         self._warned: set[str] = set()
 
     def root(self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool) -> bytes | None:
@@ -31,7 +30,7 @@ class Roots:
         Args:
             model: The model.
             salt: Whose prompts they are.
-            regime: Of the rotary frequencies.
+            regime: Of the rotary frequencies, and of the codec.
             read_all: Read every weight to tell whether one has changed.
         """
         follower = ModelState.of(model).fingerprint
@@ -45,7 +44,7 @@ class Roots:
             found = follower.current(model, full=read_all)
         if found is None:
             return None
-        root = root_key(found, salt, regime + self._codec)
+        root = root_key(found, salt, regime)
         self._history.note_root(root, salt)
         if durable:
             self._lower.note_root(root, found)

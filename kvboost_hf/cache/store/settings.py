@@ -1,0 +1,44 @@
+"""Checks of the settings that a store is made with."""
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.codecs.base import Codec
+from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker
+from kvboost_hf.compat import bytes_per_token, known_reason
+
+
+def salt_bytes(salt: str | bytes) -> bytes:
+    """A salt as bytes.
+
+    Raises:
+        ValueError: if it is neither text nor bytes.
+    """
+    if isinstance(salt, str):
+        return salt.encode()
+    if isinstance(salt, bytes):
+        return salt
+    raise ValueError(f"`salt` must be str or bytes, got {type(salt).__name__}.")
+
+
+def checked_chunker(chunker: Chunker | None, chunk_size: int | None) -> Chunker:
+    """The chunker of a store.
+
+    Raises:
+        ValueError: for a bad `chunk_size`, or another one than the chunker's.
+    """
+    if chunker is None:
+        return FixedChunker(128 if chunk_size is None else chunk_size)
+    if chunk_size not in (None, chunker.chunk_size):
+        raise ValueError(
+            f"`chunk_size` must be left out beside a `chunker`, or be its {chunker.chunk_size}, got {chunk_size!r}."
+        )
+    return chunker
+
+
+def chunk_bytes(model: PreTrainedModel, chunk_size: int, codec: Codec) -> int:
+    """The least that a chunk takes; 0 where nothing will be stored, and the configuration may have other names."""
+    if known_reason(model) is not None:
+        return 0
+    per_token = bytes_per_token(model) if codec.lossless else 0  # of codes: less, and not worth a second formula
+    return (per_token + np.dtype(np.int64).itemsize) * chunk_size
