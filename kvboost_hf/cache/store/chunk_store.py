@@ -15,7 +15,6 @@ from kvboost_hf.cache.identity.fingerprint import model_name
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.planning.chunks import (
     Chunker,
-    Tokens,
 )
 from kvboost_hf.cache.planning.plan import RowPlan
 from kvboost_hf.cache.planning.report import ReuseReport
@@ -27,14 +26,14 @@ from kvboost_hf.cache.store.costs import stored_per_computed, worth_loading
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
 from kvboost_hf.cache.store.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.store.roots import Roots
-from kvboost_hf.cache.store.settings import checked_chunker, chunk_bytes, salt_bytes
+from kvboost_hf.cache.store.settings import Uncut, checked_budget, checked_chunker, chunk_bytes, salt_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.store.warming import Texts, WarmSettings, warmer
 from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cache.tiers.below import LowerTiers
-from kvboost_hf.compat import bytes_per_token, require_cache, rope_regime, unwrapped
-from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
+from kvboost_hf.compat import require_cache, rope_regime, unwrapped
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import MAX_NGRAM
 
@@ -97,13 +96,8 @@ class ChunkStore:
         self.chunker = checked_chunker(chunker, chunk_size)
         self.salt = salt_bytes(salt)
         codec = make_codec(codec)
-        ram = None if max_bytes is None else require_size("max_bytes", max_bytes, least=1)
         least = chunk_bytes(model, self.chunker.chunk_size, codec)
-        if ram is not None and ram < least:
-            raise ValueError(
-                f"`max_bytes` must hold at least one chunk, which is {least} bytes ({self.chunker.chunk_size} tokens "
-                f"of {bytes_per_token(model)} bytes of K/V), got {ram}. Raise it, or lower `chunk_size`."
-            )
+        ram = checked_budget(model, max_bytes, least, self.chunker.chunk_size)
         opened = open_tiers(tiers, ram, tier_key, least_bytes=least)
         self._model = weakref.ref(model)
         require_model = partial(_require_model, self._model)
@@ -143,7 +137,7 @@ class ChunkStore:
 
     def without_room(self) -> "ChunkStore":
         """A store with the same roots that takes no chunks in: its caches compute, and keep, all columns."""
-        store = ChunkStore(self._require_model(), chunker=_Uncut(), max_bytes=2**62)
+        store = ChunkStore(self._require_model(), chunker=Uncut(), max_bytes=2**62)
         store._roots, store.codec = self._roots, self.codec
         return store
 
@@ -402,12 +396,3 @@ def _require_model(ref: "weakref.ref[PreTrainedModel]") -> PreTrainedModel:
     if model is None:
         raise StoreClosedError("The model that this ChunkStore was made for no longer exists. Make a new store.")
     return model
-
-
-class _Uncut:
-    """A chunker that cuts nothing."""
-
-    chunk_size = 2**31
-
-    def next_cut(self, tokens: Tokens, start: int) -> int | None:
-        return None

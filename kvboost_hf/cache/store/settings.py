@@ -4,8 +4,9 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs.base import Codec
-from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker
+from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker, Tokens
 from kvboost_hf.compat import bytes_per_token, known_reason
+from kvboost_hf.config import require_size
 
 
 def salt_bytes(salt: str | bytes) -> bytes:
@@ -42,3 +43,28 @@ def chunk_bytes(model: PreTrainedModel, chunk_size: int, codec: Codec) -> int:
         return 0
     per_token = bytes_per_token(model) if codec.lossless else 0  # of codes: less, and not worth a second formula
     return (per_token + np.dtype(np.int64).itemsize) * chunk_size
+
+
+def checked_budget(model: PreTrainedModel, max_bytes: int | str | None, least: int, chunk_size: int) -> int | None:
+    """The budget of host memory; None where none is given.
+
+    Raises:
+        ValueError: for no size, or less than `least` bytes.
+    """
+    ram = None if max_bytes is None else require_size("max_bytes", max_bytes, least=1)
+    if ram is not None and ram < least:
+        raise ValueError(
+            f"`max_bytes` must hold at least one chunk, which is {least} bytes ({chunk_size} tokens "
+            f"of {bytes_per_token(model)} bytes of K/V), got {ram}. Raise it, or lower `chunk_size`."
+        )
+    return ram
+
+
+class Uncut:
+    """A chunker that cuts nothing."""
+
+    chunk_size = 2**31
+
+    def next_cut(self, tokens: Tokens, start: int) -> int | None:
+        """None: there is no cut."""
+        return None
