@@ -21,7 +21,7 @@ from kvboost_hf.engine.encode import Prompt
 from kvboost_hf.engine.results import GenerationMode, GenerationResult
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.engine.watch import Watch
-from kvboost_hf.verify.run import require_plain
+from kvboost_hf.verify.correctness import require_plain
 
 _log = logging.getLogger("kvboost_hf")
 
