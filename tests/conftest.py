@@ -41,7 +41,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from kvboost_hf.cache.store.compute_pace import ComputePace
+from kvboost_hf.cache.costs.compute_pace import ComputePace
 
 VOCAB = 200
 PAD, BOS, EOS = 0, 1, 199

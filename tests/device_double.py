@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kvboost_hf.cache.store import staging, transfer
+from kvboost_hf.cache.kv import staging, transfer
 
 CUDA = torch.device("cuda", 0)
 Clock = dict[str, int]  # of each stream, how many of its operations are done

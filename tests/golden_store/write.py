@@ -19,8 +19,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
-from kvboost_hf.cache.store.compute_pace import ComputePace
 
 CHUNK = 32
 SEALED, TIER = "sealed", "tier"

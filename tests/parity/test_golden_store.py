@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf.cache.kv.records import StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import content_only_key, prefix_key, states_key
-from kvboost_hf.cache.store.records import StoredChunk, StoredStates
 from tests import golden_store
 from tests.golden_store import write as golden
 

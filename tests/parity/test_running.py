@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.cache.forward import loading, reused
+from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.cache.planning.repair import REPAIRS
-from kvboost_hf.cache.store.kv import LayerKV
 from tests.conftest import make_model, random_ids
 
 BASE = random_ids(200)

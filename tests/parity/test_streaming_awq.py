@@ -29,7 +29,7 @@ from kvboost_hf import (
     with_streaming,
 )
 from kvboost_hf.attention import kernel_calls
-from kvboost_hf.cache.store.compute_pace import ComputePace
+from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
 from kvboost_hf.offload.awq.layout import dequantize
 from kvboost_hf.offload.backends.choice import use_backend

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvboost_hf.cache.tiers.disk import DiskTier
-from kvboost_hf.cache.tiers.disk_rows import charge
+from kvboost_hf.cache.tiers.disk.rows import charge
 from tests.blobs import is_right, key_of, make_blob
 
 MAX_BYTES = 16_000  # about six blobs

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.forward import loading
-from kvboost_hf.cache.store.column_format import ColumnFormat
-from kvboost_hf.cache.store.model_form import ModelForm, read_kv, read_states
+from kvboost_hf.cache.kv.column_format import ColumnFormat
+from kvboost_hf.cache.kv.model_form import ModelForm, read_kv, read_states
 from kvboost_hf.cache.tiers import below
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.below import MeasuredTier

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.store.compute_pace import ComputePace
+from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cli import command_line, main
 from kvboost_hf.cli.models import load_model
 from kvboost_hf.cli.serving import load_draft

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
-from kvboost_hf.cache.store.compute_pace import ComputePace
+from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cli import command_line, main
 from kvboost_hf.engine import EngineSettings
 from kvboost_hf.server.app import make_app

@@ -21,10 +21,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvboost_hf.cache.tiers import disk_files, disk_writers
 from kvboost_hf.cache.tiers.base import Entry, Kind, Tier
 from kvboost_hf.cache.tiers.disk import DiskTier
-from kvboost_hf.cache.tiers.disk_rows import charge
+from kvboost_hf.cache.tiers.disk import files as disk_files
+from kvboost_hf.cache.tiers.disk import writers as disk_writers
+from kvboost_hf.cache.tiers.disk.rows import charge
 from tests.blobs import is_right, key_of, make_blob
 
 Open = Callable[..., DiskTier]
@@ -183,7 +184,7 @@ def test_alike_are_found_newest_first(opened: Open) -> None:
 
 
 def test_entries_of_a_root_may_go_while_they_are_listed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost_hf.cache.tiers.disk._AT_ONCE", 3)
+    monkeypatch.setattr("kvboost_hf.cache.tiers.disk.tier._AT_ONCE", 3)
     tier = opened()
     for n in range(20):
         put(tier, n, 10, root=b"even" if n % 2 == 0 else b"odd")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvboost_hf.cache.codecs import Planes, make_codec
-from kvboost_hf.cache.store import kv
-from kvboost_hf.cache.store.blocks import Block
-from kvboost_hf.cache.store.kv import LayerKV
+from kvboost_hf.cache.kv import layer_kv as kv
+from kvboost_hf.cache.kv.blocks import Block
+from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.compat import LayerRotation
 
 SHAPE = (2, 32, 64)

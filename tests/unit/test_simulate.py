@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
+from kvboost_hf.cache.costs.compute_pace import ComputePace
+from kvboost_hf.cache.kv.records import Put
 from kvboost_hf.cache.planning.plan import Border, plan_row
-from kvboost_hf.cache.store.compute_pace import ComputePace
-from kvboost_hf.cache.store.records import Put
 from kvboost_hf.cache.store.view import Row
 from tests.conftest import make_model
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_hf.cache.store import transfer
-from kvboost_hf.cache.store.blocks import Block
-from kvboost_hf.cache.store.staging import Staging
+from kvboost_hf.cache.kv import transfer
+from kvboost_hf.cache.kv.blocks import Block
+from kvboost_hf.cache.kv.staging import Staging
 
 
 class FakeEvent:

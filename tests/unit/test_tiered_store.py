@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, StoreClosedError, StoreFullError
+from kvboost_hf.cache.costs import compute_pace as pace
+from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cache.identity.fingerprint import model_name
+from kvboost_hf.cache.kv.model_form import ModelForm
 from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
 from kvboost_hf.cache.planning.plan import Border, RowPlan, Segment, plan_row, trim_row
-from kvboost_hf.cache.store import compute_pace as pace
 from kvboost_hf.cache.store.chunk_store import Put, StoredChunk
-from kvboost_hf.cache.store.compute_pace import ComputePace
-from kvboost_hf.cache.store.model_form import ModelForm
 from kvboost_hf.cache.store.view import Row
 from kvboost_hf.cache.tiers.base import Entry, Tier
 from kvboost_hf.cache.tiers.disk import DiskTier
@@ -336,7 +336,7 @@ SECOND = """
 import sys
 from tests.conftest import as_inputs, make_model, random_ids
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.store.compute_pace import ComputePace
+from kvboost_hf.cache.costs.compute_pace import ComputePace
 ComputePace.seconds_per_token = lambda self, model: 1.0
 model = make_model("llama")
 store = ChunkStore(model, chunk_size=32, tiers=[f"disk:{sys.argv[1]}:1GB"])

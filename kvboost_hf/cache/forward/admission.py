@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.costs.prompt_costs import PIECE, Costs
 from kvboost_hf.cache.forward.fill import stored_chunk
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.forward.running import CacheParts, Request
@@ -35,7 +36,6 @@ from kvboost_hf.cache.prompt.inputs import (
 )
 from kvboost_hf.cache.prompt.media import ENCODED, Prompt, has_types_of_media, payload, read_prompt
 from kvboost_hf.cache.prompt.positions import counts_from_padding_id
-from kvboost_hf.cache.store.costs import PIECE, Costs
 from kvboost_hf.compat import attn_implementation, padding_reason, rope_regime
 
 UPDATE_REPLACED = "`update` of this ChunkReuseCache was replaced"

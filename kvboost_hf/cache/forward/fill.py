@@ -8,13 +8,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvboost_hf.cache.kv.blocks import Groups
+from kvboost_hf.cache.kv.layer_kv import JoinedKVReader, LayerKVReader
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.positions import take_positions
-from kvboost_hf.cache.store.blocks import Groups
 from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
-from kvboost_hf.cache.store.kv import JoinedKVReader, LayerKVReader
 from kvboost_hf.compat import cache_argument
 
 _JOINED = 16  # chunks at most: while they are copied together, they are on the device twice

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.costs.prompt_costs import pieces
 from kvboost_hf.cache.forward.admission import (
     Admitted,
     adds_mask,
@@ -41,7 +42,6 @@ from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_inputs, with_positions
 from kvboost_hf.cache.prompt.media import Prompt
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.cache.store.costs import pieces
 from kvboost_hf.compat import attn_implementation, cache_argument, has_own_cache, probe_reason, steps_reason
 from kvboost_hf.handles import ATTENTION
 

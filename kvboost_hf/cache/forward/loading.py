@@ -15,12 +15,12 @@ from contextlib import ExitStack
 import torch
 
 from kvboost_hf.cache.forward.fill import pieces_of, spans_of, stored_chunk
+from kvboost_hf.cache.kv import transfer
+from kvboost_hf.cache.kv.blocks import Groups
+from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.base import GrowingLayer, Piece, ReuseLayer, write_behind_padding
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.planning.plan import ReusePlan
-from kvboost_hf.cache.store import transfer
-from kvboost_hf.cache.store.blocks import Groups
-from kvboost_hf.cache.store.records import StoredChunk
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 
 _MIN_BYTES = 2**20  # less is loaded at once

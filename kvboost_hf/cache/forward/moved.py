@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from kvboost_hf.cache.forward.scatter import Columns
+from kvboost_hf.cache.kv import transfer
+from kvboost_hf.cache.kv.layer_kv import LayerKVReader
 from kvboost_hf.cache.layers.base import GrowingLayer, Piece, ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.match import MovedIndex, MovedSegment, find_moved
 from kvboost_hf.cache.planning.plan import RowPlan, Segment
 from kvboost_hf.cache.planning.repair import Mask, RepairRow
-from kvboost_hf.cache.store import transfer
 from kvboost_hf.cache.store.chunk_store import StoredChunk
-from kvboost_hf.cache.store.kv import LayerKVReader
 from kvboost_hf.compat import KeyRotation, Shifts
 
 _LAST_TOKENS = 16  # the end of a prompt is computed even where it is stored

@@ -12,10 +12,10 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.forward.attention_scores import attention_of_the_end
 from kvboost_hf.cache.forward.moved import BlendPlan, Placed, place
 from kvboost_hf.cache.forward.scatter import Narrowing, ScatterCache, ScatterPass
+from kvboost_hf.cache.kv.layer_kv import copy_columns
 from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.planning.repair import Measure, RepairRow
 from kvboost_hf.cache.store.chunk_store import StoredChunk
-from kvboost_hf.cache.store.kv import copy_columns
 from kvboost_hf.compat import (
     KeptOnModel,
     KeyRotation,

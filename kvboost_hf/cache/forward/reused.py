@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cache.forward.audit import audit, put_right
 from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead, stored_chunk
 from kvboost_hf.cache.forward.loading import Loading
@@ -23,7 +24,6 @@ from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.media import Prompt, narrow_media
 from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
-from kvboost_hf.cache.store.compute_pace import ComputePace
 from kvboost_hf.compat import cache_argument
 
 

@@ -11,8 +11,12 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.base import Codec
+from kvboost_hf.cache.costs.compute_pace import ComputePace
+from kvboost_hf.cache.costs.prompt_costs import stored_per_computed, worth_loading
 from kvboost_hf.cache.identity.fingerprint import model_name
 from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.kv.column_format import ColumnFormat
+from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import (
     Chunker,
 )
@@ -20,11 +24,7 @@ from kvboost_hf.cache.planning.plan import RowPlan
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.audits import Audits
 from kvboost_hf.cache.store.blob_reader import BlobReader
-from kvboost_hf.cache.store.column_format import ColumnFormat
-from kvboost_hf.cache.store.compute_pace import ComputePace
-from kvboost_hf.cache.store.costs import stored_per_computed, worth_loading
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
-from kvboost_hf.cache.store.records import Put, StoreContents, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.store.roots import Roots
 from kvboost_hf.cache.store.settings import Uncut, checked_budget, checked_chunker, chunk_bytes, salt_bytes
 from kvboost_hf.cache.store.tiered import TieredRecords

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
+from kvboost_hf.cache.kv.records import Stored, StoredChunk
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
-from kvboost_hf.cache.store.records import Stored, StoredChunk
 
 
 class ContentIndexes:

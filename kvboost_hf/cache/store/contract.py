@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
+from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
+from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.plan import ChunkIndex
-from kvboost_hf.cache.store.kv import LayerKV, LayerStates
-from kvboost_hf.cache.store.records import Put, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.store.view import Row
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 

@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 
-from kvboost_hf.cache.store.kv import LayerKV
+from kvboost_hf.cache.kv.layer_kv import LayerKV
 
 
 class DeviceMemory:

@@ -3,9 +3,9 @@
 from collections import OrderedDict
 from typing import TypeVar
 
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, head_key
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.records import Stored, StoredChunk, head_key
 
 _REMEMBERED = 65_536  # keys
 

@@ -14,16 +14,16 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvboost_hf.cache.kv.column_format import ColumnFormat
+from kvboost_hf.cache.kv.layer_kv import LayerKV, copy_columns
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, prefix_key
 from kvboost_hf.cache.planning.column_ids import text_ids
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
 from kvboost_hf.cache.prompt.inputs import with_positions
-from kvboost_hf.cache.store.column_format import ColumnFormat
 from kvboost_hf.cache.store.contract import Records
-from kvboost_hf.cache.store.kv import LayerKV, copy_columns
-from kvboost_hf.cache.store.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.store.view import Row
 from kvboost_hf.compat import cache_argument, difference, input_device, tolerance
 

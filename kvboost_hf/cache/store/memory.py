@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key
 from kvboost_hf.cache.planning.chunks import Tokens, common_length, content_only_key
 from kvboost_hf.cache.planning.eviction import EvictionOrder
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.records import Stored, StoredChunk, StoredStates, head_key
 
 _MAX_SIBLINGS = 256  # chunks with the same head that are compared token by token
 

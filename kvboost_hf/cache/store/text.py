@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.planning.ngram_index import NgramIndex
-from kvboost_hf.cache.store.records import StoredChunk
 from kvboost_hf.ngrams import check_ngrams
 
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
+from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates, with_descendants
 from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key, prefix_key, states_key
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
@@ -16,11 +18,9 @@ from kvboost_hf.cache.store.blob_reader import BlobReader
 from kvboost_hf.cache.store.content import ContentIndexes
 from kvboost_hf.cache.store.device import DeviceMemory
 from kvboost_hf.cache.store.history import History
-from kvboost_hf.cache.store.kv import LayerKV, LayerStates
 from kvboost_hf.cache.store.lower import LowerMemory
 from kvboost_hf.cache.store.memory import HostMemory, Reservation
 from kvboost_hf.cache.store.payback import Payback
-from kvboost_hf.cache.store.records import Put, Stored, StoredChunk, StoredStates, with_descendants
 from kvboost_hf.cache.store.text import StoredText
 from kvboost_hf.cache.store.view import Row, TieredView
 from kvboost_hf.cache.tiers.below import LowerTiers

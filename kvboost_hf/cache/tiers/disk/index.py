@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet
 
-from kvboost_hf.cache.tiers.disk_rows import SCHEMA, VERSION, damage
+from kvboost_hf.cache.tiers.disk.rows import SCHEMA, VERSION, damage
 
 _log = logging.getLogger(__name__)
 _BUSY_S = 5.0  # how long to wait for another process's transaction

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from kvboost_hf.cache.codecs.base import Planes
-from kvboost_hf.cache.store import transfer
+from kvboost_hf.cache.kv import transfer
 
 
 def on_host(planes: Planes) -> tuple[Planes, Future[None] | None]:

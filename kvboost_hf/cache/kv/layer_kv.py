@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from kvboost_hf.cache.kv.blocks import Block, Groups
+from kvboost_hf.cache.kv.column_format import RAW, ColumnFormat
+from kvboost_hf.cache.kv.staging import on_host
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.layers.pieced import are_joined_on
-from kvboost_hf.cache.store.blocks import Block, Groups
-from kvboost_hf.cache.store.column_format import RAW, ColumnFormat
-from kvboost_hf.cache.store.staging import on_host
 from kvboost_hf.compat import LayerRotation
 
 Place = tuple[int, int]  # block, and index in it

@@ -16,11 +16,11 @@ from itertools import islice
 from pathlib import Path
 from uuid import uuid4
 
-from kvboost_hf.cache.tiers import disk_rows as rows
 from kvboost_hf.cache.tiers.base import Entry
-from kvboost_hf.cache.tiers.disk_files import BlobFiles
-from kvboost_hf.cache.tiers.disk_index import DiskIndex
-from kvboost_hf.cache.tiers.disk_writers import in_flight, is_dead
+from kvboost_hf.cache.tiers.disk import rows
+from kvboost_hf.cache.tiers.disk.files import BlobFiles
+from kvboost_hf.cache.tiers.disk.index import DiskIndex
+from kvboost_hf.cache.tiers.disk.writers import in_flight, is_dead
 from kvboost_hf.cache.tiers.failures import Failures
 from kvboost_hf.cache.tiers.record import read_entry
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
 from kvboost_hf.cache.planning.chunks import Tokens, prefix_key
-from kvboost_hf.cache.store.kv import LayerKV, LayerStates
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.cache.tiers.below import Found
 

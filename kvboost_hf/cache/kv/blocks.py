@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
-from kvboost_hf.cache.store import transfer
-from kvboost_hf.cache.store.column_format import RAW
-from kvboost_hf.cache.store.staging import on_device
+from kvboost_hf.cache.kv import transfer
+from kvboost_hf.cache.kv.column_format import RAW
+from kvboost_hf.cache.kv.staging import on_device
 from kvboost_hf.cache.tiers.record import Blob
 from kvboost_hf.compat import LayerRotation
 

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.codecs.base import Codec, Role
+from kvboost_hf.cache.kv.blocks import Block
+from kvboost_hf.cache.kv.column_format import ColumnFormat
+from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, Place
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.store.blocks import Block
-from kvboost_hf.cache.store.column_format import ColumnFormat
-from kvboost_hf.cache.store.kv import LayerKV, LayerStates, Place
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
 from kvboost_hf.compat import probe_ids, probe_logits
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.planning.plan import RowPlan, Segment, trim_row
-from kvboost_hf.cache.store.records import StoredChunk
 from kvboost_hf.compat import bytes_per_token, input_device, layer_configs
 
 PIECE = 512  # tokens in a forward that follows reused ones; where fewer are left, reuse is never given up

@@ -1,0 +1,1 @@
+"""Estimates of how long computing, loading and storing K/V take."""
