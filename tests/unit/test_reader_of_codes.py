@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvboost_hf.cache.codecs import Planes, make_codec
-from kvboost_hf.cache.kv import layer_kv as kv
+from kvboost_hf.cache.kv import blocks
 from kvboost_hf.cache.kv.blocks import Block
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 from kvboost_hf.compat import LayerRotation
@@ -41,6 +41,6 @@ def test_layers_are_those_decoded_alone(spec: str, order: list[int]) -> None:
 def test_a_run_is_of_layers_that_rotate_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     block = chunk("turboquant").blocks[0]
     assert [block.run(at) for at in (0, 1, 3, 5, 6)] == [range(3), range(1, 3), range(3, 5), range(5, 6), range(6, 7)]
-    monkeypatch.setattr(kv, "_RUN", 2 * 2 * 32 * 64)
+    monkeypatch.setattr(blocks, "_RUN", 2 * 2 * 32 * 64)
     assert [block.run(at) for at in (0, 1, 2)] == [range(2), range(1, 3), range(2, 3)]
     assert chunk("raw").blocks[0].run(4) == range(7)  # views: nothing is decoded
