@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy, check_model_compatibility
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.layers.base import GrowingLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.quantized import QuantizedLayer
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
 

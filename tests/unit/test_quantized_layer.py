@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.layers.base import GrowingLayer, ReuseLayer
+from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.coded import CodedTensor
+from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers, live_bytes
 from kvboost_hf.config import KVQuantConfig
 

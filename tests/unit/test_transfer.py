@@ -17,7 +17,7 @@ from kvboost_hf.cache.forward import moved as blend
 from kvboost_hf.cache.kv.blocks import Block
 from kvboost_hf.cache.kv.column_format import RAW
 from kvboost_hf.cache.kv.layer_kv import LayerKV
-from kvboost_hf.cache.layers.base import GrowingLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.planning.repair import RepairRow
 from kvboost_hf.compat import KeyRotation, LayerRotation
 from tests.conftest import make_model, random_ids

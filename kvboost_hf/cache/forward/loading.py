@@ -18,7 +18,9 @@ from kvboost_hf.cache.forward.fill import pieces_of, spans_of, stored_chunk
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.records import StoredChunk
-from kvboost_hf.cache.layers.base import GrowingLayer, Piece, ReuseLayer, write_behind_padding
+from kvboost_hf.cache.layers.base import Piece, ReuseLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.growing_tensor import write_behind_padding
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.tiers.record import DamagedBlobError

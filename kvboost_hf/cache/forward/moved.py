@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from kvboost_hf.cache.forward.scatter import Columns
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.layer_kv import LayerKVReader
-from kvboost_hf.cache.layers.base import GrowingLayer, Piece, ReuseLayer
+from kvboost_hf.cache.layers.base import Piece, ReuseLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.match import MovedIndex, MovedSegment, find_moved
 from kvboost_hf.cache.planning.plan import RowPlan, Segment

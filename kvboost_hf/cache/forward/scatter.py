@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvboost_hf.cache.layers.base import GrowingLayer, Piece, ReuseLayer
+from kvboost_hf.cache.layers.base import Piece, ReuseLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.windows import SlidingLayer
 from kvboost_hf.compat import attn_implementation, hook_layers, kv_sources, mask_form
 from kvboost_hf.handles import ATTENTION, make_reach

@@ -6,10 +6,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.codecs import make_codec
-from kvboost_hf.cache.layers.base import GrowingLayer, ReuseLayer
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.opaque import OpaqueLayer
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers
-from kvboost_hf.cache.layers.stateful import EmptyLayer, HybridLayer, HybridSlidingLayer, OpaqueLayer, StateLayer
+from kvboost_hf.cache.layers.stateful import EmptyLayer, HybridLayer, HybridSlidingLayer, StateLayer
 from kvboost_hf.cache.layers.windows import IndexedLayer, SlidingLayer, SparseLayer
 from kvboost_hf.compat import SERVED_LAYERS, KeyRotation, attn_implementation, cache_layers, input_device, key_rotation
 from kvboost_hf.config import KVQuantConfig

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
-from kvboost_hf.cache.layers.base import GrowingTensor
+from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.handles import CodePlanes
 

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kvboost_hf.cache.layers.base import ColumnSpec, GrowingLayer, GrowingTensor, Piece
+from kvboost_hf.cache.layers.base import ColumnSpec, Piece
+from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable, read_in_place
 
 _JOINED_ON = ("cuda",)

@@ -8,8 +8,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.codecs.base import Codec
-from kvboost_hf.cache.layers.base import ColumnLayer, ColumnSpec, Piece, capacity
+from kvboost_hf.cache.layers.base import ColumnSpec, Piece
 from kvboost_hf.cache.layers.coded import CodedTensor, block_capacity
+from kvboost_hf.cache.layers.growing import ColumnLayer
+from kvboost_hf.cache.layers.growing_tensor import capacity
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.handles import CodedKV, CodePlanes, KVHandle, read_in_place

@@ -16,7 +16,9 @@ from typing import cast
 
 import torch
 
-from kvboost_hf.cache.layers.base import GrowingLayer, GrowingTensor, Piece
+from kvboost_hf.cache.layers.base import Piece
+from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from kvboost_hf.cache.layers.windows import SlidingLayer
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvboost_hf.cache.layers.base import GrowingLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer
 
 _REWIND = 256  # columns kept behind the window, so that a cache can go back a little without asking the store
 

@@ -1,0 +1,292 @@
+"""Layers of full attention that grow in place.
+
+`DynamicLayer.update` concatenates: every decoded token copies the whole history of every layer. A `GrowingLayer` owns
+buffers with room to spare and hands out views of them, so that an append costs what is appended.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from kvboost_hf.cache.layers.base import ColumnSpec, Piece, ReuseLayer
+from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
+
+
+class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """What transformers calls of a layer of full-attention K/V, whatever it keeps them as."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    # Attributes of stock layers, which others read and set. Nothing in here does.
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[batch, num_kv_heads, columns, head_dim], or None before the first `update`."""
+        return self._hand_out_tensor(0) if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, new: torch.Tensor | None) -> None:
+        self._put(0, "keys", new)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """[batch, num_kv_heads, columns, head_dim], or None before the first `update`."""
+        return self._hand_out_tensor(1) if self.is_initialized else None
+
+    @values.setter
+    def values(self, new: torch.Tensor | None) -> None:
+        self._put(1, "values", new)
+
+    def _put(self, index: int, name: str, new: torch.Tensor | None) -> None:
+        if "_tensors" not in self.__dict__:  # transformers' own constructors set None
+            return
+        if new is not None and new.ndim != 4 and new.numel():
+            raise ValueError(
+                f"`{name}` of a cache layer must be [batch, num_kv_heads, columns, head_dim], got a tensor of shape "
+                f"{list(new.shape)}."
+            )
+        self.version += 1
+        if new is None or not new.numel():
+            self._adopt(index, None)
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(new, new)
+        self._adopt(index, new)
+
+    @abstractmethod
+    def _hand_out_tensor(self, index: int) -> torch.Tensor:
+        """The keys (0) or values (1), for somebody who may do anything with them."""
+
+    @abstractmethod
+    def _adopt(self, index: int, new: torch.Tensor | None) -> None:
+        """Hold these keys (0) or values (1), which somebody else has set, or nothing."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Note dtype and device; the buffers come with the first append."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        """Columns held."""
+        return self.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` columns; a positive number is how many to keep.
+
+        transformers 5.17 passes a 0-d tensor, later ones an int.
+        """
+        change = int(tokens_to_remove)
+        self.truncate(max(0, self.length + change) if change <= 0 else change)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, numbers or a mask."""
+        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        if self.is_initialized:
+            self._select(torch.arange(self._batch_size).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        """Move to host memory, as stock layers do."""
+        self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Move back to the layer's device."""
+        if self.is_initialized:
+            self._move(self.device)
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Columns seen so far."""
+
+    @property
+    @abstractmethod
+    def _batch_size(self) -> int:
+        """Rows held."""
+
+    @abstractmethod
+    def _select(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` was."""
+
+    @abstractmethod
+    def _move(self, device: torch.device) -> None:
+        """Move all that is held."""
+
+
+class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
+    """Full-attention K/V of one layer."""
+
+    can_branch = True
+    _num_tensors = 2
+
+    def __init__(self) -> None:
+        CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
+        self.version = 0
+        self._tensors = [GrowingTensor() for _ in range(self._num_tensors)]
+
+    # What transformers calls
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [batch, num_kv_heads, m, head_dim] and return everything that may be attended to, as views."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held, keep_from = self.length, self._keep_from()  # before the keys are there: the same for the values
+        self._append(0, key_states, keep_from)
+        self._append(1, value_states, keep_from)
+        return self._visible(held)
+
+    def reset(self) -> None:
+        """Drop everything."""
+        self.version += 1
+        self._tensors = [GrowingTensor() for _ in self._tensors]
+        self.is_initialized = False
+
+    # What the cache calls
+
+    @property
+    def intact(self) -> bool:
+        """See `ReuseLayer.intact`."""
+        return all(tensor.intact for tensor in self._tensors)
+
+    def seal(self) -> None:
+        """See `ReuseLayer.seal`."""
+        for tensor in self._tensors:
+            tensor.seal()
+
+    @property
+    def length(self) -> int:
+        """Columns seen so far."""
+        return self._tensors[0].stop
+
+    @property
+    def first(self) -> int:
+        """The first column that is still held."""
+        return self._tensors[0].first
+
+    def share(self) -> "GrowingLayer":
+        """A layer that reads the same buffers; whichever of the two writes first copies."""
+        twin = self.fresh()
+        assert isinstance(twin, GrowingLayer)
+        twin.__dict__.update(self.__dict__)
+        twin._tensors = [tensor.share() for tensor in self._tensors]
+        return twin
+
+    def truncate(self, length: int) -> None:
+        """See `ReuseLayer.truncate`."""
+        if length < max(tensor.stop for tensor in self._tensors):
+            self.version += 1
+            for tensor in self._tensors:
+                tensor.truncate(length)
+
+    def columns(self, row: int, start: int, stop: int) -> Piece | None:
+        """See `ReuseLayer.columns`."""
+        if not self.is_initialized:
+            return None
+        return tuple([t.row(row, start, stop) for t in self._tensors if t.buffer is not None])
+
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[Piece]]) -> None:
+        """See `ReuseLayer.fill`."""
+        like = next(piece for pieces in rows for piece in pieces)
+        if not self.is_initialized:
+            self.lazy_initialization(like[0], like[1])
+        self.version += 1
+        for i, tensor in enumerate(self._tensors[: len(like)]):
+            tensor.fill(start, stop, [[piece[i] for piece in pieces] for pieces in rows])
+
+    def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
+        """Make room for columns up to `stop`, of the shapes and types of `like`; returns the new ones of each tensor.
+
+        They are to be written to, [batch, heads, new columns, dim], not zeroed; `seal` is to be called then.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(like[0], like[1])
+        self.version += 1
+        pairs = zip(self._tensors, like, strict=False)
+        return tuple(tensor.open(stop, piece.expand(batch, -1, -1, -1)) for tensor, piece in pairs)
+
+    def scatter(
+        self, columns: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [batch, num_kv_heads, m, head_dim] over `columns` [batch, m]; returns views of all that are held."""
+        self.version += 1
+        with torch.no_grad():
+            self._tensors[0].scatter(columns, key_states)
+            self._tensors[1].scatter(columns, value_states)
+        return self._tensors[0].view(), self._tensors[1].view()
+
+    def gather(self, tensor: int, columns: torch.Tensor) -> torch.Tensor:
+        """The keys (0) or values (1), [batch, num_kv_heads, m, head_dim], of `columns` [batch, m]."""
+        held = self._tensors[tensor].view()
+        at = (columns - self._tensors[tensor].first)[:, None, :, None]
+        return held.gather(2, at.expand(-1, held.shape[1], -1, held.shape[3]))
+
+    @property
+    def column_specs(self) -> tuple[ColumnSpec, ...]:
+        """See `ReuseLayer.column_specs`; none for a layer that the model has no use for."""
+        buffers = [t.buffer for t in self._tensors if t.buffer is not None]
+        return tuple(ColumnSpec(b.shape[1], b.shape[3], b.dtype) for b in buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, room to spare included."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    # What kinds of layers differ in
+
+    def _keep_from(self) -> int:
+        """Columns before this one may go when a buffer is full."""
+        return 0
+
+    def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What new columns after the first `held` ones may attend to."""
+        return self._tensors[0].view(), self._tensors[1].view()
+
+    def _shown_from(self) -> int:
+        """The first column of `keys` and `values`."""
+        return 0
+
+    def _end_of(self, index: int, new: torch.Tensor) -> int:
+        """The column at which keys (0) or values (1) end that somebody else has set."""
+        return new.shape[2]
+
+    def _hand_out_tensor(self, index: int) -> torch.Tensor:
+        return self._tensors[index].hand_out(self._shown_from())
+
+    def _adopt(self, index: int, new: torch.Tensor | None) -> None:
+        if new is None:
+            self._tensors[index] = GrowingTensor()
+        else:
+            self._tensors[index].adopt(new, self._end_of(index, new))
+
+    def _append(self, index: int, new: torch.Tensor, keep_from: int = 0) -> None:
+        self.version += 1
+        if torch.is_grad_enabled():  # something else may need a gradient through what is returned
+            self._tensors[index].append_with_graph(new)
+        else:
+            self._tensors[index].append(new, keep_from)
+
+    @property
+    def _batch_size(self) -> int:
+        return self._tensors[0].view().shape[0]
+
+    def _select(self, rows: torch.Tensor) -> None:
+        if not self.is_initialized:
+            return
+        self.version += 1
+        for tensor in self._tensors:
+            tensor.select(rows)
+
+    def _move(self, device: torch.device) -> None:
+        for tensor in self._tensors:
+            tensor.move(device)

@@ -1,0 +1,246 @@
+"""A tensor that grows in place, and notices writes of others.
+
+Whoever gets a view of its buffer can write to it. A `GrowingTensor` counts its own writes and compares that with
+PyTorch's version counter, which a buffer shares with its views. What is handed out to readers of a layer's `keys` and
+`values` has a checksum besides, for `.data` and NumPy write past the counter; the next write leaves that buffer to
+them, as stock layers do.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvboost_hf.cache.identity.checksum import checksum
+
+# Room beyond what is needed at a (re)allocation: an eighth, at least this many columns.
+_MIN_SLACK = 128
+
+
+def capacity(length: int) -> int:
+    """Columns that a buffer for `length` of them is given."""
+    return length + max(_MIN_SLACK, length // 8)
+
+
+class GrowingTensor:
+    """A tensor [batch, heads, columns, dim] that grows along its columns, in a buffer with room to spare.
+
+    Args:
+        room: How many columns a buffer for so many is given.
+    """
+
+    __slots__ = ("_seen", "_uncounted", "_version", "buffer", "first", "room", "shared", "stop", "tampered")
+
+    def __init__(self, room: Callable[[int], int] = capacity) -> None:
+        self.room = room
+        self.buffer: torch.Tensor | None = None  # columns [first, first + capacity)
+        self.first = 0
+        self.stop = 0
+        self.shared = False  # somebody else reads the same buffer: copy before the next write
+        self._version = 0  # of the buffer after our last write
+        self.tampered = False  # somebody else has written to it
+        self._uncounted = False  # a graph has: its writes are ours, but not counted one by one
+        self._seen: tuple[torch.Tensor, bytes] | None = None  # what was handed out, and its checksum
+
+    def view(self, start: int = 0) -> torch.Tensor:
+        """Columns from `start`, or from the first one held, on."""
+        assert self.buffer is not None
+        return self.buffer[:, :, max(start - self.first, 0) : self.stop - self.first]
+
+    def row(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """Columns [start, stop) of a row, as far as they are held."""
+        assert self.buffer is not None
+        end = min(stop, self.stop) - self.first
+        begin = min(max(start - self.first, 0), end)
+        return self.buffer[row].narrow(1, begin, end - begin)
+
+    def append(self, new: torch.Tensor, keep_from: int = 0) -> None:
+        """Append [batch, heads, m, dim]; columns before `keep_from` may go if the buffer is full."""
+        held, self.stop = self.stop, self.stop + new.shape[2]
+        self.make_writable(new, held, keep_from)
+        assert self.buffer is not None
+        self.buffer.narrow(2, held - self.first, self.stop - held).copy_(new)
+        self.seal()
+
+    def open(self, stop: int, like: torch.Tensor) -> torch.Tensor:
+        """Make room for columns up to `stop` of [batch, heads, _, dim]; returns the new ones.
+
+        They are to be written to, and `seal` to be called then.
+        """
+        held, self.stop = self.stop, stop
+        self.make_writable(like, held, self.first)
+        assert self.buffer is not None
+        return self.buffer[:, :, held - self.first : stop - self.first]
+
+    def scatter(self, columns: torch.Tensor, new: torch.Tensor) -> None:
+        """Write [batch, heads, m, dim] over `columns` [batch, m], which are held."""
+        self.make_writable(new, self.stop, self.first)
+        assert self.buffer is not None
+        at = (columns - self.first)[:, None, :, None].expand(new.shape)
+        self.buffer.scatter_(2, at, new.detach())
+        self.seal()
+
+    def append_with_graph(self, new: torch.Tensor) -> None:
+        """Append out of place, as stock layers do: autograd must keep every earlier version."""
+        self.note_changes()
+        if self.buffer is not None and self.stop > self.first:
+            new = torch.cat([self.view(), new], dim=2)
+        self.stop = self.first + new.shape[2]
+        self._replace(new, shared=True)  # an in-place append would corrupt the graph
+
+    def fill(self, start: int, stop: int, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+        """See `ReuseLayer.fill`; the pieces are [heads, length, dim]."""
+        like = next(piece for pieces in rows for piece in pieces)
+        if start > self.stop:  # what is held does not reach: begin anew
+            self.buffer, self.first, self.stop = None, start, start
+        held, self.stop = self.stop, stop
+        self.make_writable(like.expand(len(rows), -1, -1, -1), held, self.first)
+        assert self.buffer is not None
+        for row, pieces in enumerate(rows):
+            write_behind_padding(self.buffer[row].narrow(1, held - self.first, stop - held), pieces)
+        self.seal()
+
+    def truncate(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+        self.stop = max(min(self.stop, length), self.first)
+
+    def trim(self, keep_from: int) -> bool:
+        """Give back memory if columns before `keep_from` take most of the buffer; tells whether it did."""
+        if self.buffer is None or self.room(self.stop - keep_from) * 2 >= self.buffer.shape[2]:
+            return False
+        if self.buffer.requires_grad:  # a copy would cut the graph: a view, as stock layers keep
+            self.buffer = self.buffer[:, :, keep_from - self.first : self.stop - self.first]
+            self.first = keep_from
+        else:
+            self._reallocate(self.buffer, self.stop, keep_from)
+        return True
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Make row i what row `rows[i]` was."""
+        if self.buffer is not None:
+            self.note_changes()
+            # The spare columns move too: cheaper than an append that has to grow again.
+            with torch.inference_mode(False):
+                self._replace(self.buffer.index_select(0, rows.to(self.buffer.device).clone()))
+
+    def move(self, device: torch.device) -> None:
+        """Move the buffer."""
+        if self.buffer is not None and self.buffer.device != device:
+            self.note_changes()
+            self._replace(self.buffer.to(device))
+
+    def share(self) -> "GrowingTensor":
+        """One that reads the same buffer; whichever of the two writes first copies."""
+        twin = GrowingTensor(self.room)
+        self.note_changes()
+        twin.buffer, twin.first, twin.stop = self.buffer, self.first, self.stop
+        twin._version, twin.tampered = self._version, self.tampered
+        if self._seen is not None and self.buffer is not None:  # somebody has a view, and what they do is not for both
+            twin._reallocate(self.buffer, self.stop, self.first)
+        else:
+            self.shared = twin.shared = True
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer, room to spare included."""
+        return self.buffer.untyped_storage().nbytes() if self.buffer is not None else 0
+
+    def make_writable(self, like: torch.Tensor, held: int, keep_from: int) -> None:
+        """Make room for columns up to `stop` in a buffer that nobody else reads."""
+        if not torch.compiler.is_compiling():
+            self.note_changes()
+        if (
+            self.buffer is None
+            or self.shared
+            or self._seen is not None
+            or self.buffer.shape[2] < self.stop - self.first
+        ):
+            self._reallocate(like, held, min(keep_from, held))
+
+    # What others may do to it
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody else has written to what is held, or put something else in its place."""
+        self.note_changes()
+        return not self.tampered
+
+    def seal(self) -> None:
+        """Everything that was written to the buffer so far is ours."""
+        if torch.compiler.is_compiling():  # what is set here is set each time that the graph has run
+            self._uncounted = True
+        elif self.buffer is not None:
+            self._version, self._uncounted = version_of(self.buffer), False
+
+    def note_changes(self) -> None:
+        """Look whether somebody else has written to the buffer, before we do."""
+        if self.buffer is None:
+            return
+        if self._uncounted:
+            self.seal()
+        elif self._version != version_of(self.buffer):
+            self.tampered = True
+        if self._seen is not None and checksum([self._seen[0]]) != self._seen[1]:
+            self.tampered = True
+
+    def hand_out(self, start: int) -> torch.Tensor:
+        """Columns from `start` on, for somebody who may do anything with them, up to our next write."""
+        if self.shared:  # with others, whom it would reach
+            assert self.buffer is not None
+            self.note_changes()
+            self._reallocate(self.buffer, self.stop, self.first)
+        view = self.view(start)
+        if self._seen is None or self._seen[0].shape[2] < view.shape[2]:
+            whole = self.view()
+            self.note_changes()
+            self._seen = whole.detach(), checksum([whole])
+        return view
+
+    def adopt(self, new: torch.Tensor, stop: int) -> None:
+        """Hold [batch, heads, columns, dim] that somebody else has put here, and that end at a column."""
+        self.stop, self.first = stop, stop - new.shape[2]
+        self._replace(new, shared=True)
+        self.tampered = True
+
+    def _replace(self, buffer: torch.Tensor, *, shared: bool = False) -> None:
+        """Go on with another buffer."""
+        self.buffer, self.shared, self._seen = buffer, shared, None
+        self.seal()
+
+    def _reallocate(self, like: torch.Tensor, held: int, keep_from: int) -> None:
+        first = max(self.first, keep_from)
+        # What is compiled cannot ask whether it is in inference mode.
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            # Outside inference mode: a buffer made inside could not be appended to outside it.
+            with torch.inference_mode(False), torch.no_grad():
+                grown = self._grown(like, held, first)
+        else:
+            grown = self._grown(like, held, first)
+        self.first = first
+        self._replace(grown)
+
+    def _grown(self, like: torch.Tensor, held: int, first: int) -> torch.Tensor:
+        """A buffer for columns [first, stop), with a copy of those before `held`."""
+        batch, heads, _, dim = like.shape
+        shape = (batch, heads, self.room(self.stop - first), dim)
+        grown = torch.empty(shape, dtype=like.dtype, device=like.device)
+        if self.buffer is not None and held > first:
+            grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
+        return grown
+
+
+def write_behind_padding(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    """Write pieces [heads, length, dim] to the end of [heads, columns, dim], and zeros before them."""
+    padding = out.shape[1] - sum([piece.shape[1] for piece in pieces])
+    if padding:
+        out.narrow(1, 0, padding).zero_()
+        out = out.narrow(1, padding, out.shape[1] - padding)
+    if len(pieces) == 1:
+        out.copy_(pieces[0])
+    elif pieces:
+        torch.cat(list(pieces), dim=1, out=out)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """PyTorch's count of in-place writes to a tensor and its views; those made in inference mode have none."""
+    return -1 if tensor.is_inference() else tensor._version
