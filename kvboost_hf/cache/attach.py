@@ -31,7 +31,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class _OfThread(threading.local):
-    """What one thread's calls leave for its next one."""
+    """State that the calls of one thread leave for its next one."""
 
     last: ChunkReuseCache | None = None
     fixed: ChunkReuseCache | None = None  # of a fixed size: its buffers serve the next call, too

@@ -1,4 +1,4 @@
-"""What the end of a prompt attends to: a look ahead, over the keys that are there."""
+"""Measures what the end of a prompt attends to, by a forward of its last tokens over the keys that are there."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -28,7 +28,7 @@ _log = logging.getLogger("kvboost_hf")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What an audit found.
+    """The finding of one audit.
 
     Args:
         divergence: Largest difference of a logit, in standard deviations of the logits.

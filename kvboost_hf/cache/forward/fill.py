@@ -77,7 +77,7 @@ def fill_layers(
 
 
 def spans_of(plan: ReusePlan, groups: Groups | None = None) -> Spans:
-    """What has the segments of a plan, as far as their chunks are loaded. Rows share the readers of what they share.
+    """Readers for the segments of a plan whose chunks are loaded. Rows share the readers of chunks that they share.
 
     On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
     do for each chunk and layer than the GPU to do it.
@@ -123,7 +123,7 @@ def _runs(segments: Sequence[Segment], users: Mapping[bytes, list[int]]) -> list
 
 
 def needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
-    """What must be loaded to carry out a plan."""
+    """The chunks and states that must be loaded to carry out a plan."""
     found: list[StoredChunk | StoredStates] = []
     for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         reach = plan.starts(row) - pad

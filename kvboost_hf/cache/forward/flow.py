@@ -1,4 +1,4 @@
-"""What a forward is given: the whole prompt, or what is left of it when all that can be reused has been put in place.
+"""Decides what each forward computes: the whole prompt, or the part of it that no stored K/V serves.
 
 A forward over the columns [held, n) of a batch, as the hook sees it:
 
@@ -241,7 +241,7 @@ def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
 
 
 def _plan(parts: CacheParts, model: PreTrainedModel, ledger: Ledger, prompt: PromptColumns) -> ReusePlan:
-    """What serves the columns [held, limit) of a prompt, all of it loaded."""
+    """Plan the columns [held, limit) of a prompt, with all chunks loaded."""
     live, binding, ids = parts.live, parts.binding, prompt.ids
     # Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
     min_saving = binding.policy.min_prefill_saving if not live.regime else ids.size

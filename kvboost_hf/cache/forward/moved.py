@@ -217,7 +217,7 @@ class _Part:
     offset: int = 0
 
     def stored(self, idx: int) -> Piece | None:
-        """What a layer has of them, [heads, columns, dim] each; None where no chunk has them."""
+        """Their K/V in a layer, [heads, columns, dim] each; None where no chunk has them."""
         if self.reader is None:
             return None
         piece = self.reader.layer(idx)

@@ -218,7 +218,7 @@ def _saving(
 
 
 def _measures(plan: BlendPlan, repair: Repair, policy: ReusePolicy) -> Measure:
-    """What has to be measured for a prompt: nothing, where places tell all."""
+    """The measurement that a repair needs for a prompt: none, where positions alone decide."""
     needed = any(repair.needs_scores(row, policy) for row in plan.rows)
     return repair.measure if needed or repair.measure is Measure.DEVIATION else Measure.NOTHING
 

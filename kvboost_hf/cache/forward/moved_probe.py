@@ -38,7 +38,7 @@ _ATTENTION_KINDS = ("sdpa", "eager", ATTENTION)
 
 
 class _BlendFindings(KeptOnModel):
-    """What was found of a model, by type of its weights, attention, and what was measured."""
+    """Findings about a model, by dtype, attention and measurement."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

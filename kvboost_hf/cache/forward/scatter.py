@@ -109,7 +109,7 @@ class ScatterPass:
         return self._layers[self.current].first
 
     def arguments(self, ids: torch.Tensor, first: int) -> dict[str, Any]:
-        """What to give to the model.
+        """The arguments of the model.
 
         Args:
             ids: [batch, m], those that the caller passed.
@@ -204,7 +204,7 @@ class ScatterPass:
         return (hidden, *rest), kwargs
 
     def _own(self, given: Any) -> Any:
-        """What the present columns have of something that the model gives every layer for all columns, taken once."""
+        """The part for the present columns of an argument that every layer is given for all; taken once."""
         if id(given) not in self._taken:
             assert self._rows is not None
             self._taken[id(given)] = given, _take(given, self._rows, self._all.shape[1])

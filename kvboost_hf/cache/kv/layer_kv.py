@@ -232,7 +232,7 @@ class LayerStates:
     @property
     def can_be_written(self) -> bool:
         """Whether all of them have a form outside of this process."""
-        return all(state is None or state.told is not None for state in self.layers)
+        return all(state is None or state.extra_as_json is not None for state in self.layers)
 
     def parts(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """All tensors by name, and how they belong together, as JSON."""
@@ -241,7 +241,9 @@ class LayerStates:
         for idx, state in enumerate(self.layers):
             if state is not None:
                 tensors |= {f"{idx}.{at}": t[None].contiguous() for at, t in enumerate(state.tensors) if t is not None}
-                layout.append({"present": [tensor is not None for tensor in state.tensors], "extra": state.told})
+                layout.append(
+                    {"present": [tensor is not None for tensor in state.tensors], "extra": state.extra_as_json}
+                )
             else:
                 layout.append(None)
         return tensors, {"layers": layout}

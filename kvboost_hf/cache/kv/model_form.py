@@ -55,7 +55,7 @@ class StateForm:
     def of(cls, state: LayerState) -> "StateForm":
         """That of a state."""
         tensors = tuple((tuple(t.shape), t.dtype) if t is not None else None for t in state.tensors)
-        return cls(tensors, state.extra, state.told)
+        return cls(tensors, state.extra, state.extra_as_json)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ Piece = tuple[torch.Tensor, ...]  # of one row, one tensor for each that the lay
 
 
 class ColumnSpec(NamedTuple):
-    """What one token of one row takes in a tensor [batch, heads, columns, dim]."""
+    """The size of one token of one row in a tensor [batch, heads, columns, dim]."""
 
     heads: int
     dim: int
@@ -21,7 +21,7 @@ class ColumnSpec(NamedTuple):
 
 
 class LayerState:
-    """What a layer without columns needs to go on from a point: one row's tensors, in host memory.
+    """The state of one row in a layer, in host memory: enough to go on from the token that it was saved at.
 
     Args:
         tensors: In an order that only the kind of layer knows; None where there is nothing.
@@ -40,7 +40,7 @@ class LayerState:
         return sum(t.nbytes for t in self.tensors if t is not None)
 
     @property
-    def told(self) -> Any:
+    def extra_as_json(self) -> Any:
         """`extra` as JSON, or None if there is something in it that has no form outside of this process."""
         try:
             return _as_json(self.extra)
@@ -62,7 +62,7 @@ def _as_json(value: Any) -> Any:
 
 
 class ReuseLayer:
-    """What the cache asks of each of its layers. The defaults are those of a layer that keeps nothing."""
+    """Base of the layers of a cache. The defaults are those of a layer that keeps nothing."""
 
     version: int = 0  # counts changes, so that whoever keeps records beside the layer can tell if it missed one
     is_stateful = False  # has a state: can only go back to where one was saved
@@ -88,7 +88,7 @@ class ReuseLayer:
         """The state is what it should be: a forward, or a change to its rows, has just ended."""
 
     def lend(self) -> Any:
-        """What to run a forward over tokens on that may not stay: until `truncate` to the present length."""
+        """The layer for a forward over tokens that may not stay: until `truncate` to the present length."""
         return self.native
 
     @property

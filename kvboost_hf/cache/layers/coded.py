@@ -113,7 +113,7 @@ class CodedTensor:
         return self._read(0, exact.shape[2] + sum(self._blocks[:blocks]), slice(None), blocks, exact)
 
     def code_planes(self) -> CodePlanes | None:
-        """What is encoded, for an attention that reads codes; None where there is none, or none can read it."""
+        """The quantized columns, for an attention that reads codes; None if there are none, or none can."""
         if not self._blocks:
             return None
         planes = {
@@ -203,7 +203,7 @@ class CodedTensor:
             first = last
 
     def _decode(self, first: int, last: int, rows: slice) -> torch.Tensor:
-        """What counts of the blocks [first, last): [rows, heads, columns, dim]."""
+        """The columns that count of the blocks [first, last): [rows, heads, columns, dim]."""
         planes: Planes = {}
         for name, plane in self._planes.items():
             part = plane.view()[rows, 0, first:last]

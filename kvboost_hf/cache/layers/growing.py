@@ -15,7 +15,7 @@ from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 
 
 class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """What transformers calls of a layer of full-attention K/V, whatever it keeps them as."""
+    """Base of layers of K/V, with the attributes and methods that transformers uses."""
 
     device: torch.device
     dtype: torch.dtype
@@ -249,7 +249,7 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         return 0
 
     def _visible(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What new columns after the first `held` ones may attend to."""
+        """The K/V that new columns after the first `held` ones may attend to."""
         return self._tensors[0].view(), self._tensors[1].view()
 
     def _shown_from(self) -> int:

@@ -265,7 +265,7 @@ def _up_to(placed: _Placed, length: int) -> _Placed:
 
 
 def _between(placed: _Placed, start: int, stop: int) -> Piece:
-    """What is in columns [start, stop)."""
+    """The part of a piece in the columns [start, stop)."""
     begin = max(start - placed.start, 0)
     return tuple(each[:, begin : max(stop - placed.start, begin)] for each in placed.piece)
 

@@ -23,7 +23,7 @@ Marks = list[tuple[torch.Tensor, int]]  # tensors, and how often each had been w
 
 
 class _WithStates(ReuseLayer):
-    """What layers with states answer alike, whatever else they keep."""
+    """Base of layers with states, whatever else they keep."""
 
     is_stateful = True
     _marks: Marks | None = None  # of the states after the last forward
@@ -107,7 +107,7 @@ class StateLayer(_WithStates, LinearAttentionLayer):
 
 
 class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-call]
-    """What a growing layer with states beside its K/V adds to one without."""
+    """Base of growing layers with states beside their K/V."""
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """K/V come by position, states by name."""

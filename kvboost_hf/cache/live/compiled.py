@@ -30,7 +30,7 @@ _ATTENTION = ("sdpa", "eager", ATTENTION)  # others want other masks than [batch
 
 
 class StaticDecoding:
-    """What a `ChunkReuseCache` of a fixed size keeps beside its layers.
+    """The state of a `ChunkReuseCache` of a fixed size beside its layers.
 
     Args:
         model: The model that it will be passed to.

@@ -1,4 +1,4 @@
-"""What a cache knows of the K/V in its layers, and how it hands chunks of it to the store."""
+"""The tokens and chunk borders behind the K/V of a cache, and the chunks that it offers to the store."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
