@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.branches import BRANCHING_LAYERS, Branches
 from kvboost_hf.compat import (
-    ProbeCache,
+    PrivateCache,
     attempt,
     attn_implementation,
     cache_layers,
@@ -70,7 +70,7 @@ def _probe(model: PreTrainedModel) -> str | None:
     text, first = ids[:, :_TEXT], ids[:, _TEXT:]
     ways = torch.cat([first, first.flip(1)])
     plain = probe_logits(model, torch.cat([text.expand(2, -1), ways], dim=1))[:, _TEXT:]
-    cache = ProbeCache(config=model.config)
+    cache = PrivateCache(cache_layers(model))
     probe_logits(model, text, cache)
     cache.activate_past_recording()  # type: ignore[no-untyped-call]
     branches = Branches(model, cache, torch.tensor([[_TEXT]], device=ids.device))

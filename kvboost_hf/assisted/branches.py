@@ -8,7 +8,7 @@ transformers gives all layers of a type one mask without branches. Hooks on the 
 forward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.assisted.tree import as_bits, depths, lineage
-from kvboost_hf.compat import attn_implementation, cache_argument, hook_layers, kv_sources, mask_form
+from kvboost_hf.compat import PrivateCache, attn_implementation, cache_argument, hook_layers, kv_sources, mask_form
 from kvboost_hf.handles import ATTENTION, make_tree
 
 _BITS = 64  # queries of a tree mask of bits, at most
@@ -109,7 +109,7 @@ class Branches:
             for handle in handles:
                 handle.remove()
             self._lender.give_back()
-        self._kv = running.cache.kv
+        self._kv = running.kv
         logits: torch.Tensor = found.logits[0]
         return logits
 
@@ -167,30 +167,13 @@ class Branches:
         return len(self._tokens)
 
 
-class _BranchCache(Cache):
-    """The cache of a forward over branches, of a type that our hooks do not take for a user's."""
-
-    def __init__(self, branches: Branches, layers: list[Any]) -> None:
-        super().__init__(layers=layers)
-        self.kv: list[Pair | None] = [None] * len(layers)
-        self._branches = branches
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Pair:
-        """As `Cache.update`, with the K/V of earlier forwards of the tree before the new one."""
-        pair = self.kv[layer_idx] = self._branches.with_new(layer_idx, key_states, value_states)
-        layer: Any = self.layers[layer_idx]
-        found: Pair = layer.update(*pair)
-        return found
-
-
 class _Running:
     """One forward: its cache, and the mask of each layer."""
 
     def __init__(self, branches: Branches, layers: list[Any], queries: int) -> None:
-        self.cache = _BranchCache(branches, layers)
+        self.cache = PrivateCache(layers)
+        self.kv: list[Pair | None] = [None] * len(layers)
+        self.cache.take = _append_behind(branches, layers, self.kv)
         self._queries = queries
         self._branches = branches
         # Before anything is appended.
@@ -212,6 +195,21 @@ class _Running:
         if not any(map(_is_stand_in, args)):
             raise ValueError("its decoder layers are given no attention_mask")
         return tuple(self._masks[key] if _is_stand_in(value) else value for value in args), kwargs
+
+
+def _append_behind(
+    branches: Branches, layers: Sequence[Any], kv: list[Pair | None]
+) -> Callable[[int, torch.Tensor, torch.Tensor], Pair]:
+    """Appends new K/V to lent layers, behind that of earlier forwards, and notes both in `kv`."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def take(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
+        pair = kv[layer_idx] = branches.with_new(layer_idx, keys, values)
+        found: Pair = layers[layer_idx].update(*pair)
+        return found
+
+    taken: Callable[[int, torch.Tensor, torch.Tensor], Pair] = take
+    return taken
 
 
 def lender_of(cache: Any) -> Lender:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from kvboost_hf.compat.attention import attention_function, attn_implementation, mask_form
 from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
 from kvboost_hf.compat.hooks import hook_layers, own_hook, own_hooks
-from kvboost_hf.compat.memo import KeptOnModel, attempt, remember
+from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
     available_device,
@@ -22,8 +22,8 @@ from kvboost_hf.compat.models import (
     require_reusable_model,
     unwrapped,
 )
+from kvboost_hf.compat.private import PrivateCache
 from kvboost_hf.compat.probes import (
-    ProbeCache,
     difference,
     known_reason,
     note_changes,
@@ -45,7 +45,7 @@ __all__ = [
     "KeptOnModel",
     "KeyRotation",
     "LayerRotation",
-    "ProbeCache",
+    "PrivateCache",
     "Shifts",
     "attempt",
     "attention_function",
@@ -75,6 +75,7 @@ __all__ = [
     "probe_ids",
     "probe_logits",
     "probe_reason",
+    "recall",
     "remember",
     "require_cache",
     "require_reusable_model",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvboost_hf.compat.attention import attention_function
@@ -23,6 +23,7 @@ from kvboost_hf.compat.models import (
     input_device,
     no_cache_reason,
 )
+from kvboost_hf.compat.private import PrivateCache
 
 # The largest difference of logits, in standard deviations of the logits, that rounding explains if the same forward is
 # computed in matrices of other shapes. Encoder-style attention gives 0.002 and more in float32.
@@ -35,10 +36,6 @@ _PROBE_TOKENS = 8
 _KNOWN_WRONG = {
     "moshi": "transformers applies its sliding window to cached tokens only, so that a prompt in parts differs",
 }
-
-
-class ProbeCache(DynamicCache):
-    """The cache of a probe, of a type that our hooks do not take for a user's."""
 
 
 class _Changes(KeptOnModel):
@@ -119,7 +116,7 @@ def _probe(model: PreTrainedModel) -> str | None:
     """Compare a prompt in two parts with the whole: two forwards; three where the cache cannot be cropped."""
     ids, cut = probe_ids(model), _PROBE_TOKENS // 2
     other = torch.cat([ids[:, :cut], ids[:, cut:].flip(1)], dim=1)
-    cache = ProbeCache(config=model.config)
+    cache = PrivateCache(cache_layers(model))
     both = probe_logits(model, torch.cat([ids, other]), cache)
     whole = both[:1]
     off = difference(both[1:, :cut], whole[:, :cut])
@@ -129,7 +126,7 @@ def _probe(model: PreTrainedModel) -> str | None:
         cache.batch_select_indices(torch.tensor([0]))  # on the host, for layers on any device
         cache.crop(cut - _PROBE_TOKENS)
     else:
-        cache = ProbeCache(config=model.config)
+        cache = PrivateCache(cache_layers(model))
         probe_logits(model, ids[:, :cut], cache)
     off = difference(probe_logits(model, ids[:, cut:], cache), whole[:, cut:])
     if not off <= tolerance(model.dtype):
@@ -142,7 +139,7 @@ def _probe_steps(model: PreTrainedModel) -> str | None:
     if not {type(layer).__name__ for layer in cache_layers(model)} & STATEFUL_LAYERS:
         return None
     ids, cut = probe_ids(model), _PROBE_TOKENS - 2
-    whole, cache = probe_logits(model, ids), ProbeCache(config=model.config)
+    whole, cache = probe_logits(model, ids), PrivateCache(cache_layers(model))
     probe_logits(model, ids[:, :cut], cache)
     steps = torch.cat([probe_logits(model, ids[:, [at]], cache) for at in range(cut, _PROBE_TOKENS)], dim=1)
     off = difference(steps, whole[:, cut:])
@@ -163,13 +160,13 @@ def _probe_padding(model: PreTrainedModel) -> str | None:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
-    def run(start: int, stop: int, cache: ProbeCache) -> torch.Tensor:
+    def run(start: int, stop: int, cache: PrivateCache) -> torch.Tensor:
         given = {"position_ids": positions[:, start:stop]} if takes_positions else {}
         return probe_logits(model, padded[:, start:stop], cache, attention_mask=mask[:, :stop], **given)
 
-    alone = ProbeCache(config=model.config)
+    alone = PrivateCache(cache_layers(model))
     plain = probe_logits(model, ids, alone)
-    whole, parts = ProbeCache(config=model.config), ProbeCache(config=model.config)
+    whole, parts = PrivateCache(cache_layers(model)), PrivateCache(cache_layers(model))
     for padded_cache, found in (
         (whole, run(0, padded.shape[1], whole)),
         (parts, torch.cat([run(0, cut, parts), run(cut, padded.shape[1], parts)], dim=1)),
@@ -195,7 +192,7 @@ def _can_be_cut(layer: Any) -> bool:
     return type(layer) is DynamicLayer
 
 
-def _keys(cache: ProbeCache) -> list[torch.Tensor | None]:
+def _keys(cache: PrivateCache) -> list[torch.Tensor | None]:
     """The keys of each full-attention layer, [batch, heads, length, dim]."""
     layers: list[Any] = cache.layers
     return [layer.keys if type(layer) is DynamicLayer and layer.is_initialized else None for layer in layers]
@@ -220,7 +217,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 def probe_logits(model: PreTrainedModel, ids: torch.Tensor, cache: Cache | None = None, **given: Any) -> torch.Tensor:
     """Run the model on text as its own generate() would, with more arguments if any are given."""
     name = cache_argument(model)
-    cache = ProbeCache(config=model.config) if cache is None else cache
+    cache = PrivateCache(cache_layers(model)) if cache is None else cache
     if model.config.get_text_config(decoder=True) is not model.config:
         given = {**_multimodal_arguments(model, ids, cache), **given}
     logits: torch.Tensor = model(input_ids=ids, **{name: cache}, use_cache=True, return_dict=True, **given).logits

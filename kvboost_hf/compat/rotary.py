@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.compat.memo import attempt, remember
 from kvboost_hf.compat.models import cache_layers
-from kvboost_hf.compat.probes import ProbeCache, probe_ids, probe_logits, tolerance
+from kvboost_hf.compat.private import PrivateCache
+from kvboost_hf.compat.probes import probe_ids, probe_logits, tolerance
 from kvboost_hf.compat.rope import frequencies_vary, original_length
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Style
 
@@ -64,7 +65,7 @@ def _probe(model: PreTrainedModel) -> KeyRotation | str:
         return "it has too few positions to find out how its keys rotate"
     ids = probe_ids(model)[:, :_TOKENS].expand(len(positions), -1)
     starts = torch.tensor(positions, device=ids.device)[:, None]
-    cache = ProbeCache(config=model.config)
+    cache = PrivateCache(cache_layers(model))
     probe_logits(model, ids, cache, position_ids=starts + torch.arange(_TOKENS, device=ids.device))
     frequencies = _frequencies(model)  # as the forward has left them: those that it has used
     candidates: dict[tuple[int, int], list[LayerRotation]] = {}  # by head_dim and tensor; shared by layers

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
-from kvboost_hf.compat import cache_argument
+from kvboost_hf.compat import PrivateCache, cache_argument
 from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable
 from kvboost_hf.server.prefixes import PrefixTree
 
@@ -104,10 +104,6 @@ def _room(columns: int) -> int:
 
 def _not_dense() -> torch.Tensor:
     raise NotImplementedError("Rows of a batch that lie in pieces are read by 'kvboost_fa2' alone.")
-
-
-class _BatchCache(Cache):
-    """The cache that the model is given: of a type that no hook takes for a user's."""
 
 
 class BatchKV:
@@ -259,7 +255,7 @@ class BatchKV:
         for layer in self._layers:
             if layer is not None and layer.table is not None:
                 layer.keep, in_pieces = None if even else keep, True
-        cache = _BatchCache(layers=[_Nothing() if layer is None else layer for layer in self._layers])
+        cache = PrivateCache([_Nothing() if layer is None else layer for layer in self._layers])
         try:
             output = model(
                 input_ids=torch.tensor(tokens, device=device)[:, None],

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvboost_hf.compat import (
-    KeptOnModel,
-    ProbeCache,
+    PrivateCache,
+    attempt,
     attn_implementation,
     cache_layers,
     difference,
@@ -17,6 +17,7 @@ from kvboost_hf.compat import (
     mask_form,
     probe_ids,
     probe_logits,
+    remember,
     tolerance,
 )
 from kvboost_hf.handles import ATTENTION
@@ -65,20 +66,9 @@ def sharing_reason(model: PreTrainedModel) -> str | None:
     others = {type(layer).__name__ for layer in cache_layers(model) if type(layer) is not DynamicLayer}
     if others:
         return f"its cache has layers of the kind {', '.join(sorted(others))}"
-    probed = _Probed.of(model).reasons
-    if model.dtype not in probed:
-        try:
-            probed[model.dtype] = _probe(model)
-        except Exception as error:  # models fail in ways of their own on what they were not written for
-            probed[model.dtype] = f"it fails on rows in pieces ({type(error).__name__}: {error})"
-    return probed[model.dtype]
-
-
-class _Probed(KeptOnModel):
-    """The results of probes of a model with `kvboost_fa2`, so that each runs once."""
-
-    def __init__(self) -> None:
-        self.reasons: dict[torch.dtype, str | None] = {}
+    return remember(
+        model, (sharing_reason, model.dtype), lambda: attempt(lambda: _probe(model), "it fails on rows in pieces")
+    )
 
 
 def _is_taken(model: PreTrainedModel) -> bool:
@@ -92,7 +82,7 @@ def _probe(model: PreTrainedModel) -> str | None:
     texts = [ids, torch.cat([ids[:, :4], ids[:, 4:].flip(1)], 1), ids[:, 2:7]]
     batch, expected = BatchKV(model, in_place=True, least=2), []
     for text in texts:
-        cache: Any = ProbeCache(config=model.config)
+        cache: Any = PrivateCache(cache_layers(model))
         expected.append(probe_logits(model, text)[:, -1])
         probe_logits(model, text[:, :-1], cache)
         batch.join([(layer.keys, layer.values) for layer in cache.layers], text[0, :-1].tolist())

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf import ChunkReuseCache
-from kvboost_hf.compat.probes import ProbeCache
+from kvboost_hf.compat import PrivateCache
 
 _USUAL = frozenset(
     "input_ids attention_mask position_ids past_key_values use_cache logits_to_keep return_dict cache_position".split()
@@ -140,7 +140,7 @@ class Watch:
 def _why(cache: Any, kwargs: dict[str, Any]) -> str:
     if isinstance(cache, ChunkReuseCache):
         return cache.report.bypass_reason or "; ".join({_CAUSES.get(m.cause, "") for m in cache.report.misses})
-    if isinstance(cache, ProbeCache):
+    if isinstance(cache, PrivateCache):
         return ""
     odd = sorted(n for n, value in kwargs.items() if n not in _USUAL and value is not None and value is not False)
     given = type(cache).__name__ if cache is not None else "no cache"

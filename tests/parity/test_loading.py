@@ -279,7 +279,7 @@ def test_an_interrupt_just_after_loading_began(disk: str, loadings: list[Any], m
 
     with monkeypatch.context() as patched:
         patched.setattr(loading.Loading, "_fill", slowly)
-        patched.setattr(ChunkReuseCache, "_take_over", _raise)
+        patched.setattr(reused.Reused, "_note_filled", _raise)
         with pytest.raises(Interrupt):
             generate(model, as_inputs(BASE), cache)
         assert loadings[0]._thread.is_alive()

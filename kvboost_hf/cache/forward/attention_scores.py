@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.moved import BlendPlan
-from kvboost_hf.cache.forward.scatter import ScatterCache, ScatterPass
+from kvboost_hf.cache.forward.scatter import ScatterPass
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.compat import cache_argument
+from kvboost_hf.compat import PrivateCache, cache_argument
 
 _MAX_QUERIES = 32
 _OPERATOR = "kvboost_hf.attend.default"
@@ -41,15 +41,17 @@ def attention_of_the_end(
     columns = np.arange(plan.columns - queries, plan.columns)[None].repeat(len(plan.rows), axis=0)
     present = plan.present
     present[:, -queries:] = True
-    cache = ScatterCache(layers=[layer.native for layer in layers])
-    cache.running = ScatterPass(model, cache, layers, columns, plan.pads, present=present, compact=False)
+    cache = PrivateCache([layer.native for layer in layers])
+    scatter = ScatterPass(model, cache, layers, columns, plan.pads, present=present, compact=False)
+    cache.take = scatter.update
     try:
-        given = cache.running.arguments(ids, first)
-        with AttentionProbe(cache.running, plan.columns) as probe:
+        given = scatter.arguments(ids, first)
+        with AttentionProbe(scatter, plan.columns) as probe:
             model(**given, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
     finally:
-        cache.running.close()
-    return probe.scores, cache.running.layer_tokens
+        scatter.close()
+        cache.take = None
+    return probe.scores, scatter.layer_tokens
 
 
 def num_queries(plan: BlendPlan) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.ledger import Ledger
@@ -21,7 +20,7 @@ from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, StoredChunk, StoredStates
 from kvboost_hf.cache.store.integrity import chain
 from kvboost_hf.cache.store.view import Row
-from kvboost_hf.compat import cache_argument, difference, tolerance
+from kvboost_hf.compat import PrivateCache, cache_argument, difference, tolerance
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -63,7 +62,7 @@ def audit(
         logits: What came out with reuse, [batch, k, vocab].
     """
     fresh = [layer.fresh() for layer in layers]
-    cache = Cache(layers=[layer.native for layer in fresh])  # of a kind that no hook takes for a user's
+    cache = PrivateCache([layer.native for layer in fresh])
     plain: torch.Tensor = model(**{**kwargs, cache_argument(model): cache, "return_dict": True}).logits
     plain = plain[:, -logits.shape[1] :]
     off = difference(logits.float(), plain.float())

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.layer_kv import JoinedKVReader, LayerKVReader
@@ -15,7 +14,7 @@ from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segme
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.positions import take_positions
 from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
-from kvboost_hf.compat import cache_argument
+from kvboost_hf.compat import PrivateCache, cache_argument
 
 _JOINED = 16  # chunks at most: while they are copied together, they are on the device twice
 
@@ -203,7 +202,7 @@ def run_ahead(
         part["attention_mask"] = inputs.attention_mask[at, mask_from : columns.stop]
     if inputs.position_ids is not None:
         part["position_ids"] = take_positions(inputs.position_ids, at, len(inputs.input_ids), new)
-    cache = Cache(layers=[layer.native for layer in layers])  # of a kind that no hook takes for a user's
+    cache = PrivateCache([layer.native for layer in layers])
     model(**part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
 

@@ -1,6 +1,5 @@
 """Whether a model computes some of its tokens rightly over keys and values put in place: tried, not believed."""
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,15 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.forward.attention_scores import attention_of_the_end
 from kvboost_hf.cache.forward.moved import BlendPlan, Placed, place
-from kvboost_hf.cache.forward.scatter import Narrowing, ScatterCache, ScatterPass
+from kvboost_hf.cache.forward.scatter import Narrowing, ScatterPass
 from kvboost_hf.cache.kv.layer_kv import copy_columns
 from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.planning.repair import Measure, RepairRow
 from kvboost_hf.cache.store.chunk_store import StoredChunk
 from kvboost_hf.compat import (
-    KeptOnModel,
     KeyRotation,
+    PrivateCache,
+    attempt,
     attn_implementation,
     cache_argument,
     decoder_layers,
@@ -27,6 +27,8 @@ from kvboost_hf.compat import (
     key_rotation,
     own_hook,
     probe_reason,
+    recall,
+    remember,
     tolerance,
 )
 from kvboost_hf.handles import ATTENTION
@@ -37,30 +39,18 @@ _SHIFT = 3
 _ATTENTION_KINDS = ("sdpa", "eager", ATTENTION)
 
 
-class _BlendFindings(KeptOnModel):
-    """Findings about a model, by dtype, attention and measurement."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.reasons: dict[tuple[torch.dtype, str, Measure], str | None] = {}
-        self.unmasked: dict[tuple[torch.dtype, str], bool] = {}
-
-
 def blend_reason(model: PreTrainedModel, measure: Measure) -> str | None:
     """Why moved chunks cannot be used, or not be repaired by what `measure` says; None if they can.
 
     Once per model: a few forwards of a few tokens.
     """
-    found, key = _BlendFindings.of(model), (model.dtype, attn_implementation(model), measure)
-    with found.lock:
-        if key not in found.reasons:
-            found.reasons[key] = _reason(model, measure)
-        return found.reasons[key]
+    key = (blend_reason, model.dtype, attn_implementation(model), measure)
+    return remember(model, key, lambda: _reason(model, measure))
 
 
 def needs_no_mask(model: PreTrainedModel) -> bool:
     """Whether the model's own forward of a whole prompt gives its layers no mask: SDPA's causal one will do."""
-    return _BlendFindings.of(model).unmasked.get((model.dtype, attn_implementation(model)), False)
+    return bool(recall(model, (needs_no_mask, model.dtype, attn_implementation(model))))
 
 
 def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
@@ -78,12 +68,7 @@ def _reason(model: PreTrainedModel, measure: Measure) -> str | None:
         return "its decoder layers cannot be told apart"
     if measure is Measure.DEVIATION and len(rotation.layers) < 2:
         return "it has no second layer to be measured"
-    try:
-        return _probe(model, rotation, measure)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # models fail in ways of their own on what they were not written for
-        return f"it fails on a part of its tokens ({type(error).__name__}: {error})"
+    return attempt(lambda: _probe(model, rotation, measure), "it fails on a part of its tokens")
 
 
 @torch.no_grad()
@@ -97,11 +82,11 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
     masks: list[Any] = []
     watch = own_hook(decoder_layers(model)[0].register_forward_pre_hook(_Watch(masks).before, with_kwargs=True))
     try:
-        plain = _last_logits(model, Cache(layers=[layer.native for layer in make_layers(model)]), ids, positions)
+        plain = _last_logits(model, PrivateCache([layer.native for layer in make_layers(model)]), ids, positions)
     finally:
         watch.remove()
-    _BlendFindings.of(model).unmasked[model.dtype, attn_implementation(model)] = masks == [None]
-    _last_logits(model, Cache(layers=[layer.native for layer in layers]), ids, positions + _SHIFT)
+    remember(model, (needs_no_mask, model.dtype, attn_implementation(model)), lambda: masks == [None])
+    _last_logits(model, PrivateCache([layer.native for layer in layers]), ids, positions + _SHIFT)
     kv = copy_columns(layers, 0, _MOVED.start, _MOVED.stop)
     chunk = StoredChunk(b"", b"", b"", _MOVED.start + _SHIFT, ids[0, _MOVED].cpu().numpy(), kv, 0)
     moved = np.zeros(_TOKENS, dtype=bool)
@@ -119,15 +104,15 @@ def _probe(model: PreTrainedModel, rotation: KeyRotation, measure: Measure) -> s
     if measure is Measure.DEVIATION:
         narrowing = Narrowing(1, 1, lambda scores, step: chosen, 1 - rotation.rotated(1))
     columns = np.arange(_TOKENS)[None] if narrowing is not None else chosen
-    cache = ScatterCache(layers=[layer.native for layer in layers])
-    cache.running = ScatterPass(
-        model, cache, layers, columns, (0,), narrowing=narrowing, unmasked=needs_no_mask(model)
-    )
+    cache = PrivateCache([layer.native for layer in layers])
+    scatter = ScatterPass(model, cache, layers, columns, (0,), narrowing=narrowing, unmasked=needs_no_mask(model))
+    cache.take = scatter.update
     try:
-        found = _last_logits(model, cache, **cache.running.arguments(ids, 0))
+        found = _last_logits(model, cache, **scatter.arguments(ids, 0))
     finally:
-        cache.running.close()
-    if any(tokens > len(chosen[0]) for tokens in cache.running.layer_tokens[2:]):
+        scatter.close()
+        cache.take = None
+    if any(tokens > len(chosen[0]) for tokens in scatter.layer_tokens[2:]):
         return "its layers do not take a part of their tokens"
     off = difference(found, plain)
     if not off <= tolerance(model.dtype):

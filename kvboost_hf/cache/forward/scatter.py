@@ -249,20 +249,6 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-class ScatterCache(Cache):
-    """The cache of a forward of our own over some columns: a type that no hook takes for a user's."""
-
-    running: ScatterPass | None = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Cache.update`."""
-        assert self.running is not None
-        keys, values = self.running.update(layer_idx, key_states, value_states)
-        return keys, values
-
-
 def _places(columns: Columns, chosen: Columns) -> torch.Tensor:
     """Where `chosen` ones are among `columns`, both [batch, …]."""
     return torch.from_numpy(

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.codecs.base import Codec, Role
 from kvboost_hf.cache.kv.blocks import Block
@@ -22,7 +21,7 @@ from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, Place
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
-from kvboost_hf.compat import probe_ids, probe_logits
+from kvboost_hf.compat import PrivateCache, probe_ids, probe_logits
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -76,7 +75,7 @@ class ModelForm:
         try:
             layers, ids = make_layers(model), probe_ids(model)
             with torch.no_grad():
-                probe_logits(model, ids, Cache(layers=[layer.native for layer in layers]))
+                probe_logits(model, ids, PrivateCache([layer.native for layer in layers]))
                 columns = tuple(_column_forms(layer, ids.shape[1]) for layer in layers)
                 states = tuple(layer.save_state(0) for layer in layers)
         except torch.OutOfMemoryError:

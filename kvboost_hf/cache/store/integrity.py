@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.kv.column_format import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, copy_columns
@@ -25,7 +24,7 @@ from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
 from kvboost_hf.cache.prompt.inputs import with_positions
 from kvboost_hf.cache.store.contract import Records
 from kvboost_hf.cache.store.view import Row
-from kvboost_hf.compat import cache_argument, difference, input_device, tolerance
+from kvboost_hf.compat import PrivateCache, cache_argument, difference, input_device, tolerance
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -154,7 +153,7 @@ def _compute(model: PreTrainedModel, text: Tokens) -> list[ReuseLayer]:
     for layer in layers:  # those of windows keep all of it
         if layer.is_sliding:
             layer.native.activate_past_recording()
-    cache = Cache(layers=[layer.native for layer in layers])  # of a kind that no hook takes for a user's
+    cache = PrivateCache([layer.native for layer in layers])
     given = {"input_ids": torch.from_numpy(text)[None].to(input_device(model)), cache_argument(model): cache}
     model(**with_positions(model, given), use_cache=True, logits_to_keep=1)
     return layers
