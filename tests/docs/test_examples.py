@@ -163,3 +163,17 @@ def test_the_page_of_flags_is_what_the_parser_says() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "flags.py"))["page"]()
     written = ROOT / "docs" / "flags.md"
     assert written.read_text(encoding="utf-8") == page, f"run python docs/flags.py > {written.relative_to(ROOT)}"
+
+
+def test_the_page_of_files_is_what_the_docstrings_say() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "files.py"))["page"]()
+    written = ROOT / "docs" / "files.md"
+    assert written.read_text(encoding="utf-8") == page, f"run python docs/files.py > {written.relative_to(ROOT)}"
+
+
+def test_design_names_files_that_are_there() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    there = {file.name for file in (ROOT / "kvboost_hf").rglob("*.py")}
+    named = set(re.findall(r"`(?:\w+/)*(\w+\.py)`", page))
+    assert len(named) > 30
+    assert named <= there, named - there

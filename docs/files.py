@@ -1,0 +1,47 @@
+"""The page of all files of the package, from their docstrings: `python docs/files.py > docs/files.md`."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent.parent / "kvboost_hf"
+_OPENING = """# Every file
+
+<!-- Written by `python docs/files.py > docs/files.md`: change the docstrings. -->
+
+Each file of the package, with the first sentence of its docstring. [Design](design.md) says how they belong together.
+"""
+
+
+def page() -> str:
+    """All folders of the package, and their files, in Markdown."""
+    lines = [_OPENING]
+    folders = sorted({file.parent for file in _PACKAGE.rglob("*.py")})
+    for folder in folders:
+        name = folder.relative_to(_PACKAGE).as_posix()
+        about = _sentence(folder / "__init__.py")
+        lines += [f"## `{name}/`" if name != "." else "## The top", "", about, ""]
+        if rows := list(_rows(folder)):
+            lines += ["| file | what it does |", "| --- | --- |", *rows, ""]
+    return "\n".join(lines)
+
+
+def _rows(folder: Path) -> Iterator[str]:
+    for file in sorted(folder.glob("*.py")):
+        if not file.name.startswith("__"):
+            yield f"| `{file.name}` | {_sentence(file).replace('|', chr(92) + '|')} |"
+
+
+def _sentence(file: Path) -> str:
+    """The first sentence of the docstring of a file."""
+    found = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    if not found:
+        raise ValueError(f"{file} must have a docstring: it is listed on the page of all files. Give it one.")
+    paragraph = " ".join(found.split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) (?=[A-Z`])", paragraph)[0]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
