@@ -3,7 +3,7 @@
     reason_for_stock_layers     this text runs on transformers' own layers
     admit_prompt                this prompt runs as it stands, on empty layers
     admit_more, admit_piece     what follows runs as it stands, and nothing more is known of what the layers hold
-    reason_against_moving       chunks are reused where they stood, and not elsewhere
+    reason_against_moving       chunks are reused where they stood, and not elsewhere; `plan_moved` has two more
     reason_against_short_hits   a few known tokens are computed again
 
 The first reason that holds is in the report. Reasons that a model or its arguments have of their own come from
@@ -59,6 +59,8 @@ MASK_COSTS_MORE = (
 MOVED_MEDIA = "it has images, sound or video"
 MOVED_FIXED_SIZE = "the cache has a fixed size (max_cache_len)"
 MOVED_QUANTIZED = "the cache holds codes (live_quant)"
+MOVED_NOTHING = "no stored chunk has the same tokens as a part of it"
+MOVED_SAVES_LITTLE = "moving would save fewer tokens than `min_prefill_saving`"
 
 
 @dataclass(frozen=True, slots=True)

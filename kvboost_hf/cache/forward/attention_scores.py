@@ -121,20 +121,20 @@ def _attend(
 
 
 def _weights(
-    query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    seen: Sequence[torch.Tensor | None],
-    sinks: torch.Tensor | None,
+    query: torch.Tensor,
     scale: float,
+    seen: Sequence[torch.Tensor | None],
     causal: bool,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None,
     partial: bool,
 ) -> torch.Tensor:
     """The weights of the operator of `kvboost_fa2`, [batch, heads, queries, keys] in float32.
 
-    With a mask it is told all by it; the mask of a single query is `keep`.
+    Its arguments are those of `kvboost_hf::attend`. A mask says which keys are seen; that of a single query is `keep`.
     """
     keep, _, _, mask = seen
     keys = key.float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)

@@ -20,7 +20,7 @@ from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
-from kvboost_hf.cache.layers.growing_tensor import write_behind_padding
+from kvboost_hf.cache.layers.growing_tensor import write_row
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.tiers.record import DamagedBlobError
@@ -168,7 +168,7 @@ class Loading:
                 queued.enter_context(link.using(stream))
             for row, (spans, pad) in enumerate(zip(self._spans, plan.pads, strict=True)):
                 pieces = pieces_of(spans, idx, plan.held - pad, plan.filled - pad)
-                _write([part[row] for part in opened], pieces)
+                write_row([part[row] for part in opened], pieces)
             for part in opened:
                 if part.device in streams:  # its memory may be let go of before it is written
                     link.hold(part, streams[part.device])
@@ -187,13 +187,7 @@ class Loading:
         with torch.inference_mode(False), torch.no_grad():
             for opened, rows in zip(self._opened, self._compute(), strict=True):
                 for row, piece in enumerate(rows):
-                    _write([part[row] for part in opened], [piece])
-
-
-def _write(opened: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
-    """Write pieces to the ends of [heads, columns, dim], and zeros before them."""
-    for at, out in enumerate(opened):
-        write_behind_padding(out, [piece[at] for piece in pieces])
+                    write_row([part[row] for part in opened], [piece])
 
 
 def _chunks_of(plan: ReusePlan) -> list[StoredChunk]:

@@ -9,7 +9,6 @@ positions: `place` rotates them, and what is computed again of them is chosen in
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.layer_kv import LayerKVReader
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.growing_tensor import write_row
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.match import MovedIndex, MovedSegment, find_moved
 from kvboost_hf.cache.planning.plan import RowPlan, Segment
@@ -168,7 +168,7 @@ def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) 
         turns = Shifts(rotation, shifts, _send)
         readers = {chunk.prefix_key: chunk.kv.reader() for chunk in plan.chunks}
         rows = [_parts_of(placed, plan, readers) for placed in plan.placed]
-        zeros = cache(_zeros)
+        zeros = _Zeros()
         for idx, layer in enumerate(layers):
             like = next(part.reader.layer(idx) for parts in rows for part in parts if part.reader is not None)
             if like is None:
@@ -176,14 +176,9 @@ def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) 
             assert isinstance(layer, GrowingLayer)
             opened = layer.open(plan.columns, like, len(rows))
             for row, parts in enumerate(rows):
-                pieces = [part.stored(idx) for part in parts]
-                for tensor, (out, kv) in enumerate(zip(opened, like, strict=True)):
-                    none = (kv.shape[0], kv.shape[2], kv.dtype, kv.device)
-                    found = [
-                        piece[tensor] if piece is not None else zeros(part.columns, *none)
-                        for part, piece in zip(parts, pieces, strict=True)
-                    ]
-                    torch.cat(found, dim=1, out=out[row])
+                write_row(
+                    [out[row] for out in opened], [part.stored(idx) or zeros(part.columns, like) for part in parts]
+                )
             if shifts.size:  # else they all stand where they stood, behind another text
                 keys = opened[rotation.rotated(idx)][:, :, first : first + shifts.shape[1]]
                 rotation.rotate(idx, keys, turns, out=keys)
@@ -238,5 +233,18 @@ def _parts_of(placed: Sequence[Placed], plan: BlendPlan, readers: Mapping[bytes,
     return [part for part in (*parts, _Part(plan.columns - done)) if part.columns]
 
 
-def _zeros(columns: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=device).expand(heads, columns, dim)
+class _Zeros:
+    """Zeros in place of columns that are computed later; all columns of a shape are one number in memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def __call__(self, columns: int, like: Piece) -> Piece:
+        return tuple([self._of(columns, each) for each in like])
+
+    def _of(self, columns: int, like: torch.Tensor) -> torch.Tensor:
+        key = (columns, like.shape[0], like.shape[2], like.dtype, like.device)
+        if key not in self._known:
+            zero = torch.zeros((), dtype=like.dtype, device=like.device)
+            self._known[key] = zero.expand(like.shape[0], columns, like.shape[2])
+        return self._known[key]

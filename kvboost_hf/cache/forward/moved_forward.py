@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost_hf.cache.forward.admission import reason_against_moving
+from kvboost_hf.cache.forward.admission import MOVED_NOTHING, MOVED_SAVES_LITTLE, reason_against_moving
 from kvboost_hf.cache.forward.attention_scores import attention_of_the_end, num_queries
 from kvboost_hf.cache.forward.moved import BlendPlan, choose_columns, place, plan_blend
 from kvboost_hf.cache.forward.moved_probe import needs_no_mask
@@ -52,12 +52,12 @@ def plan_moved(
         return None
     plan = _find(parts, prompt, exact)
     if plan is None:
-        live.tally.moved_reason = "no stored chunk has the same tokens as a part of it"
+        live.tally.moved_reason = MOVED_NOTHING
         return None
     repair = REPAIRS[policy.repair]
     measures = _measures(plan, repair, policy)
     if max(0.0, _saving(plan, exact, repair, measures, policy, len(live.layers))) < policy.min_prefill_saving:
-        live.tally.moved_reason = "moving would save fewer tokens than `min_prefill_saving`"
+        live.tally.moved_reason = MOVED_SAVES_LITTLE
         return None
     for row, (row_plan, pad) in enumerate(zip(exact.rows, plan.pads, strict=True)):
         note_miss(parts, row, prompt.ids[row, pad:], row_plan)

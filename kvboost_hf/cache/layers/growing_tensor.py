@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvboost_hf.cache.identity.checksum import checksum
+from kvboost_hf.cache.layers.base import Piece
 
 # Room beyond what is needed at a (re)allocation: an eighth, at least this many columns.
 _MIN_SLACK = 128
@@ -92,11 +93,9 @@ class GrowingTensor:
         like = next(piece for pieces in rows for piece in pieces)
         if start > self.stop:  # what is held does not reach: begin anew
             self.buffer, self.first, self.stop = None, start, start
-        held, self.stop = self.stop, stop
-        self.make_writable(like.expand(len(rows), -1, -1, -1), held, self.first)
-        assert self.buffer is not None
+        opened = self.open(stop, like.expand(len(rows), -1, -1, -1))
         for row, pieces in enumerate(rows):
-            write_behind_padding(self.buffer[row].narrow(1, held - self.first, stop - held), pieces)
+            write_behind_padding(opened[row], pieces)
         self.seal()
 
     def truncate(self, length: int) -> None:
@@ -239,6 +238,17 @@ def write_behind_padding(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> N
         out.copy_(pieces[0])
     elif pieces:
         torch.cat(list(pieces), dim=1, out=out)
+
+
+def write_row(opened: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
+    """Write the pieces of a row to the end of the columns that a layer has opened for it, and zeros before them.
+
+    Args:
+        opened: Of each tensor of the layer, [heads, columns, dim].
+        pieces: In order.
+    """
+    for at, out in enumerate(opened):
+        write_behind_padding(out, [piece[at] for piece in pieces])
 
 
 def version_of(tensor: torch.Tensor) -> int:

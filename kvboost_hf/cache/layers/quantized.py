@@ -11,7 +11,7 @@ from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.layers.base import ColumnSpec, Piece
 from kvboost_hf.cache.layers.coded import CodedTensor, block_capacity
 from kvboost_hf.cache.layers.growing import ColumnLayer
-from kvboost_hf.cache.layers.growing_tensor import capacity
+from kvboost_hf.cache.layers.growing_tensor import capacity, write_behind_padding
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.handles import CodedKV, CodePlanes, KVHandle, read_in_place
@@ -139,11 +139,9 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         self.version += 1
         for i, tensor in enumerate(self._tensors):
             heads, _, dim = like[i].shape
-            new = like[i].new_zeros(len(rows), heads, stop - start, dim)
+            new = like[i].new_empty(len(rows), heads, stop - start, dim)
             for out, pieces in zip(new, rows, strict=True):
-                if pieces:
-                    parts = [piece[i] for piece in pieces]
-                    torch.cat(parts, dim=1, out=out[:, stop - start - sum(part.shape[1] for part in parts) :])
+                write_behind_padding(out, [piece[i] for piece in pieces])
             tensor.append(new)
 
     @property
