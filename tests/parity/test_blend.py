@@ -501,7 +501,7 @@ def test_repair_tells_kvboost_fa2_where_its_queries_are() -> None:
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if str(func) == "kvboost_hf.attend.default":
-                _, columns, _, mask = args[3]
+                _, columns, _, mask = args[4]
                 calls.append((columns is not None, mask is not None))
             return func(*args, **(kwargs or {}))
 
