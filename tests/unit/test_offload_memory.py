@@ -322,6 +322,16 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("kvboost-layers")]
 
 
+@pytest.fixture
+def no_earlier_threads() -> None:
+    """Those of models of other tests end when the collector of garbage comes by."""
+    gc.collect()
+    for thread in threads():
+        thread.join(10)
+    assert not threads(), "a test has left a model that streams"
+
+
+@pytest.mark.usefixtures("no_earlier_threads")
 @pytest.mark.parametrize("kind", ["cuda", "threaded"])
 def test_later_bytes_win_while_earlier_ones_are_being_read(kind: str) -> None:
     gpu = SimulatedGpu(1)
@@ -343,6 +353,7 @@ def test_later_bytes_win_while_earlier_ones_are_being_read(kind: str) -> None:
     assert not threads()
 
 
+@pytest.mark.usefixtures("no_earlier_threads")
 @pytest.mark.parametrize("kind", ["cuda", "threaded"])
 def test_a_backend_that_was_forgotten_ends_its_thread(kind: str) -> None:
     made: Backend = CudaBackend(CPU, SimulatedGpu(1), piece_bytes=2048) if kind == "cuda" else ThreadedBackend(CPU)
