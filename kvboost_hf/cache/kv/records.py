@@ -76,7 +76,7 @@ class StoredStates:
 Stored = StoredChunk | StoredStates
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StoreContents:
     """The contents of host memory at one moment.
 
@@ -91,6 +91,10 @@ class StoreContents:
     states: Mapping[bytes, StoredStates]
     pinned: frozenset[bytes]
     nbytes: int
+
+    def __repr__(self) -> str:  # that of a dataclass would print the K/V
+        found = f"{len(self.chunks)} chunks, {len(self.states)} states, {len(self.pinned)} pinned, {self.nbytes} bytes"
+        return f"{type(self).__name__}({found})"
 
 
 class Put(Enum):

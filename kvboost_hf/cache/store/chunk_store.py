@@ -298,7 +298,13 @@ class ChunkStore:
             return self.records.text.continuation(chunks, salt, np.asarray(ids), length, max_ngram, min_ngram)
 
     def inspect(self) -> StoreContents:
-        """The contents of host memory: chunks, states, and which of them are pinned."""
+        """The contents of host memory: chunks, states, and which of them are pinned.
+
+        Example:
+            >>> from kvboost_hf.assets import load_embedded
+            >>> ChunkStore(load_embedded()[0]).inspect()
+            StoreContents(0 chunks, 0 states, 0 pinned, 0 bytes)
+        """
         with self._lock:
             memory = self.records.memory
             pinned = frozenset(memory.pinned_keys())
