@@ -9,6 +9,7 @@ positions: `place` rotates them, and what is computed again of them is chosen in
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -168,17 +169,17 @@ def place(layers: Sequence[ReuseLayer], plan: BlendPlan, rotation: KeyRotation) 
         turns = Shifts(rotation, shifts, _send)
         readers = {chunk.prefix_key: chunk.kv.reader() for chunk in plan.chunks}
         rows = [_parts_of(placed, plan, readers) for placed in plan.placed]
-        zeros = _Zeros()
+        zeros = cache(_zeros)
         for idx, layer in enumerate(layers):
             like = next(part.reader.layer(idx) for parts in rows for part in parts if part.reader is not None)
             if like is None:
                 continue
             assert isinstance(layer, GrowingLayer)
             opened = layer.open(plan.columns, like, len(rows))
+            forms = [(kv.shape[0], kv.shape[2], kv.dtype, kv.device) for kv in like]
             for row, parts in enumerate(rows):
-                write_row(
-                    [out[row] for out in opened], [part.stored(idx) or zeros(part.columns, like) for part in parts]
-                )
+                pieces = [part.stored(idx) or tuple([zeros(part.columns, *form) for form in forms]) for part in parts]
+                write_row([out[row] for out in opened], pieces)
             if shifts.size:  # else they all stand where they stood, behind another text
                 keys = opened[rotation.rotated(idx)][:, :, first : first + shifts.shape[1]]
                 rotation.rotate(idx, keys, turns, out=keys)
@@ -233,18 +234,5 @@ def _parts_of(placed: Sequence[Placed], plan: BlendPlan, readers: Mapping[bytes,
     return [part for part in (*parts, _Part(plan.columns - done)) if part.columns]
 
 
-class _Zeros:
-    """Zeros in place of columns that are computed later; all columns of a shape are one number in memory."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], torch.Tensor] = {}
-
-    def __call__(self, columns: int, like: Piece) -> Piece:
-        return tuple([self._of(columns, each) for each in like])
-
-    def _of(self, columns: int, like: torch.Tensor) -> torch.Tensor:
-        key = (columns, like.shape[0], like.shape[2], like.dtype, like.device)
-        if key not in self._known:
-            zero = torch.zeros((), dtype=like.dtype, device=like.device)
-            self._known[key] = zero.expand(like.shape[0], columns, like.shape[2])
-        return self._known[key]
+def _zeros(columns: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(heads, columns, dim)

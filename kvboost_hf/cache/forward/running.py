@@ -73,13 +73,13 @@ class Forward(ABC):
     def __init__(self, parts: CacheParts, length: int) -> None:
         self.parts, self.length = parts, length
 
-    @abstractmethod
     def begin(self, request: Request) -> Kwargs:
-        """Put in place what can be reused; returns the arguments to run the model with.
+        """Put in place what can be reused; returns the arguments to run the model with. By default they stay.
 
         The request holds the cache, and so the forward must not keep it: nothing would free a cache whose forward has
         failed.
         """
+        return request.kwargs
 
     def update(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
@@ -120,10 +120,6 @@ class Unrecorded(Forward):
         super().__init__(parts, length)
         self._stop = stop
 
-    def begin(self, request: Request) -> Kwargs:
-        """See `Forward`."""
-        return request.kwargs
-
     def record(self, output: Any) -> Any:
         """See `Forward`."""
         self.parts.live.advanced(self._stop)
@@ -147,10 +143,6 @@ class Step(Forward):
         super().__init__(parts, held)
         self._inputs, self._mask = inputs, mask
 
-    def begin(self, request: Request) -> Kwargs:
-        """See `Forward`."""
-        return request.kwargs
-
     def record(self, output: Any) -> Any:
         """See `Forward`."""
         inputs = self._inputs
@@ -166,10 +158,6 @@ class Step(Forward):
 
 class Lent(Forward):
     """Layers that run forwards of somebody else, who forgets what these append, or hands over a part of it."""
-
-    def begin(self, request: Request) -> Kwargs:
-        """Not called: no request comes with it."""
-        return request.kwargs
 
     def record(self, output: Any) -> Any:
         """Nothing: such a forward is not told to the cache."""

@@ -159,7 +159,3 @@ class Block:
         self.wait()
         planes, ready = on_device(self.planes, self.device)
         return replace(self, planes=planes, blob=None, ready=ready)
-
-
-def _unpinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)

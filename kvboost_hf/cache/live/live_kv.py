@@ -111,9 +111,7 @@ class LiveKV:
         self._shown[:] = layers
         self.visible = self._shown
         if recording:  # generate() has asked for it already
-            for layer in layers:
-                if hasattr(layer, "activate_past_recording"):
-                    layer.activate_past_recording()
+            Cache(layers=self._shown).activate_past_recording()  # type: ignore[no-untyped-call]
 
     @property
     def owns_layers(self) -> bool:

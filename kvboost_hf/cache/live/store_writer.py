@@ -60,9 +60,8 @@ class StoreWriter:
 
     def offer_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds, unfinished chunks included."""
-        self.confirm_steps()
-        ledger, layers, store = self._live.in_step(), self._live.layers, self._binding.store
-        if ledger is None or not self._may_store(ledger):
+        ledger, layers, store = self._storable(), self._live.layers, self._binding.store
+        if ledger is None:
             return []
         results: list[Put] = []
         for row in range(ledger.log.batch_size):
@@ -83,11 +82,8 @@ class StoreWriter:
 
         They are cut as if they were all there is, so that they are cut in the same way behind any other text.
         """
-        self.confirm_steps()
-        ledger = self._live.in_step()
-        if ledger is None or not self._may_store(ledger):
-            return []
-        return ledger.store_content(start, self._live.layers, store, pinned=pinned)
+        ledger = self._storable()
+        return ledger.store_content(start, self._live.layers, store, pinned=pinned) if ledger is not None else []
 
     def offer_tails(self) -> None:
         """Offer the tokens that fill no chunk, before the cache lets go of them."""
@@ -103,6 +99,12 @@ class StoreWriter:
         for row, pad in enumerate(ledger.log.pads):
             if ledger.log.length - max(keep, int(pad)) >= HEAD_TOKENS:
                 offer(row, self._live.layers, self._binding.store)
+
+    def _storable(self) -> Ledger | None:
+        """The ledger, compiled steps included, if all that it records may be stored now."""
+        self.confirm_steps()
+        ledger = self._live.in_step()
+        return ledger if ledger is not None and self._may_store(ledger) else None
 
     def _may_store(self, ledger: Ledger, *, root_checked: bool = False) -> bool:
         """Whether the layers hold what the ledger says, computed by the model as it is now."""
