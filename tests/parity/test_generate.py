@@ -84,7 +84,7 @@ def test_one_cache_for_any_prompts(name: str, mode: str) -> None:
         slack = 6 if mode == "prefill_chunks" else 0
         saved = rows * max(ids.shape[1] - unseen - 16 - slack, 0)
         assert work.tokens <= plain_work.tokens - saved
-        assert work.calls <= plain_work.calls
+        assert work.calls <= plain_work.calls + (rows > 1)  # what rows have alike is computed in a forward of its own
         report = cache.report
         assert report.bypass_reason is None
         assert report.prompt_tokens == report.reused_tokens + report.forwarded_tokens

@@ -1,4 +1,6 @@
-"""Carrying out a `ReusePlan`: stored K/V into the layers, and rows that lag behind through the model first."""
+"""Carrying out a `ReusePlan`: stored K/V into the layers; what several rows begin with, and rows that lag behind,
+through the model first.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +13,7 @@ from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.layer_kv import JoinedKVReader, LayerKVReader
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment
+from kvboost_hf.cache.planning.stems import Stem
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.positions import take_positions
 from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
@@ -20,10 +23,67 @@ _JOINED = 16  # chunks at most: while they are copied together, they are on the 
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Row tokens [start, stop) that are computed ahead."""
+
+    row: int
+    start: int
+    stop: int
+
+
+class Ahead:
+    """Rows that were computed ahead, in layers of their own. All of them end at the same column.
+
+    Args:
+        layers: They hold the rows.
+        parts: What was computed of each row, in order.
+    """
+
+    def __init__(self, layers: Sequence[ReuseLayer], parts: Sequence[Part]) -> None:
+        self._layers = layers
+        self._columns = max(part.stop for part in parts)
+        self._at = {part.row: number for number, part in enumerate(parts)}
+        self._stops = {part.row: part.stop for part in parts}
+
+    def tokens(self, row: int, layer_idx: int, start: int, stop: int) -> Piece | None:
+        """Tokens [start, stop) of a row, or fewer: a layer may not hold the first ones."""
+        layer, padding = self._layers[layer_idx], self._columns - self._stops[row]
+        return layer.columns(self._at[row], max(start + padding, layer.first), stop + padding)
+
+    def state(self, row: int, layer_idx: int) -> LayerState | None:
+        """The state of a row at its end."""
+        return self._layers[layer_idx].save_state(self._at[row])
+
+
+class StemReader:
+    """Reads a stem where it was computed, as a `LayerKVReader` reads a chunk.
+
+    Args:
+        ahead: Where it was computed.
+        stem: The stem.
+    """
+
+    def __init__(self, ahead: Ahead, stem: Stem) -> None:
+        self._ahead, self._stem = ahead, stem
+        self._pieces: dict[int, Piece | None] = {}  # rows that share a piece are given the same views
+
+    def layer(self, layer_idx: int) -> Piece | None:
+        """Its columns in a layer, or None if the layer keeps none."""
+        if layer_idx not in self._pieces:
+            stem = self._stem
+            self._pieces[layer_idx] = self._ahead.tokens(stem.rows[0], layer_idx, stem.start, stem.stop)
+        return self._pieces[layer_idx]
+
+    def state(self, layer_idx: int) -> LayerState | None:
+        """The state of a layer behind it."""
+        return self._ahead.state(self._stem.rows[0], layer_idx)
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """Row tokens [start, stop), which a reader has from row token `origin` on."""
 
-    reader: LayerKVReader | JoinedKVReader
+    reader: LayerKVReader | JoinedKVReader | StemReader
     origin: int
     start: int
     stop: int
@@ -38,7 +98,7 @@ def fill_layers(
     """Append columns [plan.held, plan.filled) to every layer.
 
     Args:
-        model: Runs the rows whose stored prefix is shorter.
+        model: Runs what the store does not have.
         layers: They hold `plan.held` columns.
         plan: What comes from where.
         inputs: The caller's arguments.
@@ -47,27 +107,36 @@ def fill_layers(
     Returns:
         Tokens that had to be computed.
     """
-    spans = spans_of(plan)
+    source = _Source(model, layers, plan, spans_of(plan), inputs, first)
     computed = 0
-    ahead: dict[int, _Ahead] = {}
+    for group in plan.stems:
+        parts = [Part(stem.rows[0], stem.start, stem.stop) for stem in group]
+        ahead = source.compute(parts)
+        for stem in group:
+            span = Span(StemReader(ahead, stem), stem.start, stem.start, stem.stop)
+            for row in stem.rows:
+                source.spans[row].append(span)
+        computed += sum(map(len, group))
+    cold: dict[int, Ahead] = {}
     for column, rows in plan.cold_groups.items():
-        group, base = _prefill(model, layers, plan, spans, inputs, first, column, rows)
-        ahead |= {row: _Ahead(group, at, base) for at, row in enumerate(rows)}
-        computed += sum(plan.filled - max(column, plan.pads[row]) for row in rows)
+        parts = [Part(row, max(column - plan.pads[row], 0), plan.filled - plan.pads[row]) for row in rows]
+        ahead = source.compute(parts)
+        cold |= dict.fromkeys(rows, ahead)
+        computed += sum(part.stop - part.start for part in parts)
     # A window may be shorter than what a chunk needs. Rows that were computed ahead have no more than their window.
-    chunk_start = plan.filled if ahead else plan.last_border
+    chunk_start = plan.filled if cold else plan.last_border
     for idx, layer in enumerate(layers):
         start = max(plan.held, min(layer.needed_from(plan.filled), chunk_start))
         pieces: list[list[Piece]] = []
         states: list[LayerState | None] = []
-        for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
-            if row in ahead:
-                found = ahead[row].columns(idx, start, plan.filled)
+        for row, pad in enumerate(plan.pads):
+            if row in cold:
+                found = cold[row].tokens(row, idx, max(start - pad, 0), plan.filled - pad)
                 pieces.append([found] if found is not None else [])
-                states.append(ahead[row].state(idx))
+                states.append(cold[row].state(row, idx))
             else:
-                pieces.append(pieces_of(spans[row], idx, start - pad, plan.filled - pad))
-                states.append(_state(row_plan, idx, plan.filled - pad))
+                pieces.append(pieces_of(source.spans[row], idx, start - pad, plan.filled - pad))
+                states.append(source.state(row, idx, plan.filled - pad))
         if any(pieces):
             layer.fill(start, plan.filled, pieces)
         if layer.is_stateful:
@@ -75,7 +144,7 @@ def fill_layers(
     return computed
 
 
-def spans_of(plan: ReusePlan, groups: Groups | None = None) -> Spans:
+def spans_of(plan: ReusePlan, groups: Groups | None = None) -> list[list[Span]]:
     """Readers for the segments of a plan whose chunks are loaded. Rows share the readers of chunks that they share.
 
     On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
@@ -127,8 +196,9 @@ def needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
     for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
         reach = plan.starts(row) - pad
         found += [stored_chunk(segment) for segment in row_plan.segments if segment.start < reach]
-        saved = (row_plan.states or {}).get(reach)
-        if saved is not None:
+        # Where a state comes from the store, either the row or what is computed of it begins.
+        at = {reach, *(stem.start for stem in plan.path(row))}
+        for saved in [saved for point, saved in (row_plan.states or {}).items() if point in at]:
             assert isinstance(saved, StoredStates)
             found.append(saved)
     return found
@@ -157,51 +227,122 @@ def _loaded_states(saved: SavedState, loaded: Mapping[bytes, StoredChunk | Store
     return found if isinstance(found, StoredStates) else saved
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A row that was computed ahead: in which layers, as which row of them, and the column that they begin at."""
+class _Source:
+    """Has, or computes, K/V of the rows of a batch up to `plan.filled`.
 
-    layers: Sequence[ReuseLayer]
-    row: int
-    base: int
+    Args:
+        model: Runs what is to be computed.
+        layers: They hold `plan.held` columns, and are not changed.
+        plan: What comes from where.
+        spans: Of each row, what can be read; more may be added.
+        inputs: The caller's arguments.
+        first: The column of the first id in `inputs`.
+    """
 
-    def columns(self, layer_idx: int, start: int, stop: int) -> Piece | None:
-        """Columns [start, stop), or fewer: padding in front may be missing."""
-        layer = self.layers[layer_idx]
-        return layer.columns(self.row, max(start - self.base, layer.first), stop - self.base)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[ReuseLayer],
+        plan: ReusePlan,
+        spans: list[list[Span]],
+        inputs: ForwardInputs,
+        first: int,
+    ) -> None:
+        self.spans = spans
+        self._model, self._layers, self._plan, self._inputs, self._first = model, layers, plan, inputs, first
 
-    def state(self, layer_idx: int) -> LayerState | None:
-        """The state at the end."""
-        return self.layers[layer_idx].save_state(self.row)
+    def compute(self, parts: Sequence[Part]) -> Ahead:
+        """Compute parts of rows, on top of what there is of these rows, in one forward.
+
+        Shorter parts have padding on the left. A part that begins behind other tokens is computed from a little
+        further ahead where another one of the forward is longer.
+        """
+        new, columns = max(part.stop - part.start for part in parts), max(part.stop for part in parts)
+        group = [layer.fresh() for layer in self._layers]
+        if columns > new:
+            for idx, layer in enumerate(group):
+                start = layer.needed_from(columns - new)
+                pieces = [self._known(part, idx, start - (columns - part.stop), part.stop - new) for part in parts]
+                if any(pieces):
+                    layer.fill(start, columns - new, pieces)
+                if layer.is_stateful:
+                    layer.load_states([self.state(part.row, idx, part.stop - new) for part in parts])
+        rows = torch.tensor([[part.row] for part in parts], device=self._inputs.input_ids.device)
+        stops = torch.tensor([[part.stop] for part in parts], device=rows.device)
+        pads = torch.tensor([[self._plan.pads[part.row]] for part in parts], device=rows.device)
+        tokens = stops - new + torch.arange(new, device=rows.device)
+        at = torch.where(tokens < 0, 0, tokens + pads - self._first)
+        mask = torch.arange(columns, device=rows.device) >= columns - stops
+        _run(self._model, group, self._inputs, rows, at, mask)
+        return Ahead(group, parts)
+
+    def state(self, row: int, layer_idx: int, token: int) -> LayerState | None:
+        """The state of a row at a token."""
+        plan = self._plan
+        states = plan.rows[row].states
+        if states is None or token <= 0:
+            return None
+        if token + plan.pads[row] == plan.held:
+            return self._layers[layer_idx].save_state(row)
+        for span in self.spans[row]:
+            if isinstance(span.reader, StemReader) and span.stop == token:
+                return span.reader.state(layer_idx)
+        saved = states[token]
+        assert isinstance(saved, StoredStates)
+        return saved.states.layers[layer_idx]
+
+    def _known(self, part: Part, layer_idx: int, start: int, stop: int) -> list[Piece]:
+        """Tokens [start, stop) of a row, as far as it has them."""
+        pad, held, own = self._plan.pads[part.row], self._plan.held, self._layers[layer_idx]
+        start = max(start, 0)
+        known = pieces_of(self.spans[part.row], layer_idx, max(start, held - pad), stop)
+        if start + pad < min(held, stop + pad):
+            piece = own.columns(part.row, max(start + pad, own.first), min(held, stop + pad))
+            return [piece, *known] if piece is not None else known
+        return known
 
 
 def run_ahead(
-    model: PreTrainedModel,
-    layers: Sequence[ReuseLayer],
-    inputs: ForwardInputs,
-    rows: Sequence[int],
-    columns: slice,
-    first: int,
-    mask_from: int = 0,
+    model: PreTrainedModel, layers: Sequence[ReuseLayer], inputs: ForwardInputs, columns: slice, first: int
 ) -> None:
-    """Compute columns of some rows, ahead of the forward that the caller asked for.
+    """Compute columns of all rows, ahead of the forward that the caller asked for.
 
     Args:
         model: The model.
-        layers: They hold what comes before, of exactly these rows.
+        layers: They hold what comes before.
         inputs: The caller's arguments.
-        rows: Which rows of them.
         columns: Which columns.
         first: The column of the first id in `inputs`.
-        mask_from: The column of the first one in `layers`.
     """
-    at = torch.tensor(rows, device=inputs.input_ids.device)
-    new = slice(columns.start - first, columns.stop - first)
-    part: dict[str, Any] = {"input_ids": inputs.input_ids[at, new]}
-    if inputs.attention_mask is not None:
-        part["attention_mask"] = inputs.attention_mask[at, mask_from : columns.stop]
+    rows = torch.arange(len(inputs.input_ids), device=inputs.input_ids.device)[:, None]
+    at = torch.arange(columns.start - first, columns.stop - first, device=rows.device).expand(len(rows), -1)
+    mask = inputs.attention_mask[:, : columns.stop] if inputs.attention_mask is not None else None
+    _run(model, layers, inputs, rows, at, mask)
+
+
+def _run(
+    model: PreTrainedModel,
+    layers: Sequence[ReuseLayer],
+    inputs: ForwardInputs,
+    rows: torch.Tensor,
+    at: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:
+    """Compute the ids `at` [k, m] of `rows` [k, 1] of a call, behind what the layers hold.
+
+    Args:
+        model: The model.
+        layers: They hold the same rows.
+        inputs: The arguments of the call.
+        rows: Which rows of it.
+        at: Which of the ids of each row.
+        mask: Of all columns, [k, columns], if the call has one.
+    """
+    part: dict[str, Any] = {"input_ids": inputs.input_ids[rows, at]}
+    if inputs.attention_mask is not None and mask is not None:
+        part["attention_mask"] = mask.to(inputs.attention_mask.dtype)
     if inputs.position_ids is not None:
-        part["position_ids"] = take_positions(inputs.position_ids, at, len(inputs.input_ids), new)
+        part["position_ids"] = take_positions(inputs.position_ids, len(inputs.input_ids), rows, at)
     cache = PrivateCache([layer.native for layer in layers])
     model(**part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
@@ -218,55 +359,14 @@ def compute_columns(
         inputs: The caller's arguments.
         first: The column of the first id in `inputs`.
     """
-    rows = list(range(len(plan.rows)))
-    group, base = _prefill(model, layers, plan, [[]] * len(rows), inputs, first, plan.held, rows)
+    source = _Source(model, layers, plan, [[] for _ in plan.rows], inputs, first)
+    parts = [Part(row, max(plan.held - pad, 0), plan.filled - pad) for row, pad in enumerate(plan.pads)]
+    ahead = source.compute(parts)
     found: list[list[Piece]] = []
     for idx in range(len(layers)):
-        ahead = [_Ahead(group, at, base).columns(idx, plan.held, plan.filled) for at in rows]
-        found.append([piece for piece in ahead if piece is not None])
+        pieces = [ahead.tokens(part.row, idx, part.start, part.stop) for part in parts]
+        found.append([piece for piece in pieces if piece is not None])
     return found
-
-
-def _prefill(
-    model: PreTrainedModel,
-    layers: Sequence[ReuseLayer],
-    plan: ReusePlan,
-    spans: Spans,
-    inputs: ForwardInputs,
-    first: int,
-    column: int,
-    rows: list[int],
-) -> tuple[list[ReuseLayer], int]:
-    """Compute columns [column, filled) of `rows` on top of what the layers and the store have of them.
-
-    Returns:
-        Layers that hold the rows, and the column that they begin at.
-    """
-    group = [layer.fresh() for layer in layers]
-    starts_empty = all(plan.pads[row] >= column for row in rows)  # all that is before is padding
-    if not starts_empty:
-        for idx, (layer, own) in enumerate(zip(group, layers, strict=True)):
-            start = layer.needed_from(column)
-            pieces: list[list[Piece]] = []
-            for row in rows:
-                pad = plan.pads[row]
-                found = pieces_of(spans[row], idx, max(start, plan.held) - pad, column - pad)
-                held = own.columns(row, max(start, own.first), plan.held) if plan.held > start else None
-                pieces.append([held, *found] if held is not None else found)
-            if any(pieces):
-                layer.fill(start, column, pieces)
-            if layer.is_stateful:
-                layer.load_states(
-                    [
-                        own.save_state(row)
-                        if column == plan.held
-                        else _state(plan.rows[row], idx, column - plan.pads[row])
-                        for row in rows
-                    ]
-                )
-    base = column if starts_empty else 0
-    run_ahead(model, group, inputs, rows, slice(column, plan.filled), first, base)
-    return group, base
 
 
 def pieces_of(spans: Sequence[Span], layer_idx: int, start: int, stop: int) -> list[Piece]:
@@ -281,14 +381,6 @@ def pieces_of(spans: Sequence[Span], layer_idx: int, start: int, stop: int) -> l
                 whole = piece[0].shape[1] == length  # all of them have as many tokens
                 pieces.append(piece if whole else tuple([kv.narrow(1, at, length) for kv in piece]))
     return pieces
-
-
-def _state(plan: RowPlan, layer_idx: int, at: int) -> LayerState | None:
-    if plan.states is None:
-        return None
-    saved = plan.states[at]
-    assert isinstance(saved, StoredStates)
-    return saved.states.layers[layer_idx]
 
 
 def stored_chunk(segment: Segment) -> StoredChunk:

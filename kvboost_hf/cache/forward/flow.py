@@ -213,7 +213,15 @@ def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forwar
         return _bypass(parts, request, reason)
     live.hand_out(attn_implementation(model) == ATTENTION)  # what overlaps depends on it
     overlaps = plan.filled > prompt.held and _may_overlap(parts, model, plan, prompt)
-    return Reused(parts, prompt, plan, cuts, overlaps=overlaps, stores_whole=request.stores_whole)
+    return Reused(
+        parts,
+        prompt,
+        plan,
+        cuts,
+        overlaps=overlaps,
+        share_from=_min_saving(parts, prompt) if not media else None,
+        stores_whole=request.stores_whole,
+    )
 
 
 def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
@@ -243,12 +251,20 @@ def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
 def _plan(parts: CacheParts, model: PreTrainedModel, ledger: Ledger, prompt: PromptColumns) -> ReusePlan:
     """Plan the columns [held, limit) of a prompt, with all chunks loaded."""
     live, binding, ids = parts.live, parts.binding, prompt.ids
-    # Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
-    min_saving = binding.policy.min_prefill_saving if not live.regime else ids.size
+    min_saving = _min_saving(parts, prompt)
+    stems_to = _stems_to(parts, ledger, prompt)
     lost: frozenset[bytes] = frozenset()
     while True:
         plan = ledger.plan(
-            ids, prompt.held, prompt.limit, binding.store, min_saving, stateful=live.stateful, without=lost
+            ids,
+            prompt.held,
+            prompt.limit,
+            binding.store,
+            min_saving,
+            stateful=live.stateful,
+            stems_to=stems_to,
+            first=prompt.first,
+            without=lost,
         )
         wanted = needed_for(plan)
         fetched = binding.store.records.fetch(wanted, check=not _may_overlap(parts, model, plan, prompt))
@@ -257,6 +273,25 @@ def _plan(parts: CacheParts, model: PreTrainedModel, ledger: Ledger, prompt: Pro
         if fetched.keys() >= {each.key for each in wanted}:
             return with_loaded(plan, fetched)
         lost |= {each.key for each in wanted if each.key not in fetched}
+
+
+def _min_saving(parts: CacheParts, prompt: PromptColumns) -> int:
+    """Tokens that a forward ahead must save.
+
+    Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
+    """
+    return parts.binding.policy.min_prefill_saving if not parts.live.regime else prompt.ids.size
+
+
+def _stems_to(parts: CacheParts, ledger: Ledger, prompt: PromptColumns) -> int:
+    """The column up to which what rows begin with may be computed once; 0 if it may not.
+
+    A forward of our own would lack the images of the caller's. States are kept at a border, and what follows it is
+    computed once behind that (see `Reused`).
+    """
+    if prompt.new.media.any():
+        return 0
+    return ledger.last_border(prompt.limit, parts.binding.store, prompt.ids) if parts.live.stateful else prompt.limit
 
 
 def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> bool:
@@ -285,9 +320,12 @@ def _state_cuts(parts: CacheParts, plan: ReusePlan, ledger: Ledger, prompt: Prom
     wanted = {border} if border - plan.filled >= store.chunker.chunk_size // 2 else set()
     if plan.branch is not None:
         wanted.add(plan.branch)
+    if plan.stems and border == plan.filled:  # nobody has stored the states that were computed
+        wanted.add(border)
     if media.any():  # a whole prompt, as media only come with one
         wanted.add(int(media.any(axis=0).argmax()))
-    return sorted(cut for cut in wanted if max(plan.filled, *plan.pads) < cut <= limit)
+    earliest = plan.filled if plan.stems else plan.filled + 1
+    return sorted(cut for cut in wanted if max(earliest, *[pad + 1 for pad in plan.pads]) <= cut <= limit)
 
 
 def _mask_cuts(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> list[int]:

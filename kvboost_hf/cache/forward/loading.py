@@ -36,7 +36,7 @@ def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
         _bytes_to_load(layers, plan) >= _MIN_BYTES
         and not torch.is_grad_enabled()
         and all(type(layer) in (GrowingLayer, PiecedLayer) for layer in layers)
-        and not plan.cold_groups
+        and not plan.ahead
     )
 
 

@@ -45,7 +45,7 @@ def plan_moved(
         media: It has images, sound or video.
     """
     policy, live, inputs = parts.binding.policy, parts.live, prompt.inputs
-    if policy.mode != "blend" or inputs.computes_all or exact.filled >= prompt.limit:
+    if policy.mode != "blend" or inputs.computes_all or (exact.filled >= prompt.limit and not exact.ahead):
         return None
     live.tally.moved_reason = reason_against_moving(parts, request.model, media=media)
     if live.tally.moved_reason is not None:
@@ -202,8 +202,7 @@ def _saving(
 ) -> float:
     """Tokens that are not computed, compared to what exact reuse would leave."""
     columns, batch = plan.columns, len(plan.rows)
-    ahead = sum((exact.filled - column) * len(rows) for column, rows in exact.cold_groups.items())
-    without = ahead + batch * (columns - exact.filled)
+    without = exact.ahead + batch * (columns - exact.filled)
     chosen = [int((row.computed | repair.choose(row, policy)).sum()) for row in plan.rows]
     if measures is not Measure.NOTHING:
         at_least = [int(row.computed.sum()) + budget(row, policy.recompute_ratio) for row in plan.rows]

@@ -18,8 +18,8 @@ from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_
 from kvboost_hf.cache.layers.base import Piece
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan
-from kvboost_hf.cache.planning.report import miss_report
+from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, plan_shared
+from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.media import Prompt, narrow_media
@@ -68,6 +68,7 @@ class Reused(Forward):
         plan: Which of them the store serves.
         cuts: Columns before which to run a forward of its own, and to keep states.
         overlaps: K/V may be loaded while the model computes.
+        share_from: Tokens that computing once what rows have alike must save; None if it may not be done.
         stores_whole: Store all of the prompt when it is done.
     """
 
@@ -79,9 +80,11 @@ class Reused(Forward):
         cuts: Sequence[int],
         *,
         overlaps: bool,
+        share_from: int | None,
         stores_whole: bool,
     ) -> None:
         super().__init__(parts, prompt.held)
+        self._share_from = share_from
         self._prompt, self._plan, self._cuts = prompt, plan, cuts
         self._overlaps, self._stores_whole = overlaps, stores_whole
         self._loading: Loading | None = None
@@ -102,6 +105,7 @@ class Reused(Forward):
             live.tally.forwarded += fill_layers(model, live.layers, plan, prompt.inputs, prompt.first)
         self._note_filled()
         self._run_to_cuts(model)
+        self._share_rest(model)
         if plan.filled > prompt.first == 0:
             due = parts.binding.store.audits.is_due(parts.binding.policy.audit_rate)
             fingerprint = parts.binding.fingerprint
@@ -170,6 +174,7 @@ class Reused(Forward):
         live, tally, ledger = parts.live, parts.live.tally, parts.live.ledger
         assert ledger is not None
         live.filled(ids[:, plan.held : plan.filled], plan.filled)
+        count_stems(tally, plan)
         for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
             stop = plan.filled - pad
             ledger.borders[row] += [border for border in row_plan.borders if border.at <= stop]
@@ -196,13 +201,32 @@ class Reused(Forward):
         rows = range(len(prompt.ids))
         for cut in self._cuts:
             columns = slice(self.length, cut)
-            run_ahead(model, live.layers, prompt.inputs, rows, columns, prompt.first)
-            live.filled(prompt.ids[:, columns], cut)
+            if self.length < cut:
+                run_ahead(model, live.layers, prompt.inputs, columns, prompt.first)
+                live.filled(prompt.ids[:, columns], cut)
             self.length = cut
             if live.stateful and store.usable:
                 parts.writer.offer_new(ledger)
                 for row in rows:
                     ledger.store_states(row, live.layers, store)
+
+    def _share_rest(self, model: PreTrainedModel) -> None:
+        """Compute once what rows have alike behind the column up to which the plan goes, at which states were kept."""
+        live, prompt, ledger = self.parts.live, self._prompt, self.parts.live.ledger
+        pads = self._plan.pads
+        if self._share_from is None or not live.stateful or len(pads) == 1 or self.length <= max(pads):
+            return
+        assert ledger is not None
+        rows = tuple(RowPlan(self.length - pad, (), (), None, {}) for pad in pads)
+        alone = ReusePlan(self.length, self.length, rows, pads)
+        tokens = [prompt.ids[row, pad:] for row, pad in enumerate(pads)]
+        plan = plan_shared(alone, tokens, prompt.first, prompt.limit, prompt.limit, self._share_from)
+        if plan.filled > self.length:
+            computed = fill_layers(model, live.layers, plan, prompt.inputs, prompt.first)
+            live.filled(prompt.ids[:, self.length : plan.filled], plan.filled)
+            live.tally.forwarded += computed - len(pads) * (plan.filled - self.length)
+            count_stems(live.tally, plan)
+            self.length = plan.filled
 
     def _note_pace(self) -> None:
         """Tell how fast the model is. On a GPU the host's clock does not."""
@@ -226,6 +250,16 @@ class Reused(Forward):
             output["logits"] = found.logits
             return output
         return (found.logits, *output[1:])
+
+
+def count_stems(tally: Tally, plan: ReusePlan) -> None:
+    """Count what was computed once as reused by all rows but the one that has computed it."""
+    for stem in (stem for group in plan.stems for stem in group):
+        for row in stem.rows:
+            served = max(min(stem.stop, plan.starts(row) - plan.pads[row]) - stem.start, 0)
+            reused = served - len(stem) if row == stem.rows[0] else served
+            tally.count(BATCH, reused)
+            tally.rows[row] += reused
 
 
 def note_miss(parts: CacheParts, row: int, tokens: Tokens, plan: RowPlan) -> None:

@@ -12,7 +12,7 @@ from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, copy_columns, cop
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key
 from kvboost_hf.cache.planning.moved_columns import MovedColumns
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row, plan_shared
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
 from kvboost_hf.cache.store.view import Row
@@ -74,9 +74,14 @@ class Ledger:
         min_saving: int,
         *,
         stateful: bool,
+        stems_to: int,
+        first: int,
         without: frozenset[bytes] = frozenset(),
     ) -> ReusePlan:
-        """Plan the columns [held, limit) of `ids` [batch, columns], without what is under some keys."""
+        """Plan the columns [held, limit) of `ids` [batch, columns], without what is under some keys.
+
+        See `plan_shared` for `stems_to` and `first`.
+        """
         pads = self.log.pads.tolist()
         plans: list[RowPlan] = []
         same: dict[bytes, RowPlan] = {}  # beams and num_return_sequences repeat rows
@@ -90,7 +95,11 @@ class Ledger:
                     plan_row(tokens, max(held - pad, 0), border, limit - pad, store.chunker, index, stateful=stateful)
                 )
             plans.append(same[key])
-        return plan_batch(plans, pads, held, limit, min_saving)
+        alone = plan_batch(plans, pads, held, limit, min_saving)
+        if len(plans) == 1 or stems_to <= held:
+            return alone
+        tokens = [ids[row, pad:] for row, pad in enumerate(pads)]
+        return plan_shared(alone, tokens, first, limit, stems_to, min_saving)
 
     # Handing chunks to the store
 

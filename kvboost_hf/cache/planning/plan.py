@@ -10,6 +10,8 @@ on later tokens).
 
 Models with states (linear attention) can only continue from a token at which the states were saved: a hit ends at
 such a token.
+
+What several rows of a batch begin with, and the store does not have, is computed once: see `stems.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, prefix_key
+from kvboost_hf.cache.planning.stems import Stem, find_stems, in_groups, paths_of
 
 # A stored chunk can serve a part of itself only if at least this many of its leading tokens agree.
 HEAD_TOKENS = 8
@@ -213,16 +216,30 @@ def _nearest(tokens: Tokens, border: Border, index: ChunkIndex) -> tuple[Chunk |
 
 @dataclass(frozen=True, slots=True)
 class ReusePlan:
-    """The columns (padding included) that a forward over a batch takes from the store."""
+    """The columns (padding included) that a forward over a batch takes from the store, or has computed ahead."""
 
     held: int  # columns [0, held) are in the live cache
     filled: int  # columns [held, filled) are taken from the store, or computed for some rows ahead of the others
     rows: tuple[RowPlan, ...]
     pads: tuple[int, ...]  # columns of left padding of each row
+    paths: tuple[tuple[Stem, ...], ...] = ()  # of each row, what is computed once for it and others; or no rows
+    stems: tuple[tuple[Stem, ...], ...] = ()  # all of these, in the forwards that compute them
+
+    def path(self, row: int) -> tuple[Stem, ...]:
+        """What is computed once for a row and others, in order."""
+        return self.paths[row] if self.paths else ()
+
+    def reach(self, row: int, stop: int) -> int:
+        """The last token of a row, at most `stop`, from which it can be continued; 0 if there is none."""
+        plan, path = self.rows[row], self.path(row)
+        reached = plan.reach(stop)
+        if plan.states is None:
+            return max(reached, min(path[-1].stop, stop)) if path else reached
+        return max((stem.stop for stem in path if reached < stem.stop <= stop), default=reached)
 
     def starts(self, row: int) -> int:
         """The column up to which a row can be served, if it is then computed up to `filled`."""
-        return max(self.held, self.rows[row].reach(self.filled - self.pads[row]) + self.pads[row])
+        return max(self.held, self.reach(row, self.filled - self.pads[row]) + self.pads[row])
 
     @property
     def last_border(self) -> int:
@@ -250,6 +267,17 @@ class ReusePlan:
         return groups
 
     @property
+    def ahead(self) -> int:
+        """Tokens, padding included, in the forwards that run ahead of that over the whole batch."""
+        cold = sum((self.filled - column) * len(group) for column, group in self.cold_groups.items())
+        return cold + sum(max(map(len, group)) * len(group) for group in self.stems)
+
+    def cost(self, limit: int, min_saving: int) -> int:
+        """Tokens up to column `limit` that are computed, where each forward ahead counts as `min_saving` more."""
+        forwards = len(self.cold_groups) + len(self.stems)
+        return self.ahead + len(self.rows) * (limit - self.filled) + min_saving * forwards
+
+    @property
     def branch(self) -> int | None:
         """The column at which stored K/V ends, if behind the last saved states: prompts have branched there."""
         reach = max(plan.hit + pad for plan, pad in zip(self.rows, self.pads, strict=True))
@@ -270,17 +298,72 @@ def plan_batch(rows: Sequence[RowPlan], pads: Sequence[int], held: int, limit: i
         limit: At most this many columns may be filled.
         min_saving: Tokens that an extra forward must save.
     """
-    cuts = {held}
-    for plan, pad in zip(rows, pads, strict=True):
-        if plan.states is not None:
+    return min(_cuts(ReusePlan(held, held, tuple(rows), tuple(pads))), key=lambda plan: plan.cost(limit, min_saving))
+
+
+def plan_shared(
+    alone: ReusePlan, tokens: Sequence[Tokens], first: int, limit: int, stems_to: int, min_saving: int
+) -> ReusePlan:
+    """A plan that also computes once what several rows begin with, if that is less work; else the plan itself.
+
+    Args:
+        alone: A plan of the rows, each by itself.
+        tokens: Of each row.
+        first: The column of the first id that the caller passed.
+        limit: At most this many columns may be filled.
+        stems_to: At most this many columns may be computed once.
+        min_saving: Tokens that an extra forward must save.
+    """
+    pads, held, batch = alone.pads, alone.held, len(alone.rows)
+
+    def reach(row: int, stop: int) -> int:
+        return max(alone.rows[row].reach(stop), min(held - pads[row], stop), 0)
+
+    known = [each[: max(stems_to - pad, 0)] for each, pad in zip(tokens, pads, strict=True)]
+    found = find_stems(known, reach, min_saving)
+    if not found:
+        return alone
+    paths = tuple(map(tuple, paths_of(found, batch)))
+    rows = tuple(_cut_off(row, path[0].start) if path else row for row, path in zip(alone.rows, paths, strict=True))
+    stateful = alone.rows[0].states is not None
+
+    def with_stems(plan: ReusePlan) -> ReusePlan:
+        """The plan with the stems that it needs, as far as it needs them."""
+        ends = [plan.starts(row) - pad for row, pad in enumerate(pads)]
+        needed: list[Stem] = []
+        for stem in found:
+            stop = min(stem.stop, max(ends[row] for row in stem.rows))
+            if stop > stem.start:
+                needed.append(replace(stem, stop=stop))
+        groups = in_groups(needed, batch, min_saving, padded=any(pads) and not first, equal_starts=stateful)
+        if first:  # what is before the first id that was passed cannot be computed again
+            groups = [(stem,) for group in groups for stem in group]
+        return replace(plan, paths=tuple(map(tuple, paths_of(needed, batch))), stems=tuple(groups))
+
+    plans = [with_stems(plan) for plan in _cuts(replace(alone, filled=held, rows=rows, paths=paths))]
+    best = min(plans, key=lambda plan: plan.cost(limit, min_saving))
+    return best if best.stems and best.cost(limit, min_saving) < alone.cost(limit, min_saving) else alone
+
+
+def _cuts(plan: ReusePlan) -> list[ReusePlan]:
+    """The plan with each column as `filled` up to which some row can be served."""
+    cuts = {plan.held}
+    for number, (row, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+        path = plan.path(number)
+        if row.states is not None:
             # A state takes in padding that comes after it: every row must have begun.
-            cuts |= {at + pad for at in plan.states if at + pad > max(pads)}
-        elif plan.segments:
-            cuts.add(plan.hit + pad)
-    plans = [ReusePlan(held=held, filled=cut, rows=tuple(rows), pads=tuple(pads)) for cut in sorted(cuts)]
+            saved = [*row.states, *(stem.stop for stem in path)]
+            cuts |= {at + pad for at in saved if at + pad > max(plan.pads)}
+        elif path or row.segments:
+            cuts.add((path[-1].stop if path else row.hit) + pad)
+    return [replace(plan, filled=cut) for cut in sorted(cuts)]
 
-    def cost(plan: ReusePlan) -> int:
-        ahead = sum((plan.filled - column) * len(group) for column, group in plan.cold_groups.items())
-        return ahead + len(rows) * (limit - plan.filled) + min_saving * len(plan.cold_groups)
 
-    return min(plans, key=cost)
+def _cut_off(plan: RowPlan, stop: int) -> RowPlan:
+    """The plan of a row of which the store is to serve nothing from `stop` on."""
+    segments = tuple(
+        replace(segment, stop=min(segment.stop, stop)) for segment in plan.segments if segment.start < stop
+    )
+    borders = tuple(border for border in plan.borders if border.at <= stop)
+    states = {at: saved for at, saved in plan.states.items() if at <= stop} if plan.states is not None else None
+    return replace(plan, hit=min(plan.hit, stop), segments=segments, borders=borders, states=states)

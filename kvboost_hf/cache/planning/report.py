@@ -10,6 +10,7 @@ from kvboost_hf.cache.planning.chunks import Tokens, common_length
 from kvboost_hf.cache.planning.column_ids import text_ids
 from kvboost_hf.cache.planning.plan import Miss
 
+BATCH = "batch"  # where tokens were found that another row of the same batch has computed
 _CONTEXT_TOKENS = 12
 _CLOCK = re.compile(r"\d{1,4}[-/:]\d{1,2}([-/:.]\d{1,4})*")
 
@@ -44,8 +45,8 @@ class ReuseReport:
         forwarded_tokens: Tokens that went through the model for the prompt; where layers differ, their mean, rounded
             up.
         layer_tokens: Of a prompt with moved tokens, how many went through each layer; else empty.
-        tier_tokens: Reused tokens by where they were found: `"live"` (still in this cache), `"ram"`, and the names of
-            the store's other tiers.
+        tier_tokens: Reused tokens by where they were found: `"live"` (still in this cache), `"batch"` (computed for
+            another row of the same batch), `"ram"`, and the names of the store's other tiers.
         bypass_reason: Why nothing, or nothing more, of the prompt could be reused, or None.
         moved_reason: With mode `"blend"`, why nothing of the prompt could be moved, or None.
         misses: For each row, where reuse ended and why; empty where all was reused.
@@ -131,7 +132,7 @@ class Tally:
 
     prompt: int = 0
     live: int = 0
-    tiers: dict[str, int] = field(default_factory=dict)  # from the store, moved ones included, by tier
+    tiers: dict[str, int] = field(default_factory=dict)  # not from this cache, moved ones included, by tier
     moved: int = 0
     recomputed: int = 0
     forwarded: int = 0  # in forwards without moved tokens
@@ -147,7 +148,7 @@ class Tally:
 
     @property
     def stored(self) -> int:
-        """Tokens from the store."""
+        """Tokens from the store, and from other rows."""
         return sum(self.tiers.values())
 
     def count(self, tier: str, tokens: int) -> None:

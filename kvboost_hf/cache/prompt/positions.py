@@ -57,10 +57,10 @@ def text_positions(position_ids: torch.Tensor, places: torch.Tensor) -> tuple[to
     return places, torch.where(agree, position_ids[0], -1)
 
 
-def take_positions(position_ids: torch.Tensor, rows: torch.Tensor, batch: int, columns: slice) -> torch.Tensor:
-    """`position_ids` [(planes,) batch or 1, m] of some rows and columns."""
+def take_positions(position_ids: torch.Tensor, batch: int, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """`position_ids` [(planes,) batch or 1, m] of `rows` [k, 1], of each those `at` [k, n]."""
     expanded = position_ids.expand(*position_ids.shape[:-2], batch, -1)
-    return expanded[..., rows, :][..., columns]
+    return expanded[..., rows, at]
 
 
 def computed_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> torch.Tensor | None:

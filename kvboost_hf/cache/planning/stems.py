@@ -1,0 +1,95 @@
+"""Finds what several rows of a batch begin with, so that it is computed once for all of them.
+
+    rows            a b c d e f      stems   [0, 3) of rows 0, 1, 2
+                    a b c d e g              [3, 5) of rows 0, 1
+                    a b c x y z
+
+Rows are compared by their tokens, padding left out. A stem that would save fewer tokens than another forward is worth
+is joined with those that continue it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvboost_hf.cache.planning.chunks import Tokens, common_length
+
+
+@dataclass(frozen=True, slots=True)
+class Stem:
+    """Row tokens [start, stop) that some rows have alike, and all before them; the first of the rows computes them."""
+
+    rows: tuple[int, ...]
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def find_stems(tokens: Sequence[Tokens], reach: Callable[[int, int], int], min_saving: int) -> list[Stem]:
+    """The stems of a batch, each behind those that it continues.
+
+    Args:
+        tokens: Of each row, as far as they may be computed ahead.
+        reach: Given a row and a token, the last token up to there from which the row can be continued: what is before
+            it is held or stored.
+        min_saving: Tokens that a stem must save.
+    """
+    order = sorted(range(len(tokens)), key=lambda row: tokens[row].astype(">i8").tobytes())
+    alike = [common_length(tokens[row], tokens[following]) for row, following in pairwise(order)]
+    found: list[Stem] = []
+    left = [(0, len(order), 0)] if len(order) > 1 else []
+    while left:
+        first, last, start = left.pop()
+        stop = min(alike[first : last - 1])
+        reached, row = min((reach(row, stop), row) for row in order[first:last])
+        start = max(start, reached)
+        if (last - first - 1) * (stop - start) >= max(min_saving, 1):
+            others = (each for each in order[first:last] if each != row)
+            found.append(Stem((row, *others), start, stop))
+            start = stop
+        parts = [first, *(at for at in range(first + 1, last) if alike[at - 1] == stop), last]
+        left += [(begin, end, start) for begin, end in pairwise(parts) if end - begin > 1]
+    return found
+
+
+def paths_of(stems: Iterable[Stem], batch: int) -> list[list[Stem]]:
+    """The stems of each row, in order."""
+    paths: list[list[Stem]] = [[] for _ in range(batch)]
+    for stem in stems:
+        for row in stem.rows:
+            paths[row].append(stem)
+    return paths
+
+
+def in_groups(
+    stems: Sequence[Stem], batch: int, waste: int, *, padded: bool, equal_starts: bool
+) -> list[tuple[Stem, ...]]:
+    """Stems that one forward can compute, in the order in which the forwards must run.
+
+    Args:
+        stems: Each behind those that it continues.
+        batch: Rows in all.
+        waste: Tokens that a stem may be shorter than the longest one in its forward.
+        padded: A forward may have padding on the left.
+        equal_starts: Stems that continue something must begin at the same token to share a forward.
+    """
+    levels: dict[tuple[int, ...], list[Stem]] = {}
+    paths = paths_of(stems, batch)
+    for stem in stems:
+        level = paths[stem.rows[0]].index(stem)
+        key = (level, 0 if padded else stem.stop)
+        if equal_starts and stem.start:
+            key = (level, stem.stop, stem.start)
+        levels.setdefault(key, []).append(stem)
+    groups: list[tuple[Stem, ...]] = []
+    for _, level_stems in sorted(levels.items()):
+        group: list[Stem] = []
+        for stem in sorted(level_stems, key=len, reverse=True):
+            if group and len(group[0]) - len(stem) > waste:
+                groups.append(tuple(group))
+                group = []
+            group.append(stem)
+        groups.append(tuple(group))
+    return groups
