@@ -28,7 +28,8 @@ def test_a_row_whose_prefix_begins_in_the_padding_of_another() -> None:
     model = make_model()
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16), ReusePolicy(min_prefill_saving=0))
     model.generate(**as_inputs(BASE[:, :64]), past_key_values=cache, max_new_tokens=1)
-    model.generate(**left_pad(BASE[:, :180], BASE[:, :70]), past_key_values=cache, max_new_tokens=1)
+    other = torch.cat([BASE[:, :64], OTHER[:, :6]], dim=1)
+    model.generate(**left_pad(BASE[:, :180], other), past_key_values=cache, max_new_tokens=1)
     assert cache.report.row_tokens == (64, 64)
     assert cache.report.reused_tokens == 128
 

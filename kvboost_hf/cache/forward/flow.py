@@ -314,7 +314,7 @@ def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, pro
 def _state_cuts(parts: CacheParts, plan: ReusePlan, ledger: Ledger, prompt: PromptColumns) -> list[int]:
     """Columns at which states are worth keeping: the last chunk border, where prompts part, the first image."""
     limit, media, store = prompt.limit, prompt.new.media, parts.binding.store
-    if not parts.live.stateful or parts.live.regime or limit <= plan.filled:
+    if not parts.live.stateful or parts.live.regime or limit < plan.filled + (not plan.stems):
         return []
     border = ledger.last_border(limit, store, prompt.ids)
     wanted = {border} if border - plan.filled >= store.chunker.chunk_size // 2 else set()

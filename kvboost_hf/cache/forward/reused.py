@@ -253,13 +253,14 @@ class Reused(Forward):
 
 
 def count_stems(tally: Tally, plan: ReusePlan) -> None:
-    """Count what was computed once as reused by all rows but the one that has computed it."""
+    """Count what was computed once as computed for one row, and reused by the others."""
     for stem in (stem for group in plan.stems for stem in group):
-        for row in stem.rows:
-            served = max(min(stem.stop, plan.starts(row) - plan.pads[row]) - stem.start, 0)
-            reused = served - len(stem) if row == stem.rows[0] else served
-            tally.count(BATCH, reused)
-            tally.rows[row] += reused
+        ends = {row: min(stem.stop, plan.starts(row) - plan.pads[row]) for row in stem.rows}
+        computed_for = max(stem.rows, key=lambda row: ends[row])
+        for row, end in ends.items():
+            if row != computed_for and end > stem.start:
+                tally.count(BATCH, end - stem.start)
+                tally.rows[row] += end - stem.start
 
 
 def note_miss(parts: CacheParts, row: int, tokens: Tokens, plan: RowPlan) -> None:

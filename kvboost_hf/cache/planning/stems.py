@@ -9,7 +9,7 @@ is joined with those that continue it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvboost_hf.cache.planning.chunks import Tokens, common_length
@@ -43,15 +43,28 @@ def find_stems(tokens: Sequence[Tokens], reach: Callable[[int, int], int], min_s
     while left:
         first, last, start = left.pop()
         stop = min(alike[first : last - 1])
-        reached, row = min((reach(row, stop), row) for row in order[first:last])
-        start = max(start, reached)
-        if (last - first - 1) * (stop - start) >= max(min_saving, 1):
-            others = (each for each in order[first:last] if each != row)
-            found.append(Stem((row, *others), start, stop))
+        reached = sorted((reach(row, stop), row) for row in order[first:last])
+        rows = tuple(row for at, row in reached if at < stop)  # others have all of it
+        begin = max(start, reached[0][0])
+        if (len(rows) - 1) * (stop - begin) >= max(min_saving, 1):
+            found.append(Stem(rows, begin, stop))
             start = stop
         parts = [first, *(at for at in range(first + 1, last) if alike[at - 1] == stop), last]
         left += [(begin, end, start) for begin, end in pairwise(parts) if end - begin > 1]
-    return found
+    return _without_gaps(found, len(tokens))
+
+
+def _without_gaps(stems: Sequence[Stem], batch: int) -> list[Stem]:
+    """The stems without the rows that can be continued from a state further on than where one of them ends."""
+    rows: dict[Stem, list[int]] = {stem: [] for stem in stems}
+    for row, path in enumerate(paths_of(stems, batch)):
+        start = None
+        for stem in reversed(path):
+            if start not in (None, stem.stop):
+                break
+            rows[stem].append(row)
+            start = stem.start
+    return [replace(stem, rows=tuple(rows[stem])) for stem in stems if rows[stem]]
 
 
 def paths_of(stems: Iterable[Stem], batch: int) -> list[list[Stem]]:
