@@ -24,7 +24,6 @@ from kvboost_hf.engine.prompts import CHECK_PROMPTS
 from kvboost_hf.engine.results import GenerationMode, GenerationResult, WarmResult
 from kvboost_hf.engine.runner import CallRunner
 from kvboost_hf.engine.settings import SETTINGS, checked_settings, choice
-from kvboost_hf.engine.shared import store_shared, with_computed
 from kvboost_hf.engine.warm import warm
 from kvboost_hf.engine.watch import Watch
 from kvboost_hf.migration import refuse
@@ -255,7 +254,7 @@ class KVBoost:
         do_sample: bool = False,
         **kwargs: Any,
     ) -> list[GenerationResult]:
-        """Generate the answers to prompts in one batch; the prefix that all of them share is computed once.
+        """Generate the answers to prompts in one batch; what several of them begin with is computed once.
 
         The prompts may be of any lengths. Greedy answers are those of `generate`, up to rounding. The assistant is not
         used.
@@ -280,9 +279,7 @@ class KVBoost:
             return []
         watch, mode = Watch(max(len(row) for row in rows)), GenerationMode.CHUNK_KV_REUSE
         with self._runner.lock:
-            computed = store_shared(self.store, self.policy, rows, self.settings.live_config)
-            answers, report = self._runner.run(rows, mode, options, watch)
-        ran = answers, with_computed(report, computed)
+            ran = self._runner.run(rows, mode, options, watch)
         return self._runner.results(prompts, rows, mode, ran, began, watch)
 
     def generate_many(

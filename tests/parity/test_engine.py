@@ -414,8 +414,9 @@ def test_unequal_rows_of_a_batch_are_answered_as_alone(engine: KVBoost) -> None:
     shared = tokens_of(engine, DOCUMENTS[0])
     total = sum(result.prompt_tokens for result in results)
     computed = total - sum(result.cached_tokens for result in results)
-    assert results[0].cached_tokens == 0
-    assert all(result.cached_tokens > shared - 32 for result in results[1:])
+    first, *others = sorted(result.cached_tokens for result in results)
+    assert first == 0  # one of them has computed what all begin with
+    assert others[0] > shared - 32
     report = results[0].report
     assert computed == report.prompt_tokens - report.reused_tokens
     assert computed <= report.forwarded_tokens < computed + 32  # rows with less to reuse go ahead of the others

@@ -255,12 +255,14 @@ class Reused(Forward):
 def count_stems(tally: Tally, plan: ReusePlan) -> None:
     """Count what was computed once as computed for one row, and reused by the others."""
     for stem in (stem for group in plan.stems for stem in group):
-        ends = {row: min(stem.stop, plan.starts(row) - plan.pads[row]) for row in stem.rows}
-        computed_for = max(stem.rows, key=lambda row: ends[row])
-        for row, end in ends.items():
-            if row != computed_for and end > stem.start:
-                tally.count(BATCH, end - stem.start)
-                tally.rows[row] += end - stem.start
+        tokens: dict[int, int] = {}  # that each row has of it
+        for row in sorted(stem.rows):
+            pad = plan.pads[row]
+            tokens[row] = max(min(stem.stop, plan.starts(row) - pad) - max(stem.start, plan.held - pad), 0)
+        tokens[max(tokens, key=lambda row: tokens[row])] -= len(stem)
+        for row, reused in tokens.items():
+            tally.count(BATCH, reused)
+            tally.rows[row] += reused
 
 
 def note_miss(parts: CacheParts, row: int, tokens: Tokens, plan: RowPlan) -> None:

@@ -74,8 +74,8 @@ class Ledger:
         min_saving: int,
         *,
         stateful: bool,
-        stems_to: int,
-        first: int,
+        stems_to: int = 0,
+        first: int = 0,
         without: frozenset[bytes] = frozenset(),
     ) -> ReusePlan:
         """Plan the columns [held, limit) of `ids` [batch, columns], without what is under some keys.
@@ -98,8 +98,7 @@ class Ledger:
         alone = plan_batch(plans, pads, held, limit, min_saving)
         if len(plans) == 1 or stems_to <= held:
             return alone
-        tokens = [ids[row, pad:] for row, pad in enumerate(pads)]
-        return plan_shared(alone, tokens, first, limit, stems_to, min_saving)
+        return plan_shared(alone, [ids[row, pad:] for row, pad in enumerate(pads)], first, limit, stems_to, min_saving)
 
     # Handing chunks to the store
 

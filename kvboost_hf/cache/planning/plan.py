@@ -315,12 +315,9 @@ def plan_shared(
         min_saving: Tokens that an extra forward must save.
     """
     pads, held, batch = alone.pads, alone.held, len(alone.rows)
-
-    def reach(row: int, stop: int) -> int:
-        return max(alone.rows[row].reach(stop), min(held - pads[row], stop), 0)
-
-    known = [each[: max(stems_to - pad, 0)] for each, pad in zip(tokens, pads, strict=True)]
-    found = find_stems(known, reach, min_saving)
+    known = [max(row.reach(limit - pad), held - pad, 0) for row, pad in zip(alone.rows, pads, strict=True)]
+    ends = [max(stems_to - pad, 0) for pad in pads]
+    found = find_stems([row[:end] for row, end in zip(tokens, ends, strict=True)], known, min_saving)
     if not found:
         return alone
     paths = tuple(map(tuple, paths_of(found, batch)))

@@ -8,8 +8,8 @@ Rows are compared by their tokens, padding left out. A stem that would save fewe
 is joined with those that continue it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from kvboost_hf.cache.planning.chunks import Tokens, common_length
@@ -27,13 +27,15 @@ class Stem:
         return self.stop - self.start
 
 
-def find_stems(tokens: Sequence[Tokens], reach: Callable[[int, int], int], min_saving: int) -> list[Stem]:
+def find_stems(tokens: Sequence[Tokens], known: Sequence[int], min_saving: int) -> list[Stem]:
     """The stems of a batch, each behind those that it continues.
+
+    A row is in all stems that end behind what is known of it. The first of them begins there or earlier, and each one
+    where the one before it ends.
 
     Args:
         tokens: Of each row, as far as they may be computed ahead.
-        reach: Given a row and a token, the last token up to there from which the row can be continued: what is before
-            it is held or stored.
+        known: Of each row, the token from which it can be continued: what is before it is held or stored.
         min_saving: Tokens that a stem must save.
     """
     order = sorted(range(len(tokens)), key=lambda row: tokens[row].astype(">i8").tobytes())
@@ -43,28 +45,14 @@ def find_stems(tokens: Sequence[Tokens], reach: Callable[[int, int], int], min_s
     while left:
         first, last, start = left.pop()
         stop = min(alike[first : last - 1])
-        reached = sorted((reach(row, stop), row) for row in order[first:last])
-        rows = tuple(row for at, row in reached if at < stop)  # others have all of it
-        begin = max(start, reached[0][0])
+        rows = sorted((row for row in order[first:last] if known[row] < stop), key=lambda row: known[row])
+        begin = max(start, known[rows[0]]) if rows else stop
         if (len(rows) - 1) * (stop - begin) >= max(min_saving, 1):
-            found.append(Stem(rows, begin, stop))
+            found.append(Stem(tuple(rows), begin, stop))
             start = stop
         parts = [first, *(at for at in range(first + 1, last) if alike[at - 1] == stop), last]
         left += [(begin, end, start) for begin, end in pairwise(parts) if end - begin > 1]
-    return _without_gaps(found, len(tokens))
-
-
-def _without_gaps(stems: Sequence[Stem], batch: int) -> list[Stem]:
-    """The stems without the rows that can be continued from a state further on than where one of them ends."""
-    rows: dict[Stem, list[int]] = {stem: [] for stem in stems}
-    for row, path in enumerate(paths_of(stems, batch)):
-        start = None
-        for stem in reversed(path):
-            if start not in (None, stem.stop):
-                break
-            rows[stem].append(row)
-            start = stem.start
-    return [replace(stem, rows=tuple(rows[stem])) for stem in stems if rows[stem]]
+    return found
 
 
 def paths_of(stems: Iterable[Stem], batch: int) -> list[list[Stem]]:
@@ -88,13 +76,12 @@ def in_groups(
         padded: A forward may have padding on the left.
         equal_starts: Stems that continue something must begin at the same token to share a forward.
     """
-    levels: dict[tuple[int, ...], list[Stem]] = {}
+    levels: dict[tuple[int, int, int], list[Stem]] = {}
     paths = paths_of(stems, batch)
     for stem in stems:
         level = paths[stem.rows[0]].index(stem)
-        key = (level, 0 if padded else stem.stop)
-        if equal_starts and stem.start:
-            key = (level, stem.stop, stem.start)
+        alone = equal_starts and stem.start > 0
+        key = level, 0 if padded and not alone else stem.stop, stem.start if alone else 0
         levels.setdefault(key, []).append(stem)
     groups: list[tuple[Stem, ...]] = []
     for _, level_stems in sorted(levels.items()):
