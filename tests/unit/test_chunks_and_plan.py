@@ -14,7 +14,16 @@ from kvboost_hf.cache.planning.chunks import (
     root_key,
     states_key,
 )
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, RowPlan, Segment, plan_batch, plan_row
+from kvboost_hf.cache.planning.plan import (
+    HEAD_TOKENS,
+    Border,
+    RowPlan,
+    Segment,
+    plan_batch,
+    plan_row,
+    plan_shared,
+)
+from kvboost_hf.cache.planning.stems import find_stems, paths_of
 
 ROOT = root_key(b"model", b"")
 
@@ -171,3 +180,63 @@ class TestBatch:
         cold = sum((plan.filled - c) * len(r) for c, r in plan.cold_groups.items())
         computed = cold + (99 - plan.filled) * len(rows)
         assert computed + saving * len(plan.cold_groups) <= 99 * len(rows)
+
+
+def rows_of(*texts: str) -> list[Tokens]:
+    return [np.array([ord(letter) for letter in text], dtype=np.int64) for text in texts]
+
+
+class TestStems:
+    def test_a_tree(self) -> None:
+        rows = rows_of("abcdef", "abcdeg", "abcxyz", "q")
+        assert [(sorted(s.rows), s.start, s.stop) for s in find_stems(rows, [0] * 4, 0)] == [
+            ([0, 1, 2], 0, 3),
+            ([0, 1], 3, 5),
+        ]
+
+    def test_what_is_not_worth_a_forward_is_joined(self) -> None:
+        rows = rows_of("abcdef", "abcdef", "abcdef", "a")
+        assert [(sorted(s.rows), s.start, s.stop) for s in find_stems(rows, [0] * 4, 4)] == [([0, 1, 2], 0, 6)]
+
+    def test_rows_that_know_it_are_not_part_of_it(self) -> None:
+        rows = rows_of("abcdefgh", "abcdefgh", "abcdexyz")
+        assert [(s.rows, s.start, s.stop) for s in find_stems(rows, [0, 2, 6], 0)] == [((0, 1), 0, 5), ((0, 1), 5, 8)]
+
+    def test_equal_rows_of_a_batch(self) -> None:
+        plan = plan_batch([row_plan(0)] * 4, [0] * 4, held=0, limit=99, min_saving=64)
+        shared = plan_shared(plan, rows_of(*["a" * 100] * 4), 0, 99, 99, 64)
+        assert (shared.filled, shared.ahead, shared.cost(99, 64)) == (99, 99, 99 + 64)
+        assert plan_shared(plan, rows_of(*["a" * 100] * 4), 0, 99, 0, 64) is plan
+
+    @given(
+        st.lists(st.tuples(st.text("ab", min_size=1, max_size=60), st.integers(0, 30)), min_size=2, max_size=7),
+        st.integers(0, 20),
+        st.integers(1, 5),
+        st.integers(0, 30),
+    )
+    def test_any_batch(self, given_rows: list[tuple[str, int]], saving: int, logits: int, held: int) -> None:
+        """Never more work than without; paths have no gaps, begin in what is known, and are tokens of their row."""
+        tokens = rows_of(*(text for text, _ in given_rows))
+        columns = max(map(len, tokens))
+        limit = max(columns - logits, 0)
+        pads = [columns - len(row) for row in tokens]
+        held = min(held, limit)
+        hits = [max(min(hit, limit - pad), held - pad, 0) for (_, hit), pad in zip(given_rows, pads, strict=True)]
+        alone = plan_batch([row_plan(hit) for hit in hits], pads, held, limit, saving)
+        plan = plan_shared(alone, tokens, 0, limit, limit, saving)
+        assert plan.cost(limit, saving) <= alone.cost(limit, saving)
+        assert held <= plan.filled <= max(limit, held)
+        stems = [stem for group in plan.stems for stem in group]
+        if stems:
+            assert plan.paths == tuple(map(tuple, paths_of(stems, len(tokens))))
+        for row, pad in enumerate(pads):
+            path = plan.path(row)
+            assert plan.starts(row) <= max(plan.filled, pad)
+            known = max(plan.rows[row].hit, held - pad)
+            for stem in path:
+                assert stem.start <= known  # continues what comes before it
+                known = stem.stop
+                assert np.array_equal(tokens[row][: stem.stop], tokens[stem.rows[0]][: stem.stop])
+                assert stem.stop <= max(limit - pad, 0)
+            if path:  # what the store serves ends where they begin
+                assert all(segment.stop <= path[0].start for segment in plan.rows[row].segments)

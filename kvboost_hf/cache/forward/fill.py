@@ -4,11 +4,13 @@ through the model first.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.cache.costs.prompt_costs import pieces
 from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.layer_kv import JoinedKVReader, LayerKVReader
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
@@ -252,7 +254,7 @@ class _Source:
         self._model, self._layers, self._plan, self._inputs, self._first = model, layers, plan, inputs, first
 
     def compute(self, parts: Sequence[Part]) -> Ahead:
-        """Compute parts of rows, on top of what there is of these rows, in one forward.
+        """Compute parts of rows, on top of what there is of these rows, in one forward (on a CPU, see `pieces`).
 
         Shorter parts have padding on the left. A part that begins behind other tokens is computed from a little
         further ahead where another one of the forward is longer.
@@ -262,18 +264,22 @@ class _Source:
         if columns > new:
             for idx, layer in enumerate(group):
                 start = layer.needed_from(columns - new)
-                pieces = [self._known(part, idx, start - (columns - part.stop), part.stop - new) for part in parts]
-                if any(pieces):
-                    layer.fill(start, columns - new, pieces)
+                known = [self._known(part, idx, start - (columns - part.stop), part.stop - new) for part in parts]
+                if any(known):
+                    layer.fill(start, columns - new, known)
                 if layer.is_stateful:
                     layer.load_states([self.state(part.row, idx, part.stop - new) for part in parts])
-        rows = torch.tensor([[part.row] for part in parts], device=self._inputs.input_ids.device)
-        stops = torch.tensor([[part.stop] for part in parts], device=rows.device)
-        pads = torch.tensor([[self._plan.pads[part.row]] for part in parts], device=rows.device)
-        tokens = stops - new + torch.arange(new, device=rows.device)
+        device = self._inputs.input_ids.device
+        rows = torch.tensor([[part.row] for part in parts], device=device)
+        stops = torch.tensor([[part.stop] for part in parts], device=device)
+        pads = torch.tensor([[self._plan.pads[part.row]] for part in parts], device=device)
+        tokens = stops - new + torch.arange(new, device=device)
         at = torch.where(tokens < 0, 0, tokens + pads - self._first)
-        mask = torch.arange(columns, device=rows.device) >= columns - stops
-        _run(self._model, group, self._inputs, rows, at, mask)
+        mask = torch.arange(columns, device=device) >= columns - stops
+        cuts = pieces(columns - new, columns) if columns > new and device.type == "cpu" else []
+        for start, stop in pairwise([columns - new, *cuts, columns]):
+            part_of = slice(start - (columns - new), stop - (columns - new))
+            _run(self._model, group, self._inputs, rows, at[:, part_of], mask[:, :stop])
         return Ahead(group, parts)
 
     def state(self, row: int, layer_idx: int, token: int) -> LayerState | None:
