@@ -76,7 +76,7 @@ def measure(model: PreTrainedModel, name: str, inputs: Inputs, new: int) -> Resu
             began = time.process_time()
             cache = make()
             given = {"past_key_values": cache} if cache is not None else {}
-            found = model.generate(**options, **given, pad_token_id=0)  # type: ignore[operator]
+            found = model.generate(**options, **given, pad_token_id=0)
             return found, time.process_time() - began, work.tokens - rows * (new - 1)
 
     plain, reused = [], []
@@ -97,8 +97,8 @@ def measure(model: PreTrainedModel, name: str, inputs: Inputs, new: int) -> Resu
 
 def markdown(result: Result) -> str:
     lines = [
-        f"SmolLM2-135M-Instruct, float32, sdpa; prompts of about {result['length']} tokens, {result['new']} new tokens "
-        f"for each row; {result['provenance']}",
+        f"SmolLM2-135M-Instruct, float32, sdpa; prompts of about {result['length']} tokens, {result['new']} new "
+        f"tokens for each row; {result['provenance']}",
         "",
         "| call | rows | prompt tokens, plain | reuse | ideal | fewer tokens | seconds, plain | reuse | less time | "
         "same tokens |",
