@@ -65,10 +65,14 @@ class ReusePolicy:
         audit_rate: Share of the reused prompts, from 0 to 1, that are also computed whole, to compare the answers. If
             they differ, the plain answer is returned, the stored chunks that differ are no longer used, and `stats()`,
             the report and the log say so. An audit costs as much as reuse saves.
+        keep_logprobs: Keep the last hidden states of all tokens beside their K/V (`hidden_size` numbers a token), so
+            that calls which want the logits of all tokens, or a loss, reuse as others do: the head of the model
+            computes the logits of reused tokens from them. K/V stored with it is not found without it. Not with mode
+            `"blend"`, `live_quant` or `max_cache_len`.
 
     Raises:
         ValueError: for an unknown mode, repair or check, a negative count, a ratio or rate outside 0 to 1, a maximum
-            below its ratio, or audits of blended answers, which differ by design.
+            below its ratio, or audits or `keep_logprobs` with mode `"blend"`, whose answers differ by design.
     """
 
     mode: ReuseMode = "exact"
@@ -82,6 +86,7 @@ class ReusePolicy:
     min_prefill_saving: int = 64
     weights_check: WeightsCheck = "sample"
     audit_rate: float = 0.0
+    keep_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _require_choice("mode", self.mode, get_args(ReuseMode))
@@ -102,6 +107,13 @@ class ReusePolicy:
             raise ValueError(
                 f"`audit_rate` must be 0 with mode 'blend', whose answers may differ, got {self.audit_rate}. "
                 "Measure them with verify_correctness()."
+            )
+        if not isinstance(self.keep_logprobs, bool):
+            raise ValueError(f"`keep_logprobs` must be True or False, got {self.keep_logprobs!r}.")
+        if self.mode == "blend" and self.keep_logprobs:
+            raise ValueError(
+                "`keep_logprobs` must be False with mode 'blend', got True: hidden states of moved tokens are not "
+                "those of the prompt. Use mode 'exact'."
             )
 
 

@@ -19,6 +19,7 @@ from kvboost_hf.cache.identity.walk import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
 from kvboost_hf.cache.prompt.generate_call import calling, running_config
 from kvboost_hf.cache.prompt.hook import Kwargs, install
+from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import known_reason, unwrapped
@@ -80,14 +81,17 @@ class _Attachment:
         if theirs is None and kwargs.get("cache") is not None:
             self._refuse_batch(model, kwargs)
             return None
-        if not _begins_text(theirs, kwargs):
-            if (why := _unreadable(theirs, kwargs)) is not None:
+        keeps = self._policy is not None and self._policy.keep_logprobs
+        if not _begins_text(model, theirs, kwargs, keeps_logprobs=keeps):
+            if (why := _unreadable(model, theirs, kwargs, keeps_logprobs=keeps)) is not None:
                 self._refuse_again(model, *why)
             return None
         self._finish_last()
         reason = _refusal(model, theirs, kwargs)
         if reason is None and isinstance(theirs, StaticCache) and self._live_quant is not None:
             reason = "`live_quant` has buffers that grow, and generate() was told to make a StaticCache"
+        if reason is None and isinstance(theirs, StaticCache) and keeps:
+            reason = "`keep_logprobs` has buffers that grow, and generate() was told to make a StaticCache"
         if reason is not None:
             self._refuse(model, reason, kwargs["input_ids"].numel())
             return None
@@ -181,18 +185,25 @@ class _Attachment:
             cache.store_tails()
 
 
-def _begins_text(theirs: Any, kwargs: Kwargs) -> bool:
-    """Whether a forward may be the first one over a text, and says which logits are wanted."""
-    ids, keep = kwargs.get("input_ids"), kwargs.get("logits_to_keep")
-    if not isinstance(ids, torch.Tensor) or keep is None:
+def _begins_text(model: PreTrainedModel, theirs: Any, kwargs: Kwargs, *, keeps_logprobs: bool) -> bool:
+    """Whether a forward may be the first one over a text, and its logits can be had where something is reused."""
+    ids, wants_all = kwargs.get("input_ids"), wants_all_logits(kwargs)
+    if not isinstance(ids, torch.Tensor):
+        return False
+    if wants_all and keeps_logprobs:
+        if model.training or gradients_enabled(model):
+            return False
+    elif kwargs.get("logits_to_keep") is None or (theirs is None and wants_all):
         return False
     if theirs is None:
-        return isinstance(keep, int) and keep > 0 and kwargs.get("use_cache") is not False
+        return kwargs.get("use_cache") is not False
     ours = type(theirs) is Cache or type(theirs).__module__.partition(".")[0] == _PACKAGE  # a forward within a forward
     return isinstance(theirs, Cache) and not ours and not any(_holds(layer) for layer in theirs.layers)
 
 
-def _unreadable(theirs: Any, kwargs: Kwargs) -> tuple[str, int] | None:
+def _unreadable(
+    model: PreTrainedModel, theirs: Any, kwargs: Kwargs, *, keeps_logprobs: bool
+) -> tuple[str, int] | None:
     """Why a forward that may begin a text cannot be served, whatever its cache, and its tokens; None if it goes on."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     if isinstance(embeds, torch.Tensor) and ids is None:
@@ -202,7 +213,9 @@ def _unreadable(theirs: Any, kwargs: Kwargs) -> tuple[str, int] | None:
         return None
     if kwargs.get("use_cache") is False:
         return "use_cache is False", ids.numel()
-    return "the logits of all tokens are wanted (pass logits_to_keep=1, as generate() does)", ids.numel()
+    if not keeps_logprobs:
+        return ALL_LOGITS, ids.numel()
+    return "the model is in training mode" if model.training else GRADIENTS, ids.numel()
 
 
 def _holds(layer: Any) -> bool:
@@ -260,7 +273,8 @@ def attach(
 ) -> PreTrainedModel:
     """Give every later `generate()` call on `model` that passes no cache a `ChunkReuseCache`.
 
-    So are calls of `model(...)` without a cache that say which logits they want (`logits_to_keep`), and those with
+    So are calls of `model(...)` without a cache that say which logits they want (`logits_to_keep`; with
+    `ReusePolicy(keep_logprobs=True)` all calls under `torch.no_grad()`), and those with
     `cache_implementation="static"`. The K/V of a thread's last call stays in memory until its next call, or until
     `detach`. Attaching again replaces the settings.
 

@@ -10,7 +10,7 @@ the first forward, which then sees the whole prompt.
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from kvboost_hf.cache.prompt.generate_call import GenerateCall, calling, in_gene
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
-from kvboost_hf.compat import unwrapped
+from kvboost_hf.compat import hook_hidden_states, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import CacheModelMismatchError, InterruptedForwardError
 
@@ -43,8 +43,8 @@ class ChunkReuseCache(Cache):
     Each call gets what plain generate() would give. What was computed before, in this cache or in its store, is not
     computed again: the prompt may continue the one before, be shorter, diverge from it, or have nothing to do with it.
     Bare `model(...)` keeps its usual meaning: ids continue what the cache holds; pass `logits_to_keep=1` to let a
-    prompt reuse anything, for otherwise the logits of all its tokens are wanted. Constructing one costs nothing. It
-    belongs to one thread at a time; the store may be shared.
+    prompt reuse anything, for otherwise the logits of all its tokens are wanted, or `keep_logprobs` in the policy.
+    Constructing one costs nothing. It belongs to one thread at a time; the store may be shared.
 
     Args:
         model: The causal language model that it will be passed to. Held weakly.
@@ -59,8 +59,8 @@ class ChunkReuseCache(Cache):
 
     Raises:
         ValueError: for a model that cannot be served, or not with `max_cache_len`; a store that was made for another
-            model; `live_quant` with `max_cache_len`; audits of lossy K/V; and later, for a generate() call that may
-            take more than `max_cache_len` tokens.
+            model; any two of `live_quant`, `max_cache_len` and `keep_logprobs`; audits of lossy K/V; and later, for a
+            generate() call that may take more than `max_cache_len` tokens.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -92,7 +92,7 @@ class ChunkReuseCache(Cache):
         static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
         if max_cache_len is not None:
             self.max_cache_len = max_cache_len
-        live = LiveKV(model, static, live_quant)
+        live = LiveKV(model, static, live_quant, keeps_hidden=binding.keeps_hidden)
         self._parts = CacheParts(binding, live, StoreWriter(binding, live))
         self._binding, self._live, self._writer = binding, live, self._parts.writer
         self._forward: Forward | None = None  # the one under way
@@ -101,6 +101,8 @@ class ChunkReuseCache(Cache):
         self._hides_padding_only = True  # the mask of the last generate() call, if it went on from what is held
         super().__init__(layers=live.visible)
         install(model)
+        if binding.keeps_hidden:
+            hook_hidden_states(model)
 
     # What transformers calls
 
@@ -185,7 +187,7 @@ class ChunkReuseCache(Cache):
         with self._live.changing() as ledger:
             super().reorder_cache(beam_idx)
             if ledger is not None:
-                ledger.select(beam_idx.cpu().numpy())
+                self._live.selected(ledger, beam_idx.cpu().numpy())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`."""
@@ -194,7 +196,7 @@ class ChunkReuseCache(Cache):
             super().batch_select_indices(indices)
             rows = indices.cpu().numpy()
             if ledger is not None:
-                ledger.select(np.flatnonzero(rows) if rows.dtype == np.bool_ else rows)
+                self._live.selected(ledger, np.flatnonzero(rows) if rows.dtype == np.bool_ else rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
@@ -202,7 +204,7 @@ class ChunkReuseCache(Cache):
         with self._live.changing() as ledger:
             super().batch_repeat_interleave(repeats)
             if ledger is not None:
-                ledger.select(np.arange(ledger.log.batch_size).repeat(repeats))
+                self._live.selected(ledger, np.arange(ledger.log.batch_size).repeat(repeats))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -276,6 +278,13 @@ class ChunkReuseCache(Cache):
         forward.settle()
         return changed
 
+    @property
+    def take_hidden_states(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Called with the last hidden states of a forward, if they are kept; see `Forward.take_hidden_states`."""
+        if self._forward is None or self._live.hidden is None:
+            return None
+        return self._forward.take_hidden_states
+
     def _recover(self) -> None:
         """After a forward that raised or was interrupted, forget what it may have left."""
         forward, self._forward = self._forward, None
@@ -306,6 +315,11 @@ class ChunkReuseCache(Cache):
 
     @policy.setter
     def policy(self, policy: ReusePolicy) -> None:
+        if policy.keep_logprobs != self.policy.keep_logprobs:
+            raise ValueError(
+                f"`keep_logprobs` of a cache must stay {self.policy.keep_logprobs}, got {policy.keep_logprobs}. Make "
+                "a new ChunkReuseCache."
+            )
         self._binding.policy = policy
 
     @property

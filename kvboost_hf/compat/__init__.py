@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.compat.attention import attention_function, attn_implementation, mask_form
 from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
-from kvboost_hf.compat.hooks import hook_layers, own_hook, own_hooks
+from kvboost_hf.compat.hooks import hook_hidden_states, hook_layers, own_hook, own_hooks
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -25,6 +25,8 @@ from kvboost_hf.compat.models import (
 from kvboost_hf.compat.private import PrivateCache
 from kvboost_hf.compat.probes import (
     difference,
+    hidden_states_reason,
+    known_hidden_states_reason,
     known_reason,
     note_changes,
     padding_reason,
@@ -59,10 +61,13 @@ __all__ = [
     "frequencies_vary",
     "generate_frame",
     "has_own_cache",
+    "hidden_states_reason",
+    "hook_hidden_states",
     "hook_layers",
     "input_device",
     "is_generate",
     "key_rotation",
+    "known_hidden_states_reason",
     "known_reason",
     "kv_bytes_per_token",
     "kv_sources",

@@ -1,7 +1,8 @@
-"""Hooks on the decoder layers of a model, and a count of the hooks that this package has registered."""
+"""Hooks on parts of a model: on its decoder layers, and behind the last one. They are counted as this package's."""
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat.models import decoder_layers
+from kvboost_hf.compat.models import decoder_layers, text_model
 
 
 class BeforeLayers(Protocol):
@@ -34,6 +35,22 @@ def hook_layers(model: PreTrainedModel, called: BeforeLayers) -> list[RemovableH
         own_hook(module.register_forward_pre_hook(_LayerHook(called, idx).before, with_kwargs=True))
         for idx, module in enumerate(decoder_layers(model))
     ]
+
+
+def hook_hidden_states(model: PreTrainedModel) -> None:
+    """Pass the last hidden states of each forward to its cache, if the cache has `take_hidden_states`.
+
+    What that returns goes to the head of the model. The hook stays on the model; a model whose head cannot be told
+    from the rest gets none.
+    """
+    inner = text_model(model)
+    if inner is None or any(isinstance(getattr(h, "__self__", None), _HiddenHook) for h in _hooks_behind(inner)):
+        return
+    own_hook(inner.register_forward_hook(_HiddenHook().after, with_kwargs=True))
+
+
+def _hooks_behind(module: nn.Module) -> list[Any]:
+    return list(module._forward_hooks.values())
 
 
 _own = itertools.count()
@@ -70,3 +87,32 @@ class _LayerHook:
 
     def __reduce__(self) -> Any:
         return _LayerHook, (None, self._idx)
+
+
+class _HiddenHook:
+    """The hook behind the part of a model that computes hidden states. It holds no reference to the model."""
+
+    leaves_kv_alone = True  # read by the fingerprint
+    changes_arguments = True  # of the head: others' hooks on the same module cannot be watched, therefore
+
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
+        take = getattr(cache, "take_hidden_states", None)
+        return _with_hidden_states(output, take) if take is not None else None
+
+
+# A compiled model breaks its graph here, rather than tracing what is not arithmetic.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_hidden_states(output: Any, take: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The output to give in place of `output`, or None."""
+    in_tuple = isinstance(output, tuple)
+    states = output[0] if in_tuple else getattr(output, "last_hidden_state", None)
+    if not isinstance(states, torch.Tensor) or states.ndim != 3:
+        return None
+    wanted = take(states)
+    if wanted is states:
+        return None
+    if in_tuple:
+        return (wanted, *output[1:])
+    output["last_hidden_state"] = wanted
+    return output

@@ -134,6 +134,16 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(lists[0]) if lists else []
 
 
+def text_model(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The part of a model that computes the hidden states which its head takes; None if it cannot be told."""
+    owner: Any = model
+    for inner in (owner.get_decoder(), owner.base_model, getattr(owner, "model", None)):
+        if isinstance(inner, PreTrainedModel) and inner is not model:
+            head: Any = inner.get_output_embeddings
+            return inner if head() is None else text_model(inner)
+    return None
+
+
 def kv_sources(model: PreTrainedModel, has_kv: Sequence[bool]) -> list[int]:
     """For each layer, the index of the layer whose keys and values it attends to.
 

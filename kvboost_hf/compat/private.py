@@ -17,11 +17,14 @@ class PrivateCache(Cache):
 
     Attributes:
         take: Takes the new K/V of a layer, and returns the K/V to attend to; None appends to the layer.
+        take_hidden_states: Takes the last hidden states of the new columns, [batch, m, hidden_size], and returns those
+            to compute logits of; None leaves them alone. It needs `hook_hidden_states`.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__(layers=list(layers))
         self.take: Callable[[int, torch.Tensor, torch.Tensor], KV] | None = None
+        self.take_hidden_states: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

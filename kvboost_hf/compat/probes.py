@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvboost_hf.compat.attention import attention_function
+from kvboost_hf.compat.hooks import hook_hidden_states
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
@@ -22,6 +23,7 @@ from kvboost_hf.compat.models import (
     has_own_cache,
     input_device,
     no_cache_reason,
+    text_model,
 )
 from kvboost_hf.compat.private import PrivateCache
 
@@ -68,6 +70,22 @@ def steps_reason(model: PreTrainedModel) -> str | None:
     Models with states have one code path for prompts and another for single tokens. Run once per dtype and attention.
     """
     return _once(model, steps_reason, _probe_steps)
+
+
+def known_hidden_states_reason(model: PreTrainedModel) -> str | None:
+    """Why the logits of reused tokens cannot be computed from kept hidden states, as far as is known now, or None."""
+    if text_model(model) is None:
+        return "its head cannot be told from the rest of it"
+    reason: str | None = recall(model, _key(hidden_states_reason, model))
+    return reason
+
+
+def hidden_states_reason(model: PreTrainedModel) -> str | None:
+    """Why the logits of reused tokens cannot be computed from kept hidden states, or None.
+
+    Run once per dtype and attention: three short forwards.
+    """
+    return known_hidden_states_reason(model) or _once(model, hidden_states_reason, _probe_hidden_states)
 
 
 _Reason = Callable[[PreTrainedModel], str | None]
@@ -145,6 +163,27 @@ def _probe_steps(model: PreTrainedModel) -> str | None:
     off = difference(steps, whole[:, cut:])
     if not off <= tolerance(model.dtype):
         return f"tokens one by one give other logits than at once (by {off:.2g} standard deviations)"
+    return None
+
+
+@torch.no_grad()
+def _probe_hidden_states(model: PreTrainedModel) -> str | None:
+    """Compare the logits of a prompt in two parts, the first from hidden states, with those of the whole."""
+    ids, cut = probe_ids(model), _PROBE_TOKENS // 2
+    kept: list[torch.Tensor] = []
+
+    def keep(states: torch.Tensor) -> torch.Tensor:
+        kept.append(states)
+        return torch.cat(kept, dim=1)
+
+    hook_hidden_states(model)
+    parts = PrivateCache(cache_layers(model))
+    parts.take_hidden_states = keep
+    probe_logits(model, ids[:, :cut], parts)
+    found, whole = probe_logits(model, ids[:, cut:], parts), probe_logits(model, ids)
+    off = difference(found, whole) if found.shape == whole.shape else float("inf")
+    if not off <= tolerance(model.dtype):
+        return f"its head gives other logits for kept hidden states (by {off:.2g} standard deviations)"
     return None
 
 

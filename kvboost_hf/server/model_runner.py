@@ -147,5 +147,5 @@ class ModelRunner:
 class _EmptyStore(ChunkStore):
     """A store that finds nothing and keeps nothing, so that caches compute every prompt."""
 
-    def root(self, salt: bytes, regime: bytes = b"", *, read_all: bool = False) -> None:
+    def root(self, salt: bytes, regime: bytes = b"", *, read_all: bool = False, keeps_hidden: bool = False) -> None:
         """No key: there is nothing that chains could start from."""

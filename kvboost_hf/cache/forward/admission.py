@@ -52,6 +52,7 @@ TYPES_LATER = "types of images came after the beginning of the prompt"
 MEDIA_LATER = "images, sound or video came after the beginning of the prompt"
 PADDED_WITHOUT = "the attention mask or position_ids of a padded batch are missing"
 CHANGED_ON_THE_WAY = "position_ids or the attention mask changed on the way"
+ALL_LOGITS_OF_MEDIA = "the logits of all tokens of images, sound or video are wanted"
 MASK_COSTS_MORE = (
     "on this CPU it takes less time to compute its few known tokens again than to make the attention mask that reuse "
     "needs (ReusePolicy(min_prefill_saving=0) reuses them all the same)"

@@ -15,12 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.layers.hidden_states import private_cache
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, StoredChunk, StoredStates
 from kvboost_hf.cache.store.integrity import chain
 from kvboost_hf.cache.store.view import Row
-from kvboost_hf.compat import PrivateCache, cache_argument, difference, tolerance
+from kvboost_hf.compat import cache_argument, difference, tolerance
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -34,12 +35,14 @@ class Finding:
         tokens: Tokens that were computed for it.
         logits: The plain ones, [batch, k, vocab], if they are to take the place of the others.
         layers: With these, layers that hold the prompt as it was computed.
+        loss: And the plain loss, if labels were passed.
     """
 
     divergence: float
     tokens: int
     logits: torch.Tensor | None = None
     layers: Sequence[ReuseLayer] = ()
+    loss: torch.Tensor | None = None
 
 
 @torch.no_grad()
@@ -62,9 +65,8 @@ def audit(
         logits: What came out with reuse, [batch, k, vocab].
     """
     fresh = [layer.fresh() for layer in layers]
-    cache = PrivateCache([layer.native for layer in fresh])
-    plain: torch.Tensor = model(**{**kwargs, cache_argument(model): cache, "return_dict": True}).logits
-    plain = plain[:, -logits.shape[1] :]
+    output: Any = model(**{**kwargs, cache_argument(model): private_cache(fresh), "return_dict": True})
+    plain: torch.Tensor = output.logits[:, -logits.shape[1] :]
     off = difference(logits.float(), plain.float())
     tokens = int(kwargs["input_ids"].numel())
     if off <= tolerance(model.dtype):  # False for NaN
@@ -80,7 +82,7 @@ def audit(
         off,
         len(culprits),
     )
-    return Finding(off, tokens, plain, fresh)
+    return Finding(off, tokens, plain, fresh, output.get("loss"))
 
 
 def _culprits(fresh: Sequence[ReuseLayer], ledger: Ledger, store: ChunkStore, allowed: float) -> set[bytes]:

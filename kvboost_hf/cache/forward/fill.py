@@ -14,12 +14,13 @@ from kvboost_hf.cache.costs.prompt_costs import pieces
 from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.layer_kv import JoinedKVReader, LayerKVReader
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
+from kvboost_hf.cache.layers.hidden_states import private_cache
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment
 from kvboost_hf.cache.planning.stems import Stem
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.positions import take_positions
 from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
-from kvboost_hf.compat import PrivateCache, cache_argument
+from kvboost_hf.compat import cache_argument
 
 _JOINED = 16  # chunks at most: while they are copied together, they are on the device twice
 
@@ -349,8 +350,7 @@ def _run(
         part["attention_mask"] = mask.to(inputs.attention_mask.dtype)
     if inputs.position_ids is not None:
         part["position_ids"] = take_positions(inputs.position_ids, len(inputs.input_ids), rows, at)
-    cache = PrivateCache([layer.native for layer in layers])
-    model(**part, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+    model(**part, **{cache_argument(model): private_cache(layers)}, use_cache=True, logits_to_keep=1)
 
 
 def compute_columns(

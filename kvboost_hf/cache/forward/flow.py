@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs.prompt_costs import pieces
 from kvboost_hf.cache.forward.admission import (
+    ALL_LOGITS_OF_MEDIA,
     Admitted,
     adds_mask,
     admit_more,
@@ -42,7 +43,14 @@ from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_inputs, with_positions
 from kvboost_hf.cache.prompt.media import Prompt
 from kvboost_hf.cache.prompt.token_log import MaskShape
-from kvboost_hf.compat import attn_implementation, cache_argument, has_own_cache, probe_reason, steps_reason
+from kvboost_hf.compat import (
+    attn_implementation,
+    cache_argument,
+    has_own_cache,
+    hidden_states_reason,
+    probe_reason,
+    steps_reason,
+)
 from kvboost_hf.handles import ATTENTION
 
 _NEVER = 2**62  # tokens that an extra forward must save
@@ -69,7 +77,7 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
         live.static.require_fits(seen, held)
         pads = live.ledger.log.pads if live.ledger is not None else None
         request.kwargs, seen = live.static.read_mask(seen, held, pads)
-    request.inputs = read_inputs(model, seen)
+    request.inputs = read_inputs(model, seen, parts.binding.all_logits_reason)
     if not held:
         return _prompt(parts, request)
     request.is_step = isinstance(request.inputs, ForwardInputs) and request.inputs.input_ids.shape[1] == 1
@@ -134,6 +142,8 @@ def _prompt(parts: CacheParts, request: Request) -> Forward:
         return _bypass(parts, request, found)
     inputs, pads = found.inputs, found.pads
     batch, columns = inputs.input_ids.shape
+    if inputs.logits_of_all and found.prompt.media.any():  # not every head has been seen to take them in parts
+        inputs = replace(inputs, logits=columns, computes_all=ALL_LOGITS_OF_MEDIA, logits_of_all=False)
     held = _keep_common(parts, found, columns - inputs.logits)
     if live.changed:
         tally.dropped = CHANGED
@@ -207,7 +217,7 @@ def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forwar
             if reason is not None:
                 prompt, plan = _give_up(parts, prompt, plan, ledger, reason)
         cuts = _mask_cuts(parts, model, plan, prompt)
-    if (plan.filled > prompt.first or cuts) and (reason := probe_reason(model)):
+    if (plan.filled > prompt.first or cuts) and (reason := _probed(model, prompt.inputs)):
         if prompt.first:  # earlier pieces of the prompt are in the layers, and must stay
             return _lose_track(parts, request, prompt.held, reason)
         return _bypass(parts, request, reason)
@@ -222,6 +232,11 @@ def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forwar
         share_from=_min_saving(parts, prompt) if not media else None,
         stores_whole=request.stores_whole,
     )
+
+
+def _probed(model: PreTrainedModel, inputs: ForwardInputs) -> str | None:
+    """Why a run on a few tokens rules out to give a prompt in parts, or None."""
+    return probe_reason(model) or (hidden_states_reason(model) if inputs.logits_of_all else None)
 
 
 def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvboost_hf.cache.forward.running import CacheParts
+from kvboost_hf.cache.layers.hidden_states import kv_layers
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.compat import attn_implementation, rope_regime
@@ -30,13 +31,13 @@ def lend(parts: CacheParts) -> list[Any]:
     """The layers, as transformers knows them, for forwards that are not told to the cache."""
     model = parts.binding.model
     parts.live.hand_out(model is not None and attn_implementation(model) == ATTENTION)
-    return [layer.lend() for layer in parts.live.layers]
+    return [layer.lend() for layer in kv_layers(parts.live.layers)]
 
 
 def read(live: LiveKV) -> list[LayerPair | None]:
     """Of each layer, K/V of the only row's tokens that it holds; None for a layer that has none."""
     length = live.held
-    found = [layer.columns(0, layer.first, length) for layer in live.layers]
+    found = [layer.columns(0, layer.first, length) for layer in kv_layers(live.layers)]
     return [None if not piece else (piece[0][None], piece[1][None]) for piece in found]
 
 
@@ -47,7 +48,7 @@ def extend(
     live, model = parts.live, parts.binding.model
     held = live.held
     stop = held + input_ids.shape[1]
-    for layer, pair in zip(live.layers, kv, strict=True):
+    for layer, pair in zip(kv_layers(live.layers), kv, strict=True):
         if pair is not None:
             layer.fill(held, stop, [[(pair[0][0], pair[1][0])]])
             layer.native.crop(0)

@@ -21,6 +21,7 @@ from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.growing_tensor import write_row
+from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.tiers.record import DamagedBlobError
@@ -35,7 +36,7 @@ def can_overlap(layers: Sequence[ReuseLayer], plan: ReusePlan) -> bool:
     return (
         _bytes_to_load(layers, plan) >= _MIN_BYTES
         and not torch.is_grad_enabled()
-        and all(type(layer) in (GrowingLayer, PiecedLayer) for layer in layers)
+        and all(type(layer) in (GrowingLayer, PiecedLayer, HiddenStates) for layer in layers)
         and not plan.ahead
     )
 
@@ -133,7 +134,7 @@ class Loading:
         places = chunk.kv.places[layer_idx]
         if places is None:
             return ()
-        assert isinstance(layer, GrowingLayer)
+        assert isinstance(layer, GrowingLayer | HiddenStates)
         like: list[torch.Tensor] = []
         for number, _ in places:
             block = chunk.kv.blocks[number]

@@ -124,6 +124,18 @@ class Reused(Forward):
             self._loading.wait(layer_idx)
         return None
 
+    def take_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
+        """See `Forward`."""
+        hidden, prompt = self.parts.live.hidden, self._prompt
+        if hidden is None:
+            return states
+        if self._loading is not None:
+            self._loading.wait(len(self.parts.live.layers) - 1)
+        super().take_hidden_states(states)
+        if not prompt.inputs.logits_of_all or self.length == prompt.first:
+            return states
+        return hidden.view(prompt.first)
+
     def record(self, output: Any) -> Any:
         """See `Forward`."""
         if self._loading is not None:
@@ -239,7 +251,8 @@ class Reused(Forward):
         """Compute the prompt a second time; returns the output to give in place of `output`, if it was wrong."""
         live, model = self.parts.live, self.parts.binding.model
         assert model is not None
-        logits = output["logits"] if isinstance(output, ModelOutput) else output[0]
+        at = int(kwargs.get("labels") is not None)  # of the logits in a tuple: behind the loss
+        logits = output["logits"] if isinstance(output, ModelOutput) else output[at]
         found = audit(model, live.layers, ledger, self.parts.binding.store, kwargs, logits)
         live.tally.audit_tokens, live.tally.audit_divergence = found.tokens, found.divergence
         if found.logits is None:
@@ -248,8 +261,10 @@ class Reused(Forward):
             put_right(live.layers, found.layers, ledger)
         if isinstance(output, ModelOutput):
             output["logits"] = found.logits
+            if at:
+                output["loss"] = found.loss
             return output
-        return (found.logits, *output[1:])
+        return (*(found.loss,) * at, found.logits, *output[at + 1 :])
 
 
 def count_stems(tally: Tally, plan: ReusePlan) -> None:

@@ -91,6 +91,11 @@ class Forward(ABC):
         """
         return None
 
+    def take_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
+        """Keep the last hidden states [batch, m, hidden_size] of new columns; returns those to compute logits of."""
+        self.parts.live.keep_hidden(states)
+        return states
+
     @abstractmethod
     def record(self, output: Any) -> Any:
         """Record that the model has returned; returns what to return in place of `output`, or None.

@@ -19,16 +19,19 @@ class ColumnFormat:
     Args:
         codec: Of keys and values; whatever else layers keep is kept as it is.
         rotation: How the model's keys turn with their positions, where that is known.
+        layers: How many layers of K/V the model has: one behind them is kept as it is. None if it may have any number.
     """
 
-    def __init__(self, codec: Codec = RAW, rotation: KeyRotation | None = None) -> None:
-        self.codec, self.rotation = codec if not codec.lossless else RAW, rotation
+    def __init__(self, codec: Codec = RAW, rotation: KeyRotation | None = None, layers: int | None = None) -> None:
+        self.codec, self.rotation, self._layers = codec if not codec.lossless else RAW, rotation, layers
         self._known: dict[tuple[int, int, torch.dtype], _TensorFormat] = {}
 
     def of(self, layer_idx: int, tensor: int, dtype: torch.dtype) -> "_TensorFormat":
         """Format of one of a layer's tensors."""
         key = layer_idx, tensor, dtype
         known = self._known.get(key)
+        if known is None and self._layers is not None and layer_idx >= self._layers:
+            known = self._known[key] = _TensorFormat(RAW, "values", None)
         if known is None:
             rotation = self.rotation.layers[layer_idx] if self.rotation is not None else None
             keys = tensor == (rotation.tensor if rotation is not None else 0)

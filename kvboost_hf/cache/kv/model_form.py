@@ -20,8 +20,9 @@ from kvboost_hf.cache.kv.column_format import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, Place
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.layers.hidden_states import private_cache
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
-from kvboost_hf.compat import PrivateCache, probe_ids, probe_logits
+from kvboost_hf.compat import probe_ids, probe_logits
 
 _log = logging.getLogger("kvboost_hf")
 
@@ -70,12 +71,17 @@ class ModelForm:
     states: tuple[StateForm | None, ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "ModelForm | None":
-        """That of a model as it is now, by a forward over a few tokens; None where that fails, as no reuse is safe."""
+    def of(cls, model: PreTrainedModel, *, keeps_hidden: bool = False) -> "ModelForm | None":
+        """That of a model as it is now, by a forward over a few tokens; None where that fails, as no reuse is safe.
+
+        Args:
+            model: The model.
+            keeps_hidden: Hidden states are kept beside K/V, which are a layer of their own.
+        """
         try:
-            layers, ids = make_layers(model), probe_ids(model)
+            layers, ids = make_layers(model, keeps_hidden=keeps_hidden), probe_ids(model)
             with torch.no_grad():
-                probe_logits(model, ids, PrivateCache([layer.native for layer in layers]))
+                probe_logits(model, ids, private_cache(layers))
                 columns = tuple(_column_forms(layer, ids.shape[1]) for layer in layers)
                 states = tuple(layer.save_state(0) for layer in layers)
         except torch.OutOfMemoryError:

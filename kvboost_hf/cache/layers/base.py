@@ -73,7 +73,7 @@ class ReuseLayer:
 
     @property
     def native(self) -> Any:
-        """The layer that transformers sees."""
+        """The layer that transformers sees; None for one that it does not."""
         return self
 
     @property

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.codecs import make_codec
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.hidden_states import HiddenStates
 from kvboost_hf.cache.layers.opaque import OpaqueLayer
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import QuantizedLayer, exact_layers
@@ -36,17 +37,20 @@ _MAKERS: dict[str, Callable[[Any], ReuseLayer]] = {
 assert frozenset(_MAKERS) == SERVED_LAYERS
 
 
-def make_layers(model: PreTrainedModel, live_quant: KVQuantConfig | None = None) -> list[ReuseLayer]:
+def make_layers(
+    model: PreTrainedModel, live_quant: KVQuantConfig | None = None, *, keeps_hidden: bool = False
+) -> list[ReuseLayer]:
     """Our layers for a model that `compat` has found to be served.
 
     With `live_quant`, those of full attention hold codes, but for the first and the last ones. Without it, and where
-    `kvboost_fa2` can read chunks where they are, they leave them there.
+    `kvboost_fa2` can read chunks where they are, they leave them there. With `keeps_hidden`, one of hidden states
+    follows.
     """
     layers = [_MAKERS[type(stock).__name__](stock) for stock in cache_layers(model)]
     if live_quant is None:
         if attn_implementation(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
-            return [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
-        return layers
+            layers = [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
+        return [*layers, HiddenStates()] if keeps_hidden else layers
     codec, found = make_codec(live_quant), key_rotation(model)
     rotations = found.layers if isinstance(found, KeyRotation) else [None] * len(layers)
     ends = exact_layers(live_quant, len(layers))

@@ -10,9 +10,10 @@ from kvboost_hf.cache.identity.foreign import foreign_attention, hooks_registere
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.settings import autocast
 from kvboost_hf.cache.layers.quantized import mark
+from kvboost_hf.cache.prompt.inputs import ALL_LOGITS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, salt_bytes
 from kvboost_hf.cache.store.default import default_store
-from kvboost_hf.compat import require_cache
+from kvboost_hf.compat import known_hidden_states_reason, require_cache
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 
@@ -25,6 +26,9 @@ class Binding:
         policy: How stored K/V may be used.
         salt: Separates those who must not see each other's prompts.
         live_quant: How the layers quantize K/V, or None.
+
+    Attributes:
+        keeps_hidden: Hidden states are kept beside K/V.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class Binding:
     ) -> None:
         self.store, self.policy, self.salt, self.live_quant = store, policy, salt, live_quant
         self._model = weakref.ref(model)
+        self.keeps_hidden = policy.keep_logprobs and known_hidden_states_reason(model) is None
         self._mark = mark(live_quant) if live_quant is not None else b""
         self._hooks = 0  # that others had registered when the root was last read
         self._precision: Hashable = None  # of autocast, then
@@ -72,6 +77,9 @@ class Binding:
                 "one of the two."
             )
         policy = policy if policy is not None else ReusePolicy()
+        if policy.keep_logprobs and (live_quant is not None or max_cache_len is not None):
+            other = "max_cache_len" if live_quant is None else "live_quant"
+            raise ValueError(f"`keep_logprobs` must be False with `{other}`, got True. Leave out one of the two.")
         store = store if store is not None else default_store(model)
         if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
             lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
@@ -93,6 +101,14 @@ class Binding:
         return ModelState.of(model).fingerprint if model is not None else None
 
     @property
+    def all_logits_reason(self) -> str | None:
+        """Why the logits of reused tokens cannot be had, or None."""
+        model = self._model()
+        if not self.policy.keep_logprobs or model is None:
+            return ALL_LOGITS
+        return known_hidden_states_reason(model)
+
+    @property
     def altered(self) -> str | None:
         """The hook of somebody else that changes what the model computes, as a reason; None if there is none."""
         fingerprint = self.fingerprint
@@ -108,7 +124,8 @@ class Binding:
             StoreClosedError: if the store was closed, or the model no longer exists.
         """
         self._hooks, self._precision = hooks_registered(), autocast()
-        return self.store.root(self.salt, regime + self._mark, read_all=self.policy.weights_check == "full")
+        read_all = self.policy.weights_check == "full"
+        return self.store.root(self.salt, regime + self._mark, read_all=read_all, keeps_hidden=self.keeps_hidden)
 
     @property
     def has_new_hooks(self) -> bool:

@@ -20,6 +20,7 @@ from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.layers.hidden_states import HiddenStates, kv_layers
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import Ledger
@@ -30,6 +31,7 @@ from kvboost_hf.compat import cache_layers, known_reason
 from kvboost_hf.config import KVQuantConfig
 
 CHANGED = "the cache was changed by somebody else"
+NO_HIDDEN = "its forward has not shown its hidden states, which `keep_logprobs` keeps"
 
 
 class LiveKV:
@@ -39,9 +41,11 @@ class LiveKV:
         model: The model that computes it. Held weakly.
         static: Decoding in buffers that never move, or None for layers that grow.
         live_quant: How layers of full attention quantize K/V, or None.
+        keeps_hidden: Keep hidden states beside K/V.
 
     Attributes:
-        layers: The layers, in the order of the model; none while `plain_reason` is set.
+        layers: The layers, in the order of the model, and behind them one of hidden states if they are kept; none
+            while `plain_reason` is set.
         visible: The list of layers that transformers sees, as the cache's `layers`. Anybody may change it.
         ledger: The tokens behind the layers; None where nothing is known of what they hold.
         regime: Of the rotary frequencies that the K/V was computed with.
@@ -53,7 +57,12 @@ class LiveKV:
     """
 
     def __init__(
-        self, model: PreTrainedModel, static: StaticDecoding | None, live_quant: KVQuantConfig | None
+        self,
+        model: PreTrainedModel,
+        static: StaticDecoding | None,
+        live_quant: KVQuantConfig | None,
+        *,
+        keeps_hidden: bool = False,
     ) -> None:
         self.static, self.tally = static, Tally()
         self.unsupported = self.plain_reason = known_reason(model)
@@ -63,7 +72,7 @@ class LiveKV:
         self.plain_used = False  # transformers' own layers hold something
         self.in_forward = False  # a forward with the cache is under way
         self.stepped = False  # compiled steps were taken over, and not offered to the store yet
-        self._model, self._live_quant = weakref.ref(model), live_quant
+        self._model, self._live_quant, self._keeps_hidden = weakref.ref(model), live_quant, keeps_hidden
         self._columns = 0  # held by layers that do not count themselves
         self._bumps = ModelState.of(model).fingerprint.bumps
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
@@ -82,11 +91,23 @@ class LiveKV:
         if self.static is not None:
             self.layers = self.static.make_layers(model)
         else:
-            self.layers = make_layers(model, self._live_quant) if self.plain_reason is None else []
-        self._counting = next((layer for layer in self.layers if layer.length is not None), None)
+            ours = self.plain_reason is None
+            self.layers = make_layers(model, self._live_quant, keeps_hidden=self._keeps_hidden) if ours else []
+        self._find_counting()
+
+    def _find_counting(self) -> None:
+        self._counting = next((layer for layer in kv_layers(self.layers) if layer.length is not None), None)
 
     def _native_layers(self, model: PreTrainedModel) -> list[Any]:
-        return [layer.native for layer in self.layers] if self.plain_reason is None else cache_layers(model)
+        if self.plain_reason is not None:
+            return cache_layers(model)
+        return [layer.native for layer in kv_layers(self.layers)]
+
+    @property
+    def hidden(self) -> HiddenStates | None:
+        """The layer of hidden states, if they are kept."""
+        last = self.layers[-1] if self.layers else None
+        return last if isinstance(last, HiddenStates) else None
 
     @property
     def static_layers(self) -> list[StaticReuseLayer]:
@@ -116,16 +137,17 @@ class LiveKV:
     @property
     def owns_layers(self) -> bool:
         """Whether the layers that transformers sees are those that were made for it, as they were made."""
-        return len(self.visible) == len(self.layers) and all(
+        layers = kv_layers(self.layers)
+        return len(self.visible) == len(layers) and all(
             theirs is ours.native and type(theirs) is made and "update" not in theirs.__dict__
-            for theirs, ours, made in zip(self.visible, self.layers, self._made_classes, strict=True)
+            for theirs, ours, made in zip(self.visible, layers, self._made_classes, strict=True)
         )
 
     @property
     def _made_classes(self) -> list[type | None]:
         """Classes of the layers that transformers sees, as they were made; None for one of somebody else."""
         if self._classes_of is not self.layers:
-            kinds = [type(layer.native) for layer in self.layers]
+            kinds = [type(layer.native) for layer in kv_layers(self.layers)]
             self._classes_of, self._classes = self.layers, [kind if is_own(kind) else None for kind in kinds]
         return self._classes
 
@@ -219,6 +241,9 @@ class LiveKV:
 
     def _note(self, ledger: Ledger) -> None:
         """The ledger says what the layers hold now."""
+        if self.hidden is not None and self.hidden.length != ledger.log.length:
+            self.ledger, self.tally.bypass = None, self.tally.bypass or NO_HIDDEN
+            return
         ledger.version = self._version()
         if self.stateful:
             for layer in self.layers:
@@ -254,6 +279,11 @@ class LiveKV:
         """A forward that is not recorded has ended at column `stop`."""
         self._columns = stop
 
+    def keep_hidden(self, states: torch.Tensor) -> None:
+        """A forward under way has computed hidden states [batch, m, hidden_size] of its columns."""
+        if self.hidden is not None and self.ledger is not None:
+            self.hidden.append(states)
+
     @contextmanager
     def changing(self) -> Iterator[Ledger | None]:
         """Within it, change rows or columns of all layers alike, and of the ledger that it gives, if there is one."""
@@ -267,6 +297,14 @@ class LiveKV:
         self._columns = max(0, self._columns - columns)
         if ledger is not None:
             ledger.rewind(max(0, ledger.log.length - columns))
+            if self.hidden is not None:
+                self.hidden.truncate(ledger.log.length)
+
+    def selected(self, ledger: Ledger, rows: NDArray[np.int64]) -> None:
+        """Row i of the layers is what row `rows[i]` was; to be called within `changing`."""
+        ledger.select(rows)
+        if self.hidden is not None:
+            self.hidden.select(torch.from_numpy(rows))
 
     def can_rewind(self, length: int) -> bool:
         """Whether all layers can forget the columns from `length` on."""
@@ -320,8 +358,8 @@ class LiveKV:
         """
         twin.plain_reason, twin.plain_used, twin.changed = self.plain_reason, self.plain_used, self.changed
         twin.layers = [layer.share() for layer in self.layers]
-        twin._counting = next((layer for layer in twin.layers if layer.length is not None), None)
-        twin.visible[:] = [layer.native for layer in twin.layers] if layers is None else layers
+        twin._find_counting()
+        twin.visible[:] = [layer.native for layer in kv_layers(twin.layers)] if layers is None else layers
         twin.regime, twin._columns, twin._bumps = self.regime, self._columns, self._bumps
         twin._records_for_call = self._records_for_call
         twin.ledger = self.ledger.copy() if self.ledger is not None else None

@@ -24,6 +24,11 @@ _KNOWN = frozenset(
 # Arguments of generate() that it also passes to forwards. A test compares them with each release.
 OF_GENERATE = frozenset("assistant_model assistant_tokenizer streamer synced_gpus tokenizer".split())
 _HARMLESS = _KNOWN | OF_GENERATE
+ALL_LOGITS = (
+    "the logits of all tokens are wanted (pass logits_to_keep=1, as generate() does, or "
+    "ReusePolicy(keep_logprobs=True))"
+)
+GRADIENTS = "gradients are enabled (call it under torch.no_grad())"
 # Arguments of multimodal models: they are part of the column ids.
 _OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
 
@@ -38,10 +43,19 @@ class ForwardInputs:
     logits: int  # how many of the last m tokens must be computed, for their logits or anything else
     verifies: bool  # several logits were asked for: candidates are being checked, crop() will follow
     computes_all: str | None  # why all tokens of the prompt must be computed, or None
+    logits_of_all: bool = False  # those of reused tokens are wanted, too, and can be had
 
 
-def read_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardInputs | str:
-    """The arguments, or the reason why the K/V of this forward may depend on more than its tokens."""
+def read_inputs(
+    model: PreTrainedModel, kwargs: dict[str, Any], all_logits_reason: str | None = ALL_LOGITS
+) -> ForwardInputs | str:
+    """The arguments, or the reason why the K/V of this forward may depend on more than its tokens.
+
+    Args:
+        model: The model.
+        kwargs: The arguments by name.
+        all_logits_reason: Why the logits of reused tokens cannot be had, or None.
+    """
     ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
     if model.training:
         return "the model is in training mode"
@@ -61,10 +75,20 @@ def read_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardInputs
             return f"`{name}` was passed, which K/V may depend on"
     if _adapters_by_row(model):
         return "PEFT was told which adapter each row, or which tokens, of this batch use"
-    keep = kwargs.get("logits_to_keep", 0)
-    computes_all = _computes_all(model, kwargs, keep)
-    logits = ids.shape[1] if computes_all else min(int(keep), ids.shape[1])
-    return ForwardInputs(ids, mask, positions, logits, not computes_all and logits > 1, computes_all)
+    wants_all = wants_all_logits(kwargs)
+    computes_all = _computes_all(model, kwargs, all_logits_reason if wants_all else None)
+    if computes_all:
+        return ForwardInputs(ids, mask, positions, ids.shape[1], False, computes_all)
+    if wants_all:
+        return ForwardInputs(ids, mask, positions, 1, False, None, logits_of_all=True)
+    logits = min(int(kwargs["logits_to_keep"]), ids.shape[1])
+    return ForwardInputs(ids, mask, positions, logits, logits > 1, None)
+
+
+def wants_all_logits(kwargs: dict[str, Any]) -> bool:
+    """Whether a forward may want the logits of all its tokens, or a loss over them."""
+    keep = kwargs.get("logits_to_keep")
+    return keep is None or isinstance(keep, torch.Tensor) or keep <= 0 or kwargs.get("labels") is not None
 
 
 def _are_positions_of(ids: torch.Tensor, positions: torch.Tensor, max_ndim: int) -> bool:
@@ -89,18 +113,20 @@ def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, 
     return {**kwargs, "position_ids": positions}
 
 
-def _computes_all(model: PreTrainedModel, kwargs: dict[str, Any], keep: int | torch.Tensor) -> str | None:
-    if isinstance(keep, torch.Tensor) or keep <= 0:
-        return "the logits of all tokens are wanted (pass logits_to_keep=1, as generate() does)"
-    for name in ("output_hidden_states", "output_attentions"):
+def _computes_all(model: PreTrainedModel, kwargs: dict[str, Any], all_logits_reason: str | None) -> str | None:
+    if all_logits_reason is not None:
+        return all_logits_reason
+    losses = ("output_router_logits",) if wants_all_logits(kwargs) else ()
+    for name in ("output_hidden_states", "output_attentions", *losses):
         wanted = kwargs.get(name)
         if wanted or (wanted is None and getattr(model.config, name, False)):
             return f"`{name}` of all tokens are wanted"
-    if kwargs.get("labels") is not None:
-        return "a loss over all tokens is wanted"
-    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
-        return "gradients are enabled (call it under torch.no_grad())"
-    return None
+    return GRADIENTS if gradients_enabled(model) else None
+
+
+def gradients_enabled(model: PreTrainedModel) -> bool:
+    """Whether somebody may want gradients of a forward."""
+    return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
 
 def _adapters_by_row(model: PreTrainedModel) -> bool:

@@ -12,7 +12,7 @@ from kvboost_hf.cache.kv.model_form import ModelForm, read_kv, read_states
 from kvboost_hf.cache.store.history import remember
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
-from kvboost_hf.compat import key_rotation, known_reason
+from kvboost_hf.compat import cache_layers, key_rotation, known_reason
 
 
 class BlobReader:
@@ -27,15 +27,18 @@ class BlobReader:
         self._model, self.codec = model, codec
         self._format: tuple[Codec, ColumnFormat] | None = None  # of the codec
         self._first_form: ModelForm | None = None
-        self._fingerprints: OrderedDict[bytes, bytes] = OrderedDict()  # by root
-        self._forms: OrderedDict[bytes, ModelForm | None] = OrderedDict()  # by fingerprint
+        self._kinds: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()  # by root, see `note_root`
+        self._forms: OrderedDict[tuple[bytes, bool], ModelForm | None] = OrderedDict()  # by kind
 
     @property
     def column_format(self) -> ColumnFormat:
         """The format of columns."""
         if self._format is None or self._format[0] is not self.codec:
-            rotation = key_rotation(self._model()) if not self.codec.lossless else "not needed"
-            self._format = self.codec, ColumnFormat(self.codec, rotation if not isinstance(rotation, str) else None)
+            model = self._model()
+            rotation = key_rotation(model) if not self.codec.lossless else "not needed"
+            known = rotation if not isinstance(rotation, str) else None
+            layers = len(cache_layers(model)) if not self.codec.lossless else None
+            self._format = self.codec, ColumnFormat(self.codec, known, layers)
         return self._format[1]
 
     def look_at_model(self) -> None:
@@ -43,9 +46,9 @@ class BlobReader:
         model = self._model()
         self._first_form = ModelForm.of(model) if known_reason(model) is None else None
 
-    def note_root(self, root: bytes, fingerprint: bytes) -> None:
-        """Remember which fingerprint of the model a root is of."""
-        remember(self._fingerprints, root, fingerprint)
+    def note_root(self, root: bytes, fingerprint: bytes, *, keeps_hidden: bool) -> None:
+        """Remember which fingerprint of the model a root is of, and whether hidden states are kept under it."""
+        remember(self._kinds, root, (fingerprint, keeps_hidden))
 
     def read(self, blob: Blob, root: bytes) -> LayerKV | LayerStates | None:
         """The K/V or the states in a blob, or None where the form that they should have is not known.
@@ -67,12 +70,13 @@ class BlobReader:
 
     def forms(self, root: bytes) -> Iterator[ModelForm]:
         """The form as the model was at first, then, where it may have changed since, as it is."""
-        fingerprint = self._fingerprints.get(root)
-        if fingerprint is None:
+        kind = self._kinds.get(root)
+        if kind is None:
             return  # nothing of it is in a lower tier
-        if fingerprint not in self._forms:
-            if self._first_form is not None:
+        if kind not in self._forms:
+            _, keeps_hidden = kind
+            if self._first_form is not None and not keeps_hidden:
                 yield self._first_form
-            remember(self._forms, fingerprint, ModelForm.of(self._model()))
-        if (form := self._forms[fingerprint]) is not None:
+            remember(self._forms, kind, ModelForm.of(self._model(), keeps_hidden=keeps_hidden))
+        if (form := self._forms[kind]) is not None:
             yield form

@@ -122,18 +122,22 @@ class ChunkStore:
 
     # Roots
 
-    def root(self, salt: bytes, regime: bytes = b"", *, read_all: bool = False) -> bytes | None:
+    def root(
+        self, salt: bytes, regime: bytes = b"", *, read_all: bool = False, keeps_hidden: bool = False
+    ) -> bytes | None:
         """The key that all chains of the model, as it is now, start from; None while a part of it is in training.
 
         Args:
             salt: Whose prompts they are.
             regime: Of the rotary frequencies, see `compat.rope_regime`.
             read_all: Read every weight to tell whether one has changed.
+            keeps_hidden: Hidden states are kept beside K/V.
         """
         self.records.require_open()
         model = self._require_model()
         with self._lock:
-            return self._roots.root(model, salt, regime + self.codec.name.encode(), read_all=read_all)
+            regime += self.codec.name.encode()
+            return self._roots.root(model, salt, regime, read_all=read_all, keeps_hidden=keeps_hidden)
 
     def without_room(self) -> "ChunkStore":
         """A store with the same roots that takes no chunks in: its caches compute, and keep, all columns."""

@@ -9,10 +9,11 @@ from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 
 _REMEMBERED = 65_536  # keys
 
+K = TypeVar("K")
 V = TypeVar("V")
 
 
-def remember(memory: OrderedDict[bytes, V], key: bytes, value: V) -> None:
+def remember(memory: OrderedDict[K, V], key: K, value: V) -> None:
     """Enter the newest of a bounded number of keys."""
     memory[key] = value
     memory.move_to_end(key)

@@ -55,10 +55,10 @@ class LowerMemory:
 
     # Looking up
 
-    def note_root(self, root: bytes, fingerprint: bytes) -> None:
-        """From now on, write what is stored under a root, and find what is there."""
+    def note_root(self, root: bytes, fingerprint: bytes, *, keeps_hidden: bool = False) -> None:
+        """From now on, write what is stored under a root, and find what is there; see `BlobReader.note_root`."""
         self._durable_roots.add(root)
-        self._reader.note_root(root, fingerprint)
+        self._reader.note_root(root, fingerprint, keeps_hidden=keeps_hidden)
 
     def keeps(self, root: bytes) -> bool:
         """Whether records under a root are written to lower tiers."""

@@ -24,7 +24,9 @@ class Roots:
         self._history, self._lower = history, lower
         self._warned: set[str] = set()
 
-    def root(self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool) -> bytes | None:
+    def root(
+        self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool, keeps_hidden: bool
+    ) -> bytes | None:
         """The root of a model as it is now; None while a part of it is in training.
 
         Args:
@@ -32,6 +34,7 @@ class Roots:
             salt: Whose prompts they are.
             regime: Of the rotary frequencies, and of the codec.
             read_all: Read every weight to tell whether one has changed.
+            keeps_hidden: Hidden states are kept beside K/V.
         """
         follower = ModelState.of(model).fingerprint
         fingerprint = follower.durable(model, full=read_all) if self._lower else None
@@ -44,8 +47,8 @@ class Roots:
             found = follower.current(model, full=read_all)
         if found is None:
             return None
-        root = root_key(found, salt, regime)
+        root = root_key(found, salt, regime + (b"hidden states" if keeps_hidden else b""))
         self._history.note_root(root, salt)
         if durable:
-            self._lower.note_root(root, found)
+            self._lower.note_root(root, found, keeps_hidden=keeps_hidden)
         return root
