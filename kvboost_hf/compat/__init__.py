@@ -20,6 +20,7 @@ from kvboost_hf.compat.models import (
     layer_configs,
     require_cache,
     require_reusable_model,
+    text_model,
     unwrapped,
 )
 from kvboost_hf.compat.private import PrivateCache
@@ -86,6 +87,7 @@ __all__ = [
     "require_reusable_model",
     "rope_regime",
     "steps_reason",
+    "text_model",
     "tolerance",
     "unwrapped",
 ]

@@ -93,7 +93,7 @@ class _HiddenHook:
     """The hook behind the part of a model that computes hidden states. It holds no reference to the model."""
 
     leaves_kv_alone = True  # read by the fingerprint
-    changes_arguments = True  # of the head: others' hooks on the same module cannot be watched, therefore
+    stands_behind_others = True  # who are watched for changes of the output
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         cache = kwargs.get("past_key_values", kwargs.get("cache_params"))

@@ -129,7 +129,8 @@ def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
         (module.register_forward_pre_hook, attributes["_forward_pre_hooks"]),
         (module.register_forward_hook, attributes["_forward_hooks"]),
     ):
-        numbers = list(hooks)
+        behind = [number for number, hook in list(hooks.items()) if _stands_behind(hook)]
+        numbers = [number for number in list(hooks) if number not in behind]
         ours = {getattr(hook, "__name__", ""): n for n, hook in list(hooks.items()) if _watches(hook, watch)}
         if not ours:
             watch.handles.append(own_hook(register(watch.first, prepend=True, with_kwargs=True)))
@@ -137,7 +138,15 @@ def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
         elif numbers[0] != ours["first"] or numbers[-1] != ours["last"]:
             hooks.move_to_end(ours["first"], last=False)
             hooks.move_to_end(ours["last"])
+        if behind and list(hooks)[-len(behind) :] != behind:
+            for number in behind:
+                hooks.move_to_end(number)
     return found, watch
+
+
+def _stands_behind(hook: Any) -> bool:
+    """Whether a hook of this package changes the output, after others have seen it."""
+    return isinstance(hook, types.MethodType) and hasattr(hook.__self__, "stands_behind_others")
 
 
 def _watches(hook: Any, watch: HookWatch) -> bool:
