@@ -35,7 +35,7 @@ for each call), and how many tokens went through the model.
 - **Edits.** Whatever is written to `layer.keys` and `layer.values`, or put in their place, reaches nothing that is
   stored. A new prompt is then answered from the store, or computed; a text that goes on goes on with the edit.
 - **Scoring.** `model(ids, logits_to_keep=k)` without a cache is served, too. Without `logits_to_keep`, all logits are
-  wanted, and nothing can be left out.
+  wanted, and nothing can be left out but with [`ReusePolicy(keep_logprobs=True)`](reuse.md#logits-of-all-tokens).
 - **Static caches.** `generate(cache_implementation="static")` is served for models with full attention alone.
 
 ## What was run

@@ -170,7 +170,7 @@ def test_a_cache_keeps_its_meaning(llama: PreTrainedModel) -> None:
     for each in (cache, stock):
         each.crop(-30)
         each.batch_repeat_interleave(3)
-        each.reorder_cache(torch.tensor([2, 0, 1]))
+        each.reorder_cache(torch.LongTensor([2, 0, 1]))
         each.batch_select_indices(torch.tensor([0, 2]))
     run(random_ids(40, seed=5, batch=2))
     fork = cache.fork()
@@ -349,7 +349,7 @@ class _WithIds(LlamaForCausalLM):
 
 
 @torch.no_grad()
-def test_a_head_that_takes_something_else_is_found_out(llama: PreTrainedModel) -> None:
+def test_a_head_that_takes_something_else_is_found_out(llama: Any) -> None:
     model = _WithIds(llama.config).eval()
     expected = model(BASE).logits
     attach(model, ChunkStore(model, chunk_size=32), KEEP)
