@@ -1,5 +1,6 @@
 """Calls that want the logits of all tokens, or a loss, reuse with `ReusePolicy(keep_logprobs=True)`."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -254,6 +255,13 @@ def test_they_load_while_the_model_computes(
     damaged: float | None, disk: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is damaged, K/V or hidden states, is computed in the middle of the forward."""
+    fill = loading.Loading._fill
+
+    def fill_late(self: loading.Loading, idx: int) -> None:
+        time.sleep(0.3 * (idx == 8))  # hidden states come last, and the model must wait for them
+        fill(self, idx)
+
+    monkeypatch.setattr(loading.Loading, "_fill", fill_late)
     monkeypatch.setattr(loading, "_MIN_BYTES", 1)
     ids = BASE[:, :129]
     for stored in (False, True):

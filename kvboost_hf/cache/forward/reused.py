@@ -134,7 +134,7 @@ class Reused(Forward):
         super().take_hidden_states(states)
         if not prompt.inputs.logits_of_all or self.length == prompt.first:
             return states
-        return hidden.view(prompt.first)
+        return _own(hidden.view(prompt.first))  # a head may write to it
 
     def record(self, output: Any) -> Any:
         """See `Forward`."""
