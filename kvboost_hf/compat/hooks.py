@@ -1,6 +1,7 @@
 """Hooks on parts of a model: on its decoder layers, and behind the last one. They are counted as this package's."""
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -43,16 +44,14 @@ def hook_hidden_states(model: PreTrainedModel) -> None:
     What that returns goes to the head of the model. The hook stays on the model; a model whose head cannot be told
     from the rest gets none.
     """
-    inner = text_model(model)
-    if inner is None or any(isinstance(getattr(h, "__self__", None), _HiddenHook) for h in _hooks_behind(inner)):
+    if (inner := text_model(model)) is None:
         return
-    own_hook(inner.register_forward_hook(_HiddenHook().after, with_kwargs=True))
+    with _hooking:
+        if not any(isinstance(getattr(hook, "__self__", None), _HiddenHook) for hook in inner._forward_hooks.values()):
+            own_hook(inner.register_forward_hook(_HiddenHook().after, with_kwargs=True))
 
 
-def _hooks_behind(module: nn.Module) -> list[Any]:
-    return list(module._forward_hooks.values())
-
-
+_hooking = threading.Lock()
 _own = itertools.count()
 _registered = 0
 

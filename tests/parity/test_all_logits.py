@@ -100,6 +100,26 @@ def test_logits_and_loss_are_those_of_plain_forwards(name: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "kvboost_fa2"])
+def test_a_long_rest_is_computed_in_pieces(attention: str, llama: PreTrainedModel) -> None:
+    """Forwards of our own keep hidden states, too."""
+    plain = make_model("llama")
+    for model in (llama, plain):
+        model.set_attn_implementation(attention)
+    store = ChunkStore(probed(llama), chunk_size=64)
+    known, other = random_ids(1300, seed=1), random_ids(1300, seed=2)
+    llama(known[:, :128], past_key_values=ChunkReuseCache(llama, store, KEEP))
+    prompt = torch.cat([known[:, :128], other[:, 128:]], dim=1)
+    policy = ReusePolicy(keep_logprobs=True, min_prefill_saving=0)
+    with counted(llama) as work:
+        found = llama(prompt, labels=prompt, past_key_values=ChunkReuseCache(llama, store, policy))
+    assert (work.calls, work.tokens) == (2 if attention == "sdpa" else 1, 1172)
+    expected = plain(prompt, labels=prompt)
+    close(found.logits, expected.logits)
+    close(found.loss, expected.loss)
+
+
+@torch.no_grad()
 def test_zeroed_hidden_states_are_noticed(attached: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the logits of reused tokens come from what was kept."""
     expected = attached(BASE).logits

@@ -39,7 +39,7 @@ class IntegrityReport:
         checked: Chunks and states that were compared.
         wrong: Of these, those that differed. They were taken out of the store, with all that continued them.
         skipped: Those that could not be computed again: of other weights, adapters or hooks than the model has now, of
-            images, behind moved chunks, over `live_quant` codes, or behind a chunk that is gone.
+            images, behind moved chunks, over `live_quant` codes, with hidden states, or behind a chunk that is gone.
         forwarded_tokens: Tokens that went through the model.
         largest_difference: Of a chunk, in standard deviations of its keys or values; for lossy codecs the mean over
             its numbers, else the largest.
