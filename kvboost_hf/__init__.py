@@ -30,6 +30,7 @@ from kvboost_hf.errors import (
     CacheModelMismatchError,
     InterruptedForwardError,
     KVBoostError,
+    NonFiniteLogitsError,
     StoreClosedError,
     StoreFullError,
     StreamingError,
@@ -42,6 +43,7 @@ from kvboost_hf.offload.plan import ResidencyPlan
 from kvboost_hf.offload.quantizer import with_streaming
 from kvboost_hf.offload.sizes import what_fits
 from kvboost_hf.offload.stats import StreamingStats
+from kvboost_hf.scoring import Score, score, score_ids
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 
 __all__ = [
@@ -61,10 +63,12 @@ __all__ = [
     "KVBoostError",
     "KVQuantConfig",
     "LayerStreamingHook",
+    "NonFiniteLogitsError",
     "RecomputeStrategy",
     "ResidencyPlan",
     "ReusePolicy",
     "ReuseReport",
+    "Score",
     "SpeculationStats",
     "StoreClosedError",
     "StoreFullError",
@@ -82,6 +86,8 @@ __all__ = [
     "load_assistant",
     "load_streamed",
     "lookup_assistant",
+    "score",
+    "score_ids",
     "speculation_stats",
     "stop_streaming",
     "stream_layers",

@@ -5,6 +5,7 @@ Exception
 └── KVBoostError                   an operation that is not possible in the present state
     ├── CacheModelMismatchError    a cache was passed to a model that it was not made for
     ├── InterruptedForwardError    a cache cannot continue, since an interrupted forward has spoilt its states
+    ├── NonFiniteLogitsError       score() was given NaN by the model
     ├── StreamingError             an operation needs all weights of a model whose layers are streamed
     ├── StoreClosedError           a store was used after close()
     └── StoreFullError             warm() was given more text than the byte budget can pin
@@ -21,6 +22,10 @@ class CacheModelMismatchError(KVBoostError):
 
 class InterruptedForwardError(KVBoostError):
     """A `ChunkReuseCache` cannot continue, since an interrupted forward has spoilt its states."""
+
+
+class NonFiniteLogitsError(KVBoostError):
+    """`score` and `score_ids` cannot go on, since the model's logits are NaN or infinite."""
 
 
 class StreamingError(KVBoostError):

@@ -98,14 +98,17 @@ class _Attachment:
         if isinstance(theirs, StaticCache):
             cache = self._of_fixed_size(model, _size(theirs))
         else:
-            cache = ChunkReuseCache(
-                model, self._store, self._policy, self._current_salt(), live_quant=self._live_quant
-            )
+            cache = self._of_any_size(model)
         if isinstance(theirs, DynamicCache):
             if any(getattr(layer, "record_past", False) for layer in theirs.layers):  # generate() will crop candidates
                 cache.activate_past_recording()
             theirs.layers = cache.layers
         return self._of_call(cache)
+
+    def cache_of_its_own(self, model: PreTrainedModel) -> ChunkReuseCache:
+        """A cache for somebody who calls the model by themselves, and knows when they have done."""
+        self._finish_last()
+        return self._of_any_size(model)
 
     def _finish_last(self) -> None:
         """Store what earlier calls have left."""
@@ -122,6 +125,9 @@ class _Attachment:
         else:  # generate() makes it for one call, and lets go of it when it returns
             weakref.finalize(config, self._call_has_ended, weakref.ref(cache)).atexit = False
         return cache
+
+    def _of_any_size(self, model: PreTrainedModel) -> ChunkReuseCache:
+        return ChunkReuseCache(model, self._store, self._policy, self._current_salt(), live_quant=self._live_quant)
 
     def _of_fixed_size(self, model: PreTrainedModel, max_cache_len: int) -> ChunkReuseCache:
         cache = self._of_thread.fixed
@@ -350,6 +356,12 @@ def last_cache(model: PreTrainedModel) -> ChunkReuseCache | None:
     """
     attached = ModelState.of(unwrapped(model)).attached
     return attached.last if isinstance(attached, _Attachment) else None
+
+
+def cache_of_attached(model: PreTrainedModel) -> ChunkReuseCache:
+    """A new cache with the settings of `attach`; for a model that is not attached, with those of `ChunkReuseCache`."""
+    attached = ModelState.of(model).attached
+    return attached.cache_of_its_own(model) if isinstance(attached, _Attachment) else ChunkReuseCache(model)
 
 
 def _flush(model: PreTrainedModel) -> None:

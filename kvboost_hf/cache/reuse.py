@@ -76,6 +76,7 @@ class ChunkReuseCache(Cache):
     max_cache_len = -1  # no limit; PEFT asks for it before it puts the cache of its tuned prefix in place of this one
     stores_prompts_whole = False  # nobody will tell when a call has ended: store all of a prompt at once
     in_own_loop = False  # whoever calls the model leaves it as it is between the tokens of a text, as generate() does
+    judge: Callable[[Any], None] | None = None  # given what a forward returns; raises to have it leave nothing behind
 
     def __init__(
         self,
@@ -273,6 +274,8 @@ class ChunkReuseCache(Cache):
         live.hand_out(False)  # other forwards may be run on the layers, in a stock cache
         if live.static is not None:
             live.static.close(live.static_layers)
+        if self.judge is not None:
+            self.judge(output)
         changed = forward.record(output)
         self._forward, live.in_forward = None, False  # only now: an interrupt before this undoes the forward
         forward.settle()
