@@ -232,8 +232,8 @@ def plan_batches(
         Batches of rows.
     """
     rows = _rows(texts)
-    known = [0, *(common_length(row.ids, before.ids) for before, row in pairwise(rows))]
-    new = [max(len(row.ids) - shared, row.logits) for row, shared in zip(rows, known, strict=True)]
+    shared = [0, *(common_length(before.ids, row.ids) for before, row in pairwise(rows))]
+    new = [max(len(row.ids) - shared[number], row.logits) for number, row in enumerate(rows)]
     batches: list[list[Row]] = []
     for start in range(0, len(rows), _WINDOW * batch_size):
         window = range(start, min(start + _WINDOW * batch_size, len(rows)))
