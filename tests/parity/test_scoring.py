@@ -244,7 +244,7 @@ def test_what_cannot_be_scored_stores_nothing(llama: PreTrainedModel) -> None:
     limit = llama.config.max_position_embeddings
     assert len(score_ids(llama, [([5] * limit, [6])], batch_size=1)) == 1  # as long as it may be
     store.clear()
-    for pair, said in [
+    bad: list[tuple[Any, str]] = [
         (
             ([5] * limit, [6, 7]),
             rf"Pair 1 has {limit} tokens of prefix and 2 of continuation, and .* reads {limit} at",
@@ -252,7 +252,8 @@ def test_what_cannot_be_scored_stores_nothing(llama: PreTrainedModel) -> None:
         (([], [6]), r"The prefix of pair 1 must be ids of the shape \[n\], n > 0, got \[0\]. begin with"),
         (([6], []), r"The continuation of pair 1 must be ids of the shape \[n\], n > 0, got \[0\]. Leave it out"),
         ((torch.tensor([[6]]), [5]), r"The prefix of pair 1 must be .*, got \[1, 1\]"),
-    ]:
+    ]
+    for pair, said in bad:
         with pytest.raises(ValueError, match=said):
             score_ids(llama, [good, pair])
     for size in (0, True, 2.0):
