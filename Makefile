@@ -59,9 +59,9 @@ LIBRARIES := .venv-libraries/bin/python
 libraries: .venv-libraries/installed
 	OMP_NUM_THREADS=1 $(LIBRARIES) -m tests.libraries --page docs/libraries.md
 
-# Those of four libraries: two minutes.
+# Those of five libraries: three minutes.
 libraries-quick: .venv-libraries/installed
-	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -q tests/libraries -k "peft or outlines or langchain or llama"
+	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -q tests/libraries -k "peft or outlines or langchain or llama or lm_eval"
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .

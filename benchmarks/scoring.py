@@ -7,6 +7,7 @@ Each of `--subjects` has a head of five solved questions, and `--questions` of i
 mean nothing. `letters` are scored as MMLU is: four continuations of one token, which `hf` reads off one row. `texts`
 are scored as in `mmlu_continuation`: the choices themselves. `ideal` counts each distinct beginning of a text once.
 Every run of `kvboost-hf` begins with an empty store, and both answer the same requests of lm_eval's `loglikelihood`.
+Seconds are those that one thread was computing, so that other work on the machine is not counted.
 """
 
 import argparse
@@ -71,9 +72,9 @@ def run(lm: Any, asked: Requests) -> tuple[list[tuple[float, bool]], float, int]
     """Answers, seconds and tokens."""
     instances = [Instance("loglikelihood", {}, each, number) for number, each in enumerate(asked)]
     with counted(lm.model) as work:
-        began = time.perf_counter()
+        began = time.process_time()
         answers = lm.loglikelihood(instances, disable_tqdm=True)
-        return answers, time.perf_counter() - began, work.tokens
+        return answers, time.process_time() - began, work.tokens
 
 
 def measure(name: str, asked: Requests, batch_size: int, stock: HFLM, ours: KVBoostHF, store: ChunkStore) -> Result:
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
     fetch()
     tokenizer = AutoTokenizer.from_pretrained(FLOAT32)
     plain, attached = (AutoModelForCausalLM.from_pretrained(FLOAT32, dtype=torch.float32).eval() for _ in range(2))

@@ -32,6 +32,7 @@ ENVIRONMENTS = {
             "guidance==0.3.1",
             "kvpress==0.5.2",  # for what the newer one needs: that is put above it below
             "llama-index-llms-huggingface==0.8.0",
+            "lm_eval==0.4.13",  # of which we are a model
             "optimum-quanto==0.2.7",
             "outlines==1.3.3",
             "smolagents==1.26.0",

@@ -36,6 +36,7 @@ for each call), and how many tokens went through the model.
   stored. A new prompt is then answered from the store, or computed; a text that goes on goes on with the edit.
 - **Scoring.** `model(ids, logits_to_keep=k)` without a cache is served, too. Without `logits_to_keep`, all logits are
   wanted, and nothing can be left out but with [`ReusePolicy(keep_logprobs=True)`](reuse.md#logits-of-all-tokens).
+  [`score` and lm_eval](scoring.md) ask for as many as they need.
 - **Static caches.** `generate(cache_implementation="static")` is served for models with full attention alone.
 
 ## What was run
