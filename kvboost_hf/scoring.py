@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, overload
 
@@ -185,10 +186,13 @@ def scored(
         raise ValueError(f"`batch_size` must be a positive integer, got {batch_size!r}. Pass 8.")
     inner = unwrapped(model)
     require_cache(inner)
-    with _evaluating(inner), torch.no_grad():
+    with _evaluating(inner):
         runner = _Runner(inner, cache if cache is not None else cache_of_attached(inner))
-        for batch in plan_batches(texts, batch_size, runner.kind):
-            yield from runner.scores(batch, texts)
+        batches = plan_batches(texts, batch_size, runner.kind)
+    for batch in batches:
+        with _evaluating(inner):  # not while the caller has the scores
+            found = list(runner.scores(batch, texts))
+        yield from found
 
 
 # What runs together
@@ -320,7 +324,7 @@ class _Runner:
             kwargs["position_ids"] = torch.from_numpy((mask.cumsum(axis=1) - 1).clip(min=0)).to(device)
         if self._takes_keep:
             kwargs["logits_to_keep"] = keep
-        with _keeping_what_is_finite(cache):
+        with _keeping_what_is_finite(cache, batch):
             cache.begin_anew()
             output = self._model(input_ids=torch.from_numpy(ids).to(device), use_cache=True, **kwargs)
         return _logits_of(output)[:, -keep:]
@@ -328,32 +332,36 @@ class _Runner:
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Eval mode, for as long as it lasts."""
+    """Eval mode without gradients, for as long as it lasts."""
     training = [module for module in model.modules() if module.training]
     model.train(False)
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
         for module in training:
             module.training = True
 
 
 @contextmanager
-def _keeping_what_is_finite(cache: ChunkReuseCache) -> Iterator[None]:
+def _keeping_what_is_finite(cache: ChunkReuseCache, batch: Sequence[Row]) -> Iterator[None]:
     """Have a cache store whole texts, but nothing of a forward whose logits are not numbers."""
-    stored_whole, cache.stores_prompts_whole, cache.judge = cache.stores_prompts_whole, True, _require_finite
+    before = cache.stores_prompts_whole, cache.judge
+    cache.stores_prompts_whole, cache.judge = True, partial(_require_finite, batch)
     try:
         yield
     finally:
-        cache.stores_prompts_whole, cache.judge = stored_whole, None
+        cache.stores_prompts_whole, cache.judge = before
 
 
-def _require_finite(output: Any) -> None:
-    best = _logits_of(output).amax(dim=-1)  # NaN if one of them is
-    if not bool(best.isfinite().all()):
+def _require_finite(batch: Sequence[Row], output: Any) -> None:
+    finite = _logits_of(output).amax(dim=-1).isfinite().all(dim=-1)  # the highest is NaN if one of them is
+    if not bool(finite.all()):
+        text = batch[int(finite.int().argmin())].texts[0]
         raise NonFiniteLogitsError(
-            "The model's logits are NaN or infinite, so that nothing can be scored, and nothing of this batch is "
-            "stored. Look at its weights, and at the range of its dtype: float16 overflows where bfloat16 does not."
+            f"The model's logits for pair {text} are NaN or infinite, so that nothing can be scored, and nothing of "
+            "its batch is stored. Look at the weights, and at the range of their dtype: float16 overflows where "
+            "bfloat16 does not."
         )
 
 
@@ -381,10 +389,9 @@ def _checked(number: int, prefix: Ids, continuation: Ids) -> tuple[Tokens, int]:
     for name, ids in (("prefix", prefix), ("continuation", continuation)):
         found = torch.as_tensor(ids, dtype=torch.long).cpu().numpy()
         if found.ndim != 1 or not len(found):
-            remedy = {"prefix": "begin with the model's first token, as tokenizers do: [bos_token_id]"}
+            remedy = "Begin with [bos_token_id]" if name == "prefix" else "Leave out what has nothing to score"
             raise ValueError(
-                f"The {name} of pair {number} must be ids of the shape [n], n > 0, got {list(found.shape)}. "
-                f"{remedy.get(name, 'Leave it out: there is nothing to score')}."
+                f"The {name} of pair {number} must be ids of the shape [n], n > 0, got {list(found.shape)}. {remedy}."
             )
         parts.append(found)
     return np.concatenate(parts), len(parts[0])

@@ -169,7 +169,7 @@ def test_of_nan_nothing_is_stored(llama: PreTrainedModel, length: int) -> None:
     score_ids(llama, [(good, [3] * length)], cache=cache)
     stored = store.stats()["tokens"]
     assert stored >= len(good)
-    with pytest.raises(NonFiniteLogitsError, match="NaN or infinite"):
+    with pytest.raises(NonFiniteLogitsError, match="logits for pair [012] are NaN or infinite"):
         score_ids(llama, [(bad, [3] * length), (bad, [4] * length), (bad[:50], [4])], cache=cache)
     cache.reset()
     assert store.stats()["tokens"] == stored
@@ -249,8 +249,8 @@ def test_what_cannot_be_scored_stores_nothing(llama: PreTrainedModel) -> None:
             ([5] * limit, [6, 7]),
             rf"Pair 1 has {limit} tokens of prefix and 2 of continuation, and .* reads {limit} at",
         ),
-        (([], [6]), r"The prefix of pair 1 must be ids of the shape \[n\], n > 0, got \[0\]. begin with"),
-        (([6], []), r"The continuation of pair 1 must be ids of the shape \[n\], n > 0, got \[0\]. Leave it out"),
+        (([], [6]), r"The prefix of pair 1 must be ids of the shape \[n\], n > 0, got \[0\]. Begin with"),
+        (([6], []), r"The continuation of pair 1 must be ids of the shape \[n\], n > 0, got \[0\]. Leave out"),
         ((torch.tensor([[6]]), [5]), r"The prefix of pair 1 must be .*, got \[1, 1\]"),
     ]
     for pair, said in bad:
