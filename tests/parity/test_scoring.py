@@ -169,7 +169,7 @@ def test_of_nan_nothing_is_stored(llama: PreTrainedModel, length: int) -> None:
     score_ids(llama, [(good, [3] * length)], cache=cache)
     stored = store.stats()["tokens"]
     assert stored >= len(good)
-    with pytest.raises(NonFiniteLogitsError, match="logits for pair [012] are NaN or infinite"):
+    with pytest.raises(NonFiniteLogitsError, match=r"logits for pair [012] are NaN or infinite"):
         score_ids(llama, [(bad, [3] * length), (bad, [4] * length), (bad[:50], [4])], cache=cache)
     cache.reset()
     assert store.stats()["tokens"] == stored
