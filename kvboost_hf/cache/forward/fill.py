@@ -17,7 +17,7 @@ from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
 from kvboost_hf.cache.layers.hidden_states import private_cache
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment
 from kvboost_hf.cache.planning.stems import Stem
-from kvboost_hf.cache.prompt.inputs import ForwardInputs
+from kvboost_hf.cache.prompt.inputs import ForwardInputs, without_router_logits
 from kvboost_hf.cache.prompt.positions import take_positions
 from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
 from kvboost_hf.compat import cache_argument
@@ -345,7 +345,7 @@ def _run(
         at: Which of the ids of each row.
         mask: Of all columns, [k, columns], if the call has one.
     """
-    part: dict[str, Any] = {"input_ids": inputs.input_ids[rows, at]}
+    part: dict[str, Any] = {"input_ids": inputs.input_ids[rows, at], **without_router_logits(model, {})}
     if inputs.attention_mask is not None and mask is not None:
         part["attention_mask"] = mask.to(inputs.attention_mask.dtype)
     if inputs.position_ids is not None:

@@ -38,7 +38,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, plan_batch
 from kvboost_hf.cache.planning.report import Tally
-from kvboost_hf.cache.prompt.generate_call import in_generate
+from kvboost_hf.cache.prompt.generate_call import in_generate, in_prefill
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_inputs, with_positions
 from kvboost_hf.cache.prompt.media import Prompt
@@ -172,7 +172,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     if ledger.unconfirmed:
         parts.writer.confirm(ledger)
     new = inputs.input_ids.shape[1]
-    if new > inputs.logits:
+    if new > inputs.logits or (inputs.computes_all is not None and in_prefill()):
         return _piece(parts, request, ledger, held)
     if steps_reason(request.model) is not None:
         # What is kept of decoded tokens is not what a prompt would leave: let the store have what there is.
@@ -194,6 +194,7 @@ def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Fo
     ledger.log.pads = found.pads
     parts.live.expect_padding(found.pads)
     columns = held + found.inputs.input_ids.shape[1]
+    parts.live.tally.bypass = parts.live.tally.bypass or found.inputs.computes_all
     parts.live.tally.prompt += int((columns - np.maximum(found.pads, held)).sum())
     ids = np.concatenate([ledger.log.columns(), found.prompt.column_ids], axis=1)
     return _reuse(parts, request, PromptColumns(found.inputs, found.prompt, ids, held))

@@ -25,6 +25,7 @@ from kvboost_hf.cache.planning.moved_columns import MovedColumns
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, trim_row
 from kvboost_hf.cache.planning.repair import REPAIRS, Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.prompt.hook import Kwargs
+from kvboost_hf.cache.prompt.inputs import without_router_logits
 from kvboost_hf.compat import KeyRotation, key_rotation
 from kvboost_hf.config import ReusePolicy
 
@@ -119,7 +120,7 @@ class Moved(Forward):
             model, request.cache, layers, columns, plan.pads, narrowing=narrowing, unmasked=unmasked
         )
         given = {name: value for name, value in request.kwargs.items() if name != "cache_position"}
-        return {**given, **self._scatter.arguments(ids, first)}
+        return {**given, **without_router_logits(model, given), **self._scatter.arguments(ids, first)}
 
     def _narrowing(self, rotation: KeyRotation, *, unmasked: bool) -> tuple[Narrowing, Columns]:
         """How layers choose the columns that go on, and those to begin with."""

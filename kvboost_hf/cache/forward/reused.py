@@ -21,7 +21,7 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, plan_shared
 from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
 from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import ForwardInputs
+from kvboost_hf.cache.prompt.inputs import ForwardInputs, without_router_logits
 from kvboost_hf.cache.prompt.media import Prompt, narrow_media
 from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
 from kvboost_hf.compat import cache_argument
@@ -294,7 +294,8 @@ def _narrow(model: PreTrainedModel, kwargs: Kwargs, prompt: PromptColumns, serve
     if served == 0:
         return kwargs
     inputs = prompt.inputs
-    narrowed = {**narrow_media(model, kwargs, prompt.new, served), "input_ids": _own(inputs.input_ids[:, served:])}
+    narrowed = {**narrow_media(model, kwargs, prompt.new, served), **without_router_logits(model, kwargs)}
+    narrowed["input_ids"] = _own(inputs.input_ids[:, served:])
     if inputs.position_ids is not None:
         narrowed["position_ids"] = _own(inputs.position_ids[..., served:])
     if inputs.attention_mask is None and "attention_mask" in kwargs:

@@ -108,7 +108,7 @@ class ReuseReport:
         """
         lines = [str(self)]
         if self.bypass_reason:
-            lines.append(f"Nothing was reused: {self.bypass_reason}.")
+            lines.append(f"Nothing{' more' if self.reused_tokens else ''} was reused: {self.bypass_reason}.")
         elif not self.misses and not self.moved_tokens:
             lines.append("Everything that can be reused was." if self.prompt_tokens else "No prompt was seen yet.")
         if self.dropped_reason:

@@ -1,10 +1,10 @@
 """Finds the generate() call that a cache is used by, and reads its local variables.
 
-transformers tells a cache nothing of the call that uses it. Two questions can be answered only from the caller's local
-variables. Are the ids the whole prompt, or only those that follow the cache, which is also allowed? And does a forward
-belong to the call that armed the cache, or did that call fail before its first forward? Both depend on the names of
-variables in `GenerationMixin.generate` (the same in 5.17 and 5.23); where these are missing, ids count as a whole
-prompt.
+transformers tells a cache nothing of the call that uses it. Three questions can be answered only from the caller's
+local variables. Are the ids the whole prompt, or only those that follow the cache, which is also allowed? Does a
+forward belong to the call that armed the cache, or did that call fail before its first forward? And which outputs of a
+forward does the call use? All depend on the names of variables in `GenerationMixin` (the same in 5.17 and 5.23); where
+these are missing, ids count as a whole prompt, and all outputs as used.
 """
 
 import sys
@@ -14,10 +14,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from kvboost_hf.cache.prompt.positions import positions_from_start
 from kvboost_hf.compat import MAX_DEPTH, generate_frame, is_generate
+
+# What generate() may call to decode, and the code that runs forwards then.
+_LOOPS = (GenerationMixin._sample, GenerationMixin._beam_search, GenerationMixin._assisted_decoding)
+_CODE = {loop.__code__ for loop in (*_LOOPS, GenerationMixin._prefill)}
 
 
 class GenerateCall:
@@ -103,6 +107,34 @@ def in_prefill() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def outputs_read(ids: torch.Tensor) -> frozenset[str] | None:
+    """The `output_...` arguments of which transformers' generate() uses or returns what the forward over `ids` gives.
+
+    None where somebody else may run that forward: a loop by hand, one of a model's own, or of `custom_generate`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    call = generate_frame(frame)
+    if call is None or call.f_locals.get("decoding_method") not in _LOOPS:
+        return None
+    while frame is not None and frame is not call and frame.f_code not in _CODE:
+        frame = frame.f_back
+    variables = frame.f_locals if frame is not None else {}
+    config = variables.get("generation_config")
+    if variables.get("model_inputs", {}).get("input_ids") is not ids or config is None:
+        return None
+    passes_on: Any = getattr(variables.get("self"), "_update_model_kwargs_for_generation", None)
+    if getattr(passes_on, "__func__", None) is not GenerationMixin._update_model_kwargs_for_generation:
+        return None  # the model's own may read anything
+    piece = variables.get("input_chunk")
+    if piece is not None and piece is not variables["input_chunks"][-1]:
+        return frozenset()  # of a prompt in pieces, only the output of the last one is used
+    drafting: Any = variables.get("candidate_generator")
+    read = set(drafting.model_kwargs_overrides if getattr(drafting, "requires_model_outputs", False) else ())
+    if config.return_dict_in_generate:
+        read |= {name for name in ("output_hidden_states", "output_attentions") if getattr(config, name)}
+    return frozenset(read)
 
 
 def _arguments(variables: Mapping[str, Any]) -> dict[str, Any]:

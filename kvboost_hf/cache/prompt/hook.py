@@ -113,8 +113,17 @@ def install(model: PreTrainedModel) -> None:
             own_hook(model.register_forward_hook(hook.after, with_kwargs=True))
 
 
+def others_see_output(model: PreTrainedModel) -> bool:
+    """Whether a forward hook that is not of this package is given what `model` returns."""
+    return any(not _is_ours(hook) for hook in model._forward_hooks.values())
+
+
 def _handles(model: PreTrainedModel) -> list[Any]:
-    return [h for h in model._forward_pre_hooks.values() if isinstance(getattr(h, "__self__", None), ForwardHook)]
+    return [hook for hook in model._forward_pre_hooks.values() if _is_ours(hook)]
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), ForwardHook)
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:

@@ -13,24 +13,31 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.prompt.generate_call import outputs_read
+from kvboost_hf.cache.prompt.hook import others_see_output
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.positions import computed_positions, keeps_positions
 
-# Arguments that leave K/V as it is, or that are read below. Any other one, if given, may change K/V.
-_KNOWN = frozenset(
-    "input_ids attention_mask position_ids past_key_values cache_params use_cache logits_to_keep return_dict labels "
-    "output_attentions output_hidden_states output_router_logits cache_position".split()
+# Arguments by which a forward returns something of each token besides logits.
+_OF_EACH_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")
+# Arguments that are read by what decides on reuse.
+READ = frozenset(_OF_EACH_TOKEN) | frozenset(
+    "input_ids attention_mask position_ids past_key_values cache_params use_cache logits_to_keep labels "
+    "cache_position".split()
 )
+# Arguments that change nothing but the form of what is returned, or the loss.
+LEAVE_KV_ALONE = frozenset("return_dict num_items_in_batch num_logits_to_keep".split())
 # Arguments of generate() that it also passes to forwards. A test compares them with each release.
 OF_GENERATE = frozenset("assistant_model assistant_tokenizer streamer synced_gpus tokenizer".split())
-_HARMLESS = _KNOWN | OF_GENERATE
 ALL_LOGITS = (
     "the logits of all tokens are wanted (pass logits_to_keep=1, as generate() does, or "
     "ReusePolicy(keep_logprobs=True))"
 )
 GRADIENTS = "gradients are enabled (call it under torch.no_grad())"
 # Arguments of multimodal models: they are part of the column ids.
-_OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
+OF_MEDIA = MEDIA_ARGUMENTS | frozenset(TYPES)
+# Any other argument, if given, may change K/V. A test compares them with those of all architectures.
+_HARMLESS = READ | LEAVE_KV_ALONE | OF_GENERATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +78,11 @@ def read_inputs(
     if kwargs.get("use_cache") is False:
         return "use_cache is False"
     for name, value in kwargs.items():
-        if name not in _HARMLESS and not (media and name in _OF_MEDIA) and not _says_nothing(value):
-            return f"`{name}` was passed, which K/V may depend on"
-    if _adapters_by_row(model):
-        return "PEFT was told which adapter each row, or which tokens, of this batch use"
+        if name in _HARMLESS or (media and name in OF_MEDIA) or _says_nothing(model, name, value):
+            continue
+        return f"`{name}` was passed, which K/V may depend on"
+    if (told := _adapters_by_row(model)) is not None:
+        return f"`{told}` tells PEFT which adapter each row, or which tokens, of this batch use"
     wants_all = wants_all_logits(kwargs)
     computes_all = _computes_all(model, kwargs, all_logits_reason if wants_all else None)
     if computes_all:
@@ -96,8 +104,16 @@ def _are_positions_of(ids: torch.Tensor, positions: torch.Tensor, max_ndim: int)
     return 2 <= positions.ndim <= max_ndim and positions.shape[-1] == columns and positions.shape[-2] in (1, batch)
 
 
-def _says_nothing(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, dict) and not value)
+def _says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:
+    if value is False:  # which says something where the default is True, as with `is_causal`
+        return name in _off_by_default(type(model).forward)
+    return value is None or (isinstance(value, dict) and not value)
+
+
+@cache
+def _off_by_default(forward: Callable[..., object]) -> frozenset[str]:
+    parameters = inspect.signature(forward).parameters.items()
+    return frozenset(name for name, parameter in parameters if parameter.default is False)
 
 
 def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -116,11 +132,8 @@ def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, 
 def _computes_all(model: PreTrainedModel, kwargs: dict[str, Any], all_logits_reason: str | None) -> str | None:
     if all_logits_reason is not None:
         return all_logits_reason
-    losses = ("output_router_logits",) if wants_all_logits(kwargs) else ()
-    for name in ("output_hidden_states", "output_attentions", *losses):
-        wanted = kwargs.get(name)
-        if wanted or (wanted is None and getattr(model.config, name, False)):
-            return f"`{name}` of all tokens are wanted"
+    if (asked := _asks_for_each_token(model, kwargs)) is not None:
+        return f"`{asked}` returns something of each token"
     return GRADIENTS if gradients_enabled(model) else None
 
 
@@ -129,13 +142,49 @@ def gradients_enabled(model: PreTrainedModel) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
 
-def _adapters_by_row(model: PreTrainedModel) -> bool:
-    """Whether PEFT has hooked the adapted layers for the length of a call with `adapter_names` or an aLoRA."""
+def _asks_for_each_token(model: PreTrainedModel, kwargs: dict[str, Any]) -> str | None:
+    """The argument or setting, and its value, by which the caller gets something of each token; or None."""
+    if kwargs["input_ids"].shape[1] == 1:  # which is computed in any case
+        return None
+    wanted: dict[str, str] = {}
+    for name in _OF_EACH_TOKEN:
+        if (value := kwargs.get(name)) is not None:
+            shown = f"{name}={value!r}"
+        else:
+            value = _setting(model, name)
+            shown = f"config.{name}={value!r}"
+        if value:
+            wanted[name] = shown
+    if not wanted:
+        return None
+    read = None if others_see_output(model) else outputs_read(kwargs["input_ids"])
+    return next((shown for name, shown in wanted.items() if read is None or name in read), None)
+
+
+def _setting(model: PreTrainedModel, name: str) -> Any:
+    """What the configuration says where an argument is not given."""
+    return getattr(model.config, name, None) or getattr(model.config.get_text_config(decoder=True), name, None)
+
+
+def without_router_logits(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The argument that turns router logits off, where they are on, for a forward over a part of the tokens.
+
+    Nobody reads them, or all tokens would be computed. Models make a loss of them, which fails where the attention
+    mask covers more than the tokens.
+    """
+    name = "output_router_logits"
+    asked = kwargs.get(name)
+    return {name: False} if asked or (asked is None and _setting(model, name)) else {}
+
+
+def _adapters_by_row(model: PreTrainedModel) -> str | None:
+    """The argument for whose length PEFT has hooked the adapted layers, as for an aLoRA, or None."""
     if getattr(model, "peft_config", None) is None:
-        return False
+        return None
     layer = next((module for module in model.modules() if "_active_adapter" in module.__dict__), None)
     hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, partial)] if layer else []
-    return any({"adapter_names", "alora_offsets"} & hook.keywords.keys() for hook in hooks)
+    names = ("adapter_names", "alora_offsets")
+    return next((name for name in names for hook in hooks if name in hook.keywords), None)
 
 
 @cache
