@@ -80,6 +80,7 @@ docs: $(VENV)/installed
 # The table of architectures in docs/ and kvboost_hf/: runs each of them, tiny, with and without reuse.
 architectures: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.architectures --write
+	$(BIN)/python -m tests.architectures.arguments
 
 # The embedded model is so small that a second thread makes it slower on a machine with other work.
 bench: $(VENV)/installed

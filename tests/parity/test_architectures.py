@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
-from tests.architectures import NOT_BUILT, TRIED, make_architecture
+from tests.architectures import NOT_BUILT, TRIED, arguments, make_architecture
 from tests.architectures.outcome import check_context_matters, outcome_of
 from tests.architectures.table import PAGE, class_name, page, recorded, row
 
@@ -31,3 +31,26 @@ def test_the_page_shows_the_rows_and_no_row_is_too_many() -> None:
     rows = recorded()
     assert rows.keys() <= {class_name(name) for name in TRIED}
     assert PAGE.read_text(encoding="utf-8") == page(rows), "run make architectures"
+
+
+def test_each_argument_of_a_forward_is_known() -> None:
+    """What a release adds would be taken for something that K/V depends on, and cost reuse where it is passed."""
+    now, known = arguments.found(), arguments.table()
+    assert now.keys() <= known.keys(), (
+        f"Forwards of transformers {arguments.RELEASE} get {sorted(now.keys() - known.keys())}, which are not in "
+        f"{arguments.TABLE.name}. Read what each does to K/V. If it leaves K/V alone, add it to LEAVE_KV_ALONE in "
+        "kvboost_hf/cache/prompt/inputs.py. Then write the table: python -m tests.architectures.arguments"
+    )
+    written = {name: row[arguments.RELEASE] for name, row in known.items() if arguments.RELEASE in row}
+    assert written in ({}, now), "run python -m tests.architectures.arguments"
+
+
+def test_the_table_of_arguments_says_what_the_code_takes_them_for() -> None:
+    rows = arguments.table()
+    assert {name: row["effect"] for name, row in rows.items()} == {name: arguments.effect(name) for name in rows}
+    assert {rows[name]["effect"] for name in ("input_ids", "return_dict", "pixel_values", "is_causal")} == {
+        "read",
+        "leaves K/V alone",
+        "read with images, sound or video",
+        "K/V may depend on it",
+    }
