@@ -261,6 +261,16 @@ def check_context_matters(model: PreTrainedModel) -> Any:
     return first
 
 
+@torch.no_grad()
+def check_outputs(model: PreTrainedModel) -> None:
+    """Fails if an argument that is taken to leave K/V alone changes what is computed."""
+    expected = model(PROMPT, return_dict=True).logits
+    asked: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True}
+    found = model(PROMPT, return_dict=False, num_items_in_batch=2, num_logits_to_keep=1, **asked)
+    logits = [part for part in found if isinstance(part, torch.Tensor) and part.shape == expected.shape]
+    assert any((part - expected).abs().max() <= TOLERANCE * expected.std() for part in logits)
+
+
 def layers_in(kept: Any) -> tuple[str, ...]:
     """Class names of the layers in the cache of a finished `generate()`; of the state itself if it is no Cache."""
     if isinstance(kept, EncoderDecoderCache):

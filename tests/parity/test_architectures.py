@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 
 from tests.architectures import NOT_BUILT, TRIED, arguments, make_architecture
-from tests.architectures.outcome import check_context_matters, outcome_of
+from tests.architectures.outcome import check_context_matters, check_outputs, outcome_of
 from tests.architectures.table import PAGE, class_name, page, recorded, row
 
 # What architectures warn of is theirs.
@@ -14,6 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", TRIED)
 def test_reuse_or_a_reason(model_type: str) -> None:
     model = make_architecture(model_type)
+    check_outputs(model)
     found = row(model, outcome_of(model))
     written = recorded().get(type(model).__name__)
     assert found == written, (

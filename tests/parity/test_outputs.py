@@ -17,6 +17,8 @@ from transformers import (
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
+from tests.architectures import make_architecture
+from tests.architectures.outcome import text_ids
 from tests.conftest import VOCAB, as_inputs, counted, left_pad, make_model, random_ids
 
 KNOWN = random_ids(96, seed=1)
@@ -166,9 +168,11 @@ def test_with_other_attention(attention: str) -> None:
     model.set_attn_implementation(attention)
     assert generated(model, output_hidden_states=True)[0] == REST + STEPS
     assert generated(model, output_hidden_states=True, return_dict_in_generate=True)[0] == EVERYTHING + STEPS
-    if attention == "sdpa":
-        assert generated(model, output_attentions=True)[0] == REST + STEPS
-        assert generated(model, output_attentions=True, return_dict_in_generate=True)[0] == EVERYTHING + STEPS
+    if attention == "sdpa":  # which has none, either
+        for returned in (False, True):
+            tokens, report = generated(model, output_attentions=True, return_dict_in_generate=returned)
+            assert tokens == EVERYTHING + STEPS
+            assert report.bypass_reason == "`output_attentions=True` may change what sdpa attention computes"
     else:
         attach(model, warm(model))
         with pytest.raises(ValueError, match="`output_attentions` is not taken"):
@@ -259,6 +263,17 @@ def test_drafts_that_read_hidden_states_get_those_of_all_tokens(monkeypatch: pyt
     assert seen[0][0].shape[1] == EVERYTHING
     assert_same(seen[1], seen[0])
     assert "output_hidden_states=-1" in (cache.report.bypass_reason or "")
+
+
+def test_attention_that_is_computed_in_another_way_for_its_weights_is_not_stored() -> None:
+    """Falcon attends to later tokens, too, where it returns weights of a prompt that needs no mask for padding."""
+    model, ids = make_architecture("falcon"), text_ids(60, seed=1)
+    store = ChunkStore(model, chunk_size=16)
+    options = {**as_inputs(ids), "max_new_tokens": 4, "do_sample": False}
+    model.generate(**options, past_key_values=ChunkReuseCache(model, store), output_attentions=True)
+    assert len(store) == 0
+    found = model.generate(**options, past_key_values=ChunkReuseCache(model, store))
+    assert torch.equal(found, model.generate(**options))
 
 
 class AsksAgain(LogitsProcessor):

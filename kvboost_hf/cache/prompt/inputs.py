@@ -17,6 +17,7 @@ from kvboost_hf.cache.prompt.generate_call import outputs_read
 from kvboost_hf.cache.prompt.hook import others_see_output
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.positions import computed_positions, keeps_positions
+from kvboost_hf.compat import attn_implementation
 
 # Arguments by which a forward returns something of each token besides logits.
 _OF_EACH_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -81,6 +82,9 @@ def read_inputs(
         if name in _HARMLESS or (media and name in OF_MEDIA) or _says_nothing(model, name, value):
             continue
         return f"`{name}` was passed, which K/V may depend on"
+    if (weights := kwargs.get("output_attentions")) and (attention := attn_implementation(model)) != "eager":
+        # Falcon computes it in another way then, and without a causal mask in transformers 5.23.
+        return f"`output_attentions={weights!r}` may change what {attention} attention computes"
     if (told := _adapters_by_row(model)) is not None:
         return f"`{told}` tells PEFT which adapter each row, or which tokens, of this batch use"
     wants_all = wants_all_logits(kwargs)
