@@ -330,8 +330,8 @@ def test_what_rules_it_out(attached: PreTrainedModel) -> None:
     plain = make_model("llama")
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "gradients are enabled"),
-        ({"output_hidden_states": True}, "`output_hidden_states` of all tokens"),
-        ({"output_router_logits": True}, "`output_router_logits` of all tokens"),
+        ({"output_hidden_states": True}, "`output_hidden_states=True` returns something of each token"),
+        ({"output_router_logits": True}, "`output_router_logits=True` returns something of each token"),
         ({"use_cache": False}, "use_cache is False"),
     ]
     with torch.no_grad():
