@@ -74,8 +74,9 @@ def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> Co
     """
     require_reusable_model(model)
     name = type(model).__name__
-    ModelState.of(model).fingerprint.look(model)
-    reason = known_reason(model) or probe_reason(model)
+    fingerprint = ModelState.of(model).fingerprint
+    fingerprint.look(model)
+    reason = known_reason(model) or fingerprint.reason_in_training(model) or probe_reason(model)
     if reason is None:
         steps_reason(model)  # decides what is kept of decoded tokens; found out now, not in the first call
     tested = name in known_architectures()

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.moved_probe import blend_reason
+from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.live.ledger import offer_content
 from kvboost_hf.cache.planning.repair import Measure
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
@@ -77,9 +78,9 @@ def _warm_documents(
 ) -> ReuseReport:
     policy, tokenizer, pin, salt = _exact(settings.policy), settings.tokenizer, settings.pin, settings.salt
     root = store.root(salt, read_all=policy.weights_check == "full")
-    if root is None:
-        raise ValueError("`documents` need a model in eval mode, but a part of it is in training. Call model.eval().")
-    if reason := known_reason(model) or probe_reason(model) or blend_reason(model, Measure.NOTHING):
+    assert root is not None
+    in_training = ModelState.of(model).fingerprint.reason_in_training(model)
+    if reason := known_reason(model) or in_training or probe_reason(model) or blend_reason(model, Measure.NOTHING):
         raise ValueError(
             f"`documents` need a model whose K/V can be moved, but {reason}. Warm what prompts start with: "
             "store.warm(text_or_ids)."

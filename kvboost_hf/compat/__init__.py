@@ -40,6 +40,7 @@ from kvboost_hf.compat.probes import (
 from kvboost_hf.compat.rope import frequencies_vary, rope_regime
 from kvboost_hf.compat.rotary import key_rotation
 from kvboost_hf.compat.rotation import KeyRotation, LayerRotation, Shifts
+from kvboost_hf.compat.training import checkpointing_reason, training_reason
 from kvboost_hf.migration import old_name
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "bytes_per_token",
     "cache_argument",
     "cache_layers",
+    "checkpointing_reason",
     "decoder_layers",
     "difference",
     "frequencies_vary",
@@ -89,6 +91,7 @@ __all__ = [
     "steps_reason",
     "text_model",
     "tolerance",
+    "training_reason",
     "unwrapped",
 ]
 

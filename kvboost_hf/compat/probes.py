@@ -96,8 +96,8 @@ def _once(model: PreTrainedModel, name: _Reason, probe: _Reason) -> str | None:
 
 
 def _key(name: _Reason, model: PreTrainedModel) -> Hashable:
-    """A probe depends on the dtype, the function that computes attention, and changes of others in the model."""
-    return name, model.dtype, attention_function(model), _Changes.of(model).now
+    """A probe depends on the mode, the dtype, the attention function, and changes of others in the model."""
+    return name, model.training, model.dtype, attention_function(model), _Changes.of(model).now
 
 
 def note_changes(model: PreTrainedModel, changes: Hashable) -> None:

@@ -14,7 +14,7 @@ from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.identity.foreign import holder_of_cache
 from kvboost_hf.cache.prompt.inputs import read_inputs
 from kvboost_hf.cache.prompt.media import read_prompt
-from kvboost_hf.compat import key_rotation, known_reason, padding_reason, probe_reason
+from kvboost_hf.compat import key_rotation, known_reason, padding_reason, probe_reason, training_reason
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "reuse.md").read_text("utf-8")
@@ -33,6 +33,7 @@ SOURCES = [
     probe_reason,
     read_inputs,
     read_prompt,
+    training_reason,
 ]
 UNREPORTED = {"tokens one by one give other logits than at once (by … standard deviations)"}  # of steps_reason
 

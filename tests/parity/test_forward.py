@@ -174,14 +174,6 @@ def test_inputs_embeds_are_bypassed(llama: PreTrainedModel, warm: ChunkStore) ->
     assert cache.report.bypass_reason == "no input_ids were passed"
 
 
-def test_training_mode_is_bypassed(llama: PreTrainedModel, warm: ChunkStore) -> None:
-    cache, chunks = ChunkReuseCache(llama, warm), len(warm)
-    llama.train()
-    llama(random_ids(64, seed=5), past_key_values=cache).logits.sum().backward()
-    assert cache.report.bypass_reason == "the model is in training mode"
-    assert len(warm) == chunks
-
-
 def test_gradients_are_those_of_the_whole_prompt(llama: PreTrainedModel, warm: ChunkStore) -> None:
     cache = ChunkReuseCache(llama, warm)
     llama(BASE, past_key_values=cache, logits_to_keep=1).logits.square().sum().backward()

@@ -45,7 +45,7 @@ POSITIONS = "position_ids do not count up from 0"
 NO_POSITIONS = "without position_ids, which generate() passes, it does not count from 0"
 ROWS_TOGETHER = "its cache has layers whose rows cannot be told apart; pass one row"
 LENGTH = "its rotary frequencies depend on the length, and this is longer than what they were trained for"
-TRAINING = "a part of the model is in training mode (call model.eval())"
+NO_STORE = "its store was closed"
 UNKNOWN = "nothing is known of what the cache holds"
 MODEL_CHANGED = "the model was changed after the beginning of the prompt"
 TYPES_LATER = "types of images came after the beginning of the prompt"
@@ -112,6 +112,14 @@ def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
         return POSITIONS
     if inputs.position_ids is None and counts_from_padding_id(model):
         return NO_POSITIONS
+    regime = rope_regime(model, columns - int(pads.min()))
+    if regime is None:
+        return LENGTH
+    root = parts.binding.root(regime)
+    if root is None:
+        return NO_STORE
+    if (reason := parts.binding.reason_in_training) is not None:
+        return reason
     if pads.any() and (reason := padding_reason(model)):
         return reason
     prompt = _read_prompt(model, inputs, kwargs, pads)
@@ -119,12 +127,6 @@ def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
         return prompt
     if batch > 1 and any(layer.single_row for layer in live.layers):
         return ROWS_TOGETHER
-    regime = rope_regime(model, columns - int(pads.min()))
-    if regime is None:
-        return LENGTH
-    root = parts.binding.root(regime)
-    if root is None:
-        return TRAINING
     if (altered := parts.binding.altered) is not None:
         return altered
     return Admitted(_without_empty_mask(parts, inputs, pads), prompt, pads, root, regime)

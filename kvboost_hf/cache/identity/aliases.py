@@ -116,6 +116,13 @@ class Memories:
 _all: WeakValueDictionary[int, Memory] = WeakValueDictionary()  # by address
 
 
+def note_write(tensor: torch.Tensor) -> None:
+    """Count a write to the memory of a tensor, if that of a weight."""
+    with _lock:
+        if (memory := _all.get(tensor.untyped_storage()._cdata)) is not None:
+            memory.writes += 1
+
+
 def _memory(weight: torch.Tensor) -> Memory:
     storage = weight.untyped_storage()
     memory = _all.get(storage._cdata)

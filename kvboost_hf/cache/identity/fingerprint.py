@@ -21,7 +21,7 @@ from kvboost_hf.cache.identity.hooks import HookWatch
 from kvboost_hf.cache.identity.settings import config_scalars
 from kvboost_hf.cache.identity.walk import Found, ModelWalk
 from kvboost_hf.cache.identity.weights import WeightsWatch
-from kvboost_hf.compat import note_changes
+from kvboost_hf.compat import note_changes, training_reason
 
 
 class ModelFingerprint:
@@ -35,6 +35,7 @@ class ModelFingerprint:
         self._digests: dict[bool, tuple[Hashable, bytes]] = {}  # full or not -> what was digested, and the result
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
         self._next_serial = 0
+        self._settings: tuple[Hashable, bytes] | None = None  # of a model in training mode, and their hash
         self.watched: list[HookWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
 
@@ -43,10 +44,8 @@ class ModelFingerprint:
         with self._lock:
             self._look(model)
 
-    def current(self, model: nn.Module, *, full: bool = False) -> bytes | None:
-        """The fingerprint of `model` as it is now; None while a part of it is in training mode.
-
-        What is computed then may be drawn at random.
+    def current(self, model: nn.Module, *, full: bool = False) -> bytes:
+        """The fingerprint of `model` as it is now.
 
         Args:
             model: The one that is followed.
@@ -55,8 +54,6 @@ class ModelFingerprint:
         """
         with self._lock:
             found, serials = self._look(model)
-            if found.in_training:
-                return None
             switches = (*found.switches, *sorted(found.files), *serials)
             weights: Hashable = checksum(found.tensors, found.used_on) if full else self._weights.epoch(found.tensors)
             state = (switches, weights, self.bumps)
@@ -65,10 +62,8 @@ class ModelFingerprint:
                 known = self._digests[full] = state, self._digest(model, state, b"" if full else self._weights.sample)
             return known[1]
 
-    def durable(self, model: nn.Module, *, full: bool = False) -> bytes | str | None:
+    def durable(self, model: nn.Module, *, full: bool = False) -> bytes | str:
         """A fingerprint that is the same in other processes, or the reason why there is none.
-
-        None while a part of the model is in training mode, as `current`.
 
         All weights are read at the first call, and again when they seem to have changed. Code counts by the version of
         its package, or by its source file. Closures and objects used as hooks or functions have no such name: with
@@ -80,8 +75,6 @@ class ModelFingerprint:
         """
         with self._lock:
             found, _ = self._look(model)
-            if found.in_training:
-                return None
             codes: set[str] = set()
             for part in found.parts:
                 name = durable_name(part)
@@ -95,6 +88,11 @@ class ModelFingerprint:
                 read = checksum(found.tensors, found.used_on)
                 self._durable = state, self._digest(model, (switches, full, library_versions()), read)
             return self._durable[1]
+
+    def reason_in_training(self, model: PreTrainedModel) -> str | None:
+        """Why K/V of the model, as it was last looked at, may be drawn at random, or None."""
+        settings = self._settings
+        return training_reason(model, settings[1]) if settings is not None else None
 
     @property
     def altered(self) -> str | None:
@@ -113,6 +111,11 @@ class ModelFingerprint:
         serials = self._serials(found.parts)
         if isinstance(model, PreTrainedModel):
             note_changes(model, (*found.own_configs, *serials[found.foreign]))
+        settings = (*found.switches, *serials) if found.in_training else None
+        if settings is None:
+            self._settings = None
+        elif self._settings is None or self._settings[0] != settings:
+            self._settings = settings, blake2b(repr(settings).encode(), digest_size=20).digest()
         return found, serials
 
     def _serials(self, parts: Iterable[Any]) -> list[int]:

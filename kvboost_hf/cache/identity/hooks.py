@@ -11,11 +11,13 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 
-from kvboost_hf.cache.identity.durable_names import is_of_package
+from kvboost_hf.cache.identity.durable_names import is_of_package, is_package_code
 from kvboost_hf.compat import own_hook
 
 # Modules whose hooks capture outputs, or count FLOPs.
 _LOOKING = frozenset(("transformers.utils.output_capturing", "torch.utils.module_tracker"))
+# Functions of transformers that make embeddings require gradients, which it registers anew with each training step.
+_LOOKING_FUNCTIONS = frozenset(("PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",))
 _WATCH = "_kvboost_hf_hook_watch"
 
 
@@ -23,6 +25,8 @@ def only_looks(hook: Any) -> bool:
     """Whether a forward hook, or a replacement of a function, is known not to change what is computed."""
     try:
         if getattr(hook, "__module__", None) in _LOOKING:
+            return True
+        if is_package_code(hook) and getattr(hook, "__qualname__", None) in _LOOKING_FUNCTIONS:
             return True
         return any(getattr(each, "leaves_kv_alone", False) is True for each in (hook, getattr(hook, "__self__", None)))
     except Exception:  # whatever an object does when it is asked for an attribute

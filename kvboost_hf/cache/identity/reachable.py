@@ -82,6 +82,8 @@ class Reader:
             self.read(value.__self__, depth + 1)
         elif isinstance(value, types.FunctionType):
             self.function(value, depth)
+        elif isinstance(value, torch.autocast):  # the rest of it is what it has found when it was last entered
+            reached.values.append((value.device, str(value.fast_dtype), value._enabled))
         elif not isinstance(value, type | types.ModuleType | PreTrainedConfig):
             self._object(value, depth)
 

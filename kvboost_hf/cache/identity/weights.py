@@ -1,13 +1,17 @@
 """Detects changed weights without reading all of them, and without keeping any of them in memory."""
 
 from collections.abc import Iterator
+from functools import cache
 from hashlib import blake2b
 from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from kvboost_hf.cache.identity.aliases import Memories
+from kvboost_hf.cache.identity.aliases import Memories, note_write
+from kvboost_hf.compat import own_hook
 
 _SAMPLES_PER_TENSOR = 32
 _READ_WHOLE = 128  # tensors of up to this many values
@@ -23,12 +27,14 @@ Marks = tuple[list[int], list[int], list[torch.Size], list[tuple[int, ...]]]  # 
 class WeightsWatch:
     """Follows a list of tensors; `epoch()` changes when one of them seems to have changed.
 
-    PyTorch's own bookkeeping (address, version, shape) shows most changes. Writes through `weight.data` are found by
+    PyTorch's own bookkeeping (address, version, shape) shows most changes. Fused optimizers do not count their writes:
+    a hook on the steps of all optimizers does. Writes through `weight.data` are found by
     hashing memory that was handed out (`aliases.py`), and many other changes by a sample of the values. Memory is
     referred to weakly: a reused address is not taken for the old memory, and memory that a user frees is free.
     """
 
     def __init__(self) -> None:
+        _follow_optimizers()
         self._epoch = -1
         self._marks: Marks | None = None
         self._memories = Memories([])
@@ -58,6 +64,22 @@ class WeightsWatch:
         for sample in self._samples:
             digest.update(sample.cpu().numpy().tobytes())
         return digest.digest()
+
+
+@cache
+def _follow_optimizers() -> None:
+    """Have the steps of optimizers seen from now on: before, for they may raise half way; and after."""
+    own_hook(register_optimizer_step_pre_hook(_note_step))
+    own_hook(register_optimizer_step_post_hook(_note_step))
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():  # what is compiled counts its writes
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for tensor in plain_tensors(parameter):
+                note_write(tensor)
 
 
 def plain_tensors(tensor: Any, depth: int = 0) -> Iterator[torch.Tensor]:

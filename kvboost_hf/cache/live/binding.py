@@ -114,8 +114,14 @@ class Binding:
         fingerprint = self.fingerprint
         return fingerprint.altered if fingerprint is not None else None
 
+    @property
+    def reason_in_training(self) -> str | None:
+        """Why K/V of the model, a part of which is in training mode, may be drawn at random; None if it is not."""
+        model, fingerprint = self._model(), self.fingerprint
+        return fingerprint.reason_in_training(model) if model is not None and fingerprint is not None else None
+
     def root(self, regime: bytes) -> bytes | None:
-        """The key that all chains of the model, as it is now, start from; None while a part of it is in training.
+        """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
 
         Args:
             regime: Of the rotary frequencies, see `compat.rope_regime`.

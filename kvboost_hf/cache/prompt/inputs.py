@@ -17,7 +17,7 @@ from kvboost_hf.cache.prompt.generate_call import outputs_read
 from kvboost_hf.cache.prompt.hook import others_see_output
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.positions import computed_positions, keeps_positions
-from kvboost_hf.compat import attn_implementation
+from kvboost_hf.compat import attn_implementation, checkpointing_reason
 
 # Arguments by which a forward returns something of each token besides logits.
 _OF_EACH_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -65,8 +65,8 @@ def read_inputs(
         all_logits_reason: Why the logits of reused tokens cannot be had, or None.
     """
     ids, mask, positions = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if model.training:
-        return "the model is in training mode"
+    if model.training and (reason := checkpointing_reason(model)) is not None:
+        return reason
     if not isinstance(ids, torch.Tensor):
         return "no input_ids were passed"
     if ids.ndim != 2 or ids.shape[1] == 0:

@@ -125,7 +125,7 @@ class ChunkStore:
     def root(
         self, salt: bytes, regime: bytes = b"", *, read_all: bool = False, keeps_hidden: bool = False
     ) -> bytes | None:
-        """The key that all chains of the model, as it is now, start from; None while a part of it is in training.
+        """The key that all chains of the model, as it is now, start from; None for a store that keeps nothing.
 
         Args:
             salt: Whose prompts they are.

@@ -26,8 +26,8 @@ class Roots:
 
     def root(
         self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool, keeps_hidden: bool
-    ) -> bytes | None:
-        """The root of a model as it is now; None while a part of it is in training.
+    ) -> bytes:
+        """The root of a model as it is now.
 
         Args:
             model: The model.
@@ -39,14 +39,12 @@ class Roots:
         follower = ModelState.of(model).fingerprint
         fingerprint = follower.durable(model, full=read_all) if self._lower else None
         if durable := isinstance(fingerprint, bytes):
-            found: bytes | None = fingerprint
+            found = fingerprint
         else:
             if isinstance(fingerprint, str) and fingerprint not in self._warned:
                 self._warned.add(fingerprint)
                 _log.warning("K/V of this model is kept in host memory only: %s in other processes.", fingerprint)
             found = follower.current(model, full=read_all)
-        if found is None:
-            return None
         root = root_key(found, salt, regime + (b"hidden states" if keeps_hidden else b""))
         self._history.note_root(root, salt)
         if durable:
