@@ -36,6 +36,7 @@ ENVIRONMENTS = {
             "optimum-quanto==0.2.7",
             "outlines==1.3.3",
             "smolagents==1.26.0",
+            "trl==1.16.0",
         ),
         # Their metadata refuses this release of transformers or huggingface_hub; they work with it, or nearly so.
         without_dependencies=("kvpress==0.5.5", "langchain-huggingface==1.2.3"),

@@ -274,6 +274,23 @@ def test_changed_weights_are_noticed_by_the_first_forward(llama: PreTrainedModel
         assert same_as_plain(llama, stored(), BASE) == 96
 
 
+def test_k_v_of_earlier_weights_is_dropped(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """Nothing could find it again; that of other adapters and modes stays."""
+    sizes = []
+    for _ in range(3):
+        store.warm(BASE)
+        llama.generate(**as_inputs(BASE), past_key_values=ChunkReuseCache(llama, store), max_new_tokens=1)
+        sizes.append((len(store), store.stats()["bytes"], len(store.pinned_keys())))
+        stepped(lambda p: torch.optim.SGD(p, lr=0.5, fused=True))(llama)
+    assert sizes == [sizes[0]] * 3
+    llama.eval()
+    llama.generate(**as_inputs(BASE), past_key_values=ChunkReuseCache(llama, store), max_new_tokens=1)
+    llama.train()
+    llama.generate(**as_inputs(BASE), past_key_values=ChunkReuseCache(llama, store), max_new_tokens=1)
+    assert len(store) == 2 * 3
+    store.check_consistency()
+
+
 @settings(max_examples=8, deadline=None, phases=[Phase.generate], derandomize=True)
 @given(changes=st.lists(st.sampled_from([*CHANGES, *OTHERS]), min_size=3, max_size=6))
 def test_changes_in_any_order(changes: list[str]) -> None:

@@ -95,6 +95,11 @@ class ModelFingerprint:
         return training_reason(model, settings[1]) if settings is not None else None
 
     @property
+    def age(self) -> tuple[int, int]:
+        """Grows when weights change. What `current` gave at an earlier age, without `full`, it never gives again."""
+        return self._weights.last_epoch, self.bumps
+
+    @property
     def altered(self) -> str | None:
         """Why a hook changes, or may change, what the model computes, or None."""
         return next((reason for watch in self.watched if (reason := watch.reason) is not None), None)

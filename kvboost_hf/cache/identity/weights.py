@@ -35,7 +35,7 @@ class WeightsWatch:
 
     def __init__(self) -> None:
         _follow_optimizers()
-        self._epoch = -1
+        self.last_epoch = -1
         self._marks: Marks | None = None
         self._memories = Memories([])
         self._writes: int | None = None
@@ -53,9 +53,9 @@ class WeightsWatch:
                 self._writes = self._memories.writes(tensors)
             samples = _read(tensors, self._windows)
             if not same or not all(map(torch.equal, samples, self._samples)):
-                self._epoch += 1
+                self.last_epoch += 1
                 self._samples = samples
-        return self._epoch
+        return self.last_epoch
 
     @property
     def sample(self) -> bytes:

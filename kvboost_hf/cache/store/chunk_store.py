@@ -108,7 +108,7 @@ class ChunkStore:
         name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
         self.records = TieredRecords(opened.ram, opened.device, lower, name, self._reader, pays_for)
         self._lock = self.records.lock
-        self._roots = Roots(self.records.history, self.records.lower)
+        self._roots = Roots(self.records.history, self.records.lower, self.records.drop)
         if lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
             self._reader.look_at_model()

@@ -1,6 +1,7 @@
 """Roots: the keys that the chains of a model start from."""
 
 import logging
+from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
@@ -15,13 +16,18 @@ _log = logging.getLogger("kvboost_hf")
 class Roots:
     """Derives roots from the model and the salt, and registers them with `History` and `LowerMemory`.
 
+    When weights change, K/V of before is dropped where nothing could ever find it again: in a store without tiers.
+
     Args:
         history: Remembers the salt of each root.
         lower: Registers roots that other processes derive, too.
+        drop: Drops all that is stored under some roots.
     """
 
-    def __init__(self, history: History, lower: LowerMemory) -> None:
-        self._history, self._lower = history, lower
+    def __init__(self, history: History, lower: LowerMemory, drop: Callable[[set[bytes]], None]) -> None:
+        self._history, self._lower, self._drop = history, lower, drop
+        self._age = -1, -1  # of the model
+        self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
         self._warned: set[str] = set()
 
     def root(
@@ -47,6 +53,11 @@ class Roots:
             found = follower.current(model, full=read_all)
         root = root_key(found, salt, regime + (b"hidden states" if keeps_hidden else b""))
         self._history.note_root(root, salt)
+        if not durable and not read_all:
+            if follower.age != self._age:
+                self._drop(self._passing)
+                self._age, self._passing = follower.age, set()
+            self._passing.add(root)
         if durable:
             self._lower.note_root(root, found, keeps_hidden=keeps_hidden)
         return root

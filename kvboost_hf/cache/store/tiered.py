@@ -363,6 +363,12 @@ class TieredRecords:
             self.lower.delete(tree)
         self.lower.tiers.flush()
 
+    def drop(self, roots: set[bytes]) -> None:
+        """Forget what host memory holds under these roots, pinned or not."""
+        with self.lock:
+            for each in [each for each in self.memory.records() if each.root in roots]:
+                self.memory.remove_tree(each.key)
+
     def clear(self) -> None:
         """Forget all records; the lower tiers keep what they have."""
         with self.lock:
