@@ -29,6 +29,8 @@ def test_examples_run(
         monkeypatch.setenv("KVBOOST_URL", request.getfixturevalue("server_url"))
     if "langchain_openai" in text:
         pytest.importorskip("langchain_openai", reason="pip install 'kvboost_hf[clients]'")
+    if "from trl import" in text:
+        pytest.importorskip("trl", reason="the extra `trl`")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
     for block in blocks(text):

@@ -50,6 +50,13 @@ def test_the_retrieval_script(run: Run) -> None:
     assert all(moved > 60 for moved in counts(out, r"(\d+) moved"))
 
 
+def test_the_grpo_script(run: Run) -> None:
+    pytest.importorskip("trl", reason="the extra `trl`")
+    computed = counts(run("grpo"), r"(\d+) computed")
+    assert len(computed) == 2
+    assert max(computed) < 120  # of 640
+
+
 def test_the_pipeline_script(run: Run) -> None:
     out = run("pipeline")
     assert "Maria lives in Rome." in out
