@@ -96,8 +96,9 @@ def _once(model: PreTrainedModel, name: _Reason, probe: _Reason) -> str | None:
 
 
 def _key(name: _Reason, model: PreTrainedModel) -> Hashable:
-    """A probe depends on the mode, the dtype, the attention function, and changes of others in the model."""
-    return name, model.training, model.dtype, attention_function(model), _Changes.of(model).now
+    """A probe depends on the mode, autocast, the dtype, the attention, and changes of others in the model."""
+    autocast = torch.is_autocast_enabled(input_device(model).type)
+    return name, model.training, autocast, model.dtype, attention_function(model), _Changes.of(model).now
 
 
 def note_changes(model: PreTrainedModel, changes: Hashable) -> None:
@@ -136,9 +137,9 @@ def _probe(model: PreTrainedModel) -> str | None:
     other = torch.cat([ids[:, :cut], ids[:, cut:].flip(1)], dim=1)
     cache = PrivateCache(cache_layers(model))
     both = probe_logits(model, torch.cat([ids, other]), cache)
-    whole = both[:1]
+    whole, dtype = both[:1], _computed_in(model, cache)
     off = difference(both[1:, :cut], whole[:, :cut])
-    if not off <= _SAME_SHAPE_TOLERANCE.get(model.dtype, 2e-2):
+    if not off <= _SAME_SHAPE_TOLERANCE.get(dtype, 2e-2):
         return f"it is not causal: later tokens change earlier logits (by {off:.2g} standard deviations)"
     if all(map(_can_be_cut, cache.layers)):
         cache.batch_select_indices(torch.tensor([0]))  # on the host, for layers on any device
@@ -147,7 +148,7 @@ def _probe(model: PreTrainedModel) -> str | None:
         cache = PrivateCache(cache_layers(model))
         probe_logits(model, ids[:, :cut], cache)
     off = difference(probe_logits(model, ids[:, cut:], cache), whole[:, cut:])
-    if not off <= tolerance(model.dtype):
+    if not off <= tolerance(dtype):
         return f"a prompt in two parts gives other logits than in one (by {off:.2g} standard deviations)"
     return None
 
@@ -217,9 +218,16 @@ def _probe_padding(model: PreTrainedModel) -> str | None:
             if ours is not None and theirs is not None
         ]
         off = max(difference(padded_one, one) for padded_one, one in pairs)
-        if not off <= tolerance(model.dtype):
+        if not off <= tolerance(_computed_in(model, alone)):
             return f"padding changes what it computes (by {off:.2g} standard deviations)"
     return None
+
+
+def _computed_in(model: PreTrainedModel, cache: PrivateCache) -> torch.dtype:
+    """The least exact dtype of a model and of the K/V that it computes: autocast leaves weights as they are."""
+    layers: list[Any] = cache.layers
+    held = [part for layer in layers for part in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    return max([model.dtype, *(part.dtype for part in held if isinstance(part, torch.Tensor))], key=tolerance)
 
 
 def _can_be_cut(layer: Any) -> bool:
