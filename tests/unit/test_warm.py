@@ -119,8 +119,9 @@ class TestArguments:
         with pytest.raises(ValueError, match=r"`documents` need a model whose K/V can be moved, but "):
             ChunkStore(model).warm(documents=DOCUMENTS)
 
-    def test_a_model_in_training(self, llama: PreTrainedModel) -> None:
-        with pytest.raises(ValueError, match=r"`documents` need a model in eval mode, "):
+    def test_a_model_with_dropout_in_training(self, llama: PreTrainedModel) -> None:
+        llama.model.layers[0].self_attn.attention_dropout = 0.1
+        with pytest.raises(ValueError, match=r"but in training mode, model\.layers\.0\.self_attn changes values"):
             ChunkStore(llama.train()).warm(documents=DOCUMENTS)
 
     def test_a_chunker_and_another_chunk_size(self, llama: PreTrainedModel) -> None:
