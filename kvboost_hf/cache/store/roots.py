@@ -30,9 +30,7 @@ class Roots:
         self._passing: set[bytes] = set()  # roots that last as long as it stays as it is
         self._warned: set[str] = set()
 
-    def root(
-        self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool, keeps_hidden: bool
-    ) -> bytes:
+    def root(self, model: PreTrainedModel, salt: bytes, regime: bytes, *, read_all: bool, keeps_hidden: bool) -> bytes:
         """The root of a model as it is now.
 
         Args:
