@@ -43,7 +43,7 @@ def _reason(model: PreTrainedModel) -> str | None:
             f"its attention ({attn_implementation(model)}) takes no mask of its own for each token; "
             f"use sdpa, eager or {ATTENTION}"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "its forward takes no position_ids"
     if any(map(frequencies_vary, model.modules())):
         return "its rotary frequencies depend on the length"

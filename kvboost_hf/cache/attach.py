@@ -19,7 +19,7 @@ from kvboost_hf.cache.identity.walk import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
 from kvboost_hf.cache.prompt.generate_call import calling, running_config
 from kvboost_hf.cache.prompt.hook import Kwargs, install
-from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, wants_all_logits
+from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import known_reason, unwrapped
@@ -199,7 +199,7 @@ def _begins_text(model: PreTrainedModel, theirs: Any, kwargs: Kwargs, *, keeps_l
     if wants_all and keeps_logprobs:
         if model.training or gradients_enabled(model):
             return False
-    elif kwargs.get("logits_to_keep") is None or (theirs is None and wants_all):
+    elif logits_kept(kwargs) is None or (theirs is None and wants_all):
         return False
     if theirs is None:
         return kwargs.get("use_cache") is not False

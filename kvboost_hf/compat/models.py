@@ -116,7 +116,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def _cache_argument(model: PreTrainedModel) -> str:
-    arguments = inspect.signature(model.forward).parameters
+    arguments = inspect.signature(type(model).forward).parameters
     return next((name for name in ("past_key_values", "cache_params") if name in arguments), "")
 
 

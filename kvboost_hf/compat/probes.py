@@ -125,7 +125,7 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     unknown = ", ".join(sorted(types - SERVED_LAYERS)) or ("" if types else "none at all")
     if unknown:
         return f"its cache has layers of a kind that cannot be served ({unknown})"
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+    if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
         return "its forward takes no logits_to_keep, so it cannot be known which logits a caller needs"
     return None
 
@@ -198,7 +198,7 @@ def _probe_padding(model: PreTrainedModel) -> str | None:
     # A second row without padding: some models look at the mask of batches only.
     padded, mask = torch.cat([padded, padded]), torch.cat([mask, torch.ones_like(mask)])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
 
     def run(start: int, stop: int, cache: PrivateCache) -> torch.Tensor:
         given = {"position_ids": positions[:, start:stop]} if takes_positions else {}
@@ -276,7 +276,7 @@ def _multimodal_arguments(model: PreTrainedModel, ids: torch.Tensor, cache: Cach
 
     Without positions, some models count on from their last prompt.
     """
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(type(model).forward).parameters
     held = cache.get_seq_length()
     given = {"position_ids": torch.arange(held, held + ids.shape[1], device=ids.device)[None].expand_as(ids)}
     given |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids")}

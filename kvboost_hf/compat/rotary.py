@@ -42,7 +42,7 @@ def _static_reason(model: PreTrainedModel) -> str | None:
     kinds = {type(layer).__name__ for layer in cache_layers(model)}
     if other := kinds - {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}:
         return f"only keys and values can be moved, and it keeps something else ({', '.join(sorted(other))})"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "its forward takes no position_ids"
     if getattr(config, "alibi", False) or not _frequencies(model):
         return "its positions are not rotary"

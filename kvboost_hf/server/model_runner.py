@@ -63,7 +63,7 @@ class ModelRunner:
         self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
         self.lending_reason = ChunkReuseCache(model, store, live_quant=live_quant).lending_reason
         ModelState.of(model).fingerprint.look(model)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self.batchable = (
             self.lending_reason is None
             and live_quant is None  # a batch would hold it as it is

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.durable_names import durable_name, library_versions
-from kvboost_hf.cache.identity.hooks import HookWatch
+from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
 from kvboost_hf.cache.identity.settings import config_scalars
 from kvboost_hf.cache.identity.walk import Found, ModelWalk
 from kvboost_hf.cache.identity.weights import WeightsWatch
@@ -36,7 +36,7 @@ class ModelFingerprint:
         self._parts: dict[int, tuple[Any, int]] = {}  # id -> hook or function and its serial; only those in place
         self._next_serial = 0
         self._settings: tuple[Hashable, bytes] | None = None  # of a model in training mode, and their hash
-        self.watched: list[HookWatch] = []  # others' hooks, as they were when this was last asked
+        self.watched: list[HookWatch | ForwardWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
 
     def look(self, model: nn.Module) -> None:

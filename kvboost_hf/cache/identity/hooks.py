@@ -1,4 +1,6 @@
-"""Forward hooks that others have put on a model: which may change what it computes, and whether they do."""
+"""Forward hooks that others have put on a model, and functions in place of its forward: which may change what it
+computes, and whether they do.
+"""
 
 import functools
 import types
@@ -10,15 +12,19 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
-from kvboost_hf.cache.identity.durable_names import is_of_package, is_package_code
-from kvboost_hf.compat import own_hook
+from kvboost_hf.cache.identity.durable_names import is_of_package, is_package_code, is_written_where_it_says
+from kvboost_hf.compat import own_hook, text_model
 
 # Modules whose hooks capture outputs, or count FLOPs.
 _LOOKING = frozenset(("transformers.utils.output_capturing", "torch.utils.module_tracker"))
 # Functions of transformers that make embeddings require gradients, which it registers anew with each training step.
 _LOOKING_FUNCTIONS = frozenset(("PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",))
 _WATCH = "_kvboost_hf_hook_watch"
+_FORWARD_WATCH = "_kvboost_hf_forward_watch"
+# What a whole model passes on as it is to the part of it that computes hidden states.
+_PASSED_ON = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
 
 
 def only_looks(hook: Any) -> bool:
@@ -77,12 +83,7 @@ class HookWatch:
         before = self._before.pop(get_ident(), None)
         if before is None or self.alters is not None:
             return
-        now = _marks(given)
-        same = len(now) == len(before) and all(
-            a is b and bool(torch.equal(m, n) if isinstance(m, torch.Tensor) else m == n)
-            for (a, m), (b, n) in zip(now, before, strict=True)
-        )
-        if not same:
+        if not _are_same(_marks(given), before):
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             self.alters = next((hook for hook in hooks if not only_looks(hook)), self)
 
@@ -95,6 +96,92 @@ class HookWatch:
 
     def __reduce__(self) -> Any:
         return type(self), ()
+
+
+class ForwardWatch:
+    """Detects a function in place of a whole model's forward that changes what the model is given.
+
+    Most such functions count tokens or take the time, and call the forward that they replace. It compares what the
+    model is called with to what reaches the part of it that computes hidden states.
+
+    Args:
+        function: In place of the forward.
+    """
+
+    leaves_kv_alone = True
+
+    def __init__(self, function: Any) -> None:
+        self.alters = False
+        self.code = code_of(function)
+        self.handles: list[RemovableHandle] = []
+        self._name = name_of(function)
+        self._given: dict[int, list[Any]] = {}  # by thread
+
+    def calls(self, kwargs: dict[str, Any]) -> None:
+        """The model is about to be called with these arguments."""
+        self._given[get_ident()] = [_marks((kwargs.get(name),)) for name in _PASSED_ON]
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        """Called before the forward of the part that computes hidden states."""
+        given = self._given.pop(get_ident(), None)
+        if given is not None and not torch.compiler.is_compiling():
+            named = dict(zip(("input_ids", "attention_mask", "position_ids"), args, strict=False)) | (kwargs or {})
+            now = [_marks((named.get(name),)) for name in _PASSED_ON]
+            self.alters = self.alters or not all(map(_are_same, now, given))
+
+    @property
+    def reason(self) -> str | None:
+        """Why K/V of the forward under way is not that of the model, or None."""
+        return f"a function in place of its forward ({self._name}) changes what it is given" if self.alters else None
+
+    def __reduce__(self) -> Any:
+        return type(self), (None,)
+
+
+def code_of(function: Any) -> Any:
+    """What tells a function from others: its code, so that it may be defined anew for each call."""
+    function = function.__func__ if isinstance(function, types.MethodType) else function
+    return function.__code__ if isinstance(function, types.FunctionType) else function
+
+
+def watch_forward(model: nn.Module) -> ForwardWatch | None:
+    """The watch over a function of others in place of a whole model's forward; None if there is none to be watched."""
+    attributes = model.__dict__
+    function, watch = attributes.get("forward"), attributes.get(_FORWARD_WATCH)
+    watch = watch if watch is not None and watch.handles and watch.code is code_of(function) else None
+    inner = text_model(model) if isinstance(model, PreTrainedModel) and function is not None else None
+    bare = function.__func__ if isinstance(function, types.MethodType) else function
+    of_others = _is_function_of_others(bare) or not is_written_where_it_says(bare)  # functools.wraps copies names
+    if inner is None or not of_others:
+        unwatch_forward(model)
+        return None
+    if watch is None:
+        unwatch_forward(model)
+        watch = attributes[_FORWARD_WATCH] = ForwardWatch(function)
+        watch.handles.append(own_hook(inner.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True)))
+    return None if watch.alters else watch
+
+
+def unwatch_forward(model: nn.Module) -> None:
+    """Undo `watch_forward`."""
+    watch: ForwardWatch | None = model.__dict__.pop(_FORWARD_WATCH, None)
+    for handle in watch.handles if watch is not None else ():
+        handle.remove()
+
+
+def note_call(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Tell the watch over a model's forward, if there is one, what the model is called with."""
+    watch: ForwardWatch | None = model.__dict__.get(_FORWARD_WATCH)
+    if watch is not None:
+        watch.calls(kwargs)
+
+
+def _are_same(now: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> bool:
+    """Whether these are the same tensors, and nobody has written to them."""
+    return len(now) == len(before) and all(
+        a is b and bool(torch.equal(m, n) if isinstance(m, torch.Tensor) else m == n)
+        for (a, m), (b, n) in zip(now, before, strict=True)
+    )
 
 
 def _marks(given: tuple[Any, ...]) -> list[tuple[Any, Any]]:

@@ -20,7 +20,15 @@ from transformers import GenerationConfig, PreTrainedConfig
 from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.durable_names import is_of_package, is_written_where_it_says
 from kvboost_hf.cache.identity.foreign import foreign_functions, is_own
-from kvboost_hf.cache.identity.hooks import HookWatch, hooks_of_all_modules, only_looks, watch_hooks
+from kvboost_hf.cache.identity.hooks import (
+    ForwardWatch,
+    HookWatch,
+    hooks_of_all_modules,
+    only_looks,
+    unwatch_forward,
+    watch_forward,
+    watch_hooks,
+)
 from kvboost_hf.cache.identity.offloaded import (
     FileMark,
     files_at_rest,
@@ -79,7 +87,8 @@ class Found:
     files: set[FileMark] = field(default_factory=set)
     used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of tensors that are kept elsewhere
     in_training: bool = False
-    watched: list[HookWatch] = field(default_factory=list)  # hooks that may turn out to change what is computed
+    # Hooks, and a function in place of the forward, that may turn out to change what is computed.
+    watched: list[HookWatch | ForwardWatch] = field(default_factory=list)
 
 
 class ModelWalk:
@@ -153,13 +162,24 @@ class _Walk:
             self.is_ordinary = False
             if not any(getattr(by, "leaves_kv_alone", False) for by in (hook, replaced)):
                 if replaced != type(module).forward.__get__(module):
-                    self._add_function(replaced)
+                    self._add_replaced(module, replaced, whole=not number)
+        elif not number:
+            unwatch_forward(module)
         children: dict[str, nn.Module | None] = attributes["_modules"]
         return children.values()
 
     def _add_function(self, function: Any) -> None:
         self.found.parts.append(function)
         self.others.append(function)
+
+    def _add_replaced(self, module: nn.Module, function: Any, *, whole: bool) -> None:
+        """Add a function in place of a forward: one that is seen to change nothing without what it keeps."""
+        watch = watch_forward(module) if whole else None
+        if watch is None:
+            self._add_function(function)
+        else:
+            self.found.parts.append(watch.code)
+            self.found.watched.append(watch)
 
     def _add_accelerate_hook(self, hook: Any) -> None:
         self.is_ordinary = False

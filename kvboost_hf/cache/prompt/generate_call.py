@@ -21,6 +21,7 @@ from kvboost_hf.compat import MAX_DEPTH, generate_frame, is_generate
 
 # What generate() may call to decode, and the code that runs forwards then.
 _LOOPS = (GenerationMixin._sample, GenerationMixin._beam_search, GenerationMixin._assisted_decoding)
+_LAST_LOGITS = (GenerationMixin._sample, GenerationMixin._beam_search)
 _CODE = {loop.__code__ for loop in (*_LOOPS, GenerationMixin._prefill)}
 
 
@@ -135,6 +136,13 @@ def outputs_read(ids: torch.Tensor) -> frozenset[str] | None:
     if config.return_dict_in_generate:
         read |= {name for name in ("output_hidden_states", "output_attentions") if getattr(config, name)}
     return frozenset(read)
+
+
+def reads_last_logits(ids: torch.Tensor) -> bool:
+    """Whether transformers' generate() reads nothing but the last logits of the forward over `ids`."""
+    call = generate_frame(sys._getframe(1))
+    decoding = call.f_locals.get("decoding_method") if call is not None else None
+    return decoding in _LAST_LOGITS and outputs_read(ids) is not None
 
 
 def _arguments(variables: Mapping[str, Any]) -> dict[str, Any]:

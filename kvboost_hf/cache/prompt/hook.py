@@ -8,6 +8,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvboost_hf.cache.identity.hooks import note_call
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.compat import cache_argument, own_hook
 
@@ -75,9 +76,12 @@ class ForwardHook:
             attached = ModelState.of(model).attached
             cache = attached.stand_in(model, kwargs.get(name), kwargs) if attached is not None else None
             if cache is None:
+                note_call(model, kwargs)
                 return None
             kwargs[name] = cache
-        return (), cache.before_forward(model, kwargs)
+        given = cache.before_forward(model, kwargs)
+        note_call(model, given)
+        return (), given
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, model: nn.Module, kwargs: Kwargs, output: Any) -> Any:
@@ -129,5 +133,7 @@ def _is_ours(hook: Any) -> bool:
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
     if not args:
         return dict(kwargs)
-    names = list(inspect.signature(model.forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    parameters = inspect.signature(model.forward).parameters
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values()):  # it passes all of them on
+        parameters = inspect.signature(type(model).forward.__get__(model)).parameters
+    return {**dict(zip(parameters, args, strict=False)), **kwargs}

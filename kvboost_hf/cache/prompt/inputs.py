@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.prompt.generate_call import outputs_read
+from kvboost_hf.cache.prompt.generate_call import outputs_read, reads_last_logits
 from kvboost_hf.cache.prompt.hook import others_see_output
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.positions import computed_positions, keeps_positions
@@ -93,13 +93,19 @@ def read_inputs(
         return ForwardInputs(ids, mask, positions, ids.shape[1], False, computes_all)
     if wants_all:
         return ForwardInputs(ids, mask, positions, 1, False, None, logits_of_all=True)
-    logits = min(int(kwargs["logits_to_keep"]), ids.shape[1])
+    logits = min(int(logits_kept(kwargs)), ids.shape[1])
     return ForwardInputs(ids, mask, positions, logits, logits > 1, None)
+
+
+def logits_kept(kwargs: dict[str, Any]) -> Any:
+    """`logits_to_keep`; 1 in generate(), which leaves it out where a function in place of the forward hides it."""
+    keep, ids = kwargs.get("logits_to_keep"), kwargs.get("input_ids")
+    return 1 if keep is None and isinstance(ids, torch.Tensor) and reads_last_logits(ids) else keep
 
 
 def wants_all_logits(kwargs: dict[str, Any]) -> bool:
     """Whether a forward may want the logits of all its tokens, or a loss over them."""
-    keep = kwargs.get("logits_to_keep")
+    keep = logits_kept(kwargs)
     return keep is None or isinstance(keep, torch.Tensor) or keep <= 0 or kwargs.get("labels") is not None
 
 
