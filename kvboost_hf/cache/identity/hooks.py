@@ -123,8 +123,10 @@ class ForwardWatch:
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """Called before the forward of the part that computes hidden states."""
+        if torch.compiler.is_compiling():
+            return
         given = self._given.pop(get_ident(), None)
-        if given is not None and not torch.compiler.is_compiling():
+        if given is not None:
             named = dict(zip(("input_ids", "attention_mask", "position_ids"), args, strict=False)) | (kwargs or {})
             now = [_marks((named.get(name),)) for name in _PASSED_ON]
             self.alters = self.alters or not all(map(_are_same, now, given))
@@ -152,7 +154,7 @@ def watch_forward(model: nn.Module) -> ForwardWatch | None:
     inner = text_model(model) if isinstance(model, PreTrainedModel) and function is not None else None
     bare = function.__func__ if isinstance(function, types.MethodType) else function
     of_others = _is_function_of_others(bare) or not is_written_where_it_says(bare)  # functools.wraps copies names
-    if inner is None or not of_others:
+    if inner is None or not of_others or hasattr(bare, "_torchdynamo_orig_callable"):  # compiled
         unwatch_forward(model)
         return None
     if watch is None:
