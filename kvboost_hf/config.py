@@ -55,7 +55,8 @@ class ReusePolicy:
         sink_tokens: The first tokens of a prompt, attention sinks, which are always computed.
         overlap_k: The last tokens before each seam, which every repair computes again.
         min_prefill_saving: Reuse that needs an extra forward (over the rows of a batch with a shorter stored prefix
-            than others), or that moves chunks, must save at least this many tokens. With 0, chunks are moved even if
+            than others, or over what several rows begin with), or that moves chunks, must save at least this many
+            tokens. With 0, chunks are moved even if
             that saves nothing, and a short prefix is reused even if the mask that attention then needs on a CPU costs
             more than computing it; and all prompts are stored, even if hardly any comes again.
         weights_check: How changed weights are detected before each prompt. `"sample"` compares PyTorch's versions,

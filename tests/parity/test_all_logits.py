@@ -245,7 +245,7 @@ LLAMA, PLAIN = make_model("llama"), make_model("llama")
 
 @torch.no_grad()
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_they_outlive_the_process_and_never_mix(codec: str, disk: str) -> None:
+def test_they_outlive_the_process_and_never_mix(codec: str, disk: str, loading_is_worth_it: None) -> None:
     expected = make_model("llama")(BASE).logits
 
     def open_store(policy: ReusePolicy) -> tuple[PreTrainedModel, ChunkStore]:
