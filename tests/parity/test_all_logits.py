@@ -454,3 +454,19 @@ def test_what_was_stored_without_it_is_still_found(llama: PreTrainedModel) -> No
     with counted(llama) as work:
         llama(BASE, past_key_values=ChunkReuseCache(llama, store, KEEP), logits_to_keep=1)
     assert work.tokens == 1
+
+
+@torch.no_grad()
+def test_rows_of_a_batch_share_what_they_begin_with() -> None:
+    """As lm_eval's stock model asks: rows sorted by length, with padding on the right that nothing tells."""
+    model, plain = probed(make_model("llama")), make_model("llama")
+    attach(model, ChunkStore(model), KEEP)
+    head = random_ids(300, seed=1)
+    rows = [
+        torch.cat([head, random_ids(70, seed=2 + n // 4), random_ids(6 - n % 4, seed=9 + n)], dim=1) for n in range(8)
+    ]
+    ids = torch.cat([torch.nn.functional.pad(row, (0, 376 - row.shape[1])) for row in rows])
+    with counted(model) as work:
+        found = model(ids).logits
+    close(found, plain(ids).logits)
+    assert work.tokens <= 300 + 2 * 70 + 8 * 6 + 2 * 8  # and what the probe of all logits takes
