@@ -59,9 +59,9 @@ LIBRARIES := .venv-libraries/bin/python
 libraries: .venv-libraries/installed
 	OMP_NUM_THREADS=1 $(LIBRARIES) -m tests.libraries --page docs/libraries.md
 
-# Those of five libraries: three minutes.
+# Those of six libraries: three minutes.
 libraries-quick: .venv-libraries/installed
-	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -q tests/libraries -k "peft or outlines or langchain or llama or lm_eval"
+	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -q tests/libraries -k "peft or outlines or langchain or llama or lm_eval or trl"
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.prompt.generate_call import outputs_read, reads_last_logits
+from kvboost_hf.cache.prompt.generate_call import in_generate, outputs_read, reads_last_logits
 from kvboost_hf.cache.prompt.hook import others_see_output
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.positions import computed_positions, keeps_positions
-from kvboost_hf.compat import attn_implementation, checkpointing_reason
+from kvboost_hf.compat import KeyRotation, attn_implementation, checkpointing_reason, key_rotation
 
 # Arguments by which a forward returns something of each token besides logits.
 _OF_EACH_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -129,14 +129,33 @@ def _off_by_default(forward: Callable[..., object]) -> frozenset[str]:
 def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments, with the positions that the model's forward would compute from the whole ids."""
     ids = kwargs.get("input_ids")
-    if kwargs.get("position_ids") is not None or not isinstance(ids, torch.Tensor) or not keeps_positions(model):
+    if kwargs.get("position_ids") is not None or not isinstance(ids, torch.Tensor):
         return kwargs
+    if not keeps_positions(model):
+        hidden = _hidden_positions(model, ids, kwargs.get("attention_mask"))
+        return kwargs if hidden is None else {**kwargs, "position_ids": hidden}
     positions = computed_positions(model, kwargs)
     if positions is None:
         cache = kwargs.get("past_key_values")
         held = cache.get_seq_length() if isinstance(cache, Cache) else 0
         positions = torch.arange(held, held + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
     return {**kwargs, "position_ids": positions}
+
+
+def _hidden_positions(model: PreTrainedModel, ids: torch.Tensor, mask: Any) -> torch.Tensor | None:
+    """The positions of a padded batch that generate() leaves out where a function in place of the forward hides them.
+
+    Rotary attention is the same with and without them, for only distances count.
+    """
+    if "forward" not in model.__dict__ or not isinstance(mask, torch.Tensor) or mask.ndim != 2 or bool(mask.all()):
+        return None
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if "position_ids" in parameters or not takes_any or not accepts_position_ids(type(model).forward):
+        return None
+    if not in_generate() or not isinstance(key_rotation(model), KeyRotation):
+        return None
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
 
 
 def _computes_all(model: PreTrainedModel, kwargs: dict[str, Any], all_logits_reason: str | None) -> str | None:
