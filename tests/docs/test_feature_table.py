@@ -37,6 +37,7 @@ SHOWN = {
     "`cache.fork()`": "parity/test_edges.py",
     "Moved chunks": "parity/test_blend.py parity/test_rotation.py property/test_blend_state.py",
     "`ContentChunker`": "unit/test_cutting.py unit/test_warm.py",
+    "Many rows of few prompts": "parity/test_shared_rows.py::test_a_prompt_is_computed_once_for_all_its_samples",
     "Tiers": "parity/test_tiers.py::test_a_restart_loses_nothing parity/test_tier_faults.py::test_a_full_disk "
     "unit/test_remote_tiers.py::test_a_server_that_is_killed_is_a_miss_until_it_is_back property/test_tier_state.py",
     "Stored K/V compressed": "unit/test_codecs.py property/test_codecs.py",
