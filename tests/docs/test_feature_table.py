@@ -27,7 +27,7 @@ SHOWN = {
     "Bare `model(...)`": "parity/test_forward.py",
     "Weights changed": "parity/test_changed_weights.py::test_between_calls property/test_store.py::TestStore "
     "parity/test_tier_faults.py::test_tenants_cannot_tell_what_others_have_asked",
-    "Training mode": "unit/test_bad_input.py parity/test_forward.py",
+    "Dropout in training mode": "unit/test_bad_input.py parity/test_forward.py",
     "Images, sound and video": "parity/test_multimodal.py::test_a_chat_about_images",
     "Length-dependent rotary": "parity/test_rope_regimes.py",
     "PEFT adapters": "parity/test_adapters.py parity/test_offloaded.py parity/test_quantized.py "
