@@ -61,7 +61,8 @@ libraries: .venv-libraries/installed
 
 # Those of six libraries: three minutes.
 libraries-quick: .venv-libraries/installed
-	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -q tests/libraries -k "peft or outlines or langchain or llama or lm_eval or trl"
+	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -q -n $(JOBS) --dist loadfile tests/libraries \
+		-k "peft or outlines or langchain or llama or lm_eval or trl"
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .

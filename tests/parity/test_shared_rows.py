@@ -184,7 +184,7 @@ class TestShapes:
         check(model, cache, left_pad(HEAD[:, :1], HEAD[:, :2], HEAD[:, :2], HEAD[:, :50], HEAD[:, :50]))
 
     @given(st.data())
-    @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+    @settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
     def test_any_tree(self, data: st.DataObject) -> None:
         """Rows cut from few texts, with one cache, so that cold, stored and live parts come together."""
         model = make_model(data.draw(st.sampled_from(["llama", "gemma2", "qwen3_next"])))
