@@ -142,8 +142,12 @@ class ForwardWatch:
 
 def code_of(function: Any) -> Any:
     """What tells a function from others: its code, so that it may be defined anew for each call."""
-    function = function.__func__ if isinstance(function, types.MethodType) else function
+    function = _unbound(function)
     return function.__code__ if isinstance(function, types.FunctionType) else function
+
+
+def _unbound(function: Any) -> Any:
+    return function.__func__ if isinstance(function, types.MethodType) else function
 
 
 def watch_forward(model: nn.Module) -> ForwardWatch | None:
@@ -152,7 +156,7 @@ def watch_forward(model: nn.Module) -> ForwardWatch | None:
     function, watch = attributes.get("forward"), attributes.get(_FORWARD_WATCH)
     watch = watch if watch is not None and watch.handles and watch.code is code_of(function) else None
     inner = text_model(model) if isinstance(model, PreTrainedModel) and function is not None else None
-    bare = function.__func__ if isinstance(function, types.MethodType) else function
+    bare = _unbound(function)
     of_others = _is_function_of_others(bare) or not is_written_where_it_says(bare)  # functools.wraps copies names
     if inner is None or not of_others or hasattr(bare, "_torchdynamo_orig_callable"):  # compiled
         unwatch_forward(model)

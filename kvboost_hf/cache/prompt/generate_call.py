@@ -20,8 +20,8 @@ from kvboost_hf.cache.prompt.positions import positions_from_start
 from kvboost_hf.compat import MAX_DEPTH, generate_frame, is_generate
 
 # What generate() may call to decode, and the code that runs forwards then.
-_LOOPS = (GenerationMixin._sample, GenerationMixin._beam_search, GenerationMixin._assisted_decoding)
-_LAST_LOGITS = (GenerationMixin._sample, GenerationMixin._beam_search)
+_LAST_LOGITS = (GenerationMixin._sample, GenerationMixin._beam_search)  # they read no others
+_LOOPS = (*_LAST_LOGITS, GenerationMixin._assisted_decoding)
 _CODE = {loop.__code__ for loop in (*_LOOPS, GenerationMixin._prefill)}
 
 
