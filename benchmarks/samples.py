@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.bench.provenance import provenance
+from recipes.real_model import FLOAT32, fetch
 from tests.conftest import counted
-from tests.libraries.real_model import FLOAT32, fetch
 
 Inputs = dict[str, Any]
 

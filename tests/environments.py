@@ -28,7 +28,6 @@ ENVIRONMENTS = {
     # Libraries that call generate().
     "libraries": Environment(
         (
-            "gguf==0.19.0",  # reads the model
             "guidance==0.3.1",
             "kvpress==0.5.2",  # for what the newer one needs: that is put above it below
             "llama-index-llms-huggingface==0.8.0",

@@ -10,7 +10,7 @@ import torch
 from transformers import set_seed
 
 from kvboost_hf import attach
-from tests.libraries import real_model
+from recipes import real_model
 from tests.libraries.scenario import Answers, Scenario, Session
 from tests.libraries.watch import Forward, Watch, ideal, tokens_given
 

