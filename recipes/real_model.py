@@ -27,7 +27,7 @@ def load() -> tuple[PreTrainedModel, Any]:
         OSError: it is not here, and cannot be had.
     """
     fetch()
-    model = AutoModelForCausalLM.from_pretrained(FLOAT32, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(FLOAT32, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(FLOAT32)
 
 
@@ -68,7 +68,8 @@ def _convert() -> None:
         raise OSError(f"GGUF cannot be read: {error}") from error
     config = copy.deepcopy(model.config)
     del config.quantization_config  # the weights are in float32 now, in a model that knows of nothing else
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    make: Any = AutoModelForCausalLM.from_config
+    plain = make(config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     plain.save_pretrained(FLOAT32)
