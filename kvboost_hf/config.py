@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from kvboost_hf.migration import refuse
 
 ReuseMode = Literal["exact", "blend"]
-Repair = Literal["query", "cacheblend", "first_k", "selective", "none"]
+Repair = Literal["auto", "query", "cacheblend", "first_k", "selective", "none"]
 WeightsCheck = Literal["sample", "full"]
 QuantMethod = Literal["turboquant", "kivi"]
 Rotation = Literal["hadamard", "haar"]
@@ -41,17 +41,18 @@ class ReusePolicy:
             plain `generate()`. `"blend"` also uses K/V of the same tokens at other positions: keys are rotated to the
             new positions, and some of the tokens are computed again. The output may differ; `verify_correctness`
             measures how much.
-        repair: With `"blend"`, how the tokens to compute again are chosen. `"query"`: up to `seam_tokens` after each
-            seam, and then those that the end of the prompt attends to most. `"cacheblend"`: those whose values differ
+        repair: With `"blend"`, how the tokens to compute again before the first new token are chosen. `"query"`: those
+            that the end of the prompt attends to, near a seam above all. `"cacheblend"`: those whose values differ
             most from the stored ones in an early layer (Yao et al., EuroSys 2025, https://arxiv.org/abs/2405.16444).
             `"first_k"`: those after each seam, as many as `recompute_ratio` allows (Hu et al.,
             https://arxiv.org/abs/2410.15332). `"selective"`: `seam_tokens` after each seam. `"none"`: none.
+            `"auto"`: `"cacheblend"` for models of up to 8 layers, `"query"` for others.
         recompute_ratio: Share of the moved tokens to compute again, from 0 to 1. At 1 all are, and the output is that
             of plain `generate()`. Not used by `"selective"` and `"none"`.
         max_recompute_ratio: The ratio is raised up to this one, until the chosen tokens have `min_coverage` of the
             total that the repair measures (attention, or deviation). None never raises it.
         min_coverage: The share for `max_recompute_ratio`, from 0 to 1.
-        seam_tokens: Tokens after each seam, for `"selective"` and `"query"`.
+        seam_tokens: Tokens after each seam, for `"selective"`.
         sink_tokens: The first tokens of a prompt, attention sinks, which are always computed.
         overlap_k: The last tokens before each seam, which every repair computes again.
         min_prefill_saving: Reuse that needs an extra forward (over the rows of a batch with a shorter stored prefix
@@ -66,6 +67,12 @@ class ReusePolicy:
         audit_rate: Share of the reused prompts, from 0 to 1, that are also computed whole, to compare the answers. If
             they differ, the plain answer is returned, the stored chunks that differ are no longer used, and `stats()`,
             the report and the log say so. An audit costs as much as reuse saves.
+        progressive: With `"blend"`, go on with the repair after the first token: with each new token, as many tokens
+            of the prompt are computed again, in order, as were computed for the first one, until all K/V is that of
+            plain `generate()`. Then later tokens and turns are exact, and the prompt is stored as if it had been
+            computed whole. It costs what moving has saved, a token later; False leaves it at that.
+            `ChunkReuseCache.repair` does all of it at once. Not where layers with a sliding window have let go of
+            tokens.
         keep_logprobs: Keep the last hidden states of all tokens beside their K/V (`hidden_size` numbers a token), so
             that calls which want the logits of all tokens, or a loss, reuse as others do: the head of the model
             computes the logits of reused tokens from them. K/V stored with it is not found without it. Not with mode
@@ -77,7 +84,7 @@ class ReusePolicy:
     """
 
     mode: ReuseMode = "exact"
-    repair: Repair = "cacheblend"
+    repair: Repair = "auto"
     recompute_ratio: float = 0.15
     max_recompute_ratio: float | None = None
     min_coverage: float = 0.9
@@ -87,6 +94,7 @@ class ReusePolicy:
     min_prefill_saving: int = 64
     weights_check: WeightsCheck = "sample"
     audit_rate: float = 0.0
+    progressive: bool = True
     keep_logprobs: bool = False
 
     def __post_init__(self) -> None:
@@ -109,8 +117,9 @@ class ReusePolicy:
                 f"`audit_rate` must be 0 with mode 'blend', whose answers may differ, got {self.audit_rate}. "
                 "Measure them with verify_correctness()."
             )
-        if not isinstance(self.keep_logprobs, bool):
-            raise ValueError(f"`keep_logprobs` must be True or False, got {self.keep_logprobs!r}.")
+        for name in ("keep_logprobs", "progressive"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
         if self.mode == "blend" and self.keep_logprobs:
             raise ValueError(
                 "`keep_logprobs` must be False with mode 'blend', got True: hidden states of moved tokens are not "

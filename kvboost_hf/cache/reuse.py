@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.forward import lend
 from kvboost_hf.cache.forward.flow import next_forward
+from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.compiled import StaticDecoding
@@ -357,6 +358,24 @@ class ChunkReuseCache(Cache):
         What the layers hold of it is used, and the rest forgotten.
         """
         self._begins_anew = True
+
+    def repair(self) -> int:
+        """Compute again what moved chunks have left, until all K/V is that of plain generate(), and store it as such.
+
+        For idle moments between calls, where `ReusePolicy.progressive` has not come to an end, or is False.
+
+        Returns:
+            How many tokens went through the model, over all rows: 0 if K/V is exact, or if layers with a sliding
+            window have let go of tokens.
+        """
+        self._settle()
+        live, model = self._live, self._binding.model
+        before = live.tally.repaired
+        while model is not None and live.in_step() is not None and may_repair(live):
+            repair_more(live, model, PIECE)
+        if live.tally.repaired > before and live.ledger is not None:
+            self._writer.confirm(live.ledger)
+        return live.tally.repaired - before
 
     def store_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds to the store, unfinished chunks included."""

@@ -24,9 +24,10 @@ ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 class RecomputeStrategy(StrEnum):
     """How chunks that are found elsewhere in other prompts are repaired: `ReusePolicy.repair` by these names."""
 
+    AUTO = "auto"  # what suits the depth of the model
     SELECTIVE = "selective"  # `recompute_overlap` tokens after each seam
     CACHEBLEND = "cacheblend"  # the tokens that differ most
-    QUERY = "query"  # those after each seam, and those that the end of the prompt attends to most
+    QUERY = "query"  # those that the end of the prompt attends to, near seams above all
     FIRST_K = "first_k"  # those after each seam
     NONE = "none"  # not at all
 
@@ -57,10 +58,12 @@ class EngineSettings:
         disk_cache_dir: A folder that keeps up to 10 GB of K/V for later processes.
         tiers: Other places for K/V, as `ChunkStore` takes them.
         tier_key: 32 bytes or more that seal what is written to `disk_cache_dir` and `tiers`, as `ChunkStore` takes it.
-        recompute_overlap: Tokens after each seam that `"selective"` and `"query"` compute again.
-        recompute_ratio: Share of the moved tokens that `"cacheblend"`, `"query"` and `"first_k"` compute again.
+        recompute_overlap: Tokens after each seam that `"selective"` computes again.
+        recompute_ratio: Share of the moved tokens that the other strategies but `"none"` compute again.
         sink_tokens: The first tokens of a prompt, which are never moved.
         overlap_k: Tokens before each seam that every strategy computes again.
+        progressive: Go on with the repair after the first token, until answers are those of plain `generate()`; see
+            `ReusePolicy`.
         min_prefill_saving: Chunks are moved where that saves at least so many tokens.
         prefill_chunk_size: The most prompt tokens in a forward; 0 for all at once.
         salt: Separates those who must not see each other's prompts.
@@ -88,6 +91,7 @@ class EngineSettings:
     recompute_ratio: float = 0.15
     sink_tokens: int = 16
     overlap_k: int = 0
+    progressive: bool = True
     min_prefill_saving: int = 64
     prefill_chunk_size: int = 0
     salt: str | bytes = b""
@@ -154,11 +158,12 @@ class EngineSettings:
         strategy = self.recompute_strategy
         return ReusePolicy(
             mode="exact" if strategy is None else "blend",
-            repair=RecomputeStrategy(strategy or RecomputeStrategy.CACHEBLEND).value,
+            repair=RecomputeStrategy(strategy or RecomputeStrategy.AUTO).value,
             recompute_ratio=self.recompute_ratio,
             seam_tokens=self.recompute_overlap,
             sink_tokens=self.sink_tokens,
             overlap_k=self.overlap_k,
+            progressive=self.progressive,
             min_prefill_saving=self.min_prefill_saving,
         )
 

@@ -226,8 +226,14 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
         "--recompute-ratio",
         type=float,
         metavar="SHARE",
-        help="share of the moved tokens that cacheblend, query and first_k compute again "
+        help="share of the moved tokens that auto, cacheblend, query and first_k compute again "
         f"(default: {_ENGINE.recompute_ratio})",
+    )
+    group.add_argument(
+        "--progressive",
+        action=argparse.BooleanOptionalAction,
+        default=_ENGINE.progressive,
+        help="go on with the repair after the first token, until K/V is exact (default: yes)",
     )
     group.add_argument(
         "--sink-tokens",

@@ -15,7 +15,12 @@ _STREAMING = (
     *("streaming_mode", "keep_first_k", "keep_last_k", "vram_budget"),
     *("n_staging_slots", "disk_folder", "host_budget"),
 )
-_WITH_RATIO = (RecomputeStrategy.CACHEBLEND, RecomputeStrategy.QUERY, RecomputeStrategy.FIRST_K)
+_WITH_RATIO = (
+    RecomputeStrategy.AUTO,
+    RecomputeStrategy.CACHEBLEND,
+    RecomputeStrategy.QUERY,
+    RecomputeStrategy.FIRST_K,
+)
 _SECRETS = ("api_key", "operator_key")
 
 
@@ -117,6 +122,7 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
         recompute_ratio=EngineSettings().recompute_ratio if ratio is None else ratio,
         sink_tokens=options.sink_tokens,
         overlap_k=options.overlap_k,
+        progressive=options.progressive,
         max_cache_bytes=options.max_cache_bytes,
     )
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.cache.forward import scatter
+from kvboost_hf.cache.forward import moved_probe, scatter
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.identity.hooks import only_looks
 from kvboost_hf.cache.planning.repair import REPAIRS, RepairRow
@@ -26,7 +26,7 @@ DOCUMENTS = [random_ids(64, seed=100 + i) for i in range(4)]
 
 
 def blend(repair: str = "first_k", ratio: float = 0.15, **settings: Any) -> ReusePolicy:
-    settings = {"min_prefill_saving": 0, "sink_tokens": 0, **settings}
+    settings = {"min_prefill_saving": 0, "sink_tokens": 0, "progressive": False, **settings}
     return ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio, **settings)  # type: ignore[arg-type]
 
 
@@ -96,8 +96,7 @@ def test_forwarded_tokens_are_those_counted(name: str, repair: str) -> None:
     model = make_model(name)
     inputs = as_inputs(prompt([2, 0, 3, 1]))
     assert blend_reason(model, REPAIRS[repair].measure) is None  # found out once, and not counted
-    settings = {"seam_tokens": 4} if repair == "query" else {}  # fewer than the ratio, so that it has to look
-    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair, **settings))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend(repair))
     with counted(model) as work:
         generate(model, inputs, cache, max_new_tokens=1)
     report = cache.report
@@ -110,15 +109,133 @@ def test_forwarded_tokens_are_those_counted(name: str, repair: str) -> None:
     assert most - 4 <= report.recomputed_tokens <= most
 
 
-def test_the_end_is_not_asked_where_seams_take_it_all() -> None:
+@pytest.mark.parametrize(("ratio", "calls"), [(0.0, 1), (0.15, 2)])
+def test_the_end_is_asked_only_where_something_is_to_be_chosen(ratio: float, calls: int) -> None:
     model = make_model("llama")
-    inputs = as_inputs(prompt([2, 0, 3, 1]))
-    for repair in ("first_k", "query"):
-        assert blend_reason(model, REPAIRS[repair].measure) is None
+    assert blend_reason(model, REPAIRS["query"].measure) is None
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("query", ratio))
+    with counted(model) as work:
+        generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=1)
+    assert work.calls == calls
+
+
+@pytest.mark.parametrize(("name", "like"), [("llama", "cacheblend"), ("deep_llama", "cacheblend")])
+def test_a_model_of_few_layers_is_measured_layer_by_layer(name: str, like: str) -> None:
+    model = make_model(name)
+    layers = []
+    for repair in ("auto", like):
         cache = ChunkReuseCache(model, store_with_documents(model), blend(repair))
-        with counted(model) as work:
-            generate(model, inputs, cache, max_new_tokens=1)
-        assert (work.calls, work.tokens) == (1, 41 + 36)
+        generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=1)
+        layers.append(cache.report.layer_tokens)
+    assert layers[0] == layers[1]
+
+
+def test_a_deep_model_is_asked_what_it_attends_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moved_probe, "_FEW_LAYERS", 7)
+    model = make_model("deep_llama")
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("auto"))
+    generate(model, as_inputs(prompt([2, 0, 3, 1])), cache, max_new_tokens=1)
+    assert cache.report.layer_tokens == (41 + 39 + 20,) * 8
+
+
+@pytest.mark.parametrize("name", MOVABLE)
+@torch.no_grad()
+def test_progressive_repair_ends_with_the_kv_of_a_plain_forward(name: str) -> None:
+    """Logits are those of plain from there on; the next turn is exact, and so is another cache with that prompt."""
+    model = make_model(name)
+    if name == "gemma2":
+        model.set_attn_implementation("eager")
+    assert blend_reason(model, REPAIRS["none"].measure) is None
+    store = store_with_documents(model)
+    cache = ChunkReuseCache(model, store, blend("none", progressive=True))
+    asked = prompt([2, 0, 3, 1])
+    with counted(model) as work:
+        found = generate(model, as_inputs(asked), cache, max_new_tokens=10, min_new_tokens=10)
+    report = cache.report
+    assert (report.moved_tokens, report.recomputed_tokens, report.forwarded_tokens) == (256, 0, 41)
+    assert report.repaired_tokens == 276 + 2  # all behind the head, and the tokens decoded meanwhile
+    assert work.tokens == 41 + 278 + 9
+    assert "278 repaired after the first token" in str(report)
+    plain = model(found.sequences).logits[0]
+    off = [float((step[0] - plain[296 + at]).abs().max()) for at, step in enumerate(found.logits)]
+    assert max(off[3:]) < 1e-4  # 128 columns with each token
+    second = torch.cat([found.sequences, random_ids(30, seed=4)], dim=1)
+    assert_same(generate(model, as_inputs(second), cache), generate(model, as_inputs(second)))
+    assert cache.report.moved_tokens == 0
+    assert cache.report.exact_tokens == found.sequences.shape[1] - 1
+    other = ChunkReuseCache(model, store)
+    assert_same(generate(model, as_inputs(asked), other), generate(model, as_inputs(asked)))
+    assert other.report.exact_tokens >= 288
+
+
+def test_an_idle_cache_can_be_repaired_at_once() -> None:
+    model = make_model("llama")
+    store = store_with_documents(model)
+    cache = ChunkReuseCache(model, store, blend("first_k"))
+    asked = prompt([2, 0, 3, 1])
+    generate(model, as_inputs(asked), cache, max_new_tokens=1)
+    assert cache.repair() == cache.report.repaired_tokens == 276 - 9  # the first nine behind the head were computed
+    assert cache.repair() == 0
+    longer = torch.cat([asked, random_ids(9, seed=4)], dim=1)
+    assert_same(generate(model, as_inputs(longer), cache), generate(model, as_inputs(longer)))
+    assert cache.report.moved_tokens == 0
+    assert ChunkReuseCache(model, store).repair() == 0
+
+
+def test_rows_are_repaired_each_from_its_own_first_moved_column() -> None:
+    """One of them has nothing moved, and the rows are of unequal lengths."""
+    model = make_model("llama")
+    rows = left_pad(prompt([2, 0, 3, 1]), prompt([1, 3], head=40), random_ids(200, seed=77))
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("none", progressive=True))
+    found = generate(model, rows, cache, max_new_tokens=10, min_new_tokens=10)
+    assert cache.report.repaired_tokens > 256
+    mask = torch.nn.functional.pad(rows["attention_mask"], (0, 10), value=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    plain = model(found.sequences, attention_mask=mask, position_ids=positions).logits
+    for at, step in enumerate(found.logits[3:], 3):
+        torch.testing.assert_close(step, plain[:, 296 + at], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["beams", "lookup", "crop", "forward"])
+@torch.no_grad()
+def test_progressive_repair_beside_what_else_happens_to_a_cache(way: str) -> None:
+    """Beams are reordered, candidates are thrown away, the cache is cut, and several tokens come at once."""
+    model = make_model("llama")
+    asked = prompt([2, 0, 3, 1])
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("none", progressive=True))
+    if way == "forward":
+        model(asked, past_key_values=cache, logits_to_keep=1)
+        more = random_ids(12, seed=8)
+        logits = model(more, past_key_values=cache).logits
+        assert cache.report.repaired_tokens == 276
+        expected = model(torch.cat([asked, more], dim=1)).logits[:, -12:]
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+        return
+    more = {"beams": {"num_beams": 3}, "lookup": {"prompt_lookup_num_tokens": 3}, "crop": {}}[way]
+    said = generate(model, as_inputs(asked), cache, max_new_tokens=8, min_new_tokens=8, **more).sequences
+    if way == "crop":
+        cache.crop(-6)
+    second = torch.cat([said[:1], random_ids(20, seed=9)], dim=1)
+    found = generate(model, as_inputs(second), cache)
+    assert_same(found, generate(model, as_inputs(second)))
+    assert cache.report.moved_tokens == 0
+
+
+@torch.no_grad()
+def test_an_interrupted_repair_leaves_nothing_wrong() -> None:
+    model = make_model("llama")
+    asked = prompt([2, 0, 3, 1])
+    store = store_with_documents(model)
+    cache = ChunkReuseCache(model, store, blend("none", progressive=True))
+    model(asked, past_key_values=cache, logits_to_keep=1)
+    with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
+        model(random_ids(1), past_key_values=cache)
+    assert cache.get_seq_length() == 297
+    assert cache.repair() > 0
+    longer = torch.cat([asked, random_ids(9, seed=4)], dim=1)
+    assert_same(generate(model, as_inputs(longer), cache), generate(model, as_inputs(longer)))
+    assert cache.report.moved_tokens == 0
+    assert not store.check_integrity().wrong
 
 
 def test_deviation_costs_two_layers_and_then_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,16 @@ def test_first_k_shares_the_ratio_and_gives_what_short_chunks_leave_to_others() 
 def test_scores_fill_up_the_ratio() -> None:
     scores = np.arange(100.0)
     assert chosen("cacheblend", row((10, 60)), scores, recompute_ratio=0.1) == [55, 56, 57, 58, 59]
-    found = chosen("query", row((10, 60)), scores, recompute_ratio=0.1, seam_tokens=2)
-    assert found == [10, 11, 57, 58, 59]
+
+
+def test_what_is_attended_to_counts_less_the_farther_it_is_from_its_seam() -> None:
+    even = row((10, 60), (70, 90))
+    assert chosen("query", even, np.ones(100), recompute_ratio=0.1) == [10, 11, 12, 13, 70, 71, 72]
+    scores = np.ones(100)
+    scores[58] = 1 + 48 / 8 + 0.1  # that much makes up for 48 tokens
+    assert 58 in chosen("query", even, scores, recompute_ratio=0.02)
+    scores[58] -= 0.2
+    assert 58 not in chosen("query", even, scores, recompute_ratio=0.02)
 
 
 def test_the_controller_raises_the_ratio_until_enough_is_covered() -> None:
@@ -115,6 +123,17 @@ class TestBlended:
             at = stop
         assert pieces == [(0, False), (1, True), (3, False), (4, True), (5, False)]
         assert self.blended.run_at(0, 7) == (False, None)
+
+    def test_columns_are_repaired_in_order(self) -> None:
+        first = self.blended.next_tainted(8, 3)
+        assert [np.flatnonzero(row).tolist() for row in first] == [[2, 3, 4], []]
+        left = self.blended.repaired(first)
+        assert left is not None
+        assert left.tainted_from(0) == 5
+        assert left.run_at(0, 1) == (True, 3)  # which of them were moved is still known
+        last = left.next_tainted(9, 100)  # a token was decoded meanwhile
+        assert np.flatnonzero(last[0]).tolist() == [5, 6, 7, 8]
+        assert left.repaired(last) is None
 
     def test_nothing_is_left_of_it(self) -> None:
         assert self.blended.crop(2) is None

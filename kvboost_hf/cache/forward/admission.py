@@ -18,14 +18,13 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs.prompt_costs import PIECE, Costs
 from kvboost_hf.cache.forward.fill import stored_chunk
-from kvboost_hf.cache.forward.moved_probe import blend_reason
+from kvboost_hf.cache.forward.moved_probe import blend_reason, repair_for
 from kvboost_hf.cache.forward.running import CacheParts, Request
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_own
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.plan import ReusePlan
-from kvboost_hf.cache.planning.repair import REPAIRS
 from kvboost_hf.cache.prompt.generate_call import encoded_from, in_generate
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import (
@@ -182,7 +181,7 @@ def reason_against_moving(parts: CacheParts, model: PreTrainedModel, *, media: b
         return MOVED_QUANTIZED
     if parts.live.regime:
         return LENGTH
-    return blend_reason(model, REPAIRS[parts.binding.policy.repair].measure)
+    return blend_reason(model, repair_for(model, parts.binding.policy.repair, len(parts.live.layers)).measure)
 
 
 def reason_against_short_hits(

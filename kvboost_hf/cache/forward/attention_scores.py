@@ -34,8 +34,8 @@ def attention_of_the_end(
         first: The column of the first of them.
 
     Returns:
-        Per row, how much attention each column gets from them [batch, columns], the mean over layers and heads; and
-        the tokens that went through each layer.
+        Per row, how much attention each column gets from them [batch, columns], as `AttentionProbe.scores`; and the
+        tokens that went through each layer.
     """
     queries = num_queries(plan)
     columns = np.arange(plan.columns - queries, plan.columns)[None].repeat(len(plan.rows), axis=0)
@@ -70,7 +70,10 @@ class AttentionProbe(TorchFunctionMode):
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """[batch, columns], the sum over layers and queries, the mean over heads."""
+        """[batch, columns]: of each layer the square root of what a column gets, summed over layers.
+
+        What a column gets is the sum over queries, and the mean over heads. Its root lets no layer decide alone.
+        """
         assert self._sum is not None, "no attention was seen"
         return self._sum.double().cpu().numpy()
 
@@ -91,7 +94,7 @@ class AttentionProbe(TorchFunctionMode):
     def _add(self, weights: torch.Tensor) -> None:
         """Add [batch, heads, queries, keys]; keys may be followed by an attention sink."""
         first = self._pass.first_column
-        got = weights[..., : self._columns - first].float().mean(dim=1).sum(dim=1)
+        got = weights[..., : self._columns - first].float().mean(dim=1).sum(dim=1).sqrt()
         if self._sum is None:
             self._sum = torch.zeros(len(got), self._columns, device=got.device)
         self._sum[:, first:] += got.to(self._sum.device)

@@ -12,7 +12,9 @@ A forward over the columns [held, n) of a batch, as the hook sees it:
     settle    chunks that are now complete go to the store    live/store_writer.py
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from kvboost_hf.cache.forward.admission import (
 from kvboost_hf.cache.forward.fill import needed_for, with_loaded
 from kvboost_hf.cache.forward.loading import can_overlap
 from kvboost_hf.cache.forward.moved_forward import plan_moved
+from kvboost_hf.cache.forward.repair_later import columns_per_token, may_repair, repair_more
 from kvboost_hf.cache.forward.reused import PromptColumns, Reused
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, Step, Unrecorded
 from kvboost_hf.cache.live.ledger import Ledger
@@ -183,7 +186,15 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     # Any other mask may hide anything, and to read it would make a GPU wait.
     if mask is None or (in_generate() and request.hides_padding_only):
         live.hand_out(attn_implementation(request.model) == ATTENTION)
-    return Step(parts, held, inputs, mask)
+    return Step(parts, held, inputs, mask, _repair(parts, request.model, new))
+
+
+def _repair(parts: CacheParts, model: PreTrainedModel, new: int) -> Callable[[], None] | None:
+    """What computes K/V again that moved chunks have left, before a forward of so many new tokens; None if nothing."""
+    live = parts.live
+    if not parts.binding.policy.progressive or not may_repair(live):
+        return None
+    return partial(repair_more, live, model, new * columns_per_token(live))
 
 
 def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Forward:

@@ -17,13 +17,13 @@ import torch
 from kvboost_hf.cache.forward.admission import MOVED_NOTHING, MOVED_SAVES_LITTLE, reason_against_moving
 from kvboost_hf.cache.forward.attention_scores import attention_of_the_end, num_queries
 from kvboost_hf.cache.forward.moved import BlendPlan, choose_columns, place, plan_blend
-from kvboost_hf.cache.forward.moved_probe import needs_no_mask
+from kvboost_hf.cache.forward.moved_probe import needs_no_mask, repair_for
 from kvboost_hf.cache.forward.reused import PromptColumns, note_miss
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass
 from kvboost_hf.cache.planning.moved_columns import MovedColumns
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, trim_row
-from kvboost_hf.cache.planning.repair import REPAIRS, Mask, Measure, Repair, Scores, budget
+from kvboost_hf.cache.planning.repair import Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import without_router_logits
 from kvboost_hf.compat import KeyRotation, key_rotation
@@ -51,18 +51,18 @@ def plan_moved(
     live.tally.moved_reason = reason_against_moving(parts, request.model, media=media)
     if live.tally.moved_reason is not None:
         return None
+    repair = repair_for(request.model, policy.repair, len(live.layers))
     plan = _find(parts, prompt, exact)
     if plan is None:
         live.tally.moved_reason = MOVED_NOTHING
         return None
-    repair = REPAIRS[policy.repair]
     measures = _measures(plan, repair, policy)
     if max(0.0, _saving(plan, exact, repair, measures, policy, len(live.layers))) < policy.min_prefill_saving:
         live.tally.moved_reason = MOVED_SAVES_LITTLE
         return None
     for row, (row_plan, pad) in enumerate(zip(exact.rows, plan.pads, strict=True)):
         note_miss(parts, row, prompt.ids[row, pad:], row_plan)
-    return Moved(parts, prompt, plan, measures, stores_whole=request.stores_whole)
+    return Moved(parts, prompt, plan, repair, measures, stores_whole=request.stores_whole)
 
 
 def _find(parts: CacheParts, prompt: PromptColumns, exact: ReusePlan) -> BlendPlan | None:
@@ -86,15 +86,24 @@ class Moved(Forward):
         parts: Of the cache.
         prompt: Its columns.
         plan: Which chunks serve them.
-        measures: What has to be measured to choose what to compute again.
+        repair: Chooses what to compute again.
+        measures: What has to be measured to choose.
         stores_whole: Store all of the prompt when it is done.
     """
 
     def __init__(
-        self, parts: CacheParts, prompt: PromptColumns, plan: BlendPlan, measures: Measure, *, stores_whole: bool
+        self,
+        parts: CacheParts,
+        prompt: PromptColumns,
+        plan: BlendPlan,
+        repair: Repair,
+        measures: Measure,
+        *,
+        stores_whole: bool,
     ) -> None:
         super().__init__(parts, plan.held)
-        self._prompt, self._plan, self._measures, self._stores_whole = prompt, plan, measures, stores_whole
+        self._prompt, self._plan, self._stores_whole = prompt, plan, stores_whole
+        self._repair, self._measures = repair, measures
         self._looked = [0] * len(parts.live.layers)  # tokens through each layer, to see what the end attends to
         self._scatter: ScatterPass | None = None
 
@@ -115,7 +124,7 @@ class Moved(Forward):
         else:
             may_compute = np.zeros((len(plan.rows), plan.columns), dtype=bool)
             may_compute[:, first:] = True
-            columns = _choose(plan, policy, scores, may_compute, 1.0)
+            columns = _choose(plan, self._repair, policy, scores, may_compute, 1.0)
         self._scatter = ScatterPass(
             model, request.cache, layers, columns, plan.pads, narrowing=narrowing, unmasked=unmasked
         )
@@ -124,10 +133,14 @@ class Moved(Forward):
 
     def _narrowing(self, rotation: KeyRotation, *, unmasked: bool) -> tuple[Narrowing, Columns]:
         """How layers choose the columns that go on, and those to begin with."""
-        plan, policy = self._plan, self.parts.binding.policy  # not `self`, which has the `ScatterPass`
+        plan, repair, policy = (
+            self._plan,
+            self._repair,
+            self.parts.binding.policy,
+        )  # not `self`: it has the `ScatterPass`
 
         def narrow(measured: Scores, step: int) -> Columns:
-            return _choose(plan, policy, measured, ~(measured < 0), _SLACK[step])
+            return _choose(plan, repair, policy, measured, ~(measured < 0), _SLACK[step])
 
         # A few exact columns more, if that makes it a whole prompt, save more than they cost: it needs no mask.
         few = unmasked and not self._prompt.first and plan.first_computed <= plan.columns // 16
@@ -188,9 +201,10 @@ class Moved(Forward):
         super().abandon()
 
 
-def _choose(plan: BlendPlan, policy: ReusePolicy, scores: Scores | None, may_compute: Mask, slack: float) -> Columns:
+def _choose(
+    plan: BlendPlan, repair: Repair, policy: ReusePolicy, scores: Scores | None, may_compute: Mask, slack: float
+) -> Columns:
     """The columns to compute, of those that may be."""
-    repair = REPAIRS[policy.repair]
     wanted = [
         row.computed | repair.choose(row, policy, scores[at] if scores is not None else None, slack)
         for at, row in enumerate(plan.rows)

@@ -13,7 +13,7 @@ from kvboost_hf.cache.forward.moved import BlendPlan, Placed, place
 from kvboost_hf.cache.forward.scatter import Narrowing, ScatterPass
 from kvboost_hf.cache.kv.layer_kv import copy_columns
 from kvboost_hf.cache.layers.choose import make_layers
-from kvboost_hf.cache.planning.repair import Measure, RepairRow
+from kvboost_hf.cache.planning.repair import REPAIRS, Measure, Repair, RepairRow
 from kvboost_hf.cache.store.chunk_store import StoredChunk
 from kvboost_hf.compat import (
     KeyRotation,
@@ -36,6 +36,7 @@ from kvboost_hf.handles import ATTENTION
 _TOKENS = 40
 _MOVED = slice(5, 27)
 _SHIFT = 3
+_FEW_LAYERS = 8  # of which the two that `"cacheblend"` computes whole are a quarter or more
 _ATTENTION_KINDS = ("sdpa", "eager", ATTENTION)
 
 
@@ -46,6 +47,14 @@ def blend_reason(model: PreTrainedModel, measure: Measure) -> str | None:
     """
     key = (blend_reason, model.dtype, attn_implementation(model), measure)
     return remember(model, key, lambda: _reason(model, measure))
+
+
+def repair_for(model: PreTrainedModel, name: str, num_layers: int) -> Repair:
+    """The repair of that name; with `"auto"`, the one that is best for a model of so many layers."""
+    if name != "auto":
+        return REPAIRS[name]
+    few = num_layers <= _FEW_LAYERS and blend_reason(model, Measure.DEVIATION) is None
+    return REPAIRS["cacheblend" if few else "query"]
 
 
 def needs_no_mask(model: PreTrainedModel) -> bool:

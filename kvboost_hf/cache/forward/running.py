@@ -5,6 +5,7 @@ with; `record` and `settle` follow when the model has returned; `abandon` follow
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,11 +143,25 @@ class Step(Forward):
         held: Columns in the layers before it.
         inputs: Its arguments.
         mask: Of its attention, or None for one that hides nothing.
+        repair: Computes some of what the layers hold again, before it.
     """
 
-    def __init__(self, parts: CacheParts, held: int, inputs: ForwardInputs, mask: MaskShape | None) -> None:
+    def __init__(
+        self,
+        parts: CacheParts,
+        held: int,
+        inputs: ForwardInputs,
+        mask: MaskShape | None,
+        repair: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(parts, held)
-        self._inputs, self._mask = inputs, mask
+        self._inputs, self._mask, self._repair = inputs, mask, repair
+
+    def begin(self, request: Request) -> Kwargs:
+        """See `Forward`."""
+        if self._repair is not None:
+            self._repair()
+        return request.kwargs
 
     def record(self, output: Any) -> Any:
         """See `Forward`."""

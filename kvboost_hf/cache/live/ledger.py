@@ -59,6 +59,15 @@ class Ledger:
             while borders[-1].at > max(0, self.log.length - pad):
                 borders.pop()
 
+    def repaired(self, columns: NDArray[np.bool_]) -> None:
+        """Tainted columns [batch, length] were computed again: those of `MovedColumns.next_tainted`."""
+        before = self.blended
+        assert before is not None
+        self.blended = before.repaired(columns)
+        for row, borders in enumerate(self.borders):
+            if before.is_tainted(row) and not _is_tainted(self.blended, row):
+                del borders[1:]  # its pieces do not end where chunks do
+
     def select(self, rows: NDArray[np.int64]) -> None:
         """Make row i what row `rows[i]` was."""
         self.log.select(rows)

@@ -266,6 +266,12 @@ class LiveKV:
             ledger.log.extend(ids)
             self._note(ledger)
 
+    def repaired(self, columns: NDArray[np.bool_]) -> None:
+        """The layers were given the K/V of tainted columns anew; see `Ledger.repaired`."""
+        assert self.ledger is not None
+        self.ledger.repaired(columns)
+        self._note(self.ledger)
+
     def appended(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, mask: MaskShape | None, stop: int
     ) -> None:

@@ -13,7 +13,8 @@ class MovedColumns:
     """The columns of a batch that moved chunks served, and those of them that were not computed again.
 
     K/V of a token equals that of a plain forward only if that of every token before it does. So from the first stale
-    column on, the row is tainted: its K/V must not be found by prefix key.
+    column on, the row is tainted: its K/V must not be found by prefix key. Columns that are computed again in order,
+    from the first stale one on, are those of a plain forward again.
 
     Args:
         moved: [batch, columns], those that moved chunks served, computed again or not. Later ones were computed.
@@ -34,6 +35,26 @@ class MovedColumns:
     def tainted_columns(self, held: int) -> int:
         """How many of the first `held` columns are tainted, over all rows."""
         return sum(max(0, held - self.tainted_from(row)) for row in range(len(self.stale)) if self.is_tainted(row))
+
+    def next_tainted(self, held: int, most: int) -> Columns:
+        """The first tainted columns of each row, at most `most` of them, of `held` ones: [batch, held]."""
+        found = np.zeros((len(self.stale), held), dtype=bool)
+        for row in range(len(self.stale)):
+            if self.is_tainted(row):
+                start = self.tainted_from(row)
+                found[row, start : start + most] = True
+        return found
+
+    def repaired(self, columns: Columns) -> "MovedColumns | None":
+        """What is left once the `columns` that `next_tainted` gave were computed again; None if nothing is."""
+        stale = np.zeros_like(columns)
+        for row in range(len(stale)):
+            if self.is_tainted(row):
+                stale[row, self.tainted_from(row) :] = True
+        stale &= ~columns
+        moved = np.zeros_like(stale)
+        moved[:, : self.moved.shape[1]] = self.moved
+        return MovedColumns(moved, stale) if stale.any() else None
 
     def run_at(self, row: int, column: int) -> "tuple[bool, int | None]":
         """Whether a moved chunk served a column, and the column at which that changes next; None if it never does."""

@@ -56,6 +56,8 @@ class ReuseReport:
         row_tokens: `reused_tokens` of each row; empty if the store was not searched.
         dropped_reason: Why K/V that the cache itself held was neither used nor stored, or None.
         unstored_reason: Why some of its K/V was left out of the store, or None.
+        repaired_tokens: Tokens that went through the model again after the prompt, so that K/V behind moved chunks
+            becomes that of a plain forward (`ReusePolicy.progressive`).
     """
 
     prompt_tokens: int = 0
@@ -73,6 +75,7 @@ class ReuseReport:
     row_tokens: tuple[int, ...] = ()
     dropped_reason: str | None = None
     unstored_reason: str | None = None
+    repaired_tokens: int = 0
 
     @property
     def reused_tokens(self) -> int:
@@ -91,6 +94,8 @@ class ReuseReport:
         )
         if self.moved_tokens:
             text += f", {self.moved_tokens} moved ({self.recomputed_tokens} computed again)"
+        if self.repaired_tokens:
+            text += f", {self.repaired_tokens} repaired after the first token"
         tiers = ", ".join(f"{count} {tier}" for tier, count in self.tier_tokens.items() if count)
         if tiers:
             text += f" [{tiers}]"
@@ -143,8 +148,14 @@ class Tally:
     audit_tokens: int = 0
     audit_divergence: float | None = None
     rows: list[int] = field(default_factory=list)  # reused tokens of each row
+    repaired: int = 0  # tokens computed again after the prompt
     dropped: str | None = None
     unstored: str | None = None
+
+    @property
+    def computed(self) -> int:
+        """Tokens that went through the model for the prompt, the mean over layers."""
+        return self.forwarded + math.ceil(sum(self.layers) / max(1, len(self.layers)))
 
     @property
     def stored(self) -> int:
@@ -162,7 +173,7 @@ class Tally:
             exact_tokens=self.live + self.stored - self.moved,
             moved_tokens=self.moved,
             recomputed_tokens=self.recomputed,
-            forwarded_tokens=self.forwarded + math.ceil(sum(self.layers) / max(1, len(self.layers))),
+            forwarded_tokens=self.computed,
             layer_tokens=tuple(self.forwarded + tokens for tokens in self.layers),
             tier_tokens={"live": self.live, "ram": 0, **self.tiers},
             bypass_reason=self.bypass,
@@ -173,6 +184,7 @@ class Tally:
             row_tokens=tuple(self.rows),
             dropped_reason=self.dropped,
             unstored_reason=self.unstored,
+            repaired_tokens=self.repaired,
         )
 
 

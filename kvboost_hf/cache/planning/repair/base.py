@@ -17,7 +17,7 @@ class Measure(Enum):
     """The score of each moved token that a repair needs."""
 
     NOTHING = "nothing"
-    ATTENTION = "attention"  # how much the end of the prompt attends to it
+    ATTENTION = "attention"  # the square root of how much the end of the prompt attends to it, summed over layers
     DEVIATION = "deviation"  # how far its values are from the stored ones, in an early layer
 
 
@@ -42,6 +42,13 @@ class RepairRow:
             found[max(0, seam - before) : seam + after] = True
         return found & self.moved
 
+    def behind_seam(self) -> NDArray[np.int64]:
+        """How many tokens each column is behind the last seam at or before it; before the first one, the column."""
+        last = np.zeros(len(self.moved), dtype=np.int64)
+        last[list(self.seams)] = self.seams
+        found: NDArray[np.int64] = np.arange(len(last)) - np.maximum.accumulate(last)
+        return found
+
 
 class Repair:
     """Chooses the moved tokens that are computed again. The base class chooses none."""
@@ -51,6 +58,10 @@ class Repair:
     def by_place(self, row: RepairRow, policy: ReusePolicy) -> Mask:
         """The tokens chosen by their place alone, before anything is measured."""
         return np.zeros_like(row.moved)
+
+    def weigh(self, row: RepairRow, scores: Scores) -> Scores:
+        """The scores by which tokens are chosen, of those that were measured."""
+        return scores
 
     def choose(self, row: RepairRow, policy: ReusePolicy, scores: Scores | None = None, slack: float = 1.0) -> Mask:
         """All tokens that are computed again.
@@ -68,6 +79,7 @@ class Repair:
         chosen = self.by_place(row, policy) | row.around_seams(before=policy.overlap_k)
         if scores is None:
             return chosen
+        scores = self.weigh(row, scores)
         ranked = np.flatnonzero(row.moved & ~chosen & ~(scores < 0))
         ranked = ranked[np.argsort(-scores[ranked], kind="stable")]
         scores = np.maximum(scores, 0.0)

@@ -1,0 +1,79 @@
+"""Computes again, after the first token, what moved chunks have left: in order, until all K/V is exact.
+
+    row     [ exact | again now | tainted … | the prompt's end | new tokens ]
+                      ^ the first stale column
+
+A column is exact if every column before it is. So each piece begins where the last one has ended, and what was chosen
+by the repair is computed a second time. When no column is left, the row is stored under its history, as any other.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.forward.moved import choose_columns
+from kvboost_hf.cache.forward.moved_probe import needs_no_mask
+from kvboost_hf.cache.forward.scatter import ScatterPass
+from kvboost_hf.cache.layers.base import ReuseLayer
+from kvboost_hf.cache.live.ledger import Ledger
+from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.compat import PrivateCache, cache_argument, input_device
+
+PIECE = 512  # columns at once where nobody waits
+_LEAST = 128  # columns: a forward of fewer takes hardly less time
+
+
+def may_repair(live: LiveKV) -> bool:
+    """Whether a cache holds tainted columns that can be computed again."""
+    ledger = live.ledger
+    return (
+        ledger is not None
+        and ledger.blended is not None
+        and not ledger.unconfirmed
+        and ledger.log.trusted
+        and _holds_all(live.layers)
+    )
+
+
+def columns_per_token(live: LiveKV) -> int:
+    """How many columns of each row to compute again with a new token: as many as the prompt took, so that no later
+    token takes longer than the first one."""
+    assert live.ledger is not None
+    return max(_LEAST, live.tally.computed // live.ledger.log.batch_size)
+
+
+@torch.no_grad()
+def repair_more(live: LiveKV, model: PreTrainedModel, most: int) -> None:
+    """Compute the next tainted columns again, at most `most` of each row.
+
+    An interrupt leaves some layers with new K/V and others with old: the ledger still says that it is tainted.
+    """
+    ledger, layers = live.ledger, live.layers
+    assert ledger is not None
+    assert ledger.blended is not None
+    ids = ledger.log.columns()
+    wanted = ledger.blended.next_tainted(ids.shape[1], most)
+    columns = choose_columns(list(wanted), list(np.ones_like(wanted)))
+    cache = PrivateCache([layer.native for layer in layers])
+    pads = ledger.log.pads.tolist()
+    scatter = ScatterPass(model, cache, layers, columns, pads, unmasked=needs_no_mask(model))
+    cache.take = scatter.update
+    try:
+        given = scatter.arguments(torch.from_numpy(ids).to(input_device(model)), 0)
+        model(**given, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
+    finally:
+        scatter.close()
+        cache.take = None
+    live.tally.repaired += _tokens(ledger, wanted)
+    live.repaired(wanted)
+
+
+def _holds_all(layers: Sequence[ReuseLayer]) -> bool:
+    """Whether no layer has let go of columns, as windows do."""
+    return not any(layer.first for layer in layers)
+
+
+def _tokens(ledger: Ledger, columns: np.ndarray) -> int:
+    return int(sum(row[pad:].sum() for row, pad in zip(columns, ledger.log.pads, strict=True)))
