@@ -341,8 +341,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load()
-    model.generation_config.pad_token_id = tokenizer.eos_token_id  # type: ignore[union-attr]
-    model.to(options.device)  # type: ignore[arg-type]
+    model.generation_config.pad_token_id = tokenizer.eos_token_id
+    model.to(options.device)
     arms = {name: ARMS[name] for name in options.arms}
     result: Result = {
         "provenance": str(provenance("python benchmarks/repair_real.py --out benchmarks/results", options.device)),

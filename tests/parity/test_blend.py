@@ -211,8 +211,8 @@ def test_progressive_repair_beside_what_else_happens_to_a_cache(way: str) -> Non
         expected = model(torch.cat([asked, more], dim=1)).logits[:, -12:]
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
         return
-    more = {"beams": {"num_beams": 3}, "lookup": {"prompt_lookup_num_tokens": 3}, "crop": {}}[way]
-    said = generate(model, as_inputs(asked), cache, max_new_tokens=8, min_new_tokens=8, **more).sequences
+    options = {"beams": {"num_beams": 3}, "lookup": {"prompt_lookup_num_tokens": 3}, "crop": {}}[way]
+    said = generate(model, as_inputs(asked), cache, max_new_tokens=8, min_new_tokens=8, **options).sequences
     if way == "crop":
         cache.crop(-6)
     second = torch.cat([said[:1], random_ids(20, seed=9)], dim=1)
