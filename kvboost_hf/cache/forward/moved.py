@@ -136,7 +136,7 @@ def _exact(segments: Sequence[Segment], pad: int) -> Iterator[Placed]:
 def _moved(segments: Sequence[MovedSegment], pad: int) -> Iterator[Placed]:
     for segment in segments:
         assert isinstance(segment.chunk, StoredChunk)
-        yield Placed(segment.start + pad, segment.stop + pad, segment.chunk, 0, segment.shift)
+        yield Placed(segment.start + pad, segment.stop + pad, segment.chunk, segment.offset, segment.shift)
 
 
 def choose_columns(wanted: Sequence[Mask], spare: Sequence[Mask]) -> Columns:

@@ -9,19 +9,22 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvboost_hf.cache.planning.chunks import Tokens, common_length
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedChunk, head_hash
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS, MovedChunk, window_hashes
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 
 _MAX_COMPARED = 32  # chunks of equal standing among which one is chosen
+_MAX_INSIDE = 8  # texts that are known to have the same window inside, the latest ones
 _TOKEN_BYTES = np.dtype(np.int64).itemsize
 
 C = TypeVar("C", bound=MovedChunk)
 
 
 class ContentIndex(Generic[C]):
-    """The chunks of one root, of `MIN_MOVED_TOKENS` tokens or more. Implements `match.MovedIndex`.
+    """The chunks of one root. Implements `match.MovedIndex`.
 
     Their tokens are kept as sorted byte strings. The chunk that shares most leading tokens with a text is next to the
-    place where the text would be inserted, however many chunks start alike.
+    place where the text would be inserted, however many chunks start alike. A chunk of fewer than `MIN_MOVED_TOKENS`
+    tokens is found only directly before or behind another one.
 
     Args:
         lock: Held wherever the index is read or written; must be reentrant.
@@ -31,9 +34,11 @@ class ContentIndex(Generic[C]):
         self.max_tokens = 0
         self._lock = lock
         self._heads: Counter[int] = Counter()
+        self._inside: dict[int, list[tuple[bytes, int]]] = {}  # by hash of a window: texts, and where they have it
         self._texts: list[bytes] = []
         self._variants: dict[bytes, list[C]] = {}  # by their tokens; least `start` first
-        self._following: dict[tuple[bytes, int], list[C]] = {}  # by parent and head
+        self._behind: dict[tuple[bytes, bytes], list[C]] = {}  # by parent and first tokens
+        self._by_key: dict[bytes, C] = {}
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -44,46 +49,70 @@ class ContentIndex(Generic[C]):
             return [chunk for variants in self._variants.values() for chunk in variants]
 
     def add(self, chunk: C) -> None:
-        """Add a chunk, unless it has fewer tokens than can be moved."""
-        if len(chunk.tokens) < MIN_MOVED_TOKENS:
-            return
-        text, head = chunk.tokens.tobytes(), head_hash(chunk.tokens)
+        """Add a chunk."""
+        text, hashes = chunk.tokens.tobytes(), window_hashes(chunk.tokens)
         with self._lock:
             self.max_tokens = max(self.max_tokens, len(chunk.tokens))
-            self._heads[head] += 1
             if text not in self._variants:
                 self._variants[text] = []
-                insort(self._texts, text)
+                if hashes:
+                    insort(self._texts, text)
+                    self._add_windows(text, hashes)
+            self._heads.update(hashes[:1])
             insort(self._variants[text], chunk, key=_start)
-            self._following.setdefault((chunk.parent, head), []).append(chunk)
+            self._behind.setdefault(_place(chunk.parent, chunk.tokens), []).append(chunk)
+            self._by_key[chunk.prefix_key] = chunk
 
     def remove(self, chunk: C) -> None:
         """Undo `add`."""
-        if len(chunk.tokens) < MIN_MOVED_TOKENS:
-            return
-        text, head = chunk.tokens.tobytes(), head_hash(chunk.tokens)
+        text, hashes = chunk.tokens.tobytes(), window_hashes(chunk.tokens)
         with self._lock:
-            self._heads[head] -= 1
-            if not self._heads[head]:
-                del self._heads[head]
+            for head in hashes[:1]:
+                self._heads[head] -= 1
+                if not self._heads[head]:
+                    del self._heads[head]
             self._variants[text].remove(chunk)
             if not self._variants[text]:
                 del self._variants[text]
-                del self._texts[bisect_left(self._texts, text)]
-            following = self._following[chunk.parent, head]
-            following.remove(chunk)
-            if not following:
-                del self._following[chunk.parent, head]
+                if hashes:
+                    del self._texts[bisect_left(self._texts, text)]
+                    self._drop_windows(text, hashes)
+            place = _place(chunk.parent, chunk.tokens)
+            self._behind[place].remove(chunk)
+            if not self._behind[place]:
+                del self._behind[place]
+            if self._by_key.get(chunk.prefix_key) is chunk:
+                del self._by_key[chunk.prefix_key]
+
+    def _add_windows(self, text: bytes, hashes: list[int]) -> None:
+        for number, hashed in enumerate(hashes[1:], start=1):
+            found = self._inside.setdefault(hashed, [])
+            if not found or found[-1][0] != text:  # of a text that repeats itself, the first one
+                found.append((text, number * MIN_MOVED_TOKENS))
+                del found[:-_MAX_INSIDE]
+
+    def _drop_windows(self, text: bytes, hashes: list[int]) -> None:
+        for hashed in set(hashes[1:]):
+            kept = [each for each in self._inside.get(hashed, ()) if each[0] != text]
+            if kept:
+                self._inside[hashed] = kept
+            else:
+                self._inside.pop(hashed, None)
 
     def variants(self, tokens: Tokens) -> list[C]:
         """All chunks with exactly these tokens, those with the fewest tokens before them first."""
         with self._lock:
             return list(self._variants.get(tokens.tobytes(), ()))
 
-    def known_heads(self, heads: Sequence[int]) -> list[int]:
-        """The indices in `heads` at which a stored chunk's `head_hash` stands."""
+    def known_heads(self, hashes: Sequence[int]) -> list[int]:
+        """The indices in `hashes` at which a stored chunk's `head_hash` stands."""
         known = self._heads  # a look-up is atomic: a long prompt need not hold the lock
-        return [place for place, head in enumerate(heads) if head in known]
+        return [place for place, head in enumerate(hashes) if head in known]
+
+    def known_windows(self, hashes: Sequence[int]) -> list[int]:
+        """The indices in `hashes` at which the hash of a window of a stored chunk stands, its head included."""
+        heads, inside = self._heads, self._inside
+        return [place for place, hashed in enumerate(hashes) if hashed in inside or hashed in heads]
 
     def whole(self, tokens: Tokens) -> C | None:
         """The longest chunk that is a prefix of `tokens`; of equal ones the one with least `start`."""
@@ -114,19 +143,36 @@ class ContentIndex(Generic[C]):
             )
             return min(alike, key=_start)
 
-    def following(self, parent: bytes, tokens: Tokens) -> C | None:
-        """A chunk with this `parent` that starts with all of `tokens`; one without more tokens, if there is one."""
+    def inside(self, window: Tokens) -> list[tuple[C, int]]:
+        """Some chunks that have `window` inside them, and where; a collision may bring others."""
+        with self._lock:
+            found = self._inside.get(window_hashes(window)[0], ())
+            return [(self._variants[text][0], at) for text, at in found]
+
+    def behind(self, parent: bytes, tokens: Tokens) -> C | None:
+        """Of chunks with this `parent`, one that shares most leading tokens with `tokens`, `HEAD_TOKENS` or more.
+
+        Of several, the one without more tokens, if there is one.
+        """
         with self._lock:
             same = self._variants.get(tokens.tobytes(), ())
             whole = next((chunk for chunk in same if chunk.parent == parent), None)
-            longer = self._following.get((parent, head_hash(tokens)), [])[-_MAX_COMPARED:]
-        if whole is not None:
+            others = self._behind.get(_place(parent, tokens), [])[-_MAX_COMPARED:]
+        if whole is not None or not others:
             return whole
-        return next((chunk for chunk in longer if common_length(chunk.tokens, tokens) == len(tokens)), None)
+        return max(others, key=lambda chunk: (common_length(chunk.tokens, tokens), -len(chunk.tokens)))
+
+    def under(self, key: bytes) -> C | None:
+        """The chunk with this `prefix_key`."""
+        return self._by_key.get(key)
 
 
 def _start(chunk: MovedChunk) -> int:
     return chunk.start
+
+
+def _place(parent: bytes, tokens: Tokens) -> tuple[bytes, bytes]:
+    return parent, tokens[:HEAD_TOKENS].tobytes()
 
 
 def _shared(a: bytes, b: bytes) -> int:

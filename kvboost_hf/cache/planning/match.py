@@ -1,15 +1,21 @@
-"""Finds stored chunks anywhere in a prompt by their tokens, whatever came before them.
+"""Finds stored chunks, and parts of them, anywhere in a prompt by their tokens, whatever came before them.
 
     row tokens   [ exact | computed | moved | moved | computed | moved | computed ]
                          start                                                stop
 
-The search does not depend on how the prompt is cut: a rolling hash looks for the first `MIN_MOVED_TOKENS` tokens of
-every stored chunk at every offset, and candidates are compared token by token.
+The search does not depend on how the prompt is cut. A rolling hash looks for windows of `MIN_MOVED_TOKENS` tokens at
+every offset: the first ones of a chunk, and one every `MIN_MOVED_TOKENS` tokens inside it. Candidates are compared
+token by token.
+
+1. Whole chunks and leading parts of chunks cover as much as they can.
+2. What they leave is filled. Text that was stored directly before or behind what was found is compared where it would
+   have to stand; elsewhere a window inside a chunk leads to the longest run around it. So an edit in the middle of a
+   chunk costs the edit, and the rest of the chunk is found behind it.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -48,8 +54,12 @@ class MovedIndex(Protocol):
 
     max_tokens: int  # no chunk is longer
 
-    def known_heads(self, heads: Sequence[int]) -> list[int]:
-        """The indices in `heads` at which a stored chunk's `head_hash` stands."""
+    def known_heads(self, hashes: Sequence[int]) -> list[int]:
+        """The indices in `hashes` at which a stored chunk's `head_hash` stands."""
+        ...
+
+    def known_windows(self, hashes: Sequence[int]) -> list[int]:
+        """The indices in `hashes` at which the hash of a window of a stored chunk stands, its head included."""
         ...
 
     def whole(self, tokens: Tokens) -> "MovedChunk | None":
@@ -60,25 +70,51 @@ class MovedIndex(Protocol):
         """A chunk that shares most leading tokens with `tokens`; of equal ones the one with least `start`."""
         ...
 
-    def following(self, parent: bytes, tokens: Tokens) -> "MovedChunk | None":
-        """A chunk with this `parent` that starts with all of `tokens`; one without more tokens, if there is one."""
+    def inside(self, window: Tokens) -> "Sequence[tuple[MovedChunk, int]]":
+        """Some chunks that have `window` inside them, and where; a collision may bring others."""
+        ...
+
+    def behind(self, parent: bytes, tokens: Tokens) -> "MovedChunk | None":
+        """Of chunks with this `parent`, the one that shares most leading tokens with `tokens`."""
+        ...
+
+    def under(self, key: bytes) -> "MovedChunk | None":
+        """The chunk with this `prefix_key`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MovedSegment:
-    """Row tokens [start, stop), which are the leading tokens of `chunk`."""
+    """Row tokens [start, stop), which are those of `chunk` from its token `offset` on."""
 
     chunk: MovedChunk
+    offset: int
     start: int
     stop: int
-    shift: int  # new position minus old one
-    continues: bool  # computed directly behind the chunk that serves the tokens before `start`: no seam
+    continues: bool = False  # computed directly behind what serves the tokens before `start`: no seam
+
+    @property
+    def shift(self) -> int:
+        """New position minus old one."""
+        return self.start - self.offset - self.chunk.start
+
+    @property
+    def to_end(self) -> bool:
+        """Whether it goes on to the end of the chunk."""
+        return self.offset + self.stop - self.start == len(self.chunk.tokens)
 
 
 def head_hash(tokens: Tokens) -> int:
     """The hash of a chunk's first `MIN_MOVED_TOKENS` tokens, as `find_moved` looks for it."""
-    return int((tokens[:MIN_MOVED_TOKENS].astype(np.uint64) * _HEAD_POWERS).sum())
+    return window_hashes(tokens[:MIN_MOVED_TOKENS])[0]
+
+
+def window_hashes(tokens: Tokens) -> list[int]:
+    """The hashes of the windows of a chunk that `find_moved` looks for: one every `MIN_MOVED_TOKENS` tokens."""
+    n = len(tokens) - len(tokens) % MIN_MOVED_TOKENS
+    windows = tokens[:n].astype(np.uint64).reshape(-1, MIN_MOVED_TOKENS)
+    hashes: list[int] = (windows * _HEAD_POWERS).sum(axis=1).tolist()
+    return hashes
 
 
 def find_moved(
@@ -87,9 +123,9 @@ def find_moved(
     """Find chunks that can serve row tokens [start, stop), wherever their tokens stood.
 
     Of all covers by whole chunks and by leading parts of chunks, the one that serves most tokens is chosen, with as
-    few and as whole chunks as possible. Of several chunks with the same tokens, the one computed directly behind the
-    chunk before is preferred, since it has seen the same history; else the one with the fewest tokens before it, most
-    of which are foreign to this prompt.
+    few and as whole chunks as possible; other parts of chunks fill what it leaves. Of several chunks with the same
+    tokens, the one computed directly behind the chunk before is preferred, since it has seen the same history; else
+    the one with the fewest tokens before it, most of which are foreign to this prompt.
 
     Args:
         tokens: All tokens of the row.
@@ -99,33 +135,124 @@ def find_moved(
         behind: Key of the chunk that ends at `start`, if there is one with its original K/V and position.
 
     Returns:
-        Segments of `MIN_MOVED_TOKENS` or more, in order, that do not overlap.
+        Segments in order that do not overlap. Those that were computed directly behind each other have
+        `MIN_MOVED_TOKENS` or more together.
     """
     if stop - start < MIN_MOVED_TOKENS:
         return ()
-    hashes = _rolling_hashes(tokens[start:stop])
-    places = [start + place for place in index.known_heads(hashes.tolist())]
-    if not places:
-        return ()
+    hashes = _rolling_hashes(tokens[start:stop]).tolist()
+    places = [start + place for place in index.known_heads(hashes)]
     if len(places) * MIN_MOVED_TOKENS > stop - start:  # more than can all serve: a text that repeats itself
         places = _leftmost(tokens, places, stop, index)
+    covered = _chosen(tokens, _best_cover(tokens, places, stop, index), start, behind, index)
+    gaps = _Gaps(tokens, start, hashes, index)
     segments: list[MovedSegment] = []
-    border, shift = start, 0
-    for at, end in _filled(tokens, places, _best_cover(tokens, places, stop, index), stop, index):
+    for segment in covered:
+        gaps.fill(segments, segment.start, segment)
+        segments.append(segment)
+    gaps.fill(segments, stop, None)
+    return tuple(_joined(segments, start, behind))
+
+
+def _chosen(
+    tokens: Tokens, cover: list[tuple[int, int]], border: int, behind: bytes | None, index: MovedIndex
+) -> Iterator[MovedSegment]:
+    """The chunks that serve the intervals of a cover; `behind` is the key of what ends at `border`."""
+    shift = 0
+    for at, end in cover:
         wanted = tokens[at:end]
-        chunk = index.following(behind, wanted) if behind is not None and at == border else None
+        chunk = index.behind(behind, wanted) if behind is not None and at == border else None
         # Whoever stores K/V may give it any parent: the history is the same only if its length is.
-        continues = chunk is not None and at - chunk.start == shift
-        if not continues:
+        if chunk is None or at - chunk.start != shift or _agreed(chunk, wanted) < len(wanted):
             chunk = index.whole(wanted)
             if chunk is None or len(chunk.tokens) < len(wanted):
                 chunk = index.leading(wanted)
-        if chunk is None or common_length(chunk.tokens, wanted) < len(wanted):  # evicted in between
+        if chunk is None or _agreed(chunk, wanted) < len(wanted):  # evicted in between
             continue
-        segments.append(MovedSegment(chunk, at, end, at - chunk.start, continues))
-        behind = chunk.prefix_key if len(chunk.tokens) == len(wanted) else None
-        border, shift = end, at - chunk.start
-    return tuple(segments)
+        segment = MovedSegment(chunk, 0, at, end)
+        yield segment
+        behind = chunk.prefix_key if segment.to_end else None
+        border, shift = end, segment.shift
+
+
+class _Gaps:
+    """Fills what a cover leaves of row tokens from `start` on, whose windows have these `hashes`."""
+
+    def __init__(self, tokens: Tokens, start: int, hashes: list[int], index: MovedIndex) -> None:
+        self._tokens, self._start, self._hashes, self._index = tokens, start, hashes, index
+
+    def fill(self, before: list[MovedSegment], stop: int, after: MovedSegment | None) -> None:
+        """Append to the segments `before` what serves tokens up to `stop`, where `after` begins, if anything does."""
+        free = before[-1].stop if before else self._start
+        free = self._go_on(before, free, stop)
+        ending = self._come_from(after, free) if after is not None else []
+        stop = ending[0].start if ending else stop
+        for place in self._places(free, stop):
+            if place < free:
+                continue
+            run = self._longest(place, free, stop)
+            if run is not None:
+                leading = self._come_from(run, free)
+                before += [*leading, run]
+                free = self._go_on(before, run.stop, stop)
+        before += ending
+
+    def _places(self, start: int, stop: int) -> list[int]:
+        """Where a known window begins that stands in row tokens [start, stop)."""
+        first, last = start - self._start, stop - self._start - MIN_MOVED_TOKENS + 1
+        return [start + place for place in self._index.known_windows(self._hashes[first:last])] if first < last else []
+
+    def _longest(self, place: int, start: int, stop: int) -> MovedSegment | None:
+        """The longest part of a chunk that serves `place` within row tokens [start, stop)."""
+        window = self._tokens[place : place + MIN_MOVED_TOKENS]
+        rest = _window(self._tokens, place, stop, self._index)
+        found = self._index.leading(rest)
+        best = MovedSegment(found, 0, place, place + _agreed(found, rest)) if found is not None else None
+        for chunk, at in self._index.inside(window):
+            right = common_length(chunk.tokens[at:], rest)
+            if right < MIN_MOVED_TOKENS:  # a collision
+                continue
+            left = _common_end(chunk.tokens[:at], self._tokens[start:place])
+            if best is None or left + right > best.stop - best.start:
+                best = MovedSegment(chunk, at - left, place - left, place + right)
+        return best if best is not None and best.stop - best.start >= MIN_MOVED_TOKENS else None
+
+    def _go_on(self, segments: list[MovedSegment], start: int, stop: int) -> int:
+        """Append the chunks that were computed directly behind the last segment; returns where they end."""
+        while segments and segments[-1].stop == start < stop and segments[-1].to_end:
+            last = segments[-1]
+            rest = _window(self._tokens, start, stop, self._index)
+            chunk = self._index.behind(last.chunk.prefix_key, rest)
+            n = _agreed(chunk, rest)
+            if chunk is None or not n or start - chunk.start != last.shift:
+                break
+            segments.append(MovedSegment(chunk, 0, start, start + n))
+            start += n
+        return start
+
+    def _come_from(self, segment: MovedSegment, start: int) -> list[MovedSegment]:
+        """The ends of the chunks that a segment was computed directly behind, as far as they serve from `start` on."""
+        found: list[MovedSegment] = []
+        while segment.offset == 0 and segment.start > start:
+            chunk = self._index.under(segment.chunk.parent)
+            if chunk is None or chunk.start + len(chunk.tokens) != segment.chunk.start:
+                break
+            n = _common_end(chunk.tokens, self._tokens[start : segment.start])
+            if not n:
+                break
+            segment = MovedSegment(chunk, len(chunk.tokens) - n, segment.start - n, segment.start)
+            found.insert(0, segment)
+        return found
+
+
+def _joined(segments: list[MovedSegment], start: int, behind: bytes | None) -> Iterator[MovedSegment]:
+    """The segments, each marked if it `continues` the one before; `behind` is the key of what ends at `start`."""
+    border, shift = start, 0
+    for segment in segments:
+        same = segment.start == border and segment.shift == shift and segment.offset == 0
+        yield replace(segment, continues=same and segment.chunk.parent == behind)
+        behind = segment.chunk.prefix_key if segment.to_end else None
+        border, shift = segment.stop, segment.shift
 
 
 def _rolling_hashes(tokens: Tokens) -> NDArray[np.uint64]:
@@ -152,6 +279,11 @@ def _window(tokens: Tokens, at: int, stop: int, index: MovedIndex) -> Tokens:
 
 def _agreed(chunk: MovedChunk | None, tokens: Tokens) -> int:
     return common_length(chunk.tokens, tokens) if chunk is not None else 0
+
+
+def _common_end(a: Tokens, b: Tokens) -> int:
+    """How many last tokens `a` and `b` share."""
+    return common_length(a[::-1], b[::-1])
 
 
 def _leftmost(tokens: Tokens, places: list[int], stop: int, index: MovedIndex) -> list[int]:
@@ -190,24 +322,3 @@ def _best_cover(tokens: Tokens, places: list[int], stop: int, index: MovedIndex)
             cover.append((places[i], ends[i]))
         i = bisect_left(places, ends[i]) if ends[i] else i + 1
     return cover
-
-
-def _filled(
-    tokens: Tokens, places: list[int], cover: list[tuple[int, int]], stop: int, index: MovedIndex
-) -> list[tuple[int, int]]:
-    """`cover`, and leading parts of chunks between its intervals."""
-    filled: list[tuple[int, int]] = []
-    free = places[0]
-    for at, end in [*cover, (stop, stop)]:
-        for place in places[bisect_left(places, free) : bisect_left(places, at - MIN_MOVED_TOKENS + 1)]:
-            if place < free:
-                continue
-            window = _window(tokens, place, at, index)
-            n = _agreed(index.leading(window), window)
-            if n >= MIN_MOVED_TOKENS:
-                filled.append((place, place + n))
-                free = place + n
-        if end > at:
-            filled.append((at, end))
-        free = end
-    return filled

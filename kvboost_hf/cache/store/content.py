@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 
 from kvboost_hf.cache.kv.records import Stored, StoredChunk
 from kvboost_hf.cache.planning.content_index import ContentIndex
-from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
 
 
 class ContentIndexes:
@@ -41,7 +40,7 @@ class ContentIndexes:
     def add_below(self, found: Iterable[Stored]) -> None:
         """Enter chunks that were found in lower tiers, but for those that are here; takes the lock for each."""
         for chunk in found:
-            if isinstance(chunk, StoredChunk) and len(chunk.tokens) >= MIN_MOVED_TOKENS:
+            if isinstance(chunk, StoredChunk):
                 with self._lock:
                     index = self.of(chunk.root)
                     if all(other.key != chunk.key for other in index.variants(chunk.tokens)):
@@ -60,7 +59,7 @@ class ContentIndexes:
         Raises:
             AssertionError: if they are not.
         """
-        expected = [*(c for c in chunks if len(c.tokens) >= MIN_MOVED_TOKENS), *self._below.values()]
+        expected = [*chunks, *self._below.values()]
         indexed = [chunk for index in self._by_root.values() for chunk in index.chunks()]
         assert sorted(c.key for c in indexed) == sorted(c.key for c in expected), "indexes must hold all chunks"
         assert set(map(id, indexed)) == set(map(id, expected)), "indexes must hold the stored records"
