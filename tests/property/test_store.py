@@ -127,7 +127,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert isinstance(segment.chunk, StoredChunk)
             assert segment.chunk.root == root
             keys, values = segment.chunk.kv.reader().layer(0)
-            part = slice(0, segment.stop - segment.start)
+            part = slice(segment.offset, segment.offset + segment.stop - segment.start)
             assert keys[0, part, 0].tolist() == tokens[segment.start : segment.stop].tolist()
             positions = range(segment.start - segment.shift, segment.stop - segment.shift)
             assert values[0, part, 0].tolist() == list(positions)

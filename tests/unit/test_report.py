@@ -1,5 +1,7 @@
 """What a report says, and what it must not."""
 
+from functools import partial
+
 import torch
 from transformers import PreTrainedModel
 
@@ -16,6 +18,19 @@ def test_counts() -> None:
     assert report.reuse_ratio == 1100 / 1114
     assert ReuseReport().reuse_ratio == 0.0
     assert ReuseReport().explain().endswith("No prompt was seen yet.")
+
+
+def test_a_line_says_what_moved_and_what_it_cost() -> None:
+    report = partial(ReuseReport, 6000, 40, moved_tokens=5900, recomputed_tokens=16, forwarded_tokens=76)
+    line = "prompt 6000 tokens, 5924 reused (99%), 76 computed, 5900 moved{} (16 computed again)"
+    for moved_by, said in (
+        ({3: 5900}, " by +3"),
+        ({0: 5900}, " by 0"),
+        ({3: 5000, -40: 900}, " by -40 and +3"),
+        ({0: 10, 5: 20, -2: 30, 9: 5840}, " by -2 to +9"),
+        ({}, ""),  # moved for an earlier prompt, and still in the cache
+    ):
+        assert str(report(moved_by=moved_by)) == line.format(said)
 
 
 def explained(first: str, second: str) -> str:

@@ -180,6 +180,8 @@ class Moved(Forward):
         for row, placed in enumerate(plan.placed):
             for piece in placed:
                 tally.count(piece.chunk.tier, piece.stop - piece.start)
+                if plan.rows[row].moved[piece.start]:
+                    tally.count_moved(piece.shift, piece.stop - piece.start)
             tally.rows[row] += sum(piece.stop - piece.start for piece in placed) - again[row]
         tally.moved += int(moved.sum())
         tally.recomputed += int(moved.sum() - stale.sum())

@@ -44,6 +44,7 @@ class ReuseReport:
         recomputed_tokens: Moved tokens that were computed again to repair them.
         forwarded_tokens: Tokens that went through the model for the prompt; where layers differ, their mean, rounded
             up.
+        moved_by: Of the moved tokens that the store served for this prompt, how many moved by how many positions.
         layer_tokens: Of a prompt with moved tokens, how many went through each layer; else empty.
         tier_tokens: Reused tokens by where they were found: `"live"` (still in this cache), `"batch"` (computed for
             another row of the same batch), `"ram"`, and the names of the store's other tiers.
@@ -76,6 +77,7 @@ class ReuseReport:
     dropped_reason: str | None = None
     unstored_reason: str | None = None
     repaired_tokens: int = 0
+    moved_by: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def reused_tokens(self) -> int:
@@ -93,7 +95,7 @@ class ReuseReport:
             f"{self.forwarded_tokens} computed"
         )
         if self.moved_tokens:
-            text += f", {self.moved_tokens} moved ({self.recomputed_tokens} computed again)"
+            text += f", {self.moved_tokens} moved{_distances(self.moved_by)} ({self.recomputed_tokens} computed again)"
         if self.repaired_tokens:
             text += f", {self.repaired_tokens} repaired after the first token"
         tiers = ", ".join(f"{count} {tier}" for tier, count in self.tier_tokens.items() if count)
@@ -151,6 +153,7 @@ class Tally:
     repaired: int = 0  # tokens computed again after the prompt
     dropped: str | None = None
     unstored: str | None = None
+    moved_by: dict[int, int] = field(default_factory=dict)
 
     @property
     def computed(self) -> int:
@@ -165,6 +168,10 @@ class Tally:
     def count(self, tier: str, tokens: int) -> None:
         """Tokens were found in a tier."""
         self.tiers[tier] = self.tiers.get(tier, 0) + tokens
+
+    def count_moved(self, shift: int, tokens: int) -> None:
+        """Tokens of the store stand so many positions behind where they stood."""
+        self.moved_by[shift] = self.moved_by.get(shift, 0) + tokens
 
     def report(self) -> ReuseReport:
         """The counts so far."""
@@ -185,7 +192,20 @@ class Tally:
             dropped_reason=self.dropped,
             unstored_reason=self.unstored,
             repaired_tokens=self.repaired,
+            moved_by=dict(self.moved_by),
         )
+
+
+def _distances(moved_by: Mapping[int, int]) -> str:
+    """Where moved tokens have gone, in a few words; empty if the store has served none."""
+    shifts = sorted(moved_by)
+    if not shifts:
+        return ""
+    if shifts == [0]:
+        return " by 0"  # they stand where they stood, behind another text
+    if len(shifts) <= 3:
+        return " by " + " and ".join(f"{shift:+d}" for shift in shifts)
+    return f" by {shifts[0]:+d} to {shifts[-1]:+d}"
 
 
 def miss_report(row: int, tokens: Tokens, miss: Miss, *, evicted: bool, other_fingerprint: bool) -> MissReport:
