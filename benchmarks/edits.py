@@ -1,14 +1,45 @@
-"""Prompts that an agent has edited: what is computed again, how long it takes, and what it does to the answer.
+"""Prompts that an agent has edited: what is computed again, how long that takes, and what it does to the answer.
 
-    python benchmarks/edits.py [quality] [long] [ways] --out benchmarks/results
+    PYTHONPATH=. python benchmarks/edits.py [quality] [long] [ways] --out benchmarks/results
+
+The prompts are an agent's conversations of real text, in the chat template of SmolLM2-135M-Instruct: rules with a
+clock and a counter, then thoughts, calls and the results of reading source files. Each trace is such a prompt and what
+an agent makes of it (`EDITS`). A cache has seen the prompt; the clock runs while it answers the edited one with a
+token.
+
+`quality` compares ways to use what is stored with plain generate(), on SmolLM2. The plain answer is fed behind the
+edited prompt; KL divergence and agreement are over its tokens. `long` measures time alone, in a random Llama, for
+SmolLM2 has 8,192 positions. `ways` sends the same edits through a cache, attach(), KVBoost and the server.
+
+Seconds are those that one thread was computing, so that other work on the machine is not counted.
 """
 
+import argparse
 import difflib
+import gc
+import json
+import logging
+import statistics
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from texts import Count, prose, source
+import torch
+from record import Record, add_options
+from server_process import OURS, serving
+from shapes import make_model
+from targets import Result
+from transformers import PreTrainedModel
+
+from benchmarks.texts import Count, prose, source
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVBoost, ReusePolicy, attach, detach, last_cache
+from kvboost_hf.bench.provenance import provenance
+from kvboost_hf.cache.planning.report import ReuseReport
+from recipes.real_model import FLOAT32, load
 
 Message = dict[str, str]
 
@@ -17,7 +48,21 @@ _RULES = (
     "and name the file that you mean."
 )
 _QUESTION = "What does the last file that you have read define? Answer in one or two sentences."
-_LAST_TOKENS = 16  # always computed
+_NEW = 16  # tokens of an answer
+_LONG = {  # far more layers than the two that "cacheblend" computes whole
+    "vocab_size": 49_152,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+}
+POLICIES: dict[str, ReusePolicy] = {
+    "exact": ReusePolicy(),
+    "blend": ReusePolicy(mode="blend"),
+    "blend, selective": ReusePolicy(mode="blend", repair="selective"),
+    "blend, none": ReusePolicy(mode="blend", repair="none"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +165,235 @@ EDITS: dict[str, Callable[[list[Message]], list[Message]]] = {
 }
 
 
-def traces(tokens: int, tokenizer: Any) -> list[Edit]:
-    """Every kind of edit of one conversation."""
+ONE_OF_EACH = [kind for kind in EDITS if "counter" not in kind and "half" not in kind]
 
-    def count(text: str) -> int:
-        return len(tokenizer(text)["input_ids"])
 
-    def ids(messages: Sequence[Message]) -> list[int]:
-        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)["input_ids"])
+def conversations(tokens: int, tokenizer: Any, kinds: Sequence[str]) -> dict[str, tuple[list[Message], list[Message]]]:
+    """A conversation of about so many tokens, and what each kind of edit makes of it."""
+    messages = conversation(tokens, lambda text: len(tokenizer(text)["input_ids"]))
+    return {kind: (messages, EDITS[kind](messages)) for kind in kinds}
 
-    messages = conversation(tokens, count)
-    before = ids(messages)
-    return [Edit(kind, before, ids(edit(messages))) for kind, edit in EDITS.items()]
+
+def traces(tokens: int, tokenizer: Any, kinds: Sequence[str]) -> list[Edit]:
+    """The prompts of `conversations`."""
+
+    def ids(messages: list[Message]) -> list[int]:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+
+    found = conversations(tokens, tokenizer, kinds)
+    return [Edit(kind, ids(before), ids(after)) for kind, (before, after) in found.items()]
+
+
+@torch.no_grad()
+def first_token(model: PreTrainedModel, ids: list[int], cache: Any = None) -> tuple[float, Any]:
+    """Seconds of computing up to the first token, and what generate() returns."""
+    prompt = torch.tensor([ids])
+    start = time.process_time()
+    generate: Any = model.generate
+    given = {} if cache is None else {"past_key_values": cache}
+    out = generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=1,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        **given,
+    )
+    return time.process_time() - start, out
+
+
+@torch.no_grad()
+def fed(model: PreTrainedModel, out: Any, answer: list[int]) -> torch.Tensor:
+    """The logits of each token of an answer that is fed behind a prompt, [tokens, vocab]."""
+    given = torch.tensor([answer[:-1]])
+    more = model(input_ids=given, past_key_values=out.past_key_values).logits[0]
+    return torch.cat([out.logits[0], more]).double()
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, out: Any) -> list[int]:
+    """The answer that begins with the first token; its K/V is cut off again."""
+    answer, cache = [int(out.logits[0][0].argmax())], out.past_key_values
+    while len(answer) < _NEW and answer[-1] != model.config.eos_token_id:
+        answer.append(int(model(input_ids=torch.tensor([answer[-1:]]), past_key_values=cache).logits[0, -1].argmax()))
+    cache.crop(-(len(answer) - 1))
+    return answer
+
+
+def seen_before(model: PreTrainedModel, before: list[int], seen: ChunkStore | None, policy: ReusePolicy) -> Any:
+    """A cache of its own store that has seen a prompt, as it is after the prompt was computed."""
+    store = ChunkStore(model)
+    if seen is not None:  # computed once for all arms
+        root = store.root(b"")
+        for chunk in sorted(seen.inspect().chunks.values(), key=lambda chunk: chunk.start):
+            assert root == chunk.root
+            store.records.put(
+                root, chunk.parent, chunk.start, chunk.tokens, chunk.nbytes - chunk.tokens.nbytes, partial(_kv, chunk)
+            )
+    cache = ChunkReuseCache(model, store, policy)
+    first_token(model, before, cache)
+    return cache
+
+
+def _kv(chunk: Any) -> Any:
+    return chunk.kv
+
+
+def measure(model: PreTrainedModel, edit: Edit, seen: ChunkStore, *, answers: bool) -> Result:
+    """Every way to answer an edited prompt."""
+    plain_s, plain = first_token(model, edit.after)
+    answer = greedy(model, plain) if answers else []
+    wanted = fed(model, plain, answer) if answers else None
+    del plain
+    row: Result = {"kind": edit.kind, "tokens": len(edit.after), "new_tokens": edit.new_tokens, "plain_s": plain_s}
+    row["arms"] = {}
+    for name, policy in POLICIES.items():
+        cache = seen_before(model, edit.before, seen, policy)
+        seconds, out = first_token(model, edit.after, cache)
+        report: ReuseReport = cache.report
+        arm = row["arms"][name] = {"s": seconds, "forwarded": report.forwarded_tokens, "report": str(report)}
+        if wanted is not None:
+            p, q = wanted.log_softmax(-1), fed(model, out, answer).log_softmax(-1)
+            arm["kl"] = float((p.exp() * (p - q)).sum(-1).mean())
+            arm["agree"] = float((p.argmax(-1) == q.argmax(-1)).double().mean())
+        print(f"{edit.kind}, {name}: {plain_s / seconds:.1f}x, {report}, KL {arm.get('kl')}", flush=True)
+        del cache, out
+        gc.collect()
+    return row
+
+
+class Size:
+    """The edits of a conversation of some length, as they are measured one by one.
+
+    Args:
+        model: That answers.
+        tokenizer: Of the prompts.
+        tokens: About so many.
+        answers: Compare answers, too.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, tokens: int, *, answers: bool) -> None:
+        self._model, self._answers = model, answers
+        self._edits = {edit.kind: edit for edit in traces(tokens, tokenizer, list(EDITS))}
+        self._seen: ChunkStore | None = None
+        self.rows: list[Result] = []
+
+    def measure(self, kind: str) -> None:
+        """Add the row of an edit."""
+        edit = self._edits[kind]
+        if self._seen is None:
+            self._seen = seen_before(self._model, edit.before, None, ReusePolicy()).store
+        self.rows.append(measure(self._model, edit, self._seen, answers=self._answers))
+
+
+def measure_ways(model: PreTrainedModel, tokenizer: Any, tokens: int) -> list[Result]:
+    """Tokens that each way in takes from what is stored, of the same edits."""
+    policy = ReusePolicy(mode="blend")
+    rows: list[Result] = []
+    for kind, (before, after) in conversations(tokens, tokenizer, ONE_OF_EACH).items():
+        ids = [tokenizer.apply_chat_template(m, add_generation_prompt=True)["input_ids"] for m in (before, after)]
+        cache = seen_before(model, ids[0], None, policy)
+        first_token(model, ids[1], cache)
+        reused = {"a cache": cache.report.reused_tokens}
+        attach(model, policy=policy)
+        for prompt in ids:
+            first_token(model, prompt)
+        reused["attach()"] = last_cache(model).report.reused_tokens
+        detach(model)
+        engine = KVBoost(model, tokenizer, policy=policy)
+        for messages in (before, after):
+            answer = engine.generate(messages, max_new_tokens=1)
+        reused["KVBoost"] = answer.cached_tokens
+        command = [*OURS, "--model", str(FLOAT32), "--repair", policy.repair]
+        with serving(command) as server:
+            for messages in (before, after):
+                reused["the server"] = cached_tokens(server.port, messages)
+        rows.append({"kind": kind, "tokens": len(ids[1]), "reused": reused})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def cached_tokens(port: int, messages: list[Message]) -> int:
+    body = {"model": "any", "messages": messages, "max_tokens": 1}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), headers
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return int(json.load(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def markdown(result: Result) -> str:
+    lines = [f"{result['provenance']}", ""]
+    for title, rows in result["sizes"].items():
+        if rows:
+            lines += [f"## {title}", "", *table(rows)]
+    if result["ways"]:
+        names = list(result["ways"][0]["reused"])
+        lines += ["## The same edits through each way in: tokens reused", ""]
+        lines += [f"| edit | tokens | {' | '.join(names)} |", f"| --- | ---: |{' ---: |' * len(names)}"]
+        for row in result["ways"]:
+            reused = " | ".join(f"{row['reused'][name]:,}" for name in names)
+            lines.append(f"| {row['kind']} | {row['tokens']:,} | {reused} |")
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: list[Result]) -> list[str]:
+    quality = "kl" in rows[0]["arms"]["exact"]
+    lines = [
+        "| edit | new tokens of all | | TTFT | over plain | forwarded |" + (" KL | same choice |" if quality else ""),
+        "| --- | ---: | --- | ---: | ---: | ---: |" + (" ---: | ---: |" if quality else ""),
+    ]
+    for row in rows:
+        edit = f"{row['kind']} | {row['new_tokens']} of {row['tokens']:,}"
+        end = " | 100.0% |" + (" | |" if quality else "")
+        lines.append(f"| {edit} | plain | {row['plain_s']:.1f} s | {end}")
+        for name, arm in row["arms"].items():
+            speed, share = row["plain_s"] / arm["s"], arm["forwarded"] / row["tokens"]
+            line = f"| | | {name} | {arm['s']:.2f} s | {speed:.1f}x | {share:.1%} |"
+            lines.append(line + (f" {arm['kl']:.0e} | {arm['agree']:.0%} |" if quality else ""))
+    lines.append("")
+    for name in rows[0]["arms"]:
+        speeds = [row["plain_s"] / row["arms"][name]["s"] for row in rows]
+        lines.append(f"- {name}: {statistics.median(speeds):.1f}x in the median, {min(speeds):.1f}x at least")
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="of quality, long, ways")
+    add_options(parser)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2000, 4000, 7800], help="of quality: tokens")
+    parser.add_argument("--long", type=int, default=16_000, help="of long: tokens")
+    parser.add_argument("--ways", type=int, default=800, help="of ways: tokens")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - {"quality", "long", "ways"}:
+        parser.error(f"parts must be of quality, long, ways, got {', '.join(sorted(unknown))}")
+    parts = options.parts or ["quality", "long", "ways"]
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    model, tokenizer = load()
+    where = str(provenance(f"`python benchmarks/edits.py {' '.join(sys.argv[1:])}`".replace(" `", "`"), "cpu"))
+    result: Result = {"provenance": where, "sizes": {}, "ways": []}
+    record = Record("edits-cpu", options, result, markdown)
+    sizes: list[tuple[str, PreTrainedModel, int]] = []
+    if "quality" in parts:
+        sizes += [(f"SmolLM2-135M-Instruct, about {tokens:,} tokens", model, tokens) for tokens in options.sizes]
+    if "long" in parts:
+        shape = f"{_LONG['num_hidden_layers']} layers of {_LONG['hidden_size']}"
+        title = f"Random Llama of {shape}, float32, about {options.long:,} tokens: time alone"
+        sizes.append((title, make_model("cpu", "small", **_LONG), options.long))
+    if "ways" in parts:
+        record.measure("ways", lambda: result["ways"].extend(measure_ways(model, tokenizer, options.ways)))
+    for title, answering, tokens in sizes:
+        size = Size(answering, tokenizer, tokens, answers=answering is model)
+        result["sizes"][title] = size.rows
+        for kind in ONE_OF_EACH:
+            record.measure(f"{title}: {kind}", partial(size.measure, kind))
+    record.show()
+
+
+if __name__ == "__main__":
+    main()

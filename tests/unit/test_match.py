@@ -156,7 +156,7 @@ def test_edits_cost_what_is_new_and_little_besides(
     tokens, new = edited(document, changes)
     segments = moved(tokens, index_of(*stored(document, chunker)))
     served = sum(s.stop - s.start for s in segments)
-    # Of each piece between edits, what lies in a chunk with too few tokens to hold a whole window on its grid.
+    # Of each piece between edits, fewer tokens of its first chunk and of its last one than are looked for.
     assert len(tokens) - new - served <= 2 * (2 * MIN_MOVED_TOKENS - 2) * len(changes)
     if words > 1000:  # no text twice
         assert sum(not s.continues for s in segments) <= 2 * len(changes) + 1
