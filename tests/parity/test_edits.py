@@ -1,0 +1,116 @@
+"""Prompts that an agent has edited: what is computed is what is new, the end of the prompt, and the repair."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy, attach, detach, last_cache
+from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker
+from tests.conftest import as_inputs, counted, make_model, random_ids
+
+LAST_TOKENS = 16  # always computed
+SEAM_TOKENS = 4
+TEXT = random_ids(420, seed=1)
+# Of each kind of edit: pairs of an interval of the text and how many other tokens take its place, the last ones first.
+EDITS: dict[str, list[tuple[int, int, int]]] = {
+    "timestamp in the head": [(20, 26, 6)],
+    "counter in the head, a digit longer": [(20, 21, 2)],
+    "result of a tool replaced": [(150, 230, 7)],
+    "thinking taken out": [(250, 300, 0), (100, 141, 0)],
+    "message inserted": [(200, 200, 30)],
+    "line of a file edited": [(215, 222, 9)],
+}
+SHIFTS = {
+    "timestamp in the head": [0],
+    "counter in the head, a digit longer": [1],
+    "result of a tool replaced": [-73],
+    "thinking taken out": [-91, -41],
+    "message inserted": [30],
+    "line of a file edited": [2],
+}
+CHUNKERS = [FixedChunker(128), FixedChunker(32), ContentChunker(64)]
+
+
+def edited(text: torch.Tensor, edits: list[tuple[int, int, int]]) -> torch.Tensor:
+    for start, stop, new in edits:
+        text = torch.cat([text[:, :start], random_ids(new, seed=start), text[:, stop:]], dim=1)
+    return text
+
+
+def blend(repair: str, ratio: float = 0.15) -> ReusePolicy:
+    settings: Any = {"repair": repair, "recompute_ratio": ratio, "seam_tokens": SEAM_TOKENS}
+    return ReusePolicy(mode="blend", min_prefill_saving=0, **settings)
+
+
+def generate(model: Any, ids: torch.Tensor, cache: Any = None, new: int = 1) -> Any:
+    options = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(**as_inputs(ids), past_key_values=cache, **options)
+
+
+@pytest.mark.parametrize("chunker", CHUNKERS, ids=["128", "32", "by content"])
+@pytest.mark.parametrize("kind", EDITS)
+def test_an_edit_costs_itself_and_its_repair(kind: str, chunker: Chunker) -> None:
+    model = make_model("llama")
+    new, after = sum(n for _, _, n in EDITS[kind]), edited(TEXT, EDITS[kind])
+    for repair, again in (("none", 0), ("selective", SEAM_TOKENS * len(EDITS[kind]))):
+        cache = ChunkReuseCache(model, ChunkStore(model, chunker=chunker), blend(repair))
+        generate(model, TEXT, cache)
+        with counted(model) as work:
+            generate(model, after, cache)
+        report = cache.report
+        assert sorted(report.moved_by) == SHIFTS[kind], report
+        assert report.recomputed_tokens == again
+        # By chance, tokens next to an edit may be the same as before.
+        assert new + LAST_TOKENS + again - 3 <= report.forwarded_tokens <= new + LAST_TOKENS + again
+        assert work.tokens == report.forwarded_tokens
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_attached_calls_reuse_as_much(kind: str) -> None:
+    """Each has a cache of its own, so that all of it comes from the store."""
+    model = make_model("llama")
+    new, after = sum(n for _, _, n in EDITS[kind]), edited(TEXT, EDITS[kind])
+    attach(model, policy=blend("none"))
+    try:
+        generate(model, TEXT)
+        generate(model, after)
+        report = last_cache(model).report
+    finally:
+        detach(model)
+    assert report.forwarded_tokens <= new + LAST_TOKENS, report
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    cuts=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4),
+    chunker=st.sampled_from(CHUNKERS),
+    repair=st.sampled_from(["first_k", "cacheblend", "query"]),
+)
+def test_with_everything_repaired_any_edit_gives_the_plain_answer(
+    cuts: list[tuple[int, int, int]], chunker: Chunker, repair: str
+) -> None:
+    model = make_model("llama")
+    after = edited(TEXT, [(at, at + n, new) for at, n, new in sorted(cuts, reverse=True)])
+    cache = ChunkReuseCache(model, ChunkStore(model, chunker=chunker), blend(repair, 1.0))
+    generate(model, TEXT, cache)
+    found, expected = generate(model, after, cache, 4), generate(model, after, None, 4)
+    assert cache.report.recomputed_tokens == cache.report.moved_tokens
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
+
+
+def test_edits_turn_by_turn() -> None:
+    """What an edited prompt has computed is there for the next edit, and what it has moved, too."""
+    model = make_model("llama")
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=64), blend("none"))
+    text = TEXT
+    generate(model, text, cache)
+    for turn in range(4):
+        said = random_ids(60, seed=300 + turn)
+        text = torch.cat([edited(text, [(20, 26, 6 + turn)]), said], dim=1)
+        generate(model, text, cache)
+        report = cache.report
+        assert report.forwarded_tokens <= 6 + turn + 60 + LAST_TOKENS, report
