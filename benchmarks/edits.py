@@ -9,7 +9,8 @@ token.
 
 `quality` compares ways to use what is stored with plain generate(), on SmolLM2. The plain answer is fed behind the
 edited prompt; KL divergence and agreement are over its tokens. `long` measures time alone, in a random Llama, for
-SmolLM2 has 8,192 positions. `ways` sends the same edits through a cache, attach(), KVBoost and the server.
+SmolLM2 has 8,192 positions. `ways` sends the same edits through a cache, attach(), KVBoost and the server, and has a
+page of its own.
 
 Seconds are those that one thread was computing, so that other work on the machine is not counted.
 """
@@ -306,7 +307,7 @@ def measure_ways(model: PreTrainedModel, tokenizer: Any, tokens: int) -> list[Re
         for messages in (before, after):
             answer = engine.generate(messages, max_new_tokens=1)
         reused["KVBoost"] = answer.cached_tokens
-        command = [*OURS, "--model", str(FLOAT32), "--repair", policy.repair]
+        command = [*OURS, "--model", str(FLOAT32), "--model-name", "smollm2", "--repair", policy.repair]
         with serving(command) as server:
             for messages in (before, after):
                 reused["the server"] = cached_tokens(server.port, messages)
@@ -316,7 +317,7 @@ def measure_ways(model: PreTrainedModel, tokenizer: Any, tokens: int) -> list[Re
 
 
 def cached_tokens(port: int, messages: list[Message]) -> int:
-    body = {"model": "any", "messages": messages, "max_tokens": 1}
+    body = {"model": "smollm2", "messages": messages, "max_tokens": 1}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), headers
@@ -330,13 +331,16 @@ def markdown(result: Result) -> str:
     for title, rows in result["sizes"].items():
         if rows:
             lines += [f"## {title}", "", *table(rows)]
-    if result["ways"]:
-        names = list(result["ways"][0]["reused"])
-        lines += ["## The same edits through each way in: tokens reused", ""]
-        lines += [f"| edit | tokens | {' | '.join(names)} |", f"| --- | ---: |{' ---: |' * len(names)}"]
-        for row in result["ways"]:
-            reused = " | ".join(f"{row['reused'][name]:,}" for name in names)
-            lines.append(f"| {row['kind']} | {row['tokens']:,} | {reused} |")
+    return "\n".join(lines) + "\n"
+
+
+def ways_markdown(result: Result) -> str:
+    lines = [f"Tokens reused of SmolLM2-135M-Instruct's prompts, through each way in; {result['provenance']}", ""]
+    names = list(result["ways"][0]["reused"]) if result["ways"] else []
+    lines += [f"| edit | tokens | {' | '.join(names)} |", f"| --- | ---: |{' ---: |' * len(names)}"]
+    for row in result["ways"]:
+        reused = " | ".join(f"{row['reused'][name]:,}" for name in names)
+        lines.append(f"| {row['kind']} | {row['tokens']:,} | {reused} |")
     return "\n".join(lines) + "\n"
 
 
@@ -376,8 +380,6 @@ def main() -> None:
     torch.set_num_threads(1)
     model, tokenizer = load()
     where = str(provenance(f"`python benchmarks/edits.py {' '.join(sys.argv[1:])}`".replace(" `", "`"), "cpu"))
-    result: Result = {"provenance": where, "sizes": {}, "ways": []}
-    record = Record("edits-cpu", options, result, markdown)
     sizes: list[tuple[str, PreTrainedModel, int]] = []
     if "quality" in parts:
         sizes += [(f"SmolLM2-135M-Instruct, about {tokens:,} tokens", model, tokens) for tokens in options.sizes]
@@ -386,13 +388,19 @@ def main() -> None:
         title = f"Random Llama of {shape}, float32, about {options.long:,} tokens: time alone"
         sizes.append((title, make_model("cpu", "small", **_LONG), options.long))
     if "ways" in parts:
-        record.measure("ways", lambda: result["ways"].extend(measure_ways(model, tokenizer, options.ways)))
+        ways: Result = {"provenance": where, "ways": []}
+        record = Record("edits-ways-cpu", options, ways, ways_markdown)
+        record.measure("ways", lambda: ways["ways"].extend(measure_ways(model, tokenizer, options.ways)))
+        record.show()
+    result: Result = {"provenance": where, "sizes": {}}
+    record = Record("edits-cpu", options, result, markdown)
     for title, answering, tokens in sizes:
         size = Size(answering, tokenizer, tokens, answers=answering is model)
         result["sizes"][title] = size.rows
         for kind in ONE_OF_EACH:
             record.measure(f"{title}: {kind}", partial(size.measure, kind))
-    record.show()
+    if sizes:
+        record.show()
 
 
 if __name__ == "__main__":
