@@ -47,8 +47,9 @@ class ReusePolicy:
             `"first_k"`: those after each seam, as many as `recompute_ratio` allows (Hu et al.,
             https://arxiv.org/abs/2410.15332). `"selective"`: `seam_tokens` after each seam. `"none"`: none.
             `"auto"`: `"cacheblend"` for models of up to 8 layers, `"query"` for others.
-        recompute_ratio: Share of the moved tokens to compute again, from 0 to 1. At 1 all are, and the output is that
-            of plain `generate()`. Not used by `"selective"` and `"none"`.
+        recompute_ratio: Share of the moved tokens to compute again before the first new token, from 0 to 1. None is
+            0.15, but no more than 128 tokens for each seam: behind an edit, little changes far from it. At 1 all are,
+            and the output is that of plain `generate()`. Not used by `"selective"` and `"none"`.
         max_recompute_ratio: The ratio is raised up to this one, until the chosen tokens have `min_coverage` of the
             total that the repair measures (attention, or deviation). None never raises it.
         min_coverage: The share for `max_recompute_ratio`, from 0 to 1.
@@ -70,9 +71,10 @@ class ReusePolicy:
         progressive: With `"blend"`, go on with the repair after the first token: with each new token, as many tokens
             of the prompt are computed again, in order, as were computed for the first one, until all K/V is that of
             plain `generate()`. Then later tokens and turns are exact, and the prompt is stored as if it had been
-            computed whole. It costs what moving has saved, a token later; False leaves it at that.
-            `ChunkReuseCache.repair` does all of it at once. Not where layers with a sliding window have let go of
-            tokens.
+            computed whole. It costs what moving has saved, a token later; False leaves it at the first repair. None
+            goes on where moved text has a seam every 512 tokens or more often, as documents in another order have,
+            and leaves it where it has fewer, as behind an edit: K/V changes most near a seam. `ChunkReuseCache.repair`
+            does all of it at once. Not where layers with a sliding window have let go of tokens.
         keep_logprobs: Keep the last hidden states of all tokens beside their K/V (`hidden_size` numbers a token), so
             that calls which want the logits of all tokens, or a loss, reuse as others do: the head of the model
             computes the logits of reused tokens from them. K/V stored with it is not found without it. Not with mode
@@ -85,7 +87,7 @@ class ReusePolicy:
 
     mode: ReuseMode = "exact"
     repair: Repair = "auto"
-    recompute_ratio: float = 0.15
+    recompute_ratio: float | None = None
     max_recompute_ratio: float | None = None
     min_coverage: float = 0.9
     seam_tokens: int = 16
@@ -94,7 +96,7 @@ class ReusePolicy:
     min_prefill_saving: int = 64
     weights_check: WeightsCheck = "sample"
     audit_rate: float = 0.0
-    progressive: bool = True
+    progressive: bool | None = None
     keep_logprobs: bool = False
 
     def __post_init__(self) -> None:
@@ -103,10 +105,10 @@ class ReusePolicy:
         _require_choice("weights_check", self.weights_check, get_args(WeightsCheck))
         for name in ("seam_tokens", "sink_tokens", "overlap_k", "min_prefill_saving"):
             _require_count(name, getattr(self, name))
-        for name in ("recompute_ratio", "min_coverage", "audit_rate"):
-            _require_share(name, getattr(self, name))
-        if self.max_recompute_ratio is not None:
-            _require_share("max_recompute_ratio", self.max_recompute_ratio)
+        for name in ("recompute_ratio", "max_recompute_ratio", "min_coverage", "audit_rate"):
+            if getattr(self, name) is not None:
+                _require_share(name, getattr(self, name))
+        if self.max_recompute_ratio is not None and self.recompute_ratio is not None:
             if self.max_recompute_ratio < self.recompute_ratio:
                 raise ValueError(
                     f"`max_recompute_ratio` must be at least `recompute_ratio` ({self.recompute_ratio}), got "
@@ -117,9 +119,10 @@ class ReusePolicy:
                 f"`audit_rate` must be 0 with mode 'blend', whose answers may differ, got {self.audit_rate}. "
                 "Measure them with verify_correctness()."
             )
-        for name in ("keep_logprobs", "progressive"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
+        if not isinstance(self.keep_logprobs, bool):
+            raise ValueError(f"`keep_logprobs` must be True or False, got {self.keep_logprobs!r}.")
+        if self.progressive is not None and not isinstance(self.progressive, bool):
+            raise ValueError(f"`progressive` must be True, False or None, got {self.progressive!r}.")
         if self.mode == "blend" and self.keep_logprobs:
             raise ValueError(
                 "`keep_logprobs` must be False with mode 'blend', got True: hidden states of moved tokens are not "

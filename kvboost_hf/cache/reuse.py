@@ -371,7 +371,7 @@ class ChunkReuseCache(Cache):
         self._settle()
         live, model = self._live, self._binding.model
         before = live.tally.repaired
-        while model is not None and live.in_step() is not None and may_repair(live):
+        while model is not None and live.in_step() is not None and may_repair(live, at_once=True):
             repair_more(live, model, PIECE)
         if live.tally.repaired > before and live.ledger is not None:
             self._writer.confirm(live.ledger)

@@ -59,11 +59,12 @@ class EngineSettings:
         tiers: Other places for K/V, as `ChunkStore` takes them.
         tier_key: 32 bytes or more that seal what is written to `disk_cache_dir` and `tiers`, as `ChunkStore` takes it.
         recompute_overlap: Tokens after each seam that `"selective"` computes again.
-        recompute_ratio: Share of the moved tokens that the other strategies but `"none"` compute again.
+        recompute_ratio: Share of the moved tokens that the other strategies but `"none"` compute again. None is 0.15,
+            but no more than 128 tokens for each seam.
         sink_tokens: The first tokens of a prompt, which are never moved.
         overlap_k: Tokens before each seam that every strategy computes again.
         progressive: Go on with the repair after the first token, until answers are those of plain `generate()`; see
-            `ReusePolicy`.
+            `ReusePolicy`, and for None.
         min_prefill_saving: Chunks are moved where that saves at least so many tokens.
         prefill_chunk_size: The most prompt tokens in a forward; 0 for all at once.
         salt: Separates those who must not see each other's prompts.
@@ -88,10 +89,10 @@ class EngineSettings:
     tiers: Sequence[str | Tier] = ()
     tier_key: bytes | None = field(default=None, repr=False)
     recompute_overlap: int = 16
-    recompute_ratio: float = 0.15
+    recompute_ratio: float | None = None
     sink_tokens: int = 16
     overlap_k: int = 0
-    progressive: bool = True
+    progressive: bool | None = None
     min_prefill_saving: int = 64
     prefill_chunk_size: int = 0
     salt: str | bytes = b""
@@ -200,7 +201,10 @@ class EngineSettings:
 
 SETTINGS = frozenset(field.name for field in fields(EngineSettings))
 _OF_POLICY = frozenset(
-    ("recompute_strategy", "recompute_overlap", "recompute_ratio", "sink_tokens", "overlap_k", "min_prefill_saving")
+    (
+        *("recompute_strategy", "recompute_overlap", "recompute_ratio", "sink_tokens", "overlap_k", "progressive"),
+        "min_prefill_saving",
+    )
 )
 _OF_STORE = frozenset(
     (

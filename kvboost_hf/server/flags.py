@@ -226,14 +226,15 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
         "--recompute-ratio",
         type=float,
         metavar="SHARE",
-        help="share of the moved tokens that auto, cacheblend, query and first_k compute again "
-        f"(default: {_ENGINE.recompute_ratio})",
+        help="share of the moved tokens that auto, cacheblend, query and first_k compute again (default: 0.15, but no "
+        "more than 128 tokens for each seam)",
     )
     group.add_argument(
         "--progressive",
         action=argparse.BooleanOptionalAction,
         default=_ENGINE.progressive,
-        help="go on with the repair after the first token, until K/V is exact (default: yes)",
+        help="go on with the repair after the first token, until K/V is exact (default: where moved text has a seam "
+        "every 512 tokens or more often)",
     )
     group.add_argument(
         "--sink-tokens",

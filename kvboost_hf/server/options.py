@@ -119,7 +119,7 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
     return kept_settings(
         options,
         recompute_strategy=None if strategy == "exact" else strategy,
-        recompute_ratio=EngineSettings().recompute_ratio if ratio is None else ratio,
+        recompute_ratio=ratio,
         sink_tokens=options.sink_tokens,
         overlap_k=options.overlap_k,
         progressive=options.progressive,

@@ -67,7 +67,7 @@ class Arm:
         name: str = kind
         if kind == "repaired":
             seams = policy.repair == "selective"
-            name = f"{policy.repair} {policy.seam_tokens if seams else f'{policy.recompute_ratio:.0%}'}"
+            name = f"{policy.repair} {policy.seam_tokens if seams else _share(policy.recompute_ratio)}"
             if policy.max_recompute_ratio is not None and not seams:
                 name += f" to {policy.max_recompute_ratio:.0%}"
         if policy.overlap_k:
@@ -129,3 +129,7 @@ def checked_policies(policies: Sequence[ReusePolicy]) -> tuple[ReusePolicy, ...]
                 f"measured; pass ReusePolicy(mode='blend', repair=…) with one of {get_args(Repair)}."
             )
     return tuple(policies)
+
+
+def _share(ratio: float | None) -> str:
+    return "15%" if ratio is None else f"{ratio:.0%}"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvboost_hf import ReusePolicy
 from kvboost_hf.cache.forward.moved import choose_columns
+from kvboost_hf.cache.forward.repair_later import goes_on
 from kvboost_hf.cache.planning.moved_columns import MovedColumns
 from kvboost_hf.cache.planning.repair import REPAIRS, RepairRow, Scores
 
@@ -59,6 +60,23 @@ def test_what_is_attended_to_counts_less_the_farther_it_is_from_its_seam() -> No
     assert 58 in chosen("query", even, scores, recompute_ratio=0.02)
     scores[58] -= 0.2
     assert 58 not in chosen("query", even, scores, recompute_ratio=0.02)
+
+
+def test_far_from_its_seam_hardly_anything_is_computed_again_unless_a_ratio_is_given() -> None:
+    edited = row((10, 4010), length=4100)
+    assert len(chosen("query", edited, np.ones(4100))) == 128
+    assert len(chosen("query", edited, np.ones(4100), recompute_ratio=0.15)) == 600
+    assert len(chosen("query", row((10, 4010), length=4100, seams=(10, 2010)), np.ones(4100))) == 256
+    assert len(chosen("query", row((10, 90)), np.ones(100))) == 12  # 15%
+
+
+@pytest.mark.parametrize(
+    ("given_policy", "goes_on_after"),
+    [(None, (False, True)), (True, (True, True)), (False, (False, False))],
+)
+def test_the_repair_goes_on_where_seams_are_dense(given_policy: bool | None, goes_on_after: tuple[bool, bool]) -> None:
+    found = policy("query", progressive=given_policy)
+    assert (goes_on(found, 4000, 1), goes_on(found, 1400, 6)) == goes_on_after
 
 
 def test_the_controller_raises_the_ratio_until_enough_is_covered() -> None:
@@ -148,9 +166,10 @@ class TestBlended:
     [
         ({"repair": "all"}, r"`repair` must be one of .*'query'.*, got 'all'\."),
         ({"recompute_ratio": 1.5}, r"`recompute_ratio` must be from 0 to 1, got 1.5\."),
+        ({"progressive": 1}, r"`progressive` must be True, False or None, got 1\."),
         ({"recompute_ratio": True}, r"`recompute_ratio` must be a number, got True\."),
         (
-            {"max_recompute_ratio": 0.1},
+            {"max_recompute_ratio": 0.1, "recompute_ratio": 0.15},
             r"`max_recompute_ratio` must be at least `recompute_ratio` \(0.15\), got 0.1\.",
         ),
         ({"seam_tokens": -1}, r"`seam_tokens` must be 0 or more, got -1\."),

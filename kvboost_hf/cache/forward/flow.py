@@ -192,7 +192,7 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
 def _repair(parts: CacheParts, model: PreTrainedModel, new: int) -> Callable[[], None] | None:
     """What computes K/V again that moved chunks have left, before a forward of so many new tokens; None if nothing."""
     live = parts.live
-    if not parts.binding.policy.progressive or not may_repair(live):
+    if not may_repair(live):
         return None
     return partial(repair_more, live, model, new * columns_per_token(live))
 

@@ -18,6 +18,7 @@ from kvboost_hf.cache.forward.admission import MOVED_NOTHING, MOVED_SAVES_LITTLE
 from kvboost_hf.cache.forward.attention_scores import attention_of_the_end, num_queries
 from kvboost_hf.cache.forward.moved import BlendPlan, choose_columns, place, plan_blend
 from kvboost_hf.cache.forward.moved_probe import needs_no_mask, repair_for
+from kvboost_hf.cache.forward.repair_later import goes_on
 from kvboost_hf.cache.forward.reused import PromptColumns, note_miss
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass
@@ -167,6 +168,8 @@ class Moved(Forward):
                 ledger.blended = ledger.blended.extend(moved, stale)
             elif stale.any():
                 ledger.blended = MovedColumns(moved, stale)
+            seams = sum(len(row.seams) for row in plan.rows)
+            ledger.progressive |= goes_on(parts.binding.policy, int(moved.sum()), seams)
             self._count(moved, stale, self._scatter.layer_tokens)
         parts.live.filled(self._prompt.ids[:, plan.held :], plan.columns)
         note_hooks(parts, confirmed=not self._prompt.inputs.verifies)

@@ -20,21 +20,29 @@ from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.compat import PrivateCache, cache_argument, input_device
+from kvboost_hf.config import ReusePolicy
 
 PIECE = 512  # columns at once where nobody waits
+_TOKENS_FOR_A_SEAM = 512
 _LEAST = 128  # columns: a forward of fewer takes hardly less time
 
 
-def may_repair(live: LiveKV) -> bool:
-    """Whether a cache holds tainted columns that can be computed again."""
+def may_repair(live: LiveKV, *, at_once: bool = False) -> bool:
+    """Whether a cache holds tainted columns that can be computed again, and are to be: with later tokens, or now."""
     ledger = live.ledger
     return (
         ledger is not None
         and ledger.blended is not None
+        and (at_once or ledger.progressive)
         and not ledger.unconfirmed
         and ledger.log.trusted
         and _holds_all(live.layers)
     )
+
+
+def goes_on(policy: ReusePolicy, moved: int, seams: int) -> bool:
+    """Whether what moved chunks have left is computed again with later tokens, where so many tokens have moved."""
+    return policy.progressive if policy.progressive is not None else moved <= _TOKENS_FOR_A_SEAM * seams
 
 
 def columns_per_token(live: LiveKV) -> int:

@@ -30,6 +30,7 @@ class Ledger:
             were changed behind its back.
         unconfirmed: The last columns are candidates that `crop()` has yet to judge.
         blended: What of the K/V is not that of a plain forward, or None.
+        progressive: That is computed again after the prompt.
     """
 
     log: TokenLog
@@ -38,6 +39,7 @@ class Ledger:
     version: int = 0
     unconfirmed: bool = False
     blended: MovedColumns | None = None
+    progressive: bool = False
 
     @classmethod
     def empty(cls, pads: NDArray[np.int64], root: bytes) -> "Ledger":
@@ -47,7 +49,9 @@ class Ledger:
     def copy(self) -> "Ledger":
         """A ledger of the same, that can be kept on its own."""
         borders = [list(row) for row in self.borders]
-        return Ledger(self.log.copy(), borders, self.root, self.version, self.unconfirmed, self.blended)
+        return Ledger(
+            self.log.copy(), borders, self.root, self.version, self.unconfirmed, self.blended, self.progressive
+        )
 
     def rewind(self, length: int) -> None:
         """Forget columns from `length` on."""

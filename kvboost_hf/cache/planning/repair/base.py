@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from kvboost_hf.config import ReusePolicy
 
+_RATIO, _MOST_FOR_A_SEAM = 0.15, 128
 Mask = NDArray[np.bool_]
 Scores = NDArray[np.float64]
 
@@ -90,14 +91,17 @@ class Repair:
 
     def needs_scores(self, row: RepairRow, policy: ReusePolicy) -> bool:
         """Whether the budget exceeds the tokens chosen by place, apart from rounding at each seam."""
-        ratio = max(policy.recompute_ratio, policy.max_recompute_ratio or 0.0)
-        left = budget(row, ratio) - int(self.choose(row, policy).sum())
+        most = max(budget(row, policy.recompute_ratio), budget(row, policy.max_recompute_ratio or 0.0))
+        left = most - int(self.choose(row, policy).sum())
         return self.measure is not Measure.NOTHING and left > len(row.seams)
 
 
-def budget(row: RepairRow, ratio: float) -> int:
-    """The number of moved tokens that a ratio allows."""
-    return math.ceil(ratio * int(row.moved.sum()) - 1e-9)
+def budget(row: RepairRow, ratio: float | None) -> int:
+    """The number of moved tokens that a ratio allows; None is 15% of them, but no more than 128 for each seam."""
+    moved = int(row.moved.sum())
+    if ratio is None:
+        return min(math.ceil(_RATIO * moved - 1e-9), _MOST_FOR_A_SEAM * len(row.seams))
+    return math.ceil(ratio * moved - 1e-9)
 
 
 def _budget(policy: ReusePolicy, row: RepairRow, ranked: Scores, covered: float, chosen: int, total: float) -> int:
