@@ -16,7 +16,7 @@ from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import ReusePolicy
-from kvboost_hf.demo.measure import BLEND as FIRST_K
+from kvboost_hf.demo.measure import FIRST_K
 
 _MEMORY, _DISK = "ram:1GB", "4GB"
 
@@ -76,6 +76,7 @@ ARMS: dict[str, Arm] = {
         PLAIN,
         Arm(name="exact", kept=True),
         Arm(name="exact-store"),
+        Arm(name="blend", policy=ReusePolicy(mode="blend")),
         Arm(name="blend-query", policy=ReusePolicy(mode="blend", repair="query")),
         Arm(name="blend-cacheblend", policy=ReusePolicy(mode="blend", repair="cacheblend")),
         Arm(name="blend-first_k", policy=FIRST_K),
@@ -94,6 +95,8 @@ ARMS: dict[str, Arm] = {
         Arm(name="all", policy=FIRST_K, codec="int8", attention="kvboost_fa2", streamed=True, drafts="model"),
     )
 }
+
+CHOICE = ("plain", "exact", "exact-store", "blend")  # what a user chooses among; all else is measured by name
 
 
 class OurServer:

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
-from kvboost_hf.bench.arms import ARMS
+from kvboost_hf.bench.arms import ARMS, CHOICE
 from kvboost_hf.bench.environments import peers_at_hand
 from kvboost_hf.bench.page import page
-from kvboost_hf.bench.peers import PEERS
+from kvboost_hf.bench.peers import CHOSEN_PEERS, PEERS
 from kvboost_hf.bench.provenance import provenance
 from kvboost_hf.bench.run import Settings, run
 from kvboost_hf.bench.show import NOTE, as_json, remarks, table
 from kvboost_hf.bench.source import ModelSource
 from kvboost_hf.bench.summary import summaries
-from kvboost_hf.bench.workloads import WORKLOADS
+from kvboost_hf.bench.workloads import workloads_of
+from kvboost_hf.demo.progress import progress
 from kvboost_hf.offload.checkpoint import without_bars
 from kvboost_hf.outputs import STANDARD_OUTPUT, write
 
@@ -46,10 +46,19 @@ def bench(options: argparse.Namespace) -> int:
         name=options.model, random=options.random, draft=options.draft, device=options.device, dtype=options.dtype
     )
     settings = Settings(
-        prompts=options.prompts, repeats=options.repeats, max_new_tokens=options.max_new_tokens, seed=options.seed
+        prompts=options.prompts,
+        repeats=options.repeats or (2 if options.model is None else 1),
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
     )
-    others = dict.fromkeys(options.peers or (PEERS if options.peers == [] else ()))
-    workloads = [WORKLOADS[name] for name in dict.fromkeys(options.workloads)]
+    named = options.arms is not None or options.peers is not None
+    arms = list(dict.fromkeys(CHOICE if options.arms is None else options.arms or ARMS))
+    others = list(dict.fromkeys(options.peers or (PEERS if options.peers == [] else () if named else CHOSEN_PEERS)))
+    known = workloads_of(source)
+    for name in options.workloads or ():
+        if name not in known:
+            raise ValueError(f"`--workloads` must be of {', '.join(known)} for this model, got {name}.")
+    workloads = [known[name] for name in dict.fromkeys(options.workloads or known)]
     where = provenance(f"kvboost-hf {shlex.join(options.given)}", options.device)
     console = Console(stderr=STANDARD_OUTPUT in (options.json, options.html))
     console.print(f"[bold]{source.shown}[/bold]; {where}", highlight=False, soft_wrap=True)
@@ -57,16 +66,16 @@ def bench(options: argparse.Namespace) -> int:
         stack.enter_context(_termination_is_an_exit())
         stack.enter_context(without_bars())
         with console.status("getting what peers need"):
-            peers = stack.enter_context(peers_at_hand(list(others), source, install=options.install_peers))
-        progress = stack.enter_context(Progress(console=console, transient=True))
-        task = progress.add_task("answering", total=None)
+            peers = stack.enter_context(peers_at_hand(others, source, install=options.install_peers))
+        elsewhere = console if console.is_terminal else Console(stderr=True)
+        advance = stack.enter_context(progress(elsewhere, "answering"))
         result = run(
             source,
-            [ARMS[name] for name in dict.fromkeys(options.arms)],
+            [ARMS[name] for name in arms],
             peers,
             workloads,
             settings,
-            lambda done, total: progress.update(task, completed=done, total=total),
+            advance,
         )
     found = summaries(result.rows)
     for workload in workloads:

@@ -8,9 +8,9 @@ from typing import Any
 from kvboost_hf.bench.arms import ARMS, PLAIN
 from kvboost_hf.bench.provenance import Provenance
 from kvboost_hf.bench.run import Result, Settings
-from kvboost_hf.bench.show import COLUMNS, NOTE, cells, remarks
+from kvboost_hf.bench.show import NOTE, cells, columns, remarks
 from kvboost_hf.bench.summary import Summary
-from kvboost_hf.bench.workloads import Workload
+from kvboost_hf.demo.series import Workload
 
 _INK = "#123456"  # becomes the colour of the page's text
 _PLAIN, _OURS, _PEERS = "#9a9a9a", "#3f8fd2", "#d9822b"
@@ -59,7 +59,7 @@ def page(
         rows = [row for row in found if row.workload == workload.name]
         if not rows:
             continue
-        head = "".join(f"<th>{escape(' '.join(column).strip())}</th>" for column in (("arm",), *COLUMNS))
+        head = "".join(f"<th>{escape(' '.join(column).strip())}</th>" for column in (("arm",), *columns(rows)))
         lines = "".join(
             "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (row.arm, *cells(row))) + "</tr>" for row in rows
         )

@@ -211,3 +211,4 @@ _ALL: tuple[Peer | KVBoostPeer, ...] = (
     *KVBOOST_PEERS,
 )
 PEERS = {peer.name: peer for peer in _ALL}
+CHOSEN_PEERS = ("hf-kept",)  # what a user would write by hand

@@ -1,7 +1,7 @@
 """Runs each workload with each arm and peer.
 
 All arms get the same prompts in the same order. Within a prompt they take turns, and each prompt begins with another
-arm. A round begins with empty caches and stores; the first one is not counted.
+arm. A round begins with empty caches and stores, after a few short prompts that are not counted.
 """
 
 import tempfile
@@ -21,10 +21,10 @@ from kvboost_hf.bench.models import Models
 from kvboost_hf.bench.served import Served, Server, reason
 from kvboost_hf.bench.source import ModelSource
 from kvboost_hf.bench.turns import Turns
-from kvboost_hf.bench.workloads import Prompt, Workload
+from kvboost_hf.demo.series import Prompt, Workload
 
 Progress = Callable[[int, int], None]  # answers so far, and all
-_FIRST_TOKENS = 300  # at the end of a prompt, which a new process answers twice before the clock starts
+_WARM_UP_TOKENS = 300  # at the end of a prompt
 
 
 class Contender(Protocol):
@@ -58,7 +58,7 @@ class Row:
         prompt: Which prompt of the workload, counted from 0.
         prompt_tokens: Its length.
         same: Whether the answer's tokens are those of plain generate().
-        right: Whether the answer holds the value that was asked for.
+        right: Whether the answer holds the value that was asked for; None where that is not known.
         served: What was measured.
     """
 
@@ -68,7 +68,7 @@ class Row:
     prompt: int
     prompt_tokens: int
     same: bool
-    right: bool
+    right: bool | None
     served: Served
 
 
@@ -146,7 +146,7 @@ def run(
         for workload in workloads:
             bench.expect(len(ours) * settings.repeats)
             if not workload.restarts:
-                bench.expect(len(ours) + len(others) * (settings.repeats + 1))
+                bench.expect(len(others) * settings.repeats)
         rows: list[Row] = []
         for workload in workloads:
             rows += bench.restarted(workload, ours) if workload.restarts else bench.served(workload, [*ours, *others])
@@ -171,9 +171,11 @@ class _Bench:
             with Turns(PLAIN.name) as turns:
                 for one in self._left(contenders):
                     turns.open(one.name, partial(one.open, self.models, self.tokenizer, None))
-                found = self._round(workload, number, turns)
+                if number < 0:
+                    warm_up(turns, next(workload.ask(self.tokenizer, 1, self._settings.seed)).ids)
+                else:
+                    rows += self._round(workload, number, turns)
             self._note(workload, turns.failed)
-            rows += found if number >= 0 else []
         return [row for row in rows if row.arm not in self.failed]
 
     def _left(self, contenders: Sequence[T]) -> list[T]:
@@ -239,7 +241,7 @@ class _Bench:
                 prompt=index,
                 prompt_tokens=len(prompt.ids),
                 same=found.ids == plain,
-                right=prompt.fact.value in self._text(found),
+                right=None if prompt.value is None else prompt.value in self._text(found),
                 served=found,
             )
             for name, found in answers.items()
@@ -272,9 +274,17 @@ class _Later:
         with Turns(PLAIN.name) as turns:
             for arm in self.arms:
                 turns.open(arm.name, partial(arm.open, self.models, tokenizer, self.folders[arm.name]))
-            for _ in range(2):  # PyTorch starts; then, when there is something to reuse, the model is probed
-                turns.answer(self.prompts[0][-_FIRST_TOKENS:], 2, 0)
+            warm_up(turns, self.prompts[0])
             return [turns.answer(ids, self.max_new_tokens, at) for at, ids in enumerate(self.prompts)], turns.failed
+
+
+def warm_up(turns: Turns, ids: Sequence[int]) -> None:
+    """Let all servers answer the end of a prompt three times.
+
+    PyTorch starts; then, when there is something to reuse, and something to move, the model is probed.
+    """
+    for tokens in (_WARM_UP_TOKENS, _WARM_UP_TOKENS, _WARM_UP_TOKENS - 16):
+        turns.answer(ids[-tokens:], 2, 0)
 
 
 def _in_new_process(task: _Later) -> tuple[list[dict[str, Served]], dict[str, str]]:

@@ -10,9 +10,9 @@ from rich.table import Table
 from kvboost_hf.bench.provenance import Provenance
 from kvboost_hf.bench.run import Result, Settings
 from kvboost_hf.bench.summary import Summary
-from kvboost_hf.bench.workloads import Workload
+from kvboost_hf.demo.series import Workload
 
-COLUMNS = (
+_COLUMNS = (
     ("TTFT", "ms"),
     ("quartiles", ""),
     ("speed", "up"),
@@ -27,13 +27,17 @@ NOTE = (
     "TTFT: from the call to the first token on the host, over all prompts and rounds. speed-up: median of the ratios "
     "to plain generate(), prompt by prompt. prefill: tokens through the model before the first one of an answer, "
     "all prompts together. same: answers with the tokens of plain generate(). right: answers that hold the value "
-    "asked for. kept: at the end of a round. One untimed round comes first, in restart two "
-    "short prompts."
+    "asked for, where it is known. kept: at the end of a round. Short untimed prompts come first."
 )
 
 
+def columns(rows: Sequence[Summary]) -> list[tuple[str, str]]:
+    """Heads of the columns; `right` is left out where no right answer is known."""
+    return [name for name in _COLUMNS if name[0] != "right" or any(row.right is not None for row in rows)]
+
+
 def cells(row: Summary) -> list[str]:
-    """The figures of one arm in the order of `COLUMNS`."""
+    """The figures of one arm in the order of `columns`."""
     low, middle, high = row.ttft_ms
     return [
         _short(middle),
@@ -43,7 +47,7 @@ def cells(row: Summary) -> list[str]:
         "" if row.reused is None else f"{row.reused / row.prompt_tokens:.0%}",
         f"{row.prefilled}",
         f"{row.same}/{row.prompts}",
-        f"{row.right}/{row.prompts}",
+        *([] if row.right is None else [f"{row.right}/{row.prompts}"]),
         "" if row.store_bytes is None else _short(row.store_bytes / 1e6),
     ]
 
@@ -63,7 +67,7 @@ def table(workload: Workload, rows: Sequence[Summary]) -> Table:
         padding=(0, 0),
     )
     shown.add_column("arm", no_wrap=True)
-    for name in COLUMNS:
+    for name in columns(rows):
         shown.add_column("\n".join(name), justify="right", no_wrap=True)
     for row in rows:
         shown.add_row(row.arm, *cells(row))

@@ -25,7 +25,7 @@ class Summary:
         reused: Tokens of prompts that were not computed; None where the arm does not tell.
         prompts: How many there are in a round.
         same: Prompts with the tokens of plain generate(), in every round.
-        right: Prompts with a right answer, in every round.
+        right: Prompts with a right answer, in every round; None where right answers are not known.
         store_bytes: Bytes that are kept at the end of a round; None where the arm does not tell.
     """
 
@@ -40,7 +40,7 @@ class Summary:
     reused: int | None
     prompts: int
     same: int
-    right: int
+    right: int | None
     store_bytes: int | None
 
 
@@ -58,6 +58,7 @@ def summaries(rows: Sequence[Row]) -> list[Summary]:
 
 
 def _summary(rows: Sequence[Row], plain: dict[tuple[str, int, int], float]) -> Summary:
+    asked = {row.prompt for row in rows}
     first = [row for row in rows if row.round == rows[0].round]
     ttft = [row.served.ttft_ms for row in rows]
     low, middle, high = quantiles(ttft, n=4, method="inclusive") if len(ttft) > 1 else 3 * ttft
@@ -73,7 +74,9 @@ def _summary(rows: Sequence[Row], plain: dict[tuple[str, int, int], float]) -> S
         forwarded=sum(row.served.forwarded for row in first),
         reused=sum(reused) if len(reused) == len(first) else None,
         prompts=len(first),
-        same=len({row.prompt for row in rows} - {row.prompt for row in rows if not row.same}),
-        right=len({row.prompt for row in rows} - {row.prompt for row in rows if not row.right}),
+        same=len(asked - {row.prompt for row in rows if not row.same}),
+        right=None
+        if None in {row.right for row in rows}
+        else len(asked - {row.prompt for row in rows if not row.right}),
         store_bytes=first[-1].served.store_bytes,
     )

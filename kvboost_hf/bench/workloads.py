@@ -1,64 +1,21 @@
-"""The workloads of the benchmark: series of prompts whose right answers are known."""
+"""The workloads of the benchmark."""
 
 import random
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+from transformers import AutoConfig
+
 from kvboost_hf.assets.chat import Message, encode
-from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Fact, Turn, chat_messages, make_chat, make_documents
-from kvboost_hf.demo.workloads import (
-    CHAT_SHAPE,
-    LONG_DOCUMENT_TOKENS,
-    NUM_DOCUMENTS,
-    Question,
-    chat_turn,
-    linked_documents,
-    long_document,
-)
+from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Turn, chat_messages, make_chat, make_documents
+from kvboost_hf.bench.source import ModelSource
+from kvboost_hf.demo.real_text import workloads_for
+from kvboost_hf.demo.series import CHAT, Prompt, Prompts, Workload, alone, document
+from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, NUM_DOCUMENTS, linked_documents
 
 _LIBRARY = 3 * NUM_DOCUMENTS  # documents to retrieve from
 _DOCUMENT_WORDS = LONG_DOCUMENT_TOKENS // NUM_DOCUMENTS
 _SHOTS, _SHOT_WORDS = 12, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Token ids, and the fact that a right answer tells."""
-
-    ids: list[int]
-    fact: Fact
-
-
-Prompts = Generator[Prompt, str, None]  # is sent the text of plain generate()'s answer
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A series of prompts.
-
-    Args:
-        name: Its name in `--workloads`.
-        about: A description.
-        ask: Makes the prompts: takes a tokenizer, their number and a seed.
-        restarts: Whether a new process serves the later half.
-    """
-
-    name: str
-    about: str
-    ask: Callable[[Any, int, int], Prompts]
-    restarts: bool = False
-
-
-def _chat(tokenizer: Any, count: int, seed: int) -> Prompts:
-    messages: list[Message] = []
-    documents: list[Document] = []
-    for turn, target in enumerate(CHAT_SHAPE[:count]):
-        question, document = chat_turn(tokenizer, messages, documents, target, seed=1000 * seed + turn)
-        documents.append(document)
-        messages.append({"role": "user", "content": question.text})
-        said = yield Prompt(encode(tokenizer, messages), question.fact)
-        messages.append({"role": "assistant", "content": said})
 
 
 def _retrieved(tokenizer: Any, count: int, seed: int) -> Prompts:
@@ -72,11 +29,11 @@ def _retrieved(tokenizer: Any, count: int, seed: int) -> Prompts:
             left.remove(found)
             drawn.append(found[1])
         turn = Turn(tuple(rng.sample(drawn, len(drawn))), rng.choice([fact for one in drawn for fact in one.facts]))
-        yield Prompt(encode(tokenizer, chat_messages([turn])), turn.fact)
+        yield _turn(tokenizer, chat_messages([turn]), turn)
 
 
 def _linked(tokenizer: Any, count: int, seed: int) -> Prompts:
-    yield from _alone(tokenizer, linked_documents(tokenizer, LONG_DOCUMENT_TOKENS, count, seed))
+    yield from alone(tokenizer, linked_documents(tokenizer, LONG_DOCUMENT_TOKENS, count, seed))
 
 
 def _few_shot(tokenizer: Any, count: int, seed: int) -> Prompts:
@@ -85,7 +42,7 @@ def _few_shot(tokenizer: Any, count: int, seed: int) -> Prompts:
     turns = [Turn((document,), rng.choice(document.facts)) for document in documents]
     shots = turns[:_SHOTS]
     for turn in turns[_SHOTS:]:
-        yield Prompt(encode(tokenizer, chat_messages([*rng.sample(shots, _SHOTS), turn])), turn.fact)
+        yield _turn(tokenizer, chat_messages([*rng.sample(shots, _SHOTS), turn]), turn)
 
 
 def _agent(tokenizer: Any, count: int, seed: int) -> Prompts:
@@ -94,26 +51,34 @@ def _agent(tokenizer: Any, count: int, seed: int) -> Prompts:
     for step in range(count):
         clock = f"2026-01-{1 + seed % 28:02d} 12:{step:02d}:{37 * step % 60:02d}"
         messages = chat_messages(turns[: step + 1], said, system=f"{clock} {SYSTEM_PROMPT}")
-        said.append((yield Prompt(encode(tokenizer, messages), turns[step].fact)))
+        said.append((yield _turn(tokenizer, messages, turns[step])))
 
 
-def _restart(tokenizer: Any, count: int, seed: int) -> Prompts:
-    yield from _alone(tokenizer, long_document(tokenizer, LONG_DOCUMENT_TOKENS, count, seed))
-
-
-def _alone(tokenizer: Any, questions: Sequence[Question]) -> Prompts:
-    for question in questions:
-        yield Prompt(encode(tokenizer, [{"role": "user", "content": question.text}]), question.fact)
+def _turn(tokenizer: Any, messages: Sequence[Message], turn: Turn) -> Prompt:
+    return Prompt(encode(tokenizer, messages), turn.fact.question, turn.fact.value, turn.fact.answer)
 
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        Workload("chat", "a chat that grows; the answers of plain generate() go back in as text", _chat),
+        CHAT,
         Workload("rag", f"{NUM_DOCUMENTS} of {_LIBRARY} documents in any order, drawn by Zipf's law", _retrieved),
         Workload("facts", "documents whose first sentences only the document before explains", _linked),
         Workload("few-shot", f"{_SHOTS} demonstrations in any order, then a new document", _few_shot),
         Workload("agent", "a transcript that grows, below a time that changes", _agent),
-        Workload("restart", "questions about one document, the later half in a new process", _restart, restarts=True),
+        Workload("restart", "questions about one document, the later half in a new process", document, restarts=True),
     )
 }
+REAL_WORKLOADS = ("chat", "shuffled", "agent", "restart")  # of a model that is named
+
+
+def workloads_of(source: ModelSource) -> dict[str, Workload]:
+    """The workloads for a model, by name: real text for one that is named, else the text of the embedded model.
+
+    Raises:
+        ValueError: the context of the model is too short.
+    """
+    if source.name is None:
+        return WORKLOADS
+    real = workloads_for(AutoConfig.from_pretrained(source.name))
+    return {name: real[name] for name in REAL_WORKLOADS}

@@ -2,9 +2,9 @@
 
 import argparse
 
-from kvboost_hf.bench.arms import ARMS
-from kvboost_hf.bench.peers import PEERS
-from kvboost_hf.bench.workloads import WORKLOADS
+from kvboost_hf.bench.arms import ARMS, CHOICE
+from kvboost_hf.bench.peers import CHOSEN_PEERS, PEERS
+from kvboost_hf.bench.workloads import REAL_WORKLOADS, WORKLOADS
 from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, one_of, output, positive
 from kvboost_hf.cli.models import add_model
 
@@ -19,17 +19,21 @@ def add(commands: Commands) -> None:
         "--random", type=_sizes, metavar="LxW", help="a random model of L layers, W wide, such as 8x512"
     )
     parser.add_argument("--draft", metavar="NAME", help="a draft model (default: the embedded one, where it fits)")
-    for flag, known, text in (("--arms", ARMS, "ways to serve"), ("--workloads", WORKLOADS, "what is asked")):
-        names = list(known)
-        parser.add_argument(flag, nargs="+", choices=names, default=names, metavar="NAME", help=one_of(names, text))
-    text = "ways of others; all if none is named (default: none)"
+    text = f"ways to serve; all if none is named (default: {', '.join(CHOICE)})"
+    parser.add_argument("--arms", nargs="*", choices=list(ARMS), metavar="NAME", help=one_of(ARMS, text))
+    asked = dict.fromkeys((*WORKLOADS, *REAL_WORKLOADS))
+    real = f"(default: all; for `--model`, those on real text: {', '.join(REAL_WORKLOADS)})"
+    text = one_of(asked, f"what is asked {real}")
+    parser.add_argument("--workloads", nargs="+", choices=list(asked), metavar="NAME", help=text)
+    text = f"ways of others; all if none is named (default: {', '.join(CHOSEN_PEERS)}, or none with `--arms`)"
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), metavar="NAME", help=one_of(PEERS, text))
     text = "let pip get what peers need into virtual environments that are thrown away afterwards"
     parser.add_argument("--install-peers", action="store_true", help=text)
     parser.add_argument("--prompts", type=positive, default=6, help="of each workload, from 2 to 8 (default: 6)")
-    parser.add_argument("--repeats", type=positive, default=2, help="counted rounds of each workload (default: 2)")
+    text = "rounds of each workload (default: 1 for `--model`, else 2)"
+    parser.add_argument("--repeats", type=positive, help=text)
     parser.add_argument("--max-new-tokens", type=positive, default=16, help="length of an answer (default: 16)")
-    parser.add_argument("--seed", type=int, default=0, help="of documents and questions (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of texts and questions (default: 0)")
     text = "write a page with figures ('-' for standard output)"
     parser.add_argument("--html", type=output, metavar="FILE", help=text)
     add_json(parser)

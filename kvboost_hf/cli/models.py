@@ -45,8 +45,13 @@ def load_model(options: argparse.Namespace, streaming: StreamingConfig | None = 
         ValueError: the embedded model is to be streamed.
     """
     if options.model is not None:
-        return *load(options.model, streaming, options.device, {"dtype": options.dtype}), Path(options.model).name
+        return *load(options.model, streaming, options.device, {"dtype": options.dtype}), _shown(options.model)
     if streaming is not None:
         raise ValueError("`--awq-streaming` needs `--model`: the embedded model fits any device.")
     model, tokenizer = load_embedded(None if options.dtype == "auto" else getattr(torch, options.dtype))
     return model.to(options.device), tokenizer, f"embedded {EMBEDDED_MODEL_DIR.name}"
+
+
+def _shown(name: str) -> str:
+    """A hub name as it is; of a folder, its name and that of the folder around it, which often says more."""
+    return "/".join(Path(name).resolve().parts[-2:]) if Path(name).is_dir() else name

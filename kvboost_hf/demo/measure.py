@@ -4,94 +4,94 @@ All arms run the same prompts in turn, prompt by prompt; medians are taken over 
 starting with empty caches and stores.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvboost_hf.assets.chat import Message, encode
-from kvboost_hf.assets.world import Document
 from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.cutting import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument
 from kvboost_hf.config import ReusePolicy
+from kvboost_hf.demo.real_text import workloads_for
+from kvboost_hf.demo.series import CHAT, DOCUMENT, SHUFFLED, Prompt, Workload
 from kvboost_hf.demo.timing import Call, medians, timed_generate
-from kvboost_hf.demo.workloads import (
-    CHAT_SHAPE,
-    LONG_DOCUMENT_TOKENS,
-    NUM_QUESTIONS,
-    Question,
-    chat_turn,
-    long_document,
-    shuffled_documents,
-)
+from kvboost_hf.verify.measure import Answer, compare
 
-# The default repair computes two layers in full, which are half of those that the embedded model has.
-BLEND = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=0.2)
+# For the embedded model: the default repair may compute two layers in full, which are half of those that it has.
+FIRST_K = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=0.2)
+_WARM_UP_TOKENS = 64
 
-Progress = Callable[[], None]  # called after each generate()
+Progress = Callable[[int, int], None]  # generate() calls done, and to do
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One prompt, by both arms; times are medians in milliseconds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one arm did with one prompt.
 
-    label: str
-    prompt_tokens: int
-    plain_ttft_ms: float
-    reuse_ttft_ms: float
-    plain_total_ms: float
-    reuse_total_ms: float
+    Args:
+        ttft_ms: From the call to the first token on the host.
+        total_ms: From the call to its return.
+        reused_tokens: Of the prompt.
+        moved_tokens: Those of them that were used at another position, or behind another text.
+        recomputed_tokens: Moved tokens of which a part was computed again.
+        forwarded_tokens: Tokens of the prompt that were computed, at least in part.
+        same_tokens: Whether the answer is that of plain generate().
+        kl: Mean KL divergence, in nats, from the distributions of plain generate(), up to the first other token.
+        answer: Its text.
+        right: Whether the answer is right; None where that is unknown.
+    """
+
+    ttft_ms: float
+    total_ms: float
     reused_tokens: int
+    moved_tokens: int
+    recomputed_tokens: int
     forwarded_tokens: int
     same_tokens: bool
-    question: str
+    kl: float
     answer: str
-    right: bool  # whether plain generate() answers as the document says
-
-    @property
-    def speed_up(self) -> float:
-        """Plain time to first token over that with reuse."""
-        return self.plain_ttft_ms / self.reuse_ttft_ms
-
-    def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
-        return {**asdict(self), "speed_up": self.speed_up}
+    right: bool | None
 
 
 @dataclass(frozen=True, slots=True)
-class ShuffledRow:
-    """One prompt of documents in a new order, by three arms; times are medians in milliseconds."""
+class Measured:
+    """One workload, by all its arms.
 
-    label: str
-    prompt_tokens: int
-    plain_ttft_ms: float
-    exact_ttft_ms: float
-    blend_ttft_ms: float
-    exact_reused_tokens: int
-    blend_reused_tokens: int
-    blend_moved_tokens: int
-    blend_recomputed_tokens: int
-    blend_forwarded_tokens: int
-    exact_same_tokens: bool  # as plain generate()
-    blend_same_tokens: bool  # they may differ: moved K/V is repaired only in part
-    question: str
-    plain_answer: str
-    blend_answer: str
-    plain_right: bool  # whether plain generate() answers as the document says
-    blend_right: bool
+    Args:
+        workload: Which one.
+        prompts: Its prompts.
+        arms: Figures for each prompt by arm: `"plain"`, `"exact"` and, where texts move, `"blend"`.
+    """
+
+    workload: Workload
+    prompts: list[Prompt]
+    arms: dict[str, list[Figures]]
 
     @property
-    def speed_up(self) -> float:
-        """Plain time to first token over that with moved chunks."""
-        return self.plain_ttft_ms / self.blend_ttft_ms
+    def best(self) -> str:
+        """The arm that the workload is about."""
+        return list(self.arms)[-1]
+
+    def speed_up(self, at: int) -> float:
+        """Plain time to first token over that of the best arm, for one prompt."""
+        return self.arms["plain"][at].ttft_ms / self.arms[self.best][at].ttft_ms
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
-        return {**asdict(self), "speed_up": self.speed_up}
+        rows = [
+            {
+                "prompt_tokens": len(prompt.ids),
+                "question": prompt.question,
+                "speed_up": self.speed_up(at),
+                "arms": {name: asdict(figures[at]) for name, figures in self.arms.items()},
+            }
+            for at, prompt in enumerate(self.prompts)
+        ]
+        return {"name": self.workload.name, "about": self.workload.about, "rows": rows}
 
 
 class Demo:
@@ -100,10 +100,15 @@ class Demo:
     Args:
         model: In eval mode, on its device.
         tokenizer: Its tokenizer.
+        embedded: Whether the model is the embedded one, which gets its own text. Others get real text, and an agent's
+            transcript.
         max_new_tokens: Tokens per answer at most.
         repeats: Repetitions of each workload that medians are taken over.
-        seed: Of the documents.
+        seed: Of the texts.
         progress: Called after each generate().
+
+    Raises:
+        ValueError: the context of the model is too short.
     """
 
     def __init__(
@@ -111,120 +116,102 @@ class Demo:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        embedded: bool,
         max_new_tokens: int = 24,
         repeats: int = 3,
         seed: int = 0,
-        progress: Progress = lambda: None,
+        progress: Progress = lambda done, total: None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.repeats, self.seed = max_new_tokens, repeats, seed
-        self._progress = progress
+        real = {} if embedded else workloads_for(model.config)
+        self._blend = FIRST_K if embedded else ReusePolicy(mode="blend")
+        self._plan = [
+            (real.get("chat", CHAT), 8, ("plain", "exact")),
+            (real.get("document", DOCUMENT), 6, ("plain", "exact")),
+            *([(real["agent"], 8, ("plain", "exact"))] if real else []),
+            (real.get("shuffled", SHUFFLED), 6, ("plain", "exact", "blend")),
+        ]
+        self._progress, self._done = progress, 0
         self._chunker = ContentChunker.for_tokenizer(tokenizer)  # cuts documents alike wherever they stand
 
-    @property
-    def num_calls(self) -> int:
-        """How often `progress` will be called."""
-        return self.repeats * (2 * len(CHAT_SHAPE) + 2 * NUM_QUESTIONS + 3 * NUM_QUESTIONS)
+    def run(self, show: Callable[[Measured], None] = lambda measured: None) -> list[Measured]:
+        """Measure all workloads; `show` gets each when it is done."""
+        self._warm_up()
+        found: list[Measured] = []
+        for workload, count, arms in self._plan:
+            runs = [self._once(workload, count, arms) for _ in range(self.repeats)]
+            middle = {name: medians([run.arms[name] for run in runs]) for name in arms}
+            found.append(Measured(workload, runs[0].prompts, middle))
+            show(found[-1])
+        return found
 
-    def warm_up(self) -> None:
-        """One short untimed call, so that the first timed one does not pay for the start of the process."""
-        timed_generate(self.model, encode(self.tokenizer, [{"role": "user", "content": "Hello."}]), 2)
+    def _warm_up(self) -> None:
+        """Short untimed calls: the first timed one shall not pay for the start of the process, nor for probes."""
+        workload, _, _ = self._plan[0]
+        ids = next(workload.ask(self.tokenizer, 1, self.seed)).ids[-2 * _WARM_UP_TOKENS :]
+        kwargs: dict[str, Any] = {cache_argument(self.model): self._fresh_cache("exact")}
+        for prompt in (ids, [*ids, ids[0]]):
+            timed_generate(self.model, prompt, 2, **kwargs)
 
-    def chat(self) -> list[Row]:
-        """An 8-turn chat whose prompts grow as in `CHAT_SHAPE`; the model's answers go back in as text."""
-        return medians([self._chat_once() for _ in range(self.repeats)])
+    def _once(self, workload: Workload, count: int, arms: tuple[str, ...]) -> Measured:
+        caches = {name: None if name == "plain" else self._fresh_cache(name) for name in arms}
+        found: dict[str, list[Figures]] = {name: [] for name in arms}
+        prompts: list[Prompt] = []
+        asking = workload.ask(self.tokenizer, count, self.seed)
+        prompt = next(asking)
+        while True:
+            plain = self._answer(prompt, None)
+            for name, cache in caches.items():
+                call = plain if cache is None else self._answer(prompt, cache)
+                found[name].append(self._figures(prompt, plain, call, cache))
+            prompts.append(prompt)
+            if len(prompts) == count:
+                return Measured(workload, prompts, found)
+            prompt = asking.send(found["plain"][-1].answer)
 
-    def questions(self) -> list[Row]:
-        """Several questions about one long document, each in a prompt of its own."""
-        return medians([self._questions_once() for _ in range(self.repeats)])
-
-    def shuffled(self) -> list[ShuffledRow]:
-        """Questions about the same documents, which each prompt holds in another order."""
-        return medians([self._shuffled_once() for _ in range(self.repeats)])
-
-    def _chat_once(self) -> list[Row]:
-        cache = self._fresh_cache()
-        messages: list[Message] = []
-        documents: list[Document] = []
-        rows: list[Row] = []
-        for turn, target in enumerate(CHAT_SHAPE):
-            question, document = chat_turn(self.tokenizer, messages, documents, target, seed=1000 * self.seed + turn)
-            documents.append(document)
-            messages.append({"role": "user", "content": question.text})
-            row = self._both(str(turn + 1), messages, question.fact.question, question.fact.answer, cache)
-            messages.append({"role": "assistant", "content": row.answer})
-            rows.append(row)
-        return rows
-
-    def _questions_once(self) -> list[Row]:
-        cache = self._fresh_cache()
-        questions = long_document(self.tokenizer, LONG_DOCUMENT_TOKENS, NUM_QUESTIONS, self.seed)
-        return [
-            self._both(str(n + 1), [{"role": "user", "content": q.text}], q.fact.question, q.fact.answer, cache)
-            for n, q in enumerate(questions)
-        ]
-
-    def _shuffled_once(self) -> list[ShuffledRow]:
-        exact, blend = self._fresh_cache(), self._fresh_cache(BLEND, self._chunker)
-        questions = shuffled_documents(self.tokenizer, LONG_DOCUMENT_TOKENS, NUM_QUESTIONS, self.seed)
-        return [self._all_three(str(n + 1), question, exact, blend) for n, question in enumerate(questions)]
-
-    def _all_three(
-        self, label: str, question: Question, exact: ChunkReuseCache, blend: ChunkReuseCache
-    ) -> ShuffledRow:
-        ids = encode(self.tokenizer, [{"role": "user", "content": question.text}])
-        plain, same, moved = self._timed(ids), self._timed(ids, exact), self._timed(ids, blend)
-        plain_answer, blend_answer = self._text(plain), self._text(moved)
-        report = blend.report
-        return ShuffledRow(
-            label=label,
-            prompt_tokens=report.prompt_tokens,
-            plain_ttft_ms=plain.ttft_ms,
-            exact_ttft_ms=same.ttft_ms,
-            blend_ttft_ms=moved.ttft_ms,
-            exact_reused_tokens=exact.report.reused_tokens,
-            blend_reused_tokens=report.reused_tokens,
-            blend_moved_tokens=report.moved_tokens,
-            blend_recomputed_tokens=report.recomputed_tokens,
-            blend_forwarded_tokens=report.forwarded_tokens,
-            exact_same_tokens=plain.ids == same.ids,
-            blend_same_tokens=plain.ids == moved.ids,
-            question=question.fact.question,
-            plain_answer=plain_answer,
-            blend_answer=blend_answer,
-            plain_right=plain_answer == question.fact.answer,
-            blend_right=blend_answer == question.fact.answer,
-        )
-
-    def _both(
-        self, label: str, messages: Sequence[Message], question: str, expected: str, cache: ChunkReuseCache
-    ) -> Row:
-        ids = encode(self.tokenizer, messages)
-        plain, reuse = self._timed(ids), self._timed(ids, cache)
-        report, answer = cache.report, self._text(plain)
-        return Row(
-            label=label,
-            prompt_tokens=report.prompt_tokens,
-            plain_ttft_ms=plain.ttft_ms,
-            reuse_ttft_ms=reuse.ttft_ms,
-            plain_total_ms=plain.total_ms,
-            reuse_total_ms=reuse.total_ms,
-            reused_tokens=report.reused_tokens,
-            forwarded_tokens=report.forwarded_tokens,
-            same_tokens=plain.ids == reuse.ids,
-            question=question,
-            answer=answer,
-            right=answer == expected,
-        )
-
-    def _timed(self, ids: Sequence[int], cache: ChunkReuseCache | None = None) -> Call:
+    def _answer(self, prompt: Prompt, cache: ChunkReuseCache | None) -> Call:
         kwargs: dict[str, Any] = {} if cache is None else {cache_argument(self.model): cache}
-        call = timed_generate(self.model, ids, self.max_new_tokens, **kwargs)
-        self._progress()
+        call = timed_generate(self.model, prompt.ids, self.max_new_tokens, keep_logits=True, **kwargs)
+        self._done += 1
+        self._progress(self._done, self.repeats * sum(count * len(arms) for _, count, arms in self._plan))
         return call
 
-    def _text(self, call: Call) -> str:
-        return str(self.tokenizer.decode(call.ids, skip_special_tokens=True)).strip()
+    def _figures(self, prompt: Prompt, plain: Call, call: Call, cache: ChunkReuseCache | None) -> Figures:
+        answer = str(self.tokenizer.decode(call.ids, skip_special_tokens=True)).strip()
+        figures = Figures(
+            ttft_ms=call.ttft_ms,
+            total_ms=call.total_ms,
+            reused_tokens=0,
+            moved_tokens=0,
+            recomputed_tokens=0,
+            forwarded_tokens=len(prompt.ids),
+            same_tokens=call.ids == plain.ids,
+            kl=0.0,
+            answer=answer,
+            right=None if prompt.answer is None else answer == prompt.answer,
+        )
+        if cache is None:
+            return figures
+        report = cache.report
+        kl = compare(0, _with_logits(plain), _with_logits(call), report).kl
+        return replace(
+            figures,
+            reused_tokens=report.reused_tokens,
+            moved_tokens=report.moved_tokens,
+            recomputed_tokens=report.recomputed_tokens,
+            forwarded_tokens=report.forwarded_tokens,
+            kl=sum(kl) / len(kl),
+        )
 
-    def _fresh_cache(self, policy: ReusePolicy | None = None, chunker: Chunker | None = None) -> ChunkReuseCache:
+    def _fresh_cache(self, arm: str) -> ChunkReuseCache:
+        policy: ReusePolicy | None = None
+        chunker: Chunker | None = None
+        if arm == "blend":
+            policy, chunker = self._blend, self._chunker
         return ChunkReuseCache(self.model, ChunkStore(self.model, chunker=chunker, max_bytes=2**30), policy)
+
+
+def _with_logits(call: Call) -> Answer:
+    assert call.logits is not None
+    return Answer(call.ids, call.logits)

@@ -2,135 +2,154 @@
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from kvboost_hf.demo.measure import Row, ShuffledRow
+from kvboost_hf.demo.measure import Figures, Measured
 
-_PLAIN, _REUSE, _BLEND = "#9a9a9a", "#1f6fb2", "#d9822b"
+_COLOURS = {"plain": "#9a9a9a", "exact": "#1f6fb2", "blend": "#d9822b"}
+_LEGEND = {"plain": "plain generate()", "exact": "with ChunkReuseCache", "blend": "documents moved, repaired"}
 
 
-def table(title: str, what: str, rows: Sequence[Row]) -> Table:
-    """Rows as a table for the terminal."""
+def table(measured: Measured) -> RenderableType:
+    """A workload, prompt by prompt, for a terminal of 80 characters."""
+    about = measured.workload.about
+    shown = _empty_table(*(name for name, _ in _columns(measured)))
+    columns = [cells for _, cells in _columns(measured)]
+    for row in zip(*columns, strict=True):
+        shown.add_row(*row)
+    return Group(Text(about[0].upper() + about[1:], style="bold"), shown)
+
+
+def _columns(measured: Measured) -> Iterator[tuple[tuple[str, str], list[str]]]:
+    """Head and cells of each column; what does not apply to the workload is left out."""
+    yield ("no.", ""), [str(at + 1) for at in range(len(measured.prompts))]
+    yield ("prompt", "tokens"), [str(len(prompt.ids)) for prompt in measured.prompts]
+    for name, figures in measured.arms.items():
+        yield (name, "TTFT"), [_time(found.ttft_ms) for found in figures]
+    yield ("speed", "up"), [f"{measured.speed_up(at):.1f}x" for at in range(len(measured.prompts))]
+    best = measured.arms[measured.best]
+    yield ("tokens", "computed"), [str(found.forwarded_tokens) for found in best]
+    yield ("same", "answer"), ["yes" if found.same_tokens else "no" for found in best]
+    if measured.best != "blend":
+        return
+    if all(found.right is None for found in best):
+        yield ("KL from", "plain"), [f"{found.kl:.3f}" for found in best]
+    else:
+        yield ("right", "answer"), ["yes" if found.right else "no" for found in best]
+
+
+def summary(measured: Sequence[Measured]) -> RenderableType:
+    """The last prompt of each workload."""
     shown = _empty_table(
-        title,
-        (what, ""),
+        ("", ""),
         ("prompt", "tokens"),
-        ("TTFT", "plain, ms"),
-        ("TTFT", "reuse, ms"),
-        ("speed-up", ""),
-        ("reused", ""),
-        ("tokens", "forwarded"),
-        ("same", "tokens"),
+        ("first", "token"),
+        ("with", "reuse"),
+        ("speed", "up"),
+        ("whole", "answer"),
+        ("with", "reuse"),
+        ("same", "answers"),
     )
-    for row in rows:
+    for one in measured:
+        plain, best = one.arms["plain"], one.arms[one.best]
         shown.add_row(
-            row.label,
-            f"{row.prompt_tokens}",
-            f"{row.plain_ttft_ms:.1f}",
-            f"{row.reuse_ttft_ms:.1f}",
-            f"{row.speed_up:.2f}x",
-            f"{row.reused_tokens / row.prompt_tokens:.1%}",
-            f"{row.forwarded_tokens}",
-            "yes" if row.same_tokens else "NO",
+            one.workload.name,
+            str(len(one.prompts[-1].ids)),
+            *(_time(figures[-1].ttft_ms) for figures in (plain, best)),
+            f"{one.speed_up(-1):.1f}x",
+            *(_time(figures[-1].total_ms) for figures in (plain, best)),
+            f"{sum(found.same_tokens for found in best)} of {len(best)}",
         )
-    return shown
+    return Group(Text("The last prompt of each: plain, and with reuse", style="bold"), shown)
 
 
-def shuffled_table(title: str, rows: Sequence[ShuffledRow]) -> Table:
-    """Rows of three arms as a table for the terminal."""
-    shown = _empty_table(
-        title,
-        ("no.", ""),
-        ("prompt", "tokens"),
-        ("plain", "TTFT"),
-        ("exact", "TTFT"),
-        ("blend", "TTFT"),
-        ("exact", "reused"),
-        ("blend", "reused"),
-        ("blend", "forwarded"),
-        ("exact", "same"),
-        ("blend", "same"),
-        ("blend", "right"),
+def remarks(measured: Sequence[Measured], repeats: int, dtype: torch.dtype) -> Iterator[str]:
+    """How to read the tables, and what the answers were."""
+    runs = "one run" if repeats == 1 else f"medians of {repeats} runs"
+    yield (
+        "TTFT: time from the call of generate() to the first token on the host, looking up and storing K/V included; "
+        f"{runs}, each from an empty cache. exact: K/V of the same text at the same place; it leaves answers as they "
+        "are. blend: K/V moves with its text and is repaired in part, so that answers may differ; KL tells by how "
+        "much the next-token distributions do, in nats (0: not at all)."
     )
-    shown.padding = (0, 0)  # so many columns in 80 characters
-    for row in rows:
-        shown.add_row(
-            row.label,
-            f"{row.prompt_tokens}",
-            *(f"{ms:.1f}" for ms in (row.plain_ttft_ms, row.exact_ttft_ms, row.blend_ttft_ms)),
-            *(f"{count / row.prompt_tokens:.0%}" for count in (row.exact_reused_tokens, row.blend_reused_tokens)),
-            f"{row.blend_forwarded_tokens}",
-            "yes" if row.exact_same_tokens else "NO",
-            "yes" if row.blend_same_tokens else "no",
-            "yes" if row.blend_right else "no",
-        )
-    return shown
+    exact = [found for one in measured for found in one.arms["exact"]]
+    same = sum(found.same_tokens for found in exact)
+    told = f"Exact reuse: {same} of {len(exact)} answers have the tokens of plain generate()."
+    if same < len(exact) and dtype != torch.float32:
+        told += f" In {_name(dtype)} two tokens may be so close that rounding decides."
+    yield told
+    last = measured[-1]
+    plain, blend = last.arms["plain"], last.arms[last.best]
+    if all(found.right is not None for found in plain):
+        counts = (f"{name} {sum(bool(f.right) for f in figures)}" for name, figures in last.arms.items())
+        yield f"Right answers about shuffled documents, of {len(plain)}: {', '.join(counts)}."
+    yield f"The last question: {last.prompts[-1].question}"
+    yield f"  plain: {_line(plain[-1])}"
+    yield f"  blend: {_line(blend[-1])}"
 
 
-def _empty_table(title: str, *columns: tuple[str, str]) -> Table:
-    shown = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+def _line(figures: Figures) -> str:
+    return " ".join(figures.answer.split())
+
+
+def _empty_table(*columns: tuple[str, str]) -> Table:
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     for column in columns:
         shown.add_column("\n".join(column), justify="right", no_wrap=True)
     return shown
 
 
-def figure(
-    path: Path, name: str, chat: Sequence[Row], questions: Sequence[Row], shuffled: Sequence[ShuffledRow]
-) -> None:
-    """Write a PNG of the time to the first token: by turn, by question, by order of the documents."""
+def _time(value_ms: float) -> str:
+    return f"{value_ms / 1000:.2f} s" if value_ms >= 1000 else f"{value_ms:.{0 if value_ms >= 10 else 1}f} ms"
+
+
+def figure(path: Path, name: str, measured: Sequence[Measured]) -> None:
+    """Write a PNG of the time to the first token, prompt by prompt, a panel for each workload."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn, axes = pyplot.subplots(1, 3, figsize=(15, 4.2), sharey=True, layout="constrained")
-    for axis, what, rows in (
-        (axes[0], "Chat: turn", chat),
-        (axes[1], "One long document: question", questions),
-        (axes[2], "Shuffled documents: question", shuffled),
-    ):
-        axis.set_xticks(range(len(rows)), [f"{row.label}\n{row.prompt_tokens}" for row in rows])
-        axis.set_xlabel(f"{what}, prompt tokens below")
+    drawn, axes = pyplot.subplots(1, len(measured), figsize=(4.2 * len(measured), 3.8), sharey=True, layout="tight")
+    slowest = max(found.ttft_ms for one in measured for figures in one.arms.values() for found in figures)
+    unit, scale = ("s", 1000.0) if slowest >= 1000 else ("ms", 1.0)
+    for axis, one in zip(axes, measured, strict=True):
+        lengths = [len(prompt.ids) for prompt in one.prompts]
+        axis.set_xticks(range(len(lengths)), [str(tokens) for tokens in lengths], fontsize=8)
+        axis.set_xlabel("prompt tokens")
+        axis.set_title(one.workload.name, loc="left", weight="bold")
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        _draw(axis, [row.plain_ttft_ms for row in rows], "plain generate()", _PLAIN)
-    for axis, same in ((axes[0], chat), (axes[1], questions)):
-        _draw(axis, [row.reuse_ttft_ms for row in same], "with ChunkReuseCache", _REUSE, same[-1].speed_up)
-    _draw(axes[2], [row.exact_ttft_ms for row in shuffled], "exact reuse", _REUSE)
-    _draw(axes[2], [row.blend_ttft_ms for row in shuffled], "moved chunks, repaired", _BLEND, shuffled[-1].speed_up)
-    slowest = max(line.get_ydata().max() for axis in axes for line in axis.get_lines())
-    axes[0].set_ylim(0, 1.15 * slowest)  # shared by all
-    axes[0].set_ylabel("Time to first token (ms)")
-    axes[0].legend(frameon=False, loc="upper left")
-    axes[2].legend(frameon=False)
-    drawn.suptitle(f"Time to first token, {name}, {hardware()}")
-    drawn.savefig(path, dpi=130)
-    pyplot.close(drawn)
-
-
-def _draw(axis: Any, times_ms: Sequence[float], label: str, colour: str, speed_up: float | None = None) -> None:
-    """A line, with the speed-up above its last point."""
-    axis.plot(range(len(times_ms)), times_ms, "o-", color=colour, label=label)
-    if speed_up is not None:
+        axis.set_ylim(0, 1.15 * slowest / scale)  # shared by all
+        for arm, figures in one.arms.items():
+            times = [found.ttft_ms / scale for found in figures]
+            axis.plot(range(len(times)), times, "o-", color=_COLOURS[arm], label=_LEGEND[arm])
         axis.annotate(
-            f"{speed_up:.1f}x",
-            (len(times_ms) - 1, times_ms[-1]),
+            f"{one.speed_up(-1):.1f}x",
+            (len(lengths) - 1, one.arms[one.best][-1].ttft_ms / scale),
             xytext=(0, 8),
             textcoords="offset points",
             ha="center",
-            color=colour,
+            color=_COLOURS[one.best],
             weight="bold",
         )
+    axes[0].set_ylabel(f"time to first token ({unit})")
+    axes[-1].legend(frameon=False, fontsize=9)
+    drawn.suptitle(f"Time to the first token: {name}, {hardware()}")
+    drawn.savefig(path, dpi=110)
+    pyplot.close(drawn)
 
 
-def as_json(name: str, chat: Sequence[Row], questions: Sequence[Row], shuffled: Sequence[ShuffledRow]) -> str:
+def as_json(name: str, measured: Sequence[Measured], repeats: int) -> str:
     """All figures with where they come from."""
     content: dict[str, Any] = {
         "model": name,
@@ -138,9 +157,8 @@ def as_json(name: str, chat: Sequence[Row], questions: Sequence[Row], shuffled: 
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
-        "chat": [row.as_dict() for row in chat],
-        "questions": [row.as_dict() for row in questions],
-        "shuffled": [row.as_dict() for row in shuffled],
+        "repeats": repeats,
+        "workloads": [one.as_dict() for one in measured],
     }
     return json.dumps(content, indent=2)
 
@@ -150,3 +168,7 @@ def hardware() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, threads: {torch.get_num_threads()}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

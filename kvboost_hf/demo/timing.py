@@ -26,6 +26,7 @@ class Call:
     ids: list[int]  # of the answer
     ttft_ms: float
     total_ms: float
+    logits: torch.Tensor | None = None  # from which they were chosen, [new tokens, vocab], float32, on the CPU
 
 
 class _FirstToken(BaseStreamer):
@@ -51,9 +52,20 @@ def timed_generate(
     ids: Sequence[int],
     max_new_tokens: int,
     on_first: Callable[[], None] = lambda: None,
+    *,
+    keep_logits: bool = False,
     **kwargs: Any,
 ) -> Call:
-    """Greedy generate() under a clock that starts at the call; `on_first` is called when the first token is there."""
+    """Greedy generate() under a clock that starts at the call.
+
+    Args:
+        model: The model.
+        ids: The prompt.
+        max_new_tokens: Length of the answer.
+        on_first: Called when the first token is there.
+        keep_logits: Whether to return logits, too.
+        kwargs: For generate().
+    """
     prompt = torch.tensor([list(ids)], device=input_device(model))
     streamer = _FirstToken(on_first)
     generate: Any = model.generate
@@ -64,12 +76,14 @@ def timed_generate(
         do_sample=False,
         max_new_tokens=max_new_tokens,
         streamer=streamer,
+        **({"output_logits": True, "return_dict_in_generate": True} if keep_logits else {}),
         **kwargs,
     )
-    answer = out[0, len(ids) :].tolist()
+    answer = (out.sequences if keep_logits else out)[0, len(ids) :].tolist()
     end = time.perf_counter()
     first = streamer.at if streamer.at is not None else end
-    return Call(answer, 1000 * (first - start), 1000 * (end - start))
+    logits = torch.stack([step[0].float().cpu() for step in out.logits]) if keep_logits else None
+    return Call(answer, 1000 * (first - start), 1000 * (end - start), logits)
 
 
 def medians(runs: Sequence[Sequence[RowT]]) -> list[RowT]:

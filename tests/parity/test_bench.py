@@ -25,9 +25,10 @@ from kvboost_hf.bench.peers import PEERS, Peer
 from kvboost_hf.bench.run import Contender, Result, Row, Settings, run
 from kvboost_hf.bench.source import ModelSource
 from kvboost_hf.bench.summary import summaries
-from kvboost_hf.bench.workloads import WORKLOADS, Prompt
+from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.cli import main
 from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.demo.series import Prompt
 
 EMBEDDED = ModelSource()
 
@@ -257,7 +258,7 @@ def prompts(name: str, count: int = 4) -> list[Prompt]:
     asking = WORKLOADS[name].ask(EMBEDDED.tokenizer(), count, 0)
     asked = [next(asking)]
     while len(asked) < count:
-        asked.append(asking.send(asked[-1].fact.answer))
+        asked.append(asking.send(asked[-1].answer or ""))
     return asked
 
 
