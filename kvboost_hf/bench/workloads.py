@@ -72,13 +72,17 @@ WORKLOADS: dict[str, Workload] = {
 REAL_WORKLOADS = ("chat", "shuffled", "agent", "restart")  # of a model that is named
 
 
-def workloads_of(source: ModelSource) -> dict[str, Workload]:
+def workloads_of(source: ModelSource, max_new_tokens: int) -> dict[str, Workload]:
     """The workloads for a model, by name: real text for one that is named, else the text of the embedded model.
+
+    Args:
+        source: Of the model.
+        max_new_tokens: Length of an answer.
 
     Raises:
         ValueError: the context of the model is too short.
     """
     if source.name is None:
         return WORKLOADS
-    real = workloads_for(AutoConfig.from_pretrained(source.name))
-    return {name: real[name] for name in REAL_WORKLOADS}
+    real = workloads_for(AutoConfig.from_pretrained(source.name), max_new_tokens)
+    return {name: real[name] for name in REAL_WORKLOADS if name in real}

@@ -124,12 +124,12 @@ class Demo:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.repeats, self.seed = max_new_tokens, repeats, seed
-        real = {} if embedded else workloads_for(model.config)
+        real = {} if embedded else workloads_for(model.config, max_new_tokens)
         self._blend = FIRST_K if embedded else ReusePolicy(mode="blend")
         self._plan = [
             (real.get("chat", CHAT), 8, ("plain", "exact")),
             (real.get("document", DOCUMENT), 6, ("plain", "exact")),
-            *([(real["agent"], 8, ("plain", "exact"))] if real else []),
+            *([(real["agent"], 8, ("plain", "exact"))] if "agent" in real else []),
             (real.get("shuffled", SHUFFLED), 6, ("plain", "exact", "blend")),
         ]
         self._progress, self._done = progress, 0

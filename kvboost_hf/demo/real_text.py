@@ -16,9 +16,11 @@ from kvboost_hf.assets.chat import Message, encode
 from kvboost_hf.assets.texts import prose, source
 from kvboost_hf.demo.series import Prompt, Prompts, Workload
 
-_LEAST_CONTEXT, _FULL_CONTEXT = 512, 4096  # in tokens; between them, all texts are cut in proportion
+# Tokens of the context, without those of answers. In a smaller one than the last, texts are shorter in proportion.
+_LEAST, _LEAST_FOR_AGENT, _FULL = 512, 1536, 3600
+_AGENT_TASK_TOKENS = 800  # at most; the task cannot be cut
 _PASSAGE_TOKENS, _DOCUMENT_TOKENS, _NOTE_TOKENS, _RESULT_TOKENS = 190, 1500, 240, 380
-_NOTES = 6
+_NOTES, _MOST_ANSWERS = 6, 8
 
 _TURNS = (
     "Explain this passage of the Python reference in simple words.",
@@ -55,23 +57,28 @@ _TASK = (
 )
 
 
-def workloads_for(config: PretrainedConfig) -> dict[str, Workload]:
+def workloads_for(config: PretrainedConfig, max_new_tokens: int) -> dict[str, Workload]:
     """The workloads by name, in sizes that fit into a model's context.
 
     Args:
         config: Of the model.
+        max_new_tokens: Length of an answer; those of a chat go back in.
+
+    Returns:
+        Without the agent's transcript, where the context is too short for it.
 
     Raises:
         ValueError: the context is too short.
     """
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _FULL_CONTEXT
-    if longest < _LEAST_CONTEXT:
+    answers = _MOST_ANSWERS * max_new_tokens
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _FULL + answers
+    if longest - answers < _LEAST:
         raise ValueError(
-            f"The model must take {_LEAST_CONTEXT} tokens or more, for prompts that share enough, but it takes "
-            f"{longest}. Name another model."
+            f"The model must take {_LEAST} tokens and {_MOST_ANSWERS} answers of {max_new_tokens}, but it takes "
+            f"{longest} tokens. Pass a smaller `--max-new-tokens`, or name another model."
         )
-    text = _RealText(min(1.0, longest / _FULL_CONTEXT))
-    return {
+    text = _RealText(longest - answers)
+    found = {
         workload.name: workload
         for workload in (
             Workload("chat", "a chat that grows by a passage each turn; the answers go back in as text", text.chat),
@@ -81,11 +88,19 @@ def workloads_for(config: PretrainedConfig) -> dict[str, Workload]:
             Workload("restart", "questions about one document, the later half in a new process", text.document, True),
         )
     }
+    if text.room < _LEAST_FOR_AGENT:
+        del found["agent"]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _RealText:
-    scale: float  # of all sizes
+    room: int  # tokens for all but answers
+
+    @property
+    def scale(self) -> float:
+        """Of the sizes of texts."""
+        return min(1.0, self.room / _FULL)
 
     def chat(self, tokenizer: Any, count: int, seed: int) -> Prompts:
         passages = self._prose(tokenizer, _PASSAGE_TOKENS, seed)
@@ -108,7 +123,8 @@ class _RealText:
             yield self._alone(tokenizer, "\n\n".join(shown), question)
 
     def agent(self, tokenizer: Any, count: int, seed: int) -> Prompts:
-        files = source(int(self.scale * _RESULT_TOKENS), partial(_count, tokenizer), seed)
+        scale = min(1.0, (self.room - _AGENT_TASK_TOKENS) / (_FULL - _AGENT_TASK_TOKENS))
+        files = source(int(scale * _RESULT_TOKENS), partial(_count, tokenizer), seed)
         tools = "\n".join(
             json.dumps({"name": name, "description": about, "arguments": arguments})
             for name, about, arguments in _TOOLS

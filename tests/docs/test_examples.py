@@ -139,13 +139,10 @@ def test_what_is_not_released_yet_is_not_said_to_be(page: Path) -> None:
             assert "pip install ." in part or "pip install '." in part, part
 
 
-def test_the_demo_says_what_to_type_next() -> None:
-    shown = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    _, _, told = shown.partition("Next")
-    typed = re.findall(r'^echo "  \S*kvboost-hf (.*)"$', told, re.MULTILINE)
-    assert len(typed) >= 3
-    for line in typed:
-        command_line().parse_args(shlex.split(line, comments=True))
+def test_make_demo_takes_a_model() -> None:
+    for given, wanted in (((), "demo --figure"), (("MODEL=acme/reader",), "demo --model acme/reader --figure")):
+        shown = subprocess.run(["make", "-n", "demo", *given], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert wanted in shown.stdout
 
 
 def test_the_table_of_what_fits_is_what_the_code_says() -> None:

@@ -2,50 +2,90 @@
 
 import itertools
 import json
+import re
+import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import BertConfig, BertLMHeadModel
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
-from kvboost_hf.cli import main
+from kvboost_hf.cli import command_line, main
+from kvboost_hf.cli.demo import next_steps
 from kvboost_hf.demo.workloads import CHAT_SHAPE
+
+
+def rows(told: dict[str, Any], workload: str) -> list[dict[str, Any]]:
+    return next(one["rows"] for one in told["workloads"] if one["name"] == workload)
 
 
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure, figures = tmp_path / "demo.png", tmp_path / "demo.json"
     assert main(["demo", "--repeats", "1", "--figure", str(figure), "--json", str(figures)]) == 0
     shown = capsys.readouterr().out
-    assert "speed-up" in shown
+    assert all(head in shown for head in ("computed", "right", "The last prompt of each"))
+    assert "20 of 20 answers have the tokens of plain generate()" in shown
     assert figure.read_bytes().startswith(b"\x89PNG")
-    result = json.loads(figures.read_text())
-    chat, questions = result["chat"], result["questions"]
-    assert all(row["same_tokens"] for row in chat + questions)
+    told = json.loads(figures.read_text())
+    chat, document, shuffled = (rows(told, name) for name in ("chat", "document", "shuffled"))
+    assert all(row["arms"]["exact"]["same_tokens"] for row in chat + document + shuffled)
     for row, target in zip(chat, CHAT_SHAPE, strict=True):
         assert abs(row["prompt_tokens"] - target) <= 24
     # Of what earlier turns forwarded, all but a few tokens a turn are reused: it is the new text that is computed.
     for before, row in itertools.pairwise(chat):
-        assert row["forwarded_tokens"] <= row["prompt_tokens"] - before["prompt_tokens"] + 8
-        assert row["reused_tokens"] + row["forwarded_tokens"] == row["prompt_tokens"]
-    for row in questions[1:]:
-        assert row["forwarded_tokens"] <= 24
-    shuffled = result["shuffled"]
-    assert all(row["exact_same_tokens"] and row["plain_right"] for row in shuffled)
+        exact = row["arms"]["exact"]
+        assert exact["forwarded_tokens"] <= row["prompt_tokens"] - before["prompt_tokens"] + 8
+        assert exact["reused_tokens"] + exact["forwarded_tokens"] == row["prompt_tokens"]
+        assert exact["kl"] < 1e-6
+    for row in document[1:]:
+        assert row["arms"]["exact"]["forwarded_tokens"] <= 24
     for row in shuffled:  # each prompt starts with another document: exact reuse finds next to nothing
-        assert row["exact_reused_tokens"] <= 0.1 * row["prompt_tokens"]
-        assert row["blend_reused_tokens"] >= row["exact_reused_tokens"]
-        assert row["blend_forwarded_tokens"] >= row["prompt_tokens"] - row["blend_reused_tokens"]
-        assert row["blend_right"]
-    assert shuffled[0]["blend_moved_tokens"] == 0  # nothing was seen before
+        arms = row["arms"]
+        assert arms["exact"]["reused_tokens"] <= 0.1 * row["prompt_tokens"]
+        assert arms["blend"]["reused_tokens"] >= arms["exact"]["reused_tokens"]
+        assert arms["blend"]["forwarded_tokens"] >= row["prompt_tokens"] - arms["blend"]["reused_tokens"]
+        assert arms["plain"]["right"]
+        assert arms["blend"]["right"]
+    assert shuffled[0]["arms"]["blend"]["moved_tokens"] == 0  # nothing was seen before
     for row in shuffled[1:]:
-        assert row["blend_moved_tokens"] >= 0.8 * row["prompt_tokens"]
-        assert row["blend_forwarded_tokens"] <= 0.4 * row["prompt_tokens"]
+        assert row["arms"]["blend"]["moved_tokens"] >= 0.8 * row["prompt_tokens"]
+        assert row["arms"]["blend"]["forwarded_tokens"] <= 0.4 * row["prompt_tokens"]
 
 
 def test_demo_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["demo", "--model", str(EMBEDDED_MODEL_DIR), "--repeats", "1", "--max-new-tokens", "2", "--json", "-"]
-    assert main(command) == 0
-    assert json.loads(capsys.readouterr().out)["model"] == EMBEDDED_MODEL_DIR.name
+    """Any model but the embedded one gets real text; no right answer is known."""
+    figures, folder = tmp_path / "demo.json", tmp_path / "models" / "reader"
+    shutil.copytree(EMBEDDED_MODEL_DIR, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    assert main(["demo", "--model", str(folder), "--max-new-tokens", "2", "--json", str(figures)]) == 0
+    shown = capsys.readouterr().out
+    assert "right" not in shown.lower()
+    assert "KL from" not in shown.partition("An agent's transcript")[0]
+    assert f"kvboost-hf bench --model {folder}" in shown
+    assert all(len(line) <= 80 for line in shown.partition("TTFT: ")[0].splitlines())
+    told = json.loads(figures.read_text())
+    assert told["model"] == "models/reader"
+    assert [one["name"] for one in told["workloads"]] == ["chat", "document", "agent", "shuffled"]
+    prompts = [row["prompt_tokens"] for one in told["workloads"] for row in one["rows"]]
+    assert 1024 < max(prompts) <= 2048 - 2  # fits into the context
+    for before, row in itertools.pairwise(rows(told, "agent")):
+        assert row["arms"]["exact"]["forwarded_tokens"] <= row["prompt_tokens"] - before["prompt_tokens"] + 8
+    assert all(row["arms"]["exact"]["same_tokens"] for one in told["workloads"] for row in one["rows"])
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    assert main(["demo", "--model", str(folder)]) == 2
+    assert "takes 256 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", [None, "acme/my model"])
+def test_the_demo_says_what_to_type_next(model: str | None) -> None:
+    typed = re.findall(r"^  kvboost-hf (.*)$", next_steps(model), re.MULTILINE)
+    assert len(typed) >= 4
+    for line in typed:
+        options = command_line().parse_args(shlex.split(line, comments=True))
+        assert options.model == (model or "NAME")
 
 
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,13 @@
 """What the demo and `kvboost-hf verify` ask."""
 
+from itertools import pairwise
+
 import pytest
+from transformers import LlamaConfig
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.chat import encode
+from kvboost_hf.demo.real_text import workloads_for
 from kvboost_hf.demo.workloads import linked_documents, shuffled_documents
 from recipes.evaluate import answer
 
@@ -33,3 +37,21 @@ def test_linked_documents_ask_for_what_two_documents_tell() -> None:
         after = next(at for at, document in enumerate(documents) if document.startswith(f"It {told}"))
         assert question.fact.subject in documents[after - 1].lower()
         assert question.fact.subject not in documents[after].lower()
+
+
+@pytest.mark.parametrize(("context", "answer"), [(1024, 24), (1536, 100), (2048, 24), (8192, 200)])
+def test_real_text_fits_into_the_context(context: int, answer: int) -> None:
+    _, tokenizer = load_embedded()
+    said = tokenizer.decode(tokenizer.encode("Anna lives in Oslo. " * answer, add_special_tokens=False)[:answer])
+    found = workloads_for(LlamaConfig(max_position_embeddings=context), answer)
+    assert ("agent" in found) == (context >= 2048)
+    for name, workload in found.items():
+        asking = workload.ask(tokenizer, 8, 1)
+        prompts = [next(asking).ids]
+        while len(prompts) < 8:
+            prompts.append(asking.send(said).ids)
+        assert max(map(len, prompts)) + answer <= context
+        grows = all(len(after) > len(before) for before, after in pairwise(prompts))
+        assert grows == (name in ("chat", "agent"))
+        heads = {tuple(ids[:16]) for ids in prompts}
+        assert len(heads) == (6 if name == "shuffled" else 1)
