@@ -97,8 +97,8 @@ def test_what_is_not_backed_is_found(text: str, found: list[str]) -> None:
     ("name", "heading", "text", "lost"),
     [
         (
-            "README.md",
-            "## How fast",
+            "docs/speed.md",
+            "# How fast",
             "### In short\n\nOn an H100, `kvboost_hf` answers 100x faster than vLLM, at 90,000 tokens/s.",
             "100x, 90,000 tokens/s",
         ),

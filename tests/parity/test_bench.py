@@ -8,12 +8,14 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks.turboquant.sabotage import sabotaged
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
@@ -28,6 +30,7 @@ from kvboost_hf.bench.summary import summaries
 from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.cli import main
 from kvboost_hf.config import KVQuantConfig
+from kvboost_hf.demo.progress import progress
 from kvboost_hf.demo.series import Prompt
 
 EMBEDDED = ModelSource()
@@ -201,6 +204,34 @@ def test_the_command_writes_a_page_that_needs_nothing_else(tmp_path: Path) -> No
     assert "currentColor" in text
     assert "bench --random 1x64" in text
     assert not any(part in text for part in ("<script", "<link", "<img", "@import", "src="))
+
+
+def test_a_model_that_is_named_is_asked_about_real_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what a user chooses among; no right answer is known, so that none is counted."""
+    figures, page = tmp_path / "bench.json", tmp_path / "bench.html"
+    command = ["bench", "--model", str(EMBEDDED_MODEL_DIR), "--prompts", "2", "--max-new-tokens", "2"]
+    assert main([*command, "--workloads", "shuffled", "--json", str(figures), "--html", str(page)]) == 0
+    assert "right" not in capsys.readouterr().out.partition("TTFT: ")[0]
+    assert "<th>right</th>" not in page.read_text()
+    told = json.loads(figures.read_text())
+    assert told["settings"]["repeats"] == 1
+    assert [row["arm"] for row in told["summaries"]] == ["plain", "exact", "exact-store", "blend", "hf-kept"]
+    reused = {row["arm"]: row["served"]["reused"] for row in told["rows"] if row["prompt"]}
+    assert reused["blend"] > 500 > reused["exact"]  # what has moved
+    assert {row["right"] for row in told["rows"]} == {None}
+    assert main([*command, "--workloads", "facts"]) == 2
+    assert (
+        "`--workloads` must be of chat, shuffled, agent, restart for this model, got facts" in capsys.readouterr().err
+    )
+
+
+def test_progress_is_a_line_where_no_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_hf.demo.progress._LINE_EVERY_S", 0.0)
+    told = StringIO()
+    with progress(Console(file=told), "answering") as advance:
+        advance(1, 2)
+        advance(2, 2)
+    assert told.getvalue().splitlines() == ["answering: 1 of 2 in 0 s", "answering: 2 of 2 in 0 s"]
 
 
 def test_a_model_of_the_hub(tmp_path: Path) -> None:
