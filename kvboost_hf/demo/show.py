@@ -79,7 +79,7 @@ def remarks(measured: Sequence[Measured], repeats: int, dtype: torch.dtype) -> I
         "TTFT: time from the call of generate() to the first token on the host, looking up and storing K/V included; "
         f"{runs}, each from an empty cache. exact: K/V of the same text at the same place; it leaves answers as they "
         "are. blend: K/V moves with its text and is repaired in part, so that answers may differ; KL tells by how "
-        "much the next-token distributions do, in nats (0: not at all)."
+        "much the next-token distributions do up to the first other token, in nats (0: not at all)."
     )
     exact = [found for one in measured for found in one.arms["exact"]]
     same = sum(found.same_tokens for found in exact)
@@ -119,10 +119,15 @@ def figure(path: Path, name: str, measured: Sequence[Measured]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn, axes = pyplot.subplots(1, len(measured), figsize=(4.2 * len(measured), 3.8), sharey=True, layout="tight")
+    # Two panels a row, so that a page of text shows them large enough to read.
+    lines = -(-len(measured) // 2)
+    drawn, grid = pyplot.subplots(lines, 2, figsize=(9, 3.2 * lines), sharey=True, squeeze=False)
+    axes = list(grid.flatten())
+    for axis in axes[len(measured) :]:
+        axis.remove()
     slowest = max(found.ttft_ms for one in measured for figures in one.arms.values() for found in figures)
     unit, scale = ("s", 1000.0) if slowest >= 1000 else ("ms", 1.0)
-    for axis, one in zip(axes, measured, strict=True):
+    for axis, one in zip(axes, measured, strict=False):
         lengths = [len(prompt.ids) for prompt in one.prompts]
         axis.set_xticks(range(len(lengths)), [str(tokens) for tokens in lengths], fontsize=8)
         axis.set_xlabel("prompt tokens")
@@ -142,10 +147,13 @@ def figure(path: Path, name: str, measured: Sequence[Measured]) -> None:
             color=_COLOURS[one.best],
             weight="bold",
         )
-    axes[0].set_ylabel(f"time to first token ({unit})")
-    axes[-1].legend(frameon=False, fontsize=9)
-    drawn.suptitle(f"Time to the first token: {name}, {hardware()}")
-    drawn.savefig(path, dpi=110)
+        if axis in axes[::2]:
+            axis.set_ylabel(f"time to first token ({unit})")
+        if axis is axes[0] or one.best == "blend":
+            axis.legend(frameon=False, fontsize=9)
+    drawn.suptitle(f"{name}, {hardware()}", fontsize=10)
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=130)
     pyplot.close(drawn)
 
 

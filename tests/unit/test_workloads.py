@@ -42,7 +42,7 @@ def test_linked_documents_ask_for_what_two_documents_tell() -> None:
 @pytest.mark.parametrize(("context", "answer"), [(1024, 24), (1536, 100), (2048, 24), (8192, 200)])
 def test_real_text_fits_into_the_context(context: int, answer: int) -> None:
     _, tokenizer = load_embedded()
-    said = tokenizer.decode(tokenizer.encode("Anna lives in Oslo. " * answer, add_special_tokens=False)[:answer])
+    said = str(tokenizer.decode(tokenizer.encode("Anna lives in Oslo. " * answer, add_special_tokens=False)[:answer]))
     found = workloads_for(LlamaConfig(max_position_embeddings=context), answer)
     assert ("agent" in found) == (context >= 2048)
     for name, workload in found.items():
