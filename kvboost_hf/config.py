@@ -154,7 +154,7 @@ class KVQuantConfig:
             `qjl`, which are unbiased without it.
         grouped_values: With `"turboquant"`, keep values as `"kivi"` does, with 2 or 4 bits.
         seed: Of the rotation.
-        sink_tokens: Of a live cache, the first tokens that stay exact.
+        sink_tokens: The first tokens of a prompt, which stay exact, in a store and in a live cache.
         window: Of a live cache, at least so many last tokens stay exact, and at most twice as many. A multiple of 16.
         exact_layers: So many first and so many last layers stay exact, but no more than a quarter of all at either
             end.

@@ -26,6 +26,7 @@ class WatchedCodec:
 
     def __init__(self, codec: Codec, name: str | None = None, decode: Decode | None = None) -> None:
         self._codec, self.name = codec, codec.name if name is None else name
+        self.sink_tokens = codec.sink_tokens
         self._decode = codec.decode if decode is None else decode
         self.num_decoded = 0
 

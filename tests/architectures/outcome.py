@@ -183,7 +183,7 @@ def check_blending(model: PreTrainedModel) -> None:
         def copies(start: int, stop: int, layers: Any = layers, store: ChunkStore = store) -> Any:
             if (start - shift) // 32 % 3 == 1:
                 return 0, None
-            return copier(0, start - shift, stop - shift, layers, store.column_format)
+            return copier(0, start - shift, stop - shift, layers, store.column_format, at_start=False)
 
         offer_content(store, store.root(store.salt), tokens, shift, copies)
         found, report, forwarded = blend(model, store, MOVED, name, recompute_ratio=0.2)

@@ -18,14 +18,20 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 
 CHUNK = 32
 SEALED, TIER = "sealed", "tier"
 TIER_KEY = b"of the golden store, and nothing else"
-CASES = [("llama", "raw"), ("llama", "int8"), ("llama", "turboquant"), ("qwen3_next", "raw")]
+CODECS: dict[str, str | KVQuantConfig] = {
+    **{name: name for name in ("raw", "int8", "turboquant")},
+    # As these two were before the first tokens of a prompt stayed exact.
+    "int8, all coded": KVQuantConfig(method="kivi", key_bits=8, value_bits=8, sink_tokens=0),
+    "turboquant, all coded": KVQuantConfig(sink_tokens=0),
+}
+CASES = [*(("llama", codec) for codec in CODECS), ("qwen3_next", "raw")]
 MOVED = ReusePolicy(mode="blend", repair="none", min_prefill_saving=0)
 
 _COMMON: dict[str, Any] = {
@@ -96,7 +102,8 @@ def fixed() -> Iterator[None]:
 def open_store(model: PreTrainedModel, folder: Path, codec: str) -> ChunkStore:
     """A store over the tier in a folder, which `SEALED` names if it is to be sealed."""
     key = TIER_KEY if folder.name == SEALED else None
-    return ChunkStore(model, chunk_size=CHUNK, codec=codec, salt="golden", tiers=[f"disk:{folder}:1GB"], tier_key=key)
+    tiers = [f"disk:{folder}:1GB"]
+    return ChunkStore(model, chunk_size=CHUNK, codec=CODECS[codec], salt="golden", tiers=tiers, tier_key=key)
 
 
 def generate(model: PreTrainedModel, prompt: torch.Tensor, cache: ChunkReuseCache | None = None) -> list[int]:

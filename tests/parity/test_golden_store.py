@@ -17,8 +17,7 @@ from tests.golden_store import write as golden
 REPAIRED = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=1.0, min_prefill_saving=0, sink_tokens=0)
 STORED = {
     ("llama", "raw"): {"chunk": 4, "content only": 4},
-    ("llama", "int8"): {"chunk": 3},
-    ("llama", "turboquant"): {"chunk": 3},
+    **{("llama", codec): {"chunk": 3} for codec in golden.CODECS if codec != "raw"},
     ("qwen3_next", "raw"): {"chunk": 3, "states": 2},
 }
 
@@ -67,7 +66,7 @@ def test_prompts_find_it(name: str, codec: str, folder: Path) -> None:
         tokens = golden.generate(model, golden.PROMPT, cache)
         kept = 64 if name == "qwen3_next" else 74
         assert cache.report.tier_tokens == {"live": 0, "ram": 0, "disk": kept}, cache.report.explain()
-    with golden.fixed(), ChunkStore(model, chunk_size=golden.CHUNK, codec=codec) as new:
+    with golden.fixed(), ChunkStore(model, chunk_size=golden.CHUNK, codec=golden.CODECS[codec]) as new:
         cache = ChunkReuseCache(model, new)
         golden.generate(model, golden.PROMPT, cache)
         cache.reset()

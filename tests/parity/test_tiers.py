@@ -10,10 +10,11 @@ from uuid import uuid4
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, ReuseReport, check_model_compatibility
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.cache.planning.chunks import prefix_key
 from kvboost_hf.cache.store import lower
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.cache.tiers.record import read_entry
@@ -231,6 +232,37 @@ def test_codecs_give_the_same_from_every_tier(name: str, codec: str, disk: str) 
     if name not in STATEFUL:  # they have more to go on from now
         found = generate(again, as_inputs(BASE), ChunkReuseCache(again, store))
         assert all(torch.equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
+    store.close()
+
+
+@pytest.mark.parametrize("codec", CODECS[1:])
+def test_the_start_of_a_row_stays_exact(codec: str, disk: str) -> None:
+    """Also of a row behind padding; and nothing else does."""
+    rows = (BASE, random_ids(70, seed=2))
+    model = make_model("llama")
+    exact = DynamicCache(config=model.config)
+    inputs = left_pad(*rows)
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        model(**inputs, position_ids=positions, past_key_values=exact)
+    with open_store(model, disk, codec=codec) as store:
+        generate(model, inputs, ChunkReuseCache(model, store), max_new_tokens=1)
+    again, store, _ = restart("llama", disk, codec=codec)  # a store does not keep its model
+    assert again is not model
+    root = store.root(store.salt)
+    for row, ids in enumerate(rows):
+        parent = root
+        for start in (0, CHUNK):
+            tokens = ids[0, start : start + CHUNK].numpy()
+            parent = prefix_key(parent, tokens)
+            (chunk,) = [each for each in store.records.everything() if each.key == parent]
+            read = store.records.fetch([chunk])[parent].kv.reader()
+            for index, layer in enumerate(exact.layers):
+                for ours, theirs in zip(read.layer(index), (layer.keys, layer.values), strict=True):
+                    at = theirs.shape[2] - ids.shape[1] + start
+                    off = (ours - theirs[row, :, at : at + CHUNK]).abs().amax((0, 2))
+                    assert (off[:4].max() < 1e-5) == (start == 0)
+                    assert off[4:].min() > 1e-5
     store.close()
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvboost_hf.cache.codecs import Codec, Role, lloyd_max, make_codec, turboquant
+from kvboost_hf.cache.codecs.exact_start import ExactStart
 from kvboost_hf.cache.codecs.lloyd_max import centroids, round_to
 from kvboost_hf.cache.codecs.rotation import random_projection, random_rotation
 from kvboost_hf.compat import LayerRotation
@@ -325,12 +326,24 @@ def test_under_autocast(spec: str | KVQuantConfig, dtype: torch.dtype) -> None:
         assert torch.equal(through(codec, x, "keys", ROTATION), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 5, 77])
+@pytest.mark.parametrize("role", ["keys", "values"])
+@pytest.mark.parametrize("spec", SPECS[1:], ids=lambda spec: make_codec(spec).name)
+def test_the_start_of_a_prompt_stays_exact(spec: str | KVQuantConfig, role: Role, tokens: int) -> None:
+    codec = make_codec(spec)
+    x = outliers()[:, :, :tokens].to(torch.bfloat16)
+    found = through(ExactStart(codec), x, role, ROTATION)
+    assert torch.equal(found[:, :, :4], x[:, :, :4])
+    assert torch.equal(found[:, :, 4:], through(codec, x[:, :, 4:], role, ROTATION))
+
+
 def test_names_tell_codecs_apart() -> None:
     names = [make_codec(spec).name for spec in SPECS]
     assert len(set(names)) == len(names)
     assert make_codec(None).name == make_codec("raw").name
     assert make_codec("turboquant").name == make_codec("turboquant:4:4").name == make_codec(KVQuantConfig()).name
-    assert make_codec(KVQuantConfig(window=256, sink_tokens=0, exact_layers=0)).name == make_codec("turboquant").name
+    assert make_codec(KVQuantConfig(window=256, exact_layers=0)).name == make_codec("turboquant").name
+    assert len({make_codec(KVQuantConfig(sink_tokens=sinks)).name for sinks in (0, 1, 4)}) == 3
     assert make_codec(KVQuantConfig(seed=1)).name != make_codec("turboquant").name
     assert make_codec(KVQuantConfig(method="kivi", group_size=32)).name != make_codec("int4").name
     assert turbo(3.5).name != turbo(3.5000001).name  # the latter has 4 bits for each of 16 coordinates

@@ -35,7 +35,7 @@ def make_codec(spec: str | KVQuantConfig | Codec | None) -> Codec:
     if config is None:
         return Raw()
     if config.method == "kivi":
-        return Kivi(int(config.key_bits), int(config.value_bits), config.group_size)
+        return Kivi(int(config.key_bits), int(config.value_bits), config.group_size, config.sink_tokens)
     return TurboQuant(config)
 
 

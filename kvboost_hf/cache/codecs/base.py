@@ -24,10 +24,12 @@ class Codec(Protocol):
     Attributes:
         name: Tells the method and all of its parameters; chunks of one codec are never found under another.
         lossless: Whether `decode` gives back what `encode` was given, bit for bit.
+        sink_tokens: So many first tokens of a prompt a store keeps as they are; see `ExactStart`.
     """
 
     name: str
     lossless: bool
+    sink_tokens: int
 
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
         """Encode the keys or values of several layers.
@@ -101,6 +103,11 @@ def in_blocks(
     layers = len(x) if x.is_cuda else max(1, _BLOCK // max(1, x[0].numel()))
     parts = [encode(x[i : i + layers], rotations[i : i + layers]) for i in range(0, len(x), layers)]
     return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def sinks_mark(sink_tokens: int) -> str:
+    """What the name of a codec tells of its `sink_tokens`."""
+    return f":sinks{sink_tokens}" if sink_tokens else ""
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed
+from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed, sinks_mark
 from kvboost_hf.cache.codecs.packing import pack, packed_width, to_codes, unpack
 from kvboost_hf.compat import LayerRotation
 from kvboost_hf.handles import CodePlanes
@@ -26,12 +26,14 @@ class Kivi:
         key_bits: 2, 4 or 8.
         value_bits: The same for values.
         group_size: Tokens, or channels, of a group; the last one has what is left.
+        sink_tokens: See `Codec`.
     """
 
     lossless = False
 
-    def __init__(self, key_bits: int, value_bits: int, group_size: int) -> None:
-        self.name = f"kivi:{key_bits}:{value_bits}:g{group_size}"
+    def __init__(self, key_bits: int, value_bits: int, group_size: int, sink_tokens: int = 0) -> None:
+        self.name = f"kivi:{key_bits}:{value_bits}:g{group_size}{sinks_mark(sink_tokens)}"
+        self.sink_tokens = sink_tokens
         self._bits: dict[Role, int] = {"keys": key_bits, "values": value_bits}
         self._group_size = group_size
 

@@ -15,6 +15,7 @@ class Raw:
 
     name = "raw"
     lossless = True
+    sink_tokens = 0  # all are as they are
 
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:
         """See `Codec.encode`."""

@@ -20,7 +20,7 @@ from math import floor, pi, prod, sqrt
 
 import torch
 
-from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed
+from kvboost_hf.cache.codecs.base import Planes, Role, in_blocks, narrowed, sinks_mark
 from kvboost_hf.cache.codecs.kivi import Kivi
 from kvboost_hf.cache.codecs.lloyd_max import centroids, look_up, round_to, squared_length
 from kvboost_hf.cache.codecs.packing import pack, packed_width, unpack
@@ -53,7 +53,8 @@ class TurboQuant:
         if config.grouped_values:
             self._grouped = Kivi(int(config.value_bits), int(config.value_bits), config.group_size)
             parts.append(f"grouped_values{config.group_size}")
-        self.name = ":".join(parts)
+        self.name = ":".join(parts) + sinks_mark(config.sink_tokens)
+        self.sink_tokens = config.sink_tokens
 
     @torch.no_grad()
     def encode(self, x: torch.Tensor, role: Role, rotations: Sequence[LayerRotation | None]) -> Planes:

@@ -189,9 +189,24 @@ class JoinedKVReader:
 
 
 def copy_columns(
-    layers: Sequence[ReuseLayer], row: int, start: int, stop: int, form: ColumnFormat | None = None
+    layers: Sequence[ReuseLayer],
+    row: int,
+    start: int,
+    stop: int,
+    form: ColumnFormat | None = None,
+    *,
+    at_start: bool = False,
 ) -> LayerKV:
-    """Copy a row's columns [start, stop) of every layer to host memory, in a format; None keeps them as they are."""
+    """Copy columns of every layer to host memory.
+
+    Args:
+        layers: All of them.
+        row: Of the batch.
+        start: The first column.
+        stop: The one behind the last.
+        form: To copy them to; None keeps them as they are.
+        at_start: The row begins at `start`.
+    """
     form = form or ColumnFormat()
     numbers: dict[tuple[Any, ...], int] = {}  # of the blocks, by what their tensors have in common
     parts: list[list[torch.Tensor]] = []
@@ -201,7 +216,7 @@ def copy_columns(
         columns = layer.columns(row, start, stop)
         own: list[Place] = []
         for at, part in enumerate(columns or ()):
-            codec, role, rotation = form.of(idx, at, part.dtype)
+            codec, role, rotation = form.of(idx, at, part.dtype, at_start=at_start)
             key = (part.shape, part.dtype, part.device, layer.is_sliding, codec, "keys" if codec is RAW else role)
             number = numbers.setdefault(key, len(parts))
             if number == len(parts):

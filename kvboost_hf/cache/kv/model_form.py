@@ -191,7 +191,7 @@ def _block(
     forms = {_form_of(form, *owner) for owner in owners}
     _require(len(forms) == 1, "has tensors of other kinds in a block")
     (own,) = forms
-    formats = [columns.of(*owner, own.dtype) for owner in owners]
+    formats = [columns.of(*owner, own.dtype, at_start=blob.entry.start == 0) for owner in owners]
     codec, role, _ = formats[0]
     _require(codec.lossless or {each[:2] for each in formats} == {(codec, role)}, "has keys in a block of values")
     shape = (own.heads, len(blob.entry.tokens), own.dim)

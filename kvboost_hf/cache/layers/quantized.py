@@ -199,7 +199,7 @@ def exact_layers(config: KVQuantConfig, layers: int) -> int:
 
 def mark(config: KVQuantConfig) -> bytes:
     """Names all that K/V computed on top of codes depends on."""
-    parts = (make_codec(config).name, config.sink_tokens, config.window, config.exact_layers)
+    parts = (make_codec(config).name, config.window, config.exact_layers)  # its name tells the `sink_tokens`
     return repr(parts).encode()
 
 

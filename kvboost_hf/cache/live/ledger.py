@@ -225,7 +225,7 @@ class Ledger:
             if len(tokens) < HEAD_TOKENS:
                 return Put.TOO_SHORT
             return self._put(row, border, tokens, layers, store, pinned, unfinished=unfinished)
-        nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format)
+        nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format, at_start=border.at == 0)
         with torch.inference_mode(False), torch.no_grad():
             return store.records.put_content(
                 self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned
@@ -243,7 +243,7 @@ class Ledger:
         unfinished: bool = False,
     ) -> Put:
         first = int(self.log.pads[row]) + border.at
-        nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format)
+        nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format, at_start=border.at == 0)
         # Outside inference mode: tensors made inside could not be used freely later.
         with torch.inference_mode(False), torch.no_grad():
             return store.records.put(
@@ -256,7 +256,7 @@ class Ledger:
         """Offer the only row's tokens from `start` on, cut from there, to be found by content only."""
 
         def copies(at: int, stop: int) -> tuple[int, Callable[[], LayerKV] | None]:
-            return copier(0, at, stop, layers, store.column_format)
+            return copier(0, at, stop, layers, store.column_format, at_start=at == 0)
 
         with torch.inference_mode(False), torch.no_grad():
             return offer_content(store, self.root, self.log.row(0), start, copies, pinned=pinned)
@@ -304,14 +304,17 @@ def _is_tainted(blended: MovedColumns | None, row: int) -> bool:
 
 
 def copier(
-    row: int, start: int, stop: int, layers: Sequence[ReuseLayer], form: ColumnFormat
+    row: int, start: int, stop: int, layers: Sequence[ReuseLayer], form: ColumnFormat, *, at_start: bool
 ) -> tuple[int, Callable[[], LayerKV] | None]:
-    """The bytes of a row's columns [start, stop), and what copies them; None where some have left a window."""
+    """The bytes of a row's columns [start, stop), and what copies them; None where some have left a window.
+
+    `at_start` says that the row begins there.
+    """
 
     def copy_kv() -> LayerKV:
-        return copy_columns(layers, row, start, stop, form)
+        return copy_columns(layers, row, start, stop, form, at_start=at_start)
 
-    nbytes = form.nbytes(layers, stop - start)
+    nbytes = form.nbytes(layers, stop - start, at_start=at_start)
     return nbytes, copy_kv if start >= max(layer.first for layer in layers) else None
 
 

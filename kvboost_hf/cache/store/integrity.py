@@ -167,7 +167,7 @@ def _difference(stored: Stored, fresh: Sequence[ReuseLayer], stop: int, form: Co
     start = max(stop - len(stored.tokens), *(layer.first for layer in fresh))
     if start >= stop:
         return 0.0
-    right = copy_columns(fresh, 0, start, stop, form)
+    right = copy_columns(fresh, 0, start, stop, form, at_start=start == 0)
     return _of_columns(stored.kv, right, start - stop, lossless=form.codec.lossless)
 
 
