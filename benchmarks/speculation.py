@@ -15,6 +15,7 @@ The bound is `committed per round * T / (T + drafted per round * D)`, with the t
 ends where the text ends, however long it may be.
 
 On a GPU, time is real, and so is the link: see speculation_link.py. `--shape tiny` does the same in seconds, anywhere.
+With `--model`, a chat model writes without a draft model: see speculation_lookup.py.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import torch
 from record import add_options, add_shape, write
 from reuse import measured_on, provenance
 from speculation_link import measure_link
+from speculation_lookup import measure_lookup
 from targets import Result
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -224,14 +226,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2, help="below 10 000, so that the prompts are held out")
     parser.add_argument("--threads", type=int, default=1, help="more take longer with models this small")
     parser.add_argument("--layers", type=int, default=24, help="of the target on a GPU: 253 MB each")
-    parser.add_argument("--texts", type=int, default=2, help="to write on a GPU")
+    parser.add_argument("--texts", type=int, default=2, help="to write on a GPU; with --model, of each kind of chat")
     parser.add_argument("--tokens", type=int, default=128, help="of each of these")
+    parser.add_argument("--model", help="a chat model, as transformers takes it, for drafts that are looked up")
     parser.add_argument("--folder", type=Path, help="where weights are written, and removed again")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     where = provenance(sys.argv[1:], "speculation.py")
     if options.shape == "tiny" or options.device == "cuda":
         measure_link(options, where)
+        return
+    if options.model is not None:
+        measure_lookup(options, where)
         return
     result: Result = {"provenance": where}
     reader, tokenizer = load_embedded()
