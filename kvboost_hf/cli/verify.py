@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
         help="texts that the prompts hold, one in each file: measure a second time with these stored first, each "
         "computed alone",
     )
-    text = "judge codecs of stored K/V, too, read back from a store: int8, int4, turboquant:3.5, …"
+    text = "judge codecs of stored K/V, too, read back from a store: int8, int8:4, int4, turboquant:3.5, …"
     parser.add_argument("--codec", nargs="+", default=[], metavar="CODEC", help=text)
     text = "the same for K/V in use, by bits from 1 to 4, or by codec; and each pair of the two"
     parser.add_argument("--live-quant", nargs="+", type=_live, default=[], metavar="BITS", help=text)

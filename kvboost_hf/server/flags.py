@@ -70,7 +70,7 @@ def add_kept(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--kv-cache-bits", type=int, choices=(4, 8, 16), help="bits of stored K/V (default: 16)")
     parser.add_argument(
         "--codec",
-        help="codec of stored K/V, in place of --kv-cache-bits: raw, int8, int4, turboquant, turboquant:3.5, …",
+        help="codec of stored K/V, in place of --kv-cache-bits: raw, int8, int8:4, int4, turboquant:3.5, …",
     )
     parser.add_argument(
         "--live-quant",

@@ -25,7 +25,7 @@ _NOT_KNOWN = (
 )
 _LOOKED_AT = 10_000  # blobs
 _ATTENTIONS = ("sdpa", "eager", ATTENTION)
-_LOSSY = ("int8", "int4", "int2", "turboquant", "turboquant:3.5", "turboquant:3", "turboquant:2")
+_LOSSY = ("int8", "int8:4", "int4", "int2", "turboquant", "turboquant:3.5", "turboquant:3", "turboquant:2")
 
 
 def unfound(

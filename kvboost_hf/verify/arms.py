@@ -11,7 +11,7 @@ from kvboost_hf.config import KVQuantConfig, Repair, ReusePolicy
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 REPAIRS: tuple[Repair, ...] = ("query", "cacheblend", "first_k")
 
-_SPECS = ("int8", "int4", "int2", *(f"turboquant:{bits:g}" for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1)))
+_SPECS = ("int8", "int8:4", "int4", "int2", *(f"turboquant:{bits:g}" for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1)))
 
 Kind = Literal["full", "exact", "naive", "repaired", "coded"]
 

@@ -257,6 +257,7 @@ SPECS: list[str | KVQuantConfig] = [
     "int8",
     "int4",
     "int2",
+    "int8:4",
     "turboquant",
     "turboquant:3.5",
     "turboquant:1",
@@ -349,7 +350,10 @@ def test_names_tell_codecs_apart() -> None:
     assert turbo(3.5).name != turbo(3.5000001).name  # the latter has 4 bits for each of 16 coordinates
 
 
-@pytest.mark.parametrize("spec", ["", "int3", "turboquant:", "turboquant:4:4:4", "turboquant:x", "TurboQuant", 4])
+NONE = ["", "int3", "int4:8", "int8:", "int8:4:4", "turboquant:", "turboquant:4:4:4", "turboquant:x", "TurboQuant", 4]
+
+
+@pytest.mark.parametrize("spec", NONE)
 def test_no_codec(spec: Any) -> None:
     with pytest.raises(ValueError, match="A codec must be 'raw', 'int8'"):
         make_codec(spec)

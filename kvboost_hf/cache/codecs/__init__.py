@@ -10,14 +10,18 @@ from kvboost_hf.config import KVQuantConfig
 
 __all__ = ["Codec", "Planes", "Role", "config_of", "live_config", "make_codec"]
 
-_SPECS = "'raw', 'int8', 'int4', 'int2', 'turboquant', 'turboquant:BITS' or 'turboquant:KEY_BITS:VALUE_BITS'"
+_SPECS = (
+    "'raw', 'int8', 'int4', 'int2', 'int8:4', 'int8:2', 'int4:2', 'turboquant', 'turboquant:BITS' or "
+    "'turboquant:KEY_BITS:VALUE_BITS'"
+)
 
 
 def make_codec(spec: str | KVQuantConfig | Codec | None) -> Codec:
     """The codec that is meant.
 
     Args:
-        spec: None or `"raw"`: K/V as it is. `"int8"`, `"int4"`, `"int2"`: KIVI. `"turboquant"`: TurboQuant with 4
+        spec: None or `"raw"`: K/V as it is. `"int8"`, `"int4"`, `"int2"`: KIVI; `"int8:4"` has 8 bits for keys and 4
+            for values. `"turboquant"`: TurboQuant with 4
             bits; `"turboquant:3.5"` with as many as that, `"turboquant:4:2"` with 4 for keys and 2 for values.
             Anything else is set by a `KVQuantConfig`. A codec is meant itself.
 
@@ -43,8 +47,8 @@ def config_of(spec: str | KVQuantConfig | None) -> KVQuantConfig | None:
     """The settings that are meant by a spec of `make_codec`; None for K/V as it is."""
     if spec is None or spec == "raw" or isinstance(spec, KVQuantConfig):
         return spec if isinstance(spec, KVQuantConfig) else None
-    if spec in ("int8", "int4", "int2"):
-        return KVQuantConfig(method="kivi", key_bits=int(spec[3:]), value_bits=int(spec[3:]))
+    if rounded := re.fullmatch(r"int([842])(?::([42]))?", str(spec)):
+        return KVQuantConfig(method="kivi", key_bits=int(rounded[1]), value_bits=int(rounded[2] or rounded[1]))
     bits = re.fullmatch(r"turboquant(?::(\d+(?:\.\d+)?))?(?::(\d+(?:\.\d+)?))?", str(spec))
     if bits is None:
         raise ValueError(f"A codec must be {_SPECS}, or a KVQuantConfig, got {spec!r}.")

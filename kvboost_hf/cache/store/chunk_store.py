@@ -61,9 +61,9 @@ class ChunkStore:
             them. What is stored is written to all of them, and outlives the process on all others.
         tier_key: 32 bytes or more: blobs below host memory carry a seal that only whoever has this key can make, and
             what does not have it is never used. All who share a tier need the same key. None for no seals.
-        codec: How K/V is kept, in all tiers: `"raw"`, `"int8"`, `"int4"`, `"turboquant"`, `"turboquant:3.5"`, a
-            `KVQuantConfig`, or the codec of another store. All but `"raw"` are lossy: what is reused is no longer
-            exactly what was computed.
+        codec: How K/V is kept, in all tiers: `"raw"`, `"int8"`, `"int8:4"`, `"int4"`, `"turboquant"`,
+            `"turboquant:3.5"`, a `KVQuantConfig`, or the codec of another store. All but `"raw"` are lossy: what is
+            reused is no longer exactly what was computed.
         salt: Separates those who must not see each other's prompts, not even by timing.
 
     Raises:
