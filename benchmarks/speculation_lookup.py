@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, lookup_assistant
 
-TEXT_TOKENS, NEW_TOKENS = 400, 96
+TEXT_TOKENS, NEW_TOKENS = 300, 64
 QUOTING = {
     "rewrite prose": (prose, 'Write the text above again, with every "function" replaced by "procedure".'),
     "edit code": (source, "Write the code above again, with a comment above each function."),
@@ -36,7 +36,6 @@ OTHERS = (
     "Write a short story about a lighthouse keeper who finds a map.",
     "Explain to a child why the sky is blue.",
     "Give me ten ideas for a birthday party in winter.",
-    "Compare trains and aeroplanes for a journey of 800 km.",
 )
 ARMS = ("plain", "lookup_assistant", "transformers, 10 tokens")
 

@@ -40,7 +40,7 @@ def lookup_assistant(
     """Make an assistant that proposes the continuation of the last tokens in the prompt or in a store's text.
 
     The longer match wins; of equal ones, that in the prompt. Without a match it proposes one token, since transformers
-    needs one, which costs next to nothing.
+    needs one. On a CPU that makes the forward half as long again, so take it for answers that quote.
 
     Args:
         target: The model that generates.
