@@ -10,8 +10,7 @@ of kvboost_hf that hold codes (`--live`) keep their last tokens exact, as they a
 
 Without `--model`, the trained reader is asked for facts of made-up documents. With it, a chat model gets real prose
 and source code (texts.py) with two facts inserted, and is asked for these (right, or not) and to tell what it has
-read: KL and first choices are those of what it says then, in the words that it says without a codec. Its one table has
-fewer codecs, and live caches, too.
+read: KL and first choices are those of what it says then, in the words that it says without a codec.
 
 The answer is fed token by token behind each prompt. A question counts as right if every token of its answer is the
 model's first choice; exactly then does greedy generate() give that answer. KL divergences are those from the model
@@ -320,12 +319,16 @@ def make_real_arms() -> list[Arm]:
     names += [f"{name}, first tokens coded" for name in ("int8", "int4", "turboquant:4", "turboquant:2")]
     names += [f"turboquant:4, {what}" for what in ("mean kept in", "Haar", "with QJL", "lengths not corrected")]
     stored = {arm.name: arm for arm in make_arms()}
-    arms = [Arm(PLAIN, "plain"), *(stored[name] for name in names)]
-    arms += [live(f"turboquant, {bits} bits", key_bits=bits, value_bits=bits) for bits in (4, 3, 2)]
+    return [Arm(PLAIN, "plain"), *(stored[name] for name in [*names, "control: turboquant:4, zeroed"])]
+
+
+def make_real_live_arms() -> list[Arm]:
+    """The same of caches that hold codes."""
+    arms = [live(f"turboquant, {bits} bits", key_bits=bits, value_bits=bits) for bits in (4, 3, 2)]
     arms += [live(f"KIVI, {bits} bits", method="kivi", key_bits=bits, value_bits=bits) for bits in (8, 4, 2)]
     arms += [live(f"turboquant, 4 bits, {exact} exact layers", exact_layers=exact) for exact in (0, 1, 4)]
-    arms += [live(f"turboquant, 4 bits, window of {window}", window=window) for window in (32, 64, 256)]
-    return [*arms, live("turboquant, 4 bits, no sinks", sink_tokens=0), stored["control: turboquant:4, zeroed"]]
+    arms += [live(f"turboquant, 4 bits, window of {window}", window=window) for window in (64, 256)]
+    return [Arm(PLAIN, "plain"), *arms, live("turboquant, 4 bits, no sinks", sink_tokens=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,9 +513,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON, the table and the figure")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="of the model and its K/V (default: float32)")
-    parser.add_argument(
-        "--live", action="store_true", help="caches of the reader that hold codes, in place of all others"
-    )
+    parser.add_argument("--live", action="store_true", help="caches that hold codes, in place of all others")
     parser.add_argument("--model", help="a chat model, as transformers takes it (default: the trained reader)")
     parser.add_argument("--cases", type=int, help="texts (default: 20 for the reader, 6 for a chat model)")
     parser.add_argument("--threads", type=int, default=1)
@@ -529,7 +530,8 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         draw, count, name = real_case, 6, "codecs-quality-real"
     model.to(options.device)
-    arms = make_live_arms() if options.live else make_arms() if options.model is None else make_real_arms()
+    makers = (make_arms, make_live_arms) if options.model is None else (make_real_arms, make_real_live_arms)
+    arms = makers[options.live]()
     with torch.no_grad():
         cases = [draw(model, tokenizer, seed) for seed in range(options.cases or count)]
         found = measure(model, cases, tokenizer, arms)
