@@ -69,6 +69,7 @@ def once(repair: Any, ratio: float = 0.15, **settings: Any) -> ReusePolicy:
     return ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio, progressive=False, **settings)
 
 
+_DEFAULT = "default: `query`, 15%, progressive"
 ARMS: dict[str, Arm] = {
     "exact reuse": Arm(ReusePolicy()),
     "`none`": Arm(once("none")),
@@ -80,12 +81,13 @@ ARMS: dict[str, Arm] = {
     "`query`, 20%": Arm(once("query", 0.2)),
     "`query`, 30%": Arm(once("query", 0.3)),
     "`none`, progressive": Arm(ReusePolicy(mode="blend", repair="none")),
-    "default: `query`, 15%, progressive": Arm(ReusePolicy(mode="blend")),
+    _DEFAULT: Arm(ReusePolicy(mode="blend")),
     "`none`, zeroed K/V": Arm(once("none"), damage="zeroed"),
     "`none`, shuffled K/V": Arm(once("none"), damage="shuffled"),
     "`query`, 15%, shuffled K/V": Arm(once("query"), damage="shuffled"),
 }
-ALONE = ("`none`", "`first_k`, 15% (EPIC)", "`cacheblend`, 15%", "`query`, 15%", "default: `query`, 15%, progressive")
+ALONE = ("`none`", "`first_k`, 15% (EPIC)", "`cacheblend`, 15%", "`query`, 15%", _DEFAULT)
+CONTROLS = tuple(name for name, arm in ARMS.items() if arm.damage is not None)  # on one kind of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +362,8 @@ def main() -> None:
         for seed in options.seeds:
             case = cases(tokenizer, kind, seed, options.asked)
             title = f"{kind[0].upper()}{kind[1:]}"
-            record.measure(f"{title}, {seed}", partial(add, title, case, arms, alone=False))
+            some = {name: arm for name, arm in arms.items() if kind == KINDS[0] or name not in CONTROLS}
+            record.measure(f"{title}, {seed}", partial(add, title, case, some, alone=False))
             if kind == KINDS[0]:
                 some = {name: arm for name, arm in arms.items() if name in ALONE}
                 title = f"{title}, each of them stored alone"
