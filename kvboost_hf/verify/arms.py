@@ -76,7 +76,7 @@ class Arm:
 
 
 FULL, EXACT = Arm(None), Arm(ReusePolicy())
-NAIVE = Arm(ReusePolicy(mode="blend", repair="none"))
+NAIVE = Arm(ReusePolicy(mode="blend", repair="none", progressive=False))
 
 
 def coded_arms(

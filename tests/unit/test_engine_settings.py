@@ -202,7 +202,7 @@ def test_a_chat_template_that_gives_no_text_is_told() -> None:
         KVBoost(model, tokenizer).generate(QUESTION, 1)
 
 
-def test_shuffled_documents_are_found_cut_by_content(embedded: tuple[PreTrainedModel, Any]) -> None:
+def test_shuffled_documents_are_found_however_they_are_cut(embedded: tuple[PreTrainedModel, Any]) -> None:
     """And a chat that grows is reused to the token, whichever way it is cut."""
     shuffled = [question.text for question in shuffled_documents(embedded[1], 1000, 6, seed=1)]
     documents = shuffled[0].split("\n\n")
@@ -213,4 +213,4 @@ def test_shuffled_documents_are_found_cut_by_content(embedded: tuple[PreTrainedM
         exact = KVBoost(*embedded, chunk_boundary_window=window, chat_template=False)
         for before, after in pairwise(exact.generate("\n\n".join(documents[:at]), 1) for at in range(1, 6)):
             assert after.cached_tokens >= before.prompt_tokens - 1
-    assert found[16] > 1.05 * found[0]
+    assert found[16] >= found[0] > 0.95 * 5 * (len(embedded[1](shuffled[0]).input_ids) - 40)
