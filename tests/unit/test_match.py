@@ -203,11 +203,11 @@ def test_a_short_chunk_in_the_way_does_not_cost_a_long_one() -> None:
 class TestVariants:
     document = text(64, 5)
 
-    def test_the_fewest_foreign_tokens_before_it(self) -> None:
+    def test_the_most_text_before_it(self) -> None:
         chunks = [FakeChunk(self.document, start) for start in (300, 20, 100)]
         (segment,) = moved(np.concatenate([100 + text(30), self.document]), index_of(*chunks))
-        assert segment.chunk is chunks[1]
-        assert segment.shift == 10
+        assert segment.chunk is chunks[0]
+        assert segment.shift == -270
 
     @pytest.mark.parametrize("cut", [64, 40])
     def test_the_one_that_continues_the_run_comes_first(self, cut: int) -> None:

@@ -24,7 +24,8 @@ class ContentIndex(Generic[C]):
 
     Their tokens are kept as sorted byte strings. The chunk that shares most leading tokens with a text is next to the
     place where the text would be inserted, however many chunks start alike. A chunk of fewer than `MIN_MOVED_TOKENS`
-    tokens is found only directly before or behind another one.
+    tokens is found only directly before or behind another one. Of several variants of a text, the one with most text
+    before it serves: K/V that was computed behind little text is unlike all other.
 
     Args:
         lock: Held wherever the index is read or written; must be reentrant.
@@ -115,7 +116,7 @@ class ContentIndex(Generic[C]):
         return [place for place, hashed in enumerate(hashes) if hashed in inside or hashed in heads]
 
     def whole(self, tokens: Tokens) -> C | None:
-        """The longest chunk that is a prefix of `tokens`; of equal ones the one with least `start`."""
+        """The longest chunk that is a prefix of `tokens`; of equal ones the one with most `start`."""
         text = tokens.tobytes()
         with self._lock:
             while len(text) >= MIN_MOVED_TOKENS * _TOKEN_BYTES:
@@ -124,12 +125,12 @@ class ContentIndex(Generic[C]):
                     return None
                 below = self._texts[at - 1]  # it, or what starts with it, or what differs from `text` sooner
                 if text.startswith(below):
-                    return self._variants[below][0]
+                    return self._variants[below][-1]
                 text = text[: _shared(below, text) * _TOKEN_BYTES]
         return None
 
     def leading(self, tokens: Tokens) -> C | None:
-        """A chunk that shares most leading tokens with `tokens`; of equal ones the one with least `start`."""
+        """A chunk that shares most leading tokens with `tokens`; of equal ones the one with most `start`."""
         text = tokens.tobytes()
         with self._lock:
             at = bisect_left(self._texts, text)
@@ -139,15 +140,15 @@ class ContentIndex(Generic[C]):
             text = text[: shared * _TOKEN_BYTES]
             first = bisect_left(self._texts, text)
             alike = (
-                self._variants[near][0] for near in self._texts[first : first + _MAX_COMPARED] if near.startswith(text)
+                self._variants[near][-1] for near in self._texts[first : first + _MAX_COMPARED] if near.startswith(text)
             )
-            return min(alike, key=_start)
+            return max(alike, key=_start)
 
     def inside(self, window: Tokens) -> list[tuple[C, int]]:
         """Some chunks that have `window` inside them, and where; a collision may bring others."""
         with self._lock:
             found = self._inside.get(window_hashes(window)[0], ())
-            return [(self._variants[text][0], at) for text, at in found]
+            return [(self._variants[text][-1], at) for text, at in found]
 
     def behind(self, parent: bytes, tokens: Tokens) -> C | None:
         """Of chunks with this `parent`, one that shares most leading tokens with `tokens`, `HEAD_TOKENS` or more.

@@ -66,11 +66,11 @@ class MovedIndex(Protocol):
         ...
 
     def whole(self, tokens: Tokens) -> "MovedChunk | None":
-        """The longest chunk that is a prefix of `tokens`; of equal ones the one with least `start`."""
+        """The longest chunk that is a prefix of `tokens`; of equal ones the one with most `start`."""
         ...
 
     def leading(self, tokens: Tokens) -> "MovedChunk | None":
-        """A chunk that shares most leading tokens with `tokens`; of equal ones the one with least `start`."""
+        """A chunk that shares most leading tokens with `tokens`; of equal ones the one with most `start`."""
         ...
 
     def inside(self, window: Tokens) -> "Sequence[tuple[MovedChunk, int]]":
