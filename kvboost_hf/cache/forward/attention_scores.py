@@ -111,16 +111,20 @@ def _attend(
     enable_gqa: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of `F.scaled_dot_product_attention`, [batch, heads, queries, keys] in float32, and its result."""
-    if key.shape[1] != query.shape[1]:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    scores = query.float() @ key.float().transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    scores = _products(query, key.float()) * (scale or query.shape[-1] ** -0.5)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
     weights = scores.softmax(dim=-1)
-    return weights, (weights @ value.float()).to(query.dtype)
+    return weights, _products(weights, value.float().mT).to(query.dtype)
+
+
+def _products(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Of `rows` [batch, heads, m, dim] with `others` [batch, kv_heads, n, dim], which several heads share, uncopied."""
+    batch, heads, m, dim = rows.shape
+    grouped = rows.float().reshape(batch, others.shape[1], -1, dim)
+    return (grouped @ others.mT).view(batch, heads, m, -1)
 
 
 def _weights(
@@ -140,8 +144,7 @@ def _weights(
     Its arguments are those of `kvboost_hf::attend`. A mask says which keys are seen; that of a single query is `keep`.
     """
     keep, _, _, mask = seen
-    keys = key.float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = query.float() @ keys.mT * scale
+    scores = _products(query, key.float()) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     for there in (mask, keep[:, None, None] if keep is not None else None):
