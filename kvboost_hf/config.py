@@ -79,10 +79,18 @@ class ReusePolicy:
             that calls which want the logits of all tokens, or a loss, reuse as others do: the head of the model
             computes the logits of reused tokens from them. K/V stored with it is not found without it. Not with mode
             `"blend"`, `live_quant` or `max_cache_len`.
+        reproducible: The logits of a prompt of one row, without padding, are the same bit by bit, in any dtype, whether
+            none, some or all of it was reused. Every prompt is computed in pieces of 256 tokens counted from its first,
+            and only whole pieces are reused: the tokens of an answer are computed again when they come back in a
+            prompt. Logits differ in the last bits from those of plain `generate()`, which computes a prompt in one
+            piece. Other prompts (several rows, padding, images, models with states) are computed whole each time. K/V
+            stored with it is not found without it. Not with mode `"blend"`, `live_quant`, `max_cache_len` or lossy
+            codecs.
 
     Raises:
         ValueError: for an unknown mode, repair or check, a negative count, a ratio or rate outside 0 to 1, a maximum
-            below its ratio, or audits or `keep_logprobs` with mode `"blend"`, whose answers differ by design.
+            below its ratio, or audits, `keep_logprobs` or `reproducible` with mode `"blend"`, whose answers differ by
+            design.
     """
 
     mode: ReuseMode = "exact"
@@ -98,6 +106,7 @@ class ReusePolicy:
     audit_rate: float = 0.0
     progressive: bool | None = None
     keep_logprobs: bool = False
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         _require_choice("mode", self.mode, get_args(ReuseMode))
@@ -119,14 +128,20 @@ class ReusePolicy:
                 f"`audit_rate` must be 0 with mode 'blend', whose answers may differ, got {self.audit_rate}. "
                 "Measure them with verify_correctness()."
             )
-        if not isinstance(self.keep_logprobs, bool):
-            raise ValueError(f"`keep_logprobs` must be True or False, got {self.keep_logprobs!r}.")
+        for name in ("keep_logprobs", "reproducible"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
         if self.progressive is not None and not isinstance(self.progressive, bool):
             raise ValueError(f"`progressive` must be True, False or None, got {self.progressive!r}.")
         if self.mode == "blend" and self.keep_logprobs:
             raise ValueError(
                 "`keep_logprobs` must be False with mode 'blend', got True: hidden states of moved tokens are not "
                 "those of the prompt. Use mode 'exact'."
+            )
+        if self.mode == "blend" and self.reproducible:
+            raise ValueError(
+                "`reproducible` must be False with mode 'blend', got True: answers depend on what is stored. Use mode "
+                "'exact'."
             )
 
 

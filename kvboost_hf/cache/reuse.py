@@ -60,8 +60,9 @@ class ChunkReuseCache(Cache):
 
     Raises:
         ValueError: for a model that cannot be served, or not with `max_cache_len`; a store that was made for another
-            model; any two of `live_quant`, `max_cache_len` and `keep_logprobs`; audits of lossy K/V; and later, for a
-            generate() call that may take more than `max_cache_len` tokens.
+            model; any two of `live_quant`, `max_cache_len` and `keep_logprobs`, or one of the first two with
+            `reproducible`; audits of lossy K/V, or `reproducible` with it; and later, for a generate() call that may
+            take more than `max_cache_len` tokens.
 
     Example:
         >>> from kvboost_hf.assets import load_embedded
@@ -94,7 +95,9 @@ class ChunkReuseCache(Cache):
         static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
         if max_cache_len is not None:
             self.max_cache_len = max_cache_len
-        live = LiveKV(model, static, live_quant, keeps_hidden=binding.keeps_hidden)
+        live = LiveKV(
+            model, static, live_quant, keeps_hidden=binding.keeps_hidden, reproducible=binding.policy.reproducible
+        )
         self._parts = CacheParts(binding, live, StoreWriter(binding, live))
         self._binding, self._live, self._writer = binding, live, self._parts.writer
         self._forward: Forward | None = None  # the one under way
@@ -319,11 +322,10 @@ class ChunkReuseCache(Cache):
 
     @policy.setter
     def policy(self, policy: ReusePolicy) -> None:
-        if policy.keep_logprobs != self.policy.keep_logprobs:
-            raise ValueError(
-                f"`keep_logprobs` of a cache must stay {self.policy.keep_logprobs}, got {policy.keep_logprobs}. Make "
-                "a new ChunkReuseCache."
-            )
+        for name in ("keep_logprobs", "reproducible"):
+            before, new = getattr(self.policy, name), getattr(policy, name)
+            if new != before:
+                raise ValueError(f"`{name}` of a cache must stay {before}, got {new}. Make a new ChunkReuseCache.")
         self._binding.policy = policy
 
     @property

@@ -56,6 +56,10 @@ MASK_COSTS_MORE = (
     "on this CPU it takes less time to compute its few known tokens again than to make the attention mask that reuse "
     "needs (ReusePolicy(min_prefill_saving=0) reuses them all the same)"
 )
+SEVERAL_ROWS = "with `reproducible`, one row without padding is reused, and this has several rows, or padding"
+MEDIA_WHOLE = "with `reproducible`, prompts with images, sound or video are not reused"
+STATES = "with `reproducible`, states are not reused, but K/V of attention alone"
+OTHER_PIECES = "with `reproducible`, more of a prompt is reused only if what came before ends at a multiple of 256 tokens"
 MOVED_MEDIA = "it has images, sound or video"
 MOVED_FIXED_SIZE = "the cache has a fixed size (max_cache_len)"
 MOVED_QUANTIZED = "the cache holds codes (live_quant)"
@@ -128,6 +132,8 @@ def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
         return ROWS_TOGETHER
     if (altered := parts.binding.altered) is not None:
         return altered
+    if parts.binding.policy.reproducible and (reason := _reason_against_pieces(parts, inputs, prompt, pads, regime)):
+        return reason
     return Admitted(_without_empty_mask(parts, inputs, pads), prompt, pads, root, regime)
 
 
@@ -164,11 +170,28 @@ def admit_piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) 
         return CHANGED_ON_THE_WAY
     if parts.binding.root(live.regime) != ledger.root:
         return MODEL_CHANGED
+    if ledger.in_pieces not in (None, held):
+        return OTHER_PIECES
+    if ledger.in_pieces is not None and inputs.computes_all:
+        return inputs.computes_all
     inputs = _without_empty_mask(parts, inputs, pads)
     prompt = _read_prompt(request.model, inputs, request.kwargs, pads - held)
     if isinstance(prompt, str) or prompt.media.any():
         return CHANGED_ON_THE_WAY
     return Admitted(inputs, prompt, pads, ledger.root, live.regime)
+
+
+def _reason_against_pieces(
+    parts: CacheParts, inputs: ForwardInputs, prompt: Prompt, pads: NDArray[np.int64], regime: bytes
+) -> str | None:
+    """Why a prompt cannot be computed in the same pieces each time, or None."""
+    if parts.live.stateful:
+        return STATES
+    if len(pads) > 1 or pads.any():
+        return SEVERAL_ROWS
+    if prompt.media.any():
+        return MEDIA_WHOLE
+    return LENGTH if regime else inputs.computes_all
 
 
 def reason_against_moving(parts: CacheParts, model: PreTrainedModel, *, media: bool) -> str | None:

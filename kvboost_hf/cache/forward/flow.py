@@ -39,6 +39,7 @@ from kvboost_hf.cache.forward.reused import PromptColumns, Reused
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, Step, Unrecorded
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED
+from kvboost_hf.cache.planning.fixed_pieces import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, plan_batch
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.generate_call import in_generate, in_prefill
@@ -221,7 +222,9 @@ def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forwar
     if (moved := plan_moved(parts, request, prompt, plan, media=media)) is not None:
         return moved
     cuts = _state_cuts(parts, plan, ledger, prompt)
-    if media:
+    if ledger.in_pieces is not None:
+        cuts = piece_ends(plan.filled, prompt.limit)
+    elif media:
         plan, cuts = _whole_media(plan, cuts, prompt.new, prompt.limit)
     elif not live.stateful:
         if not prompt.first:
@@ -263,6 +266,8 @@ def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
         live.drop()
         return 0
     held = prompt.cut(min(common_columns(ledger.log.columns(), prompt.column_ids), max(limit, 0)))
+    if ledger.in_pieces is not None:
+        held = min(whole_pieces(held), ledger.in_pieces)
     if held <= int(found.pads.max()):  # some row keeps nothing
         held = 0
     if held < ledger.log.length and not live.can_rewind(held):
@@ -293,6 +298,8 @@ def _plan(parts: CacheParts, model: PreTrainedModel, ledger: Ledger, prompt: Pro
             first=prompt.first,
             without=lost,
         )
+        if ledger.in_pieces is not None:
+            plan = replace(plan, filled=whole_pieces(plan.filled))
         wanted = needed_for(plan)
         fetched = binding.store.records.fetch(wanted, check=not _may_overlap(parts, model, plan, prompt))
         if all(fetched.get(each.key) is each for each in wanted):  # nothing had to be loaded
@@ -328,6 +335,7 @@ def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, pro
     """
     return (
         parts.binding.policy.mode == "exact"
+        and not parts.binding.policy.reproducible  # which would have to be computed in pieces
         and not prompt.new.media.any()  # where images are cut, the plan is not yet the last one
         and parts.live.static is None
         and can_overlap(parts.live.layers, plan)

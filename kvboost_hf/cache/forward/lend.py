@@ -13,6 +13,7 @@ from kvboost_hf.cache.forward.running import CacheParts
 from kvboost_hf.cache.layers.hidden_states import kv_layers
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.planning.fixed_pieces import whole_pieces
 from kvboost_hf.compat import attn_implementation, rope_regime
 from kvboost_hf.handles import ATTENTION
 
@@ -70,4 +71,5 @@ def stored_tokens(parts: CacheParts, ids: torch.Tensor) -> int:
         return 0
     ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)
     tokens = ids.cpu().numpy().astype(np.int64, copy=False)
-    return ledger.plan(tokens, 0, ids.shape[1] - 1, binding.store, 0, stateful=live.stateful).filled
+    filled = ledger.plan(tokens, 0, ids.shape[1] - 1, binding.store, 0, stateful=live.stateful).filled
+    return whole_pieces(filled) if binding.policy.reproducible else filled

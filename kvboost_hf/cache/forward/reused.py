@@ -18,6 +18,7 @@ from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_
 from kvboost_hf.cache.layers.base import Piece
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens
+from kvboost_hf.cache.planning.fixed_pieces import PIECE
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, plan_shared
 from kvboost_hf.cache.planning.report import BATCH, Tally, miss_report
 from kvboost_hf.cache.prompt.hook import Kwargs
@@ -143,6 +144,8 @@ class Reused(Forward):
         self._note_pace()
         live, prompt = self.parts.live, self._prompt
         live.filled(prompt.ids[:, self.length :], prompt.columns)
+        if prompt.columns - self.length == PIECE:
+            self._note_pieces(prompt.columns)
         changed = None
         if live.ledger is not None and self._audited is not None:
             if not self._only_if_altered or self.parts.binding.altered is not None:
@@ -186,6 +189,7 @@ class Reused(Forward):
         live, tally, ledger = parts.live, parts.live.tally, parts.live.ledger
         assert ledger is not None
         live.filled(ids[:, plan.held : plan.filled], plan.filled)
+        self._note_pieces(plan.filled)
         count_stems(tally, plan)
         for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
             stop = plan.filled - pad
@@ -216,6 +220,7 @@ class Reused(Forward):
             if self.length < cut:
                 run_ahead(model, live.layers, prompt.inputs, columns, prompt.first)
                 live.filled(prompt.ids[:, columns], cut)
+                self._note_pieces(cut)
             self.length = cut
             if live.stateful and store.usable:
                 parts.writer.offer_new(ledger)
@@ -240,6 +245,12 @@ class Reused(Forward):
             count_stems(live.tally, plan)
             self.length = plan.filled
 
+    def _note_pieces(self, stop: int) -> None:
+        """All columns up to `stop` were computed in whole pieces, if that is asked for."""
+        ledger = self.parts.live.ledger
+        if ledger is not None and ledger.in_pieces is not None:
+            ledger.in_pieces = stop
+
     def _note_pace(self) -> None:
         """Tell how fast the model is. On a GPU the host's clock does not."""
         model = self.parts.binding.model
@@ -259,6 +270,8 @@ class Reused(Forward):
             return None
         with live.changing():
             put_right(live.layers, found.layers, ledger)
+            if ledger.in_pieces is not None:
+                ledger.in_pieces = 0
         if isinstance(output, ModelOutput):
             output["logits"] = found.logits
             if at:

@@ -1,7 +1,9 @@
-"""Settings that K/V depends on besides weights: configurations, autocast and PEFT's adapters."""
+"""Settings that K/V depends on besides weights: configurations, autocast, PEFT's adapters, and what rounds."""
 
+import platform
 from collections.abc import Hashable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +53,30 @@ def autocast() -> Hashable:
     precision = torch.get_float32_matmul_precision()
     kinds = [kind for kind in _device_kinds() if torch.is_autocast_enabled(kind)]
     return precision, *[(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+def arithmetic() -> tuple[Hashable, ...]:
+    """What the last bits of a result depend on: devices, threads, and the kernels that PyTorch may choose."""
+    return (
+        _devices(),
+        torch.get_num_threads(),
+        torch.backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    """The processor with the instructions that it has, and the GPUs."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else [platform.processor()]
+    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    gpus = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    return (*processor, torch.backends.cpu.get_cpu_capability(), *gpus)
 
 
 @cache

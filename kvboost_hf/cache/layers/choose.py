@@ -38,17 +38,21 @@ assert frozenset(_MAKERS) == SERVED_LAYERS
 
 
 def make_layers(
-    model: PreTrainedModel, live_quant: KVQuantConfig | None = None, *, keeps_hidden: bool = False
+    model: PreTrainedModel,
+    live_quant: KVQuantConfig | None = None,
+    *,
+    keeps_hidden: bool = False,
+    contiguous: bool = False,
 ) -> list[ReuseLayer]:
     """Our layers for a model that `compat` has found to be served.
 
     With `live_quant`, those of full attention hold codes, but for the first and the last ones. Without it, and where
-    `kvboost_fa2` can read chunks where they are, they leave them there. With `keeps_hidden`, one of hidden states
-    follows.
+    `kvboost_fa2` can read chunks where they are, they leave them there, unless they are to be `contiguous`: sums over
+    chunks may round otherwise. With `keeps_hidden`, one of hidden states follows.
     """
     layers = [_MAKERS[type(stock).__name__](stock) for stock in cache_layers(model)]
     if live_quant is None:
-        if attn_implementation(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
+        if not contiguous and attn_implementation(model) == ATTENTION and read_in_place(PiecedKV, input_device(model)):
             layers = [PiecedLayer() if type(layer) is GrowingLayer else layer for layer in layers]
         return [*layers, HiddenStates()] if keeps_hidden else layers
     codec, found = make_codec(live_quant), key_rotation(model)

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 from kvboost_hf.cache.identity.foreign import foreign_attention, hooks_registered
 from kvboost_hf.cache.identity.model_state import ModelState
-from kvboost_hf.cache.identity.settings import autocast
+from kvboost_hf.cache.identity.settings import arithmetic, autocast
 from kvboost_hf.cache.layers.quantized import mark
+from kvboost_hf.cache.planning.fixed_pieces import PIECE
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS
 from kvboost_hf.cache.store.chunk_store import ChunkStore, salt_bytes
 from kvboost_hf.cache.store.default import default_store
@@ -77,10 +78,16 @@ class Binding:
                 "one of the two."
             )
         policy = policy if policy is not None else ReusePolicy()
-        if policy.keep_logprobs and (live_quant is not None or max_cache_len is not None):
-            other = "max_cache_len" if live_quant is None else "live_quant"
-            raise ValueError(f"`keep_logprobs` must be False with `{other}`, got True. Leave out one of the two.")
+        other = "live_quant" if live_quant is not None else "max_cache_len" if max_cache_len is not None else None
+        for name in ("keep_logprobs", "reproducible"):
+            if getattr(policy, name) and other is not None:
+                raise ValueError(f"`{name}` must be False with `{other}`, got True. Leave out one of the two.")
         store = store if store is not None else default_store(model)
+        if policy.reproducible and not store.codec.lossless:
+            raise ValueError(
+                f"`reproducible` must be False with a store with codec {store.codec.name!r}, got True: what comes out "
+                "of that codec is not what was computed. Make a store without a codec."
+            )
         if policy.audit_rate and (live_quant is not None or not store.codec.lossless):
             lossy = "`live_quant`" if live_quant is not None else f"a store with codec {store.codec.name!r}"
             raise ValueError(
@@ -131,6 +138,8 @@ class Binding:
         """
         self._hooks, self._precision = hooks_registered(), autocast()
         read_all = self.policy.weights_check == "full"
+        if self.policy.reproducible:
+            regime += f"pieces of {PIECE}, {arithmetic()}".encode()
         return self.store.root(self.salt, regime + self._mark, read_all=read_all, keeps_hidden=self.keeps_hidden)
 
     @property

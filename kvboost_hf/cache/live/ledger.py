@@ -1,7 +1,7 @@
 """The tokens and chunk borders behind the K/V of a cache, and the chunks that it offers to the store."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from kvboost_hf.cache.kv.column_format import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates, copy_columns, copy_states
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.planning.chunks import Tokens, content_only_key, prefix_key
+from kvboost_hf.cache.planning.fixed_pieces import whole_pieces
 from kvboost_hf.cache.planning.moved_columns import MovedColumns
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row, plan_shared
 from kvboost_hf.cache.prompt.token_log import TokenLog
@@ -31,6 +32,8 @@ class Ledger:
         unconfirmed: The last columns are candidates that `crop()` has yet to judge.
         blended: What of the K/V is not that of a plain forward, or None.
         progressive: That is computed again after the prompt.
+        in_pieces: With `ReusePolicy(reproducible=True)`, columns [0, in_pieces) were computed in whole pieces: only
+            these are stored, and kept for the next prompt. None stores and keeps all.
     """
 
     log: TokenLog
@@ -40,6 +43,7 @@ class Ledger:
     unconfirmed: bool = False
     blended: MovedColumns | None = None
     progressive: bool = False
+    in_pieces: int | None = None
 
     @classmethod
     def empty(cls, pads: NDArray[np.int64], root: bytes) -> "Ledger":
@@ -49,13 +53,13 @@ class Ledger:
     def copy(self) -> "Ledger":
         """A ledger of the same, that can be kept on its own."""
         borders = [list(row) for row in self.borders]
-        return Ledger(
-            self.log.copy(), borders, self.root, self.version, self.unconfirmed, self.blended, self.progressive
-        )
+        return replace(self, log=self.log.copy(), borders=borders)
 
     def rewind(self, length: int) -> None:
         """Forget columns from `length` on."""
         self.log.crop(length)
+        if self.in_pieces is not None:
+            self.in_pieces = min(self.in_pieces, whole_pieces(length))
         before, self.blended = self.blended, self.blended.crop(length) if self.blended is not None else None
         for row, (pad, borders) in enumerate(zip(self.log.pads, self.borders, strict=True)):
             if _is_tainted(before, row) and not _is_tainted(self.blended, row):
@@ -123,6 +127,11 @@ class Ledger:
             results += self.store_row(row, layers, store, unseen=unseen)
         return Put.UNSEEN in results
 
+    def storable(self, row: int) -> Tokens:
+        """The tokens of a row that the store may be offered."""
+        tokens = self.log.row(row)
+        return tokens if self.in_pieces is None else tokens[: max(self.in_pieces - int(self.log.pads[row]), 0)]
+
     def has_new_chunk(self, chunk_size: int) -> bool:
         """Whether some row may have a new complete chunk; reads no ids."""
         if self.blended is not None and any(
@@ -130,8 +139,9 @@ class Ledger:
             for row, (pad, borders) in enumerate(zip(self.log.pads, self.borders, strict=True))
         ):
             return True
+        length = self.log.length if self.in_pieces is None else self.in_pieces
         return any(
-            self.log.length - pad - borders[-1].at >= chunk_size
+            length - pad - borders[-1].at >= chunk_size
             for pad, borders in zip(self.log.pads, self.borders, strict=True)
         )
 
@@ -146,7 +156,7 @@ class Ledger:
         unseen: bool = True,
     ) -> list[Put]:
         """Offer a row's complete chunks: those since the last border, or all of them `again`; see `store_new`."""
-        tokens, borders = self.log.row(row), self.borders[row]
+        tokens, borders = self.storable(row), self.borders[row]
         if again:
             del borders[1:]
         if self.blended is not None and self.blended.is_tainted(row):
@@ -170,7 +180,7 @@ class Ledger:
         if self.blended is not None and self.blended.is_tainted(row):
             self.store_row(row, layers, store, pinned=pinned)  # moved chunks are no part of the tail
         border = self.borders[row][-1]
-        tail = self.log.row(row)[border.at :]
+        tail = self.storable(row)[border.at :]
         if len(tail) < HEAD_TOKENS:
             return Put.PRESENT
         if self.blended is not None and self.blended.is_tainted(row):

@@ -63,6 +63,7 @@ class LiveKV:
         live_quant: KVQuantConfig | None,
         *,
         keeps_hidden: bool = False,
+        reproducible: bool = False,
     ) -> None:
         self.static, self.tally = static, Tally()
         self.unsupported = self.plain_reason = known_reason(model)
@@ -73,6 +74,7 @@ class LiveKV:
         self.in_forward = False  # a forward with the cache is under way
         self.stepped = False  # compiled steps were taken over, and not offered to the store yet
         self._model, self._live_quant, self._keeps_hidden = weakref.ref(model), live_quant, keeps_hidden
+        self._reproducible = reproducible
         self._columns = 0  # held by layers that do not count themselves
         self._bumps = ModelState.of(model).fingerprint.bumps
         self._records_for_call = False  # a generate() call has asked the layers to keep what crop() may go back to
@@ -91,8 +93,11 @@ class LiveKV:
         if self.static is not None:
             self.layers = self.static.make_layers(model)
         else:
-            ours = self.plain_reason is None
-            self.layers = make_layers(model, self._live_quant, keeps_hidden=self._keeps_hidden) if ours else []
+            self.layers = []
+            if self.plain_reason is None:
+                self.layers = make_layers(
+                    model, self._live_quant, keeps_hidden=self._keeps_hidden, contiguous=self._reproducible
+                )
         self._find_counting()
 
     def _find_counting(self) -> None:
@@ -257,6 +262,7 @@ class LiveKV:
         self.expect_padding(pads)
         if self.ledger is None:
             self.ledger = Ledger.empty(pads, root)
+            self.ledger.in_pieces = 0 if self._reproducible else None
         return self.ledger
 
     def filled(self, ids: Tokens, stop: int) -> None:
