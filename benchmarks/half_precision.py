@@ -38,8 +38,9 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
 from recipes.real_model import FLOAT32, fetch
 
 TURNS, ANSWER, PASSAGE = 8, 12, 110  # tokens, the last two
-FEW = 3  # chats in which each prompt is also computed whole in other ways
-PLAIN, PIECES, ROWS, FIXED = "plain", "prefill_chunk_size=64", "two equal rows", "reproducible, nothing stored"
+FEW = 2  # chats in which each prompt is also computed whole in other ways
+PLAIN, BY_HAND, LIVE, STORE = "plain", "by hand", "live", "store"
+PIECES, ROWS, FIXED = "prefill_chunk_size=64", "two equal rows", "reproducible, nothing stored"
 QUESTIONS = (
     "What is this text about?",
     "Which word in it is the most important one?",
@@ -85,7 +86,7 @@ class Count:
             "parted": self.parted,
             "tokens": self.tokens,
             "gaps": [round(each, 4) for each in sorted(self.gaps)],
-            "median_gap": statistics.median(self.all_gaps),
+            "median_gap": statistics.median(self.all_gaps or [0.0]),
             "other_bits": self.other_bits,
         }
 
@@ -162,43 +163,52 @@ def ours(chats: Chats, policy: ReusePolicy | None, *, kept: bool) -> Callable[[t
     return lambda ids: chats.answer(ids, cache if kept else ChunkReuseCache(chats.model, store, policy))
 
 
-def compare(chats: Chats, numbers: range, *, noise: range, fixed: range) -> Result:
-    """Chats in one dtype.
+class Comparison:
+    """What was found in one dtype, chat by chat.
 
     Args:
         chats: The chats.
-        numbers: Which of them.
-        noise: Those of them that plain generate() also answers in other shapes.
-        fixed: Those of them for `reproducible=True`.
     """
-    found: dict[str, Count] = {}
-    bits = {"turns": 0, "reused": 0, "kept": 0, "store": 0, "tokens": 0, "forwarded": 0}
-    policy = ReusePolicy(reproducible=True)
-    for number in numbers:
+
+    def __init__(self, chats: Chats) -> None:
+        self._chats, self._found = chats, {name: Count() for name in (BY_HAND, LIVE, STORE, PIECES)}
+        self._bits = {"turns": 0, "reused": 0, "kept": 0, "store": 0, "tokens": 0, "forwarded": 0}
+
+    def ask(self, number: int, *, whole: bool) -> None:
+        """Let one more chat be answered in each way.
+
+        Args:
+            number: Of the chat.
+            whole: Also as one of two rows, and with `reproducible=True`, which compute each prompt whole.
+        """
+        chats, policy = self._chats, ReusePolicy(reproducible=True)
         ways: dict[str, Callable[[torch.Tensor], Answer]] = {
-            "by hand": ByHand(chats).answer,
-            "live": ours(chats, None, kept=True),
-            "store": ours(chats, None, kept=False),
+            BY_HAND: ByHand(chats).answer,
+            LIVE: ours(chats, None, kept=True),
+            STORE: ours(chats, None, kept=False),
+            PIECES: lambda ids: chats.answer(ids, prefill_chunk_size=64),
         }
-        if number in noise:
-            ways[PIECES] = lambda ids: chats.answer(ids, prefill_chunk_size=64)
+        if whole:
             ways[ROWS] = lambda ids: chats.answer(ids, rows=2)
-        warm = ours(chats, policy, kept=False)
+        stored = ours(chats, policy, kept=False)
         cache = ChunkReuseCache(chats.model, ChunkStore(chats.model), policy)
         for ids, plain in chats.turns(number):
             for name, way in ways.items():
-                found.setdefault(name, Count()).add(plain, way(ids))
-            if number in fixed:
+                self._found.setdefault(name, Count()).add(plain, way(ids))
+            if whole:
                 cold = chats.answer(ids, ChunkReuseCache(chats.model, ChunkStore(chats.model), policy))
-                found.setdefault(FIXED, Count()).add(plain, cold)
-                bits["turns"] += 1
-                bits["kept"] += not same(cold, chats.answer(ids, cache))
-                bits["reused"] += cache.report.reused_tokens > 0
-                bits["tokens"] += ids.shape[1]
-                bits["forwarded"] += cache.report.forwarded_tokens
-                bits["store"] += not same(cold, warm(ids))
-        print(f"chat {number}: " + ", ".join(f"{n} {c.parted}/{c.turns}" for n, c in found.items()), flush=True)
-    return {"ways": {name: count.row() for name, count in found.items()}, "bits": bits}
+                self._found.setdefault(FIXED, Count()).add(plain, cold)
+                self._bits["turns"] += 1
+                self._bits["kept"] += not same(cold, chats.answer(ids, cache))
+                self._bits["reused"] += cache.report.reused_tokens > 0
+                self._bits["tokens"] += ids.shape[1]
+                self._bits["forwarded"] += cache.report.forwarded_tokens
+                self._bits["store"] += not same(cold, stored(ids))
+        print(", ".join(f"{name} {count.parted}/{count.turns}" for name, count in self._found.items()), flush=True)
+
+    def row(self) -> Result:
+        """All of it so far."""
+        return {"ways": {name: count.row() for name, count in self._found.items()}, "bits": self._bits}
 
 
 def same(one: Answer, other: Answer) -> bool:
@@ -253,7 +263,7 @@ def markdown(result: Result) -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for dtype, found in result["dtypes"].items():
-        bits, live = found["bits"], found["ways"]["live"]
+        bits, live = found["bits"], found["ways"][LIVE]
         lines.append(
             f"| {dtype} | {bits['turns']} | {bits['reused']} | {bits['forwarded'] / bits['tokens']:.0%} "
             f"| {bits['kept']} | {bits['store']} | {live['other_bits']} of {live['turns']} |"
@@ -272,8 +282,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, rounds=3)
     parser.add_argument("--chats", type=int, default=20, help="in bfloat16")
-    parser.add_argument("--others", type=int, default=1, help="chats in float32 and float16")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32", "float16"])
+    parser.add_argument(
+        "--others", type=int, default=1, help="chats in other dtypes; float16 takes a CPU several times as long"
+    )
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--cost-tokens", type=int, nargs="*", default=[400, 1400], help="of prompts that are timed")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -291,21 +303,25 @@ def main() -> None:
         parser.error(f"--chats and --others must be from 1 to {len(passages)}, the passages that there are")
     result: Result = {"provenance": provenance(sys.argv[1:], "half_precision.py"), "dtypes": {}, "costs": []}
     record = Record("half-precision-cpu", options, result, markdown)
-    for dtype in options.dtypes:
-        chats = Chats(copy.deepcopy(base).to(getattr(torch, dtype)), tokenizer, passages)
+    compared: dict[str, Comparison] = {}
+    for number in range(max(options.chats, options.others)):
+        for dtype in options.dtypes if number < options.others else ["bfloat16"]:
+            if dtype not in compared:
+                compared[dtype] = Comparison(Chats(copy.deepcopy(base).to(getattr(torch, dtype)), tokenizer, passages))
 
-        def time_prompts(chats: Chats = chats) -> None:
-            long = tokenizer("\n\n".join(texts.prose(2000, count)[:2]), return_tensors="pt").input_ids
-            result["costs"] += [costs(chats, long, tokens, options.rounds) for tokens in options.cost_tokens]
+            def ask(dtype: str = dtype, number: int = number) -> None:
+                compared[dtype].ask(number, whole=number < FEW)
+                result["dtypes"][dtype] = compared[dtype].row()
 
-        def ask(chats: Chats = chats, dtype: str = dtype) -> None:
-            numbers = range(options.chats if dtype == "bfloat16" else options.others)
-            noise = numbers[: FEW if dtype != "float16" else 0]  # which takes several times as long on a CPU
-            result["dtypes"][dtype] = compare(chats, numbers, noise=noise, fixed=numbers[:FEW])
-
-        if dtype == "bfloat16" and options.cost_tokens:
-            record.measure("costs", time_prompts)
-        record.measure(dtype, ask)
+            record.measure(f"{dtype}, chat {number}", ask)
+    if options.cost_tokens:
+        long = tokenizer("\n\n".join(texts.prose(2000, count)[:2]), return_tensors="pt").input_ids
+        half = Chats(copy.deepcopy(base).bfloat16(), tokenizer, passages)
+        for tokens in options.cost_tokens:
+            record.measure(
+                f"cost of {tokens} tokens",
+                lambda tokens=tokens: result["costs"].append(costs(half, long, tokens, options.rounds)),
+            )
     record.show()
 
 
