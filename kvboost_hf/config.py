@@ -79,13 +79,11 @@ class ReusePolicy:
             that calls which want the logits of all tokens, or a loss, reuse as others do: the head of the model
             computes the logits of reused tokens from them. K/V stored with it is not found without it. Not with mode
             `"blend"`, `live_quant` or `max_cache_len`.
-        reproducible: The logits of a prompt of one row, without padding, are the same bit by bit, in any dtype, whether
-            none, some or all of it was reused. Every prompt is computed in pieces of 256 tokens counted from its first,
-            and only whole pieces are reused: the tokens of an answer are computed again when they come back in a
-            prompt. Logits differ in the last bits from those of plain `generate()`, which computes a prompt in one
-            piece. Other prompts (several rows, padding, images, models with states) are computed whole each time. K/V
-            stored with it is not found without it. Not with mode `"blend"`, `live_quant`, `max_cache_len` or lossy
-            codecs.
+        reproducible: Compute every prompt in pieces of 256 tokens, counted from its first token, and reuse whole
+            pieces only. Then the logits of a prompt of one row are the same bit by bit, in any dtype, whether none,
+            some or all of it is reused. Tokens of an answer are computed again when they come back in a prompt.
+            Several rows, padding, images and models with states are not reused. K/V stored with it is not found
+            without it. Not with mode `"blend"`, `live_quant`, `max_cache_len` or a lossy codec.
 
     Raises:
         ValueError: for an unknown mode, repair or check, a negative count, a ratio or rate outside 0 to 1, a maximum

@@ -56,10 +56,10 @@ MASK_COSTS_MORE = (
     "on this CPU it takes less time to compute its few known tokens again than to make the attention mask that reuse "
     "needs (ReusePolicy(min_prefill_saving=0) reuses them all the same)"
 )
-SEVERAL_ROWS = "with `reproducible`, one row without padding is reused, and this has several rows, or padding"
+SEVERAL_ROWS = "with `reproducible`, only one row without padding is reused"
 MEDIA_WHOLE = "with `reproducible`, prompts with images, sound or video are not reused"
-STATES = "with `reproducible`, states are not reused, but K/V of attention alone"
-OTHER_PIECES = "with `reproducible`, more of a prompt is reused only if what came before ends at a multiple of 256 tokens"
+STATES = "with `reproducible`, only K/V is reused, and this model keeps states"
+OTHER_PIECES = "with `reproducible`, a prompt in pieces is reused only if these end at multiples of 256 tokens"
 MOVED_MEDIA = "it has images, sound or video"
 MOVED_FIXED_SIZE = "the cache has a fixed size (max_cache_len)"
 MOVED_QUANTIZED = "the cache holds codes (live_quant)"

@@ -57,16 +57,10 @@ def autocast() -> Hashable:
 
 def arithmetic() -> tuple[Hashable, ...]:
     """What the last bits of a result depend on: devices, threads, and the kernels that PyTorch may choose."""
-    return (
-        _devices(),
-        torch.get_num_threads(),
-        torch.backends.mkldnn.enabled,
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-    )
+    sdp: Any = torch.backends.cuda  # without types; the first three count on a CPU, too
+    kernels = (sdp.flash_sdp_enabled, sdp.mem_efficient_sdp_enabled, sdp.math_sdp_enabled, sdp.cudnn_sdp_enabled)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _devices(), torch.get_num_threads(), deterministic, *[enabled() for enabled in kernels]
 
 
 @cache
