@@ -208,6 +208,14 @@ def layer_configs(config: PreTrainedConfig) -> list[Any]:
     return [layers[index] for index in range(len(layers))]
 
 
+def head_widths(config: PreTrainedConfig) -> set[int]:
+    """Numbers in a head's key of one token, of all layers."""
+    return {
+        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for layer in layer_configs(config)
+    }
+
+
 def _kv_elements(config: Any) -> int:
     """Elements of K/V of one layer for one token, 0 if unknown."""
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)

@@ -35,7 +35,7 @@ from kvboost_hf.cache.prompt.inputs import (
 )
 from kvboost_hf.cache.prompt.media import ENCODED, Prompt, has_types_of_media, payload, read_prompt
 from kvboost_hf.cache.prompt.positions import counts_from_padding_id
-from kvboost_hf.compat import attn_implementation, padding_reason, rope_regime
+from kvboost_hf.compat import attn_implementation, head_widths, padding_reason, rope_regime
 
 UPDATE_REPLACED = "`update` of this ChunkReuseCache was replaced"
 MASK = "the attention mask hides more than padding on the left"
@@ -57,6 +57,9 @@ MASK_COSTS_MORE = (
     "needs (ReusePolicy(min_prefill_saving=0) reuses them all the same)"
 )
 SEVERAL_ROWS = "with `reproducible`, only one row without padding is reused"
+NARROW_WINDOW = (
+    "with `reproducible`, layers with a window are reused only if a head's key takes a multiple of 64 bytes"
+)
 MEDIA_WHOLE = "with `reproducible`, prompts with images, sound or video are not reused"
 STATES = "with `reproducible`, only K/V is reused, and this model keeps states"
 OTHER_PIECES = "with `reproducible`, a prompt in pieces is reused only if these end at multiples of 256 tokens"
@@ -132,7 +135,7 @@ def admit_prompt(parts: CacheParts, request: Request) -> Admitted | str:
         return ROWS_TOGETHER
     if (altered := parts.binding.altered) is not None:
         return altered
-    if parts.binding.policy.reproducible and (reason := _reason_against_pieces(parts, inputs, prompt, pads, regime)):
+    if parts.binding.policy.reproducible and (reason := _reason_against_pieces(parts, request, prompt, pads, regime)):
         return reason
     return Admitted(_without_empty_mask(parts, inputs, pads), prompt, pads, root, regime)
 
@@ -182,7 +185,7 @@ def admit_piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) 
 
 
 def _reason_against_pieces(
-    parts: CacheParts, inputs: ForwardInputs, prompt: Prompt, pads: NDArray[np.int64], regime: bytes
+    parts: CacheParts, request: Request, prompt: Prompt, pads: NDArray[np.int64], regime: bytes
 ) -> str | None:
     """Why a prompt cannot be computed in the same pieces each time, or None."""
     if parts.live.stateful:
@@ -191,7 +194,12 @@ def _reason_against_pieces(
         return SEVERAL_ROWS
     if prompt.media.any():
         return MEDIA_WHOLE
-    return LENGTH if regime else inputs.computes_all
+    # Windows begin at any column of their buffers, and products of what begins elsewhere in memory round otherwise.
+    narrow = any(width * request.model.dtype.itemsize % 64 for width in head_widths(request.model.config))
+    if narrow and any(layer.is_sliding for layer in parts.live.layers):
+        return NARROW_WINDOW
+    assert isinstance(request.inputs, ForwardInputs)
+    return LENGTH if regime else request.inputs.computes_all
 
 
 def reason_against_moving(parts: CacheParts, model: PreTrainedModel, *, media: bool) -> str | None:

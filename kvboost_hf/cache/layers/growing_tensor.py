@@ -15,11 +15,14 @@ from kvboost_hf.cache.layers.base import Piece
 
 # Room beyond what is needed at a (re)allocation: an eighth, at least this many columns.
 _MIN_SLACK = 128
+# Buffers hold a multiple of so many columns: each head begins at a multiple of 64 bytes, whatever the head_dim. Where
+# it does not, matrix products round otherwise from one capacity to the next.
+_ALIGNED = 32
 
 
 def capacity(length: int) -> int:
     """Columns that a buffer for `length` of them is given."""
-    return length + max(_MIN_SLACK, length // 8)
+    return -(-(length + max(_MIN_SLACK, length // 8)) // _ALIGNED) * _ALIGNED
 
 
 class GrowingTensor:

@@ -42,6 +42,7 @@ class LiveKV:
         static: Decoding in buffers that never move, or None for layers that grow.
         live_quant: How layers of full attention quantize K/V, or None.
         keeps_hidden: Keep hidden states beside K/V.
+        reproducible: Keep and store only what was computed in whole pieces, see `ReusePolicy`.
 
     Attributes:
         layers: The layers, in the order of the model, and behind them one of hidden states if they are kept; none
