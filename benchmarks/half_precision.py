@@ -1,7 +1,7 @@
 """How often answers part from plain generate() when K/V is reused, by dtype, over chats about real text.
 
     python -m recipes.real_model
-    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/half_precision.py --out benchmarks/results
+    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/half_precision.py --out benchmarks/results [--costs]
 
 A chat has a passage of real text in its first message, and a question in each of 8 turns. Its history is that of plain
 generate(), which computes every prompt whole. Each way answers the same prompts, and keeps what it keeps from turn to
@@ -268,11 +268,16 @@ def markdown(result: Result) -> str:
             f"| {dtype} | {bits['turns']} | {bits['reused']} | {bits['forwarded'] / bits['tokens']:.0%} "
             f"| {bits['kept']} | {bits['store']} | {live['other_bits']} of {live['turns']} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def costs_markdown(result: Result) -> str:
+    """The table of seconds to the first token."""
+    lines = [f"SmolLM2-135M-Instruct, bfloat16, seconds to the first token; {measured_on(result['provenance'])}"]
     for row in result["costs"]:
         if row is result["costs"][0]:
             names = list(row["seconds"])
-            lines += ["", "Seconds to the first token, bfloat16:", "", f"| tokens | {' | '.join(names)} |"]
-            lines.append("| ---: |" + " ---: |" * len(names))
+            lines += ["", f"| tokens | {' | '.join(names)} |", "| ---: |" + " ---: |" * len(names)]
         seconds = " | ".join(f"{each:.2f}" for each in row["seconds"].values())
         lines.append(f"| {row['tokens']:,} | {seconds} |")
     return "\n".join(lines) + "\n"
@@ -286,7 +291,7 @@ def main() -> None:
         "--others", type=int, default=1, help="chats in other dtypes; float16 takes a CPU several times as long"
     )
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--cost-tokens", type=int, nargs="*", default=[400, 1400], help="of prompts that are timed")
+    parser.add_argument("--costs", action="store_true", help="time prompts, and ask no chats")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     fetch()
@@ -301,7 +306,20 @@ def main() -> None:
     passages = [passage for pair in pairs for passage in pair]
     if not 0 < max(options.chats, options.others) <= len(passages):
         parser.error(f"--chats and --others must be from 1 to {len(passages)}, the passages that there are")
-    result: Result = {"provenance": provenance(sys.argv[1:], "half_precision.py"), "dtypes": {}, "costs": []}
+    result: Result = {"provenance": provenance(sys.argv[1:], "half_precision.py")}
+    if options.costs:
+        result["costs"] = []
+        record = Record("half-precision-cost-cpu", options, result, costs_markdown)
+        long = tokenizer("\n\n".join(texts.prose(2000, count)[:2]), return_tensors="pt").input_ids
+        half = Chats(base.bfloat16(), tokenizer, passages)
+        for tokens in (400, 1400):
+            record.measure(
+                f"{tokens} tokens",
+                lambda tokens=tokens: result["costs"].append(costs(half, long, tokens, options.rounds)),
+            )
+        record.show()
+        return
+    result["dtypes"] = {}
     record = Record("half-precision-cpu", options, result, markdown)
     compared: dict[str, Comparison] = {}
     for number in range(max(options.chats, options.others)):
@@ -314,14 +332,6 @@ def main() -> None:
                 result["dtypes"][dtype] = compared[dtype].row()
 
             record.measure(f"{dtype}, chat {number}", ask)
-    if options.cost_tokens:
-        long = tokenizer("\n\n".join(texts.prose(2000, count)[:2]), return_tensors="pt").input_ids
-        half = Chats(copy.deepcopy(base).bfloat16(), tokenizer, passages)
-        for tokens in options.cost_tokens:
-            record.measure(
-                f"cost of {tokens} tokens",
-                lambda tokens=tokens: result["costs"].append(costs(half, long, tokens, options.rounds)),
-            )
     record.show()
 
 

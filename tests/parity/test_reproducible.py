@@ -164,7 +164,7 @@ def test_decoded_tokens_are_neither_stored_nor_kept(model: PreTrainedModel) -> N
 
 
 def test_heads_of_any_width() -> None:
-    """Heads must not lie elsewhere in memory for another capacity of a buffer: matrix products would round otherwise."""
+    """In buffers of other capacities heads lie elsewhere in memory, and products of matrices may round otherwise."""
     config = {"head_dim": 10, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 6}
     for name in ("llama", "mistral"):
         shape = make_model(name).config.to_dict()
