@@ -273,12 +273,12 @@ def markdown(result: Result) -> str:
 
 def costs_markdown(result: Result) -> str:
     """The table of seconds to the first token."""
-    lines = [f"SmolLM2-135M-Instruct, bfloat16, seconds to the first token; {measured_on(result['provenance'])}"]
+    lines = [f"SmolLM2-135M-Instruct, bfloat16, time to the first token; {measured_on(result['provenance'])}"]
     for row in result["costs"]:
         if row is result["costs"][0]:
             names = list(row["seconds"])
             lines += ["", f"| tokens | {' | '.join(names)} |", "| ---: |" + " ---: |" * len(names)]
-        seconds = " | ".join(f"{each:.2f}" for each in row["seconds"].values())
+        seconds = " | ".join(f"{each:.2f} s" for each in row["seconds"].values())
         lines.append(f"| {row['tokens']:,} | {seconds} |")
     return "\n".join(lines) + "\n"
 
