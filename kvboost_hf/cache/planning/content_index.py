@@ -140,7 +140,9 @@ class ContentIndex(Generic[C]):
             text = text[: shared * _TOKEN_BYTES]
             first = bisect_left(self._texts, text)
             alike = (
-                self._variants[near][-1] for near in self._texts[first : first + _MAX_COMPARED] if near.startswith(text)
+                self._variants[near][-1]
+                for near in self._texts[first : first + _MAX_COMPARED]
+                if near.startswith(text)
             )
             return max(alike, key=_start)
 
