@@ -121,7 +121,7 @@ def _attend(
 
 
 def _products(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Of `rows` [batch, heads, m, dim] with `others` [batch, kv_heads, n, dim], which several heads share, uncopied."""
+    """Of `rows` [batch, heads, m, dim] with `others` [batch, kv_heads, n, dim], each of which several heads share."""
     batch, heads, m, dim = rows.shape
     grouped = rows.float().reshape(batch, others.shape[1], -1, dim)
     return (grouped @ others.mT).view(batch, heads, m, -1)

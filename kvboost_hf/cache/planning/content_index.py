@@ -139,11 +139,8 @@ class ContentIndex(Generic[C]):
                 return None
             text = text[: shared * _TOKEN_BYTES]
             first = bisect_left(self._texts, text)
-            alike = (
-                self._variants[near][-1]
-                for near in self._texts[first : first + _MAX_COMPARED]
-                if near.startswith(text)
-            )
+            texts = self._texts[first : first + _MAX_COMPARED]
+            alike = (self._variants[near][-1] for near in texts if near.startswith(text))
             return max(alike, key=_start)
 
     def inside(self, window: Tokens) -> list[tuple[C, int]]:
