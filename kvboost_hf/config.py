@@ -68,9 +68,9 @@ class ReusePolicy:
         audit_rate: Share of the reused prompts, from 0 to 1, that are also computed whole, to compare the answers. If
             they differ, the plain answer is returned, the stored chunks that differ are no longer used, and `stats()`,
             the report and the log say so. An audit costs as much as reuse saves.
-        progressive: With `"blend"`, go on with the repair after the first token: with each new token, as many tokens
-            of the prompt are computed again, in order, as were computed for the first one, until all K/V is that of
-            plain `generate()`. Then later tokens and turns are exact, and the prompt is stored as if it had been
+        progressive: With `"blend"`, go on with the repair after the first token: with each of the next three, a third
+            of the prompt is computed again (128 tokens at least), in order, until all K/V is that of plain
+            `generate()`. Then later tokens and turns are exact, and the prompt is stored as if it had been
             computed whole. It costs what moving has saved, a token later; False leaves it at the first repair. None
             goes on where moved text has a seam every 512 tokens or more often, as documents in another order have,
             and leaves it where it has fewer, as behind an edit: K/V changes most near a seam. `ChunkReuseCache.repair`

@@ -7,6 +7,7 @@ A column is exact if every column before it is. So each piece begins where the l
 by the repair is computed a second time. When no column is left, the row is stored under its history, as any other.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvboost_hf.config import ReusePolicy
 
 PIECE = 512  # columns at once where nobody waits
 _TOKENS_FOR_A_SEAM = 512
+_TOKENS = 3  # with which all of a prompt is computed again
 _LEAST = 128  # columns: a forward of fewer takes hardly less time
 
 
@@ -46,10 +48,9 @@ def goes_on(policy: ReusePolicy, moved: int, seams: int) -> bool:
 
 
 def columns_per_token(live: LiveKV) -> int:
-    """How many columns of each row to compute again with a new token: as many as the prompt took, so that no later
-    token takes longer than the first one."""
+    """How many columns of each row to compute again with a new token: a third of all, so that three tokens wait."""
     assert live.ledger is not None
-    return max(_LEAST, live.tally.computed // live.ledger.log.batch_size)
+    return max(_LEAST, math.ceil(live.ledger.log.length / _TOKENS))
 
 
 @torch.no_grad()
