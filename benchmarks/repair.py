@@ -49,11 +49,11 @@ DOCUMENTS, NUM_LAYERS = (6, 512), (8, 16)  # of ttft: how many of how many words
 MAX_NEW_TOKENS = 12
 POLICIES: dict[str, ReusePolicy] = {
     "exact": ReusePolicy(),
-    "none": ReusePolicy(mode="blend", repair="none"),
-    "first_k": ReusePolicy(mode="blend", repair="first_k"),
-    "selective": ReusePolicy(mode="blend", repair="selective"),
-    "cacheblend": ReusePolicy(mode="blend", repair="cacheblend"),
-    "query": ReusePolicy(mode="blend", repair="query"),
+    "none": ReusePolicy(mode="blend", repair="none", progressive=False),
+    "first_k": ReusePolicy(mode="blend", repair="first_k", progressive=False),
+    "selective": ReusePolicy(mode="blend", repair="selective", progressive=False),
+    "cacheblend": ReusePolicy(mode="blend", repair="cacheblend", progressive=False),
+    "query": ReusePolicy(mode="blend", repair="query", progressive=False),
 }
 
 

@@ -112,7 +112,7 @@ class Arm:
 
 def blend(**settings: Any) -> ReusePolicy:
     """A policy that moves all that is stored."""
-    return ReusePolicy(mode="blend", sink_tokens=0, min_prefill_saving=0, **settings)
+    return ReusePolicy(mode="blend", sink_tokens=0, min_prefill_saving=0, progressive=False, **settings)
 
 
 def make_arms(setting: str) -> list[Arm]:

@@ -15,7 +15,7 @@ from kvboost_hf.cache.planning.cutting import ContentChunker
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import cache_argument
-from kvboost_hf.config import ReusePolicy
+from kvboost_hf.config import Repair, ReusePolicy
 from kvboost_hf.demo.measure import FIRST_K
 
 _MEMORY, _DISK = "ram:1GB", "4GB"
@@ -69,6 +69,11 @@ class Arm:
         return OurServer(self, models, tokenizer, folder)
 
 
+def _once(repair: Repair) -> ReusePolicy:
+    """Moved chunks with this repair, which ends with the first token."""
+    return ReusePolicy(mode="blend", repair=repair, progressive=False)
+
+
 PLAIN = Arm(name="plain", policy=None)
 ARMS: dict[str, Arm] = {
     arm.name: arm
@@ -77,11 +82,11 @@ ARMS: dict[str, Arm] = {
         Arm(name="exact", kept=True),
         Arm(name="exact-store"),
         Arm(name="blend", policy=ReusePolicy(mode="blend")),
-        Arm(name="blend-query", policy=ReusePolicy(mode="blend", repair="query")),
-        Arm(name="blend-cacheblend", policy=ReusePolicy(mode="blend", repair="cacheblend")),
+        Arm(name="blend-query", policy=_once("query")),
+        Arm(name="blend-cacheblend", policy=_once("cacheblend")),
         Arm(name="blend-first_k", policy=FIRST_K),
-        Arm(name="blend-selective", policy=ReusePolicy(mode="blend", repair="selective")),
-        Arm(name="blend-none", policy=ReusePolicy(mode="blend", repair="none")),
+        Arm(name="blend-selective", policy=_once("selective")),
+        Arm(name="blend-none", policy=_once("none")),
         Arm(name="int8", codec="int8"),
         Arm(name="int4", codec="int4"),
         Arm(name="int2", codec="int2"),

@@ -22,7 +22,7 @@ from kvboost_hf.demo.timing import Call, medians, timed_generate
 from kvboost_hf.verify.measure import Answer, compare
 
 # For the embedded model: the default repair may compute two layers in full, which are half of those that it has.
-FIRST_K = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=0.2)
+FIRST_K = ReusePolicy(mode="blend", repair="first_k", recompute_ratio=0.2, progressive=False)
 _WARM_UP_TOKENS = 64
 
 Progress = Callable[[int, int], None]  # generate() calls done, and to do
