@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.forward import lend
 from kvboost_hf.cache.forward.flow import next_forward
 from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more
-from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request, note_hooks
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.live_kv import LiveKV
@@ -367,14 +367,17 @@ class ChunkReuseCache(Cache):
         For idle moments between calls, where `ReusePolicy.progressive` has not come to an end, or is False.
 
         Returns:
-            How many tokens went through the model, over all rows: 0 if K/V is exact, or if layers with a sliding
-            window have let go of tokens.
+            How many tokens went through the model, over all rows: 0 if K/V is exact, or where they cannot be
+            computed again: a window has let go of tokens, an image came behind them, or the model is another one now.
         """
-        self._settle()
         live, model = self._live, self._binding.model
         before = live.tally.repaired
-        while model is not None and live.in_step() is not None and may_repair(live, at_once=True):
-            repair_more(live, model, PIECE)
+        self._begin_loan()  # an interrupt leaves what is held, tainted as before
+        if model is not None and self._writer.storable() is not None and self._binding.reason_in_training is None:
+            while may_repair(live, at_once=True):
+                repair_more(live, model, PIECE)
+                note_hooks(self._parts, confirmed=True)
+        self._forward, live.in_forward = None, False
         if live.tally.repaired > before and live.ledger is not None:
             self._writer.confirm(live.ledger)
         return live.tally.repaired - before

@@ -1,5 +1,6 @@
 """Moved chunks: everything repaired is plain generate(); a part repaired costs a part; nothing moved is told why."""
 
+import contextlib
 import gc
 import math
 import pickle
@@ -236,6 +237,73 @@ def test_an_interrupted_repair_leaves_nothing_wrong() -> None:
     assert_same(generate(model, as_inputs(longer), cache), generate(model, as_inputs(longer)))
     assert cache.report.moved_tokens == 0
     assert not store.check_integrity().wrong
+
+
+def asked_of_a_cache(policy: ReusePolicy | None = None, **model: Any) -> tuple[Any, ChunkReuseCache, torch.Tensor]:
+    """A model, a cache that holds a prompt with moved chunks, and that prompt with a few tokens more."""
+    asked, llama = prompt([2, 0, 3, 1]), make_model("llama")
+    for layer in llama.model.layers:
+        layer.self_attn.attention_dropout = model.get("dropout", 0.0)
+    cache = ChunkReuseCache(llama, store_with_documents(llama), policy or blend("none", progressive=True))
+    generate(llama, as_inputs(asked), cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 256
+    return llama, cache, torch.cat([asked, random_ids(9, seed=4)], dim=1)
+
+
+@pytest.mark.parametrize("change", ["training", "autocast", "hook", "attention"])
+def test_an_idle_cache_is_repaired_by_the_model_of_its_prompt_only(change: str) -> None:
+    """What is computed otherwise for a while is neither held nor stored; later the repair goes on."""
+    model, cache, longer = asked_of_a_cache(dropout=0.5)
+    with contextlib.ExitStack() as meanwhile:
+        if change == "training":
+            meanwhile.callback(model.train().eval)
+        elif change == "autocast":
+            meanwhile.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        elif change == "attention":
+            model.set_attn_implementation("eager")
+            meanwhile.callback(model.set_attn_implementation, "sdpa")
+        else:
+            handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+            meanwhile.callback(handle.remove)
+        assert cache.repair() == 0
+    assert cache.repair() == 276
+    assert_same(generate(model, as_inputs(longer), cache), generate(model, as_inputs(longer)))
+    assert cache.report.moved_tokens == 0
+    assert not cache.store.check_integrity().wrong
+
+
+def test_an_interrupted_repair_of_an_idle_cache_can_be_repeated() -> None:
+    model, cache, longer = asked_of_a_cache()
+    with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
+        cache.repair()
+    assert cache.repair() == 276
+    assert_same(generate(model, as_inputs(longer), cache), generate(model, as_inputs(longer)))
+    assert cache.report.moved_tokens == 0
+
+
+def test_a_cache_that_becomes_exact_lets_go_of_what_has_moved() -> None:
+    model, cache, longer = asked_of_a_cache()
+    cache.policy = ReusePolicy(min_prefill_saving=0)
+    assert_same(generate(model, as_inputs(longer), cache), generate(model, as_inputs(longer)))
+    assert (cache.report.moved_tokens, cache.report.exact_tokens) == (0, 21)
+
+
+def test_a_repair_that_was_done_with_is_not_taken_up_for_the_next_prompt() -> None:
+    model, cache, longer = asked_of_a_cache()
+    cache.policy = blend("none")
+    other = torch.cat([longer[:, :21], DOCUMENTS[1], random_ids(30)], dim=1)
+    generate(model, as_inputs(other), cache, min_new_tokens=8)
+    assert (cache.report.moved_tokens, cache.report.repaired_tokens) == (64, 0)
+
+
+def test_rows_that_have_less_to_repair_are_counted_as_they_are_computed() -> None:
+    """All rows of a forward are of the same length: those with fewer moved columns compute exact ones once more."""
+    model = make_model("llama")
+    rows = torch.cat([prompt([2, 0, 3, 1]), prompt([1, 3], head=85, tail=84)])
+    cache = ChunkReuseCache(model, store_with_documents(model), blend("none"))
+    generate(model, as_inputs(rows), cache, max_new_tokens=1)
+    with counted(model) as work:
+        assert cache.repair() == work.tokens == 2 * 276
 
 
 def test_deviation_costs_two_layers_and_then_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

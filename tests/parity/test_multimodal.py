@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, last_cache
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, last_cache
 from kvboost_hf.cache.prompt import media
 from tests.conftest import counted
 from tests.multimodal import FAMILIES, make_model, prompt, text
@@ -413,3 +413,19 @@ def test_a_report_tells_another_image() -> None:
     assert "token 41: another image, sound or video than in a stored prompt." in cache.report.explain()
     generate(model, prompt("llava", HEAD, 6, TAIL), past_key_values=(cache := ChunkReuseCache(model, store)))
     assert "-" not in cache.report.explain().split("token", 1)[1]
+
+
+def test_moved_text_before_an_image_is_left_as_it_is() -> None:
+    """To compute it again behind the prompt, the image would have to be shown again."""
+    model, document = ready("llava"), text(64, 5)
+    policy = ReusePolicy(mode="blend", repair="none", progressive=True, min_prefill_saving=0, sink_tokens=0)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32), policy)
+    generate(model, prompt("llava", MIDDLE + document), past_key_values=cache, max_new_tokens=1)
+    generate(model, prompt("llava", HEAD + document + TAIL), past_key_values=cache, max_new_tokens=1)
+    assert cache.report.moved_tokens == 64
+    shown = prompt("llava", HEAD + document + TAIL, 5, MORE)
+    generate(model, shown, past_key_values=cache)
+    assert (cache.report.repaired_tokens, cache.repair()) == (0, 0)
+    exact = ChunkReuseCache(model, cache.store)
+    cache.reset()
+    assert_same(generate(model, shown), generate(model, shown, past_key_values=exact))

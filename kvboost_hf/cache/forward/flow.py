@@ -265,7 +265,10 @@ def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
         writer.offer_tails()
         live.drop()
         return 0
-    held = prompt.cut(min(common_columns(ledger.log.columns(), prompt.column_ids), max(limit, 0)))
+    common = common_columns(ledger.log.columns(), prompt.column_ids)
+    if ledger.blended is not None and parts.binding.policy.mode == "exact":  # which it was not for the prompt before
+        common = min(common, ledger.blended.exact_columns)
+    held = prompt.cut(min(common, max(limit, 0)))
     if ledger.in_pieces is not None:
         held = min(whole_pieces(held), ledger.in_pieces)
     if held <= int(found.pads.max()):  # some row keeps nothing

@@ -164,12 +164,13 @@ class Moved(Forward):
             moved = plan.moved
             stale = moved.copy()
             np.put_along_axis(stale, self._scatter.columns, False, axis=1)
+            seams = sum(len(row.seams) for row in plan.rows)
+            progressive = goes_on(parts.binding.policy, int(moved.sum()), seams)
             if ledger.blended is not None:
                 ledger.blended = ledger.blended.extend(moved, stale)
+                ledger.progressive |= progressive
             elif stale.any():
-                ledger.blended = MovedColumns(moved, stale)
-            seams = sum(len(row.seams) for row in plan.rows)
-            ledger.progressive |= goes_on(parts.binding.policy, int(moved.sum()), seams)
+                ledger.blended, ledger.progressive = MovedColumns(moved, stale), progressive
             self._count(moved, stale, self._scatter.layer_tokens)
         parts.live.filled(self._prompt.ids[:, plan.held :], plan.columns)
         note_hooks(parts, confirmed=not self._prompt.inputs.verifies)

@@ -18,8 +18,8 @@ from kvboost_hf.cache.forward.moved import choose_columns
 from kvboost_hf.cache.forward.moved_probe import needs_no_mask
 from kvboost_hf.cache.forward.scatter import ScatterPass
 from kvboost_hf.cache.layers.base import ReuseLayer
-from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import LiveKV
+from kvboost_hf.cache.planning.column_ids import text_ids
 from kvboost_hf.compat import PrivateCache, cache_argument, input_device
 from kvboost_hf.config import ReusePolicy
 
@@ -39,6 +39,7 @@ def may_repair(live: LiveKV, *, at_once: bool = False) -> bool:
         and not ledger.unconfirmed
         and ledger.log.trusted
         and _holds_all(live.layers)
+        and bool((text_ids(ids := ledger.log.columns()) == ids).all())  # images would have to be shown again
     )
 
 
@@ -75,14 +76,10 @@ def repair_more(live: LiveKV, model: PreTrainedModel, most: int) -> None:
     finally:
         scatter.close()
         cache.take = None
-    live.tally.repaired += _tokens(ledger, wanted)
+    live.tally.repaired += int((columns >= ledger.log.pads[:, None]).sum())
     live.repaired(wanted)
 
 
 def _holds_all(layers: Sequence[ReuseLayer]) -> bool:
     """Whether no layer has let go of columns, as windows do."""
     return not any(layer.first for layer in layers)
-
-
-def _tokens(ledger: Ledger, columns: np.ndarray) -> int:
-    return int(sum(row[pad:].sum() for row, pad in zip(columns, ledger.log.pads, strict=True)))

@@ -60,7 +60,7 @@ class StoreWriter:
 
     def offer_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds, unfinished chunks included."""
-        ledger, layers, store = self._storable(), self._live.layers, self._binding.store
+        ledger, layers, store = self.storable(), self._live.layers, self._binding.store
         if ledger is None:
             return []
         results: list[Put] = []
@@ -82,7 +82,7 @@ class StoreWriter:
 
         They are cut as if they were all there is, so that they are cut in the same way behind any other text.
         """
-        ledger = self._storable()
+        ledger = self.storable()
         return ledger.store_content(start, self._live.layers, store, pinned=pinned) if ledger is not None else []
 
     def offer_tails(self) -> None:
@@ -100,7 +100,7 @@ class StoreWriter:
             if ledger.log.length - max(keep, int(pad)) >= HEAD_TOKENS:
                 offer(row, self._live.layers, self._binding.store)
 
-    def _storable(self) -> Ledger | None:
+    def storable(self) -> Ledger | None:
         """The ledger, compiled steps included, if all that it records may be stored now."""
         self.confirm_steps()
         ledger = self._live.in_step()

@@ -32,6 +32,11 @@ class MovedColumns:
         """The first stale column of a row that has some."""
         return int(self.stale[row].argmax())
 
+    @property
+    def exact_columns(self) -> int:
+        """How many first columns are those of a plain forward in every row."""
+        return min(self.tainted_from(row) for row in range(len(self.stale)) if self.is_tainted(row))
+
     def tainted_columns(self, held: int) -> int:
         """How many of the first `held` columns are tainted, over all rows."""
         return sum(max(0, held - self.tainted_from(row)) for row in range(len(self.stale)) if self.is_tainted(row))
