@@ -28,7 +28,7 @@ from recipes.real_model import load
 
 NEW, ASKED = 24, 3  # tokens of an answer, prompts of each kind
 FIGURES = ("kl", "kl_first", "agreement", "before", "computed")
-HEAD = "| | KL, mean | closer than the first row | KL, first token | same first choice | computed before it | in all |"
+HEAD = "| | KL, mean | closer than row 1 | KL, first token | same first choice | computed before that token | in all |"
 Score = Callable[["Look"], torch.Tensor]
 Narrow = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
