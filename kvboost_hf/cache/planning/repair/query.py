@@ -2,8 +2,8 @@
 
 Choosing by the query's attention is ProphetKV's idea (https://arxiv.org/abs/2602.02579). Attention over stored K/V
 does not show how a token's K/V would change behind its new history. On real text, that falls with the distance from
-the seam: the squared difference of a value is half of its square at the seam, a fifth of it 12 tokens behind the seam,
-and a thirtieth 100 tokens behind it.
+the seam: the squared difference of a value is a third of its square at the seam, an eighth 12 tokens behind it, and a
+thirtieth 100 tokens behind it.
 """
 
 from kvboost_hf.cache.planning.repair.base import Measure, Repair, RepairRow, Scores
