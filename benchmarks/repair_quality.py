@@ -29,7 +29,7 @@ from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.chat import encode
 from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Fact, Turn, chat_messages, make_documents
 from kvboost_hf.cache.store.chunk_store import Put
-from kvboost_hf.compat.rotation import LayerRotation
+from kvboost_hf.compat.rotation import KeyRotation
 
 NUM_WORDS = (48, 64, 96)  # of each document; a case has one of them
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
@@ -192,18 +192,18 @@ class LayerCount:
 @contextmanager
 def keys_not_rotated() -> Iterator[None]:
     """Within it, moved keys stay as they were stored."""
-    rotate = LayerRotation.rotate
+    rotate = KeyRotation.rotate
 
     def copy(
-        _rotation: LayerRotation, keys: torch.Tensor, _shift: int, out: torch.Tensor | None = None
+        _rotation: KeyRotation, _layer_idx: int, keys: torch.Tensor, _shift: object, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return keys.clone() if out is None else out.copy_(keys)
+        return keys if out is None or out is keys else out.copy_(keys)
 
-    LayerRotation.rotate = copy  # type: ignore[assignment]
+    KeyRotation.rotate = copy  # type: ignore[assignment]
     try:
         yield
     finally:
-        LayerRotation.rotate = rotate
+        KeyRotation.rotate = rotate
 
 
 @dataclass(frozen=True, slots=True)
