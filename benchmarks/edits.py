@@ -61,6 +61,7 @@ _LONG = {  # far more layers than the two that "cacheblend" computes whole
 POLICIES: dict[str, ReusePolicy] = {
     "exact": ReusePolicy(),
     "blend": ReusePolicy(mode="blend"),
+    "blend, cacheblend": ReusePolicy(mode="blend", repair="cacheblend", recompute_ratio=0.15),
     "blend, selective": ReusePolicy(mode="blend", repair="selective"),
     "blend, none": ReusePolicy(mode="blend", repair="none"),
 }
@@ -242,16 +243,16 @@ def _kv(chunk: Any) -> Any:
     return chunk.kv
 
 
-def measure(model: PreTrainedModel, edit: Edit, seen: ChunkStore, *, answers: bool) -> Result:
-    """Every way to answer an edited prompt."""
+def measure(model: PreTrainedModel, edit: Edit, seen: ChunkStore, policies: Sequence[str], *, answers: bool) -> Result:
+    """Plain, and the ways of `POLICIES` that are named, to answer an edited prompt."""
     plain_s, plain = first_token(model, edit.after)
     answer = greedy(model, plain) if answers else []
     wanted = fed(model, plain, answer) if answers else None
     del plain
     row: Result = {"kind": edit.kind, "tokens": len(edit.after), "new_tokens": edit.new_tokens, "plain_s": plain_s}
     row["arms"] = {}
-    for name, policy in POLICIES.items():
-        cache = seen_before(model, edit.before, seen, policy)
+    for name in policies:
+        cache = seen_before(model, edit.before, seen, POLICIES[name])
         seconds, out = first_token(model, edit.after, cache)
         report: ReuseReport = cache.report
         arm = row["arms"][name] = {"s": seconds, "forwarded": report.forwarded_tokens, "report": str(report)}
@@ -272,11 +273,14 @@ class Size:
         model: That answers.
         tokenizer: Of the prompts.
         tokens: About so many.
+        policies: Of `POLICIES`, by name.
         answers: Compare answers, too.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, tokens: int, *, answers: bool) -> None:
-        self._model, self._answers = model, answers
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, tokens: int, policies: Sequence[str], *, answers: bool
+    ) -> None:
+        self._model, self._policies, self._answers = model, policies, answers
         self._edits = {edit.kind: edit for edit in traces(tokens, tokenizer, list(EDITS))}
         self._seen: ChunkStore | None = None
         self.rows: list[Result] = []
@@ -286,7 +290,7 @@ class Size:
         edit = self._edits[kind]
         if self._seen is None:
             self._seen = seen_before(self._model, edit.before, None, ReusePolicy()).store
-        self.rows.append(measure(self._model, edit, self._seen, answers=self._answers))
+        self.rows.append(measure(self._model, edit, self._seen, self._policies, answers=self._answers))
 
 
 def measure_ways(model: PreTrainedModel, tokenizer: Any, tokens: int) -> list[Result]:
@@ -369,6 +373,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="of quality, long, ways")
     add_options(parser)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=tuple(POLICIES), metavar="NAME")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2000, 4000, 7800], help="of quality: tokens")
     parser.add_argument("--long", type=int, default=16_000, help="of long: tokens")
     parser.add_argument("--ways", type=int, default=800, help="of ways: tokens")
@@ -395,7 +400,7 @@ def main() -> None:
     result: Result = {"provenance": where, "sizes": {}}
     record = Record("edits-cpu", options, result, markdown)
     for title, answering, tokens in sizes:
-        size = Size(answering, tokenizer, tokens, answers=answering is model)
+        size = Size(answering, tokenizer, tokens, options.policies, answers=answering is model)
         result["sizes"][title] = size.rows
         for kind in ONE_OF_EACH:
             record.measure(f"{title}: {kind}", partial(size.measure, kind))
