@@ -217,7 +217,14 @@ def blend(
     cache = ChunkReuseCache(
         model,
         store,
-        ReusePolicy(mode="blend", repair=repair, recompute_ratio=recompute_ratio, sink_tokens=0, min_prefill_saving=0),
+        ReusePolicy(
+            mode="blend",
+            repair=repair,
+            recompute_ratio=recompute_ratio,
+            sink_tokens=0,
+            min_prefill_saving=0,
+            progressive=False,
+        ),
     )
     with counted(model) as work:
         found = generate(model, as_inputs(prompt), max_new_tokens=2, **{cache_argument(model): cache})

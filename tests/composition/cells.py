@@ -171,7 +171,9 @@ def _cache(model: PreTrainedModel, cell: Cell, store: ChunkStore, *, exact: bool
     if cell.repair != "exact" and not exact:
         repair: Any = cell.repair
         # Few tokens behind each seam, so that "query" has to look.
-        policy = ReusePolicy(mode="blend", repair=repair, seam_tokens=4, min_prefill_saving=0, sink_tokens=0)
+        policy = ReusePolicy(
+            mode="blend", repair=repair, seam_tokens=4, min_prefill_saving=0, sink_tokens=0, progressive=False
+        )
     most = 256 if cell.buffers == "static" else None
     return ChunkReuseCache(model, store, policy, max_cache_len=most, live_quant=_LIVE.get(cell.live))
 

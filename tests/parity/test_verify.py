@@ -112,7 +112,7 @@ def test_a_model_that_nothing_is_reused_for() -> None:
 
 
 def blend(repair: Repair, ratio: float = 0.15) -> ReusePolicy:
-    return ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio)
+    return ReusePolicy(mode="blend", repair=repair, recompute_ratio=ratio, progressive=False)
 
 
 def test_moved_documents_that_need_others() -> None:

@@ -7,6 +7,7 @@ them, as stock layers do.
 """
 
 from collections.abc import Callable, Sequence
+from math import gcd
 
 import torch
 
@@ -15,14 +16,13 @@ from kvboost_hf.cache.layers.base import Piece
 
 # Room beyond what is needed at a (re)allocation: an eighth, at least this many columns.
 _MIN_SLACK = 128
-# Buffers hold a multiple of so many columns: each head begins at a multiple of 64 bytes, whatever the head_dim. Where
-# it does not, matrix products round otherwise from one capacity to the next.
-_ALIGNED = 32
+# Each head begins at a multiple of so many bytes: else matrix products round otherwise from one capacity to the next.
+_ALIGNED_BYTES = 64
 
 
 def capacity(length: int) -> int:
     """Columns that a buffer for `length` of them is given."""
-    return -(-(length + max(_MIN_SLACK, length // 8)) // _ALIGNED) * _ALIGNED
+    return length + max(_MIN_SLACK, length // 8)
 
 
 class GrowingTensor:
@@ -224,7 +224,8 @@ class GrowingTensor:
     def _grown(self, like: torch.Tensor, held: int, first: int) -> torch.Tensor:
         """A buffer for columns [first, stop), with a copy of those before `held`."""
         batch, heads, _, dim = like.shape
-        shape = (batch, heads, self.room(self.stop - first), dim)
+        columns, step = self.room(self.stop - first), _ALIGNED_BYTES // gcd(_ALIGNED_BYTES, dim * like.element_size())
+        shape = (batch, heads, -(-columns // step) * step, dim)
         grown = torch.empty(shape, dtype=like.dtype, device=like.device)
         if self.buffer is not None and held > first:
             grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
