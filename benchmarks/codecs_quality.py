@@ -37,7 +37,6 @@ import torch
 from record import write
 from repair_quality import FreezableStore, damage
 from reuse import Result, measured_on, provenance
-from texts import prose, source
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -51,6 +50,7 @@ from transformers import (
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.chat import encode
+from kvboost_hf.assets.texts import prose, source
 from kvboost_hf.assets.world import Fact, Turn, chat_messages, make_documents
 from kvboost_hf.cache.codecs import config_of
 from kvboost_hf.cache.layers.base import ReuseLayer

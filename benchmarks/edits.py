@@ -36,8 +36,8 @@ from shapes import make_model
 from targets import Result
 from transformers import PreTrainedModel
 
-from benchmarks.texts import Count, prose, source
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVBoost, ReusePolicy, attach, detach, last_cache
+from kvboost_hf.assets.texts import Count, prose, source
 from kvboost_hf.bench.provenance import provenance
 from kvboost_hf.cache.planning.report import ReuseReport
 from recipes.real_model import FLOAT32, load

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import texts
 import torch
 from record import Record, add_options
 from reuse import measured_on, provenance
@@ -35,6 +34,7 @@ from targets import Result
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
+from kvboost_hf.assets import texts
 from recipes.real_model import FLOAT32, fetch
 
 TURNS, ANSWER, PASSAGE = 8, 12, 110  # tokens, the last two

@@ -26,8 +26,8 @@ from repair_quality import FreezableStore, damage
 from targets import Result
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from benchmarks.texts import prose, source
 from kvboost_hf import ChunkReuseCache, ContentChunker, ReusePolicy
+from kvboost_hf.assets.texts import prose, source
 from kvboost_hf.assets.world import make_documents
 from kvboost_hf.bench.provenance import provenance
 from kvboost_hf.cache.planning.repair import REPAIRS, Measure, Repair

@@ -19,11 +19,11 @@ import torch
 from record import write
 from reuse import measured_on
 from targets import Result
-from texts import prose, source
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, lookup_assistant
+from kvboost_hf.assets.texts import prose, source
 
 TEXT_TOKENS, NEW_TOKENS = 300, 64
 QUOTING = {

@@ -19,7 +19,7 @@ from kvboost_hf.cache.forward.moved_probe import needs_no_mask
 from kvboost_hf.cache.forward.scatter import ScatterPass
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.live.live_kv import LiveKV
-from kvboost_hf.cache.planning.column_ids import text_ids
+from kvboost_hf.cache.planning.column_ids import is_text
 from kvboost_hf.compat import PrivateCache, cache_argument, input_device
 from kvboost_hf.config import ReusePolicy
 
@@ -39,7 +39,7 @@ def may_repair(live: LiveKV, *, at_once: bool = False) -> bool:
         and not ledger.unconfirmed
         and ledger.log.trusted
         and _holds_all(live.layers)
-        and bool((text_ids(ids := ledger.log.columns()) == ids).all())  # images would have to be shown again
+        and is_text(ledger.log.columns())  # images would have to be shown again
     )
 
 

@@ -34,6 +34,11 @@ def media_ids(seed: bytes, columns: int) -> Tokens:
     return ids
 
 
+def is_text(column_ids: Tokens) -> bool:
+    """Whether all columns are of text, so that their ids are those of tokens."""
+    return np.array_equal(text_ids(column_ids), column_ids)
+
+
 def text_ids(column_ids: Tokens) -> Tokens:
     """Token ids of text columns, and -1 for media."""
     return np.where(column_ids < _MEDIA, -1, column_ids & (2**_ID_BITS - 1))

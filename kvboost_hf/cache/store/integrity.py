@@ -19,7 +19,7 @@ from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.layers.base import LayerState, ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, prefix_key
-from kvboost_hf.cache.planning.column_ids import text_ids
+from kvboost_hf.cache.planning.column_ids import is_text
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
 from kvboost_hf.cache.prompt.inputs import with_positions
 from kvboost_hf.cache.store.contract import Records
@@ -128,7 +128,7 @@ def _text(stored: Stored, chunks: dict[bytes, StoredChunk]) -> Tokens | None:
         parts.append(above.tokens)
         parent = above.parent
     text = np.concatenate(parts[::-1])
-    return text if np.array_equal(text_ids(text), text) else None
+    return text if is_text(text) else None
 
 
 def _by_text(drawn: Sequence[Stored], texts: dict[bytes, Tokens]) -> Iterator[tuple[Tokens, list[Stored]]]:
