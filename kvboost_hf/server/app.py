@@ -62,7 +62,7 @@ def make_app(
         context.grammars.close()
 
     app = FastAPI(title="kvboost_hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.reading = context.reading  # see `PostedRoute`
+    app.state.context = context  # see `PostedRoute`
     add_handlers(app)
     for router in (
         chat_routes(context),
@@ -82,7 +82,7 @@ def make_app(
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Kvboost-Ignored"],
         )
     return app
 
@@ -114,21 +114,19 @@ def _route_context(
 
 def _model_routes(context: RouteContext) -> APIRouter:
     router = APIRouter()
-    model = {
-        "id": context.settings.model_name,
-        "object": "model",
-        "created": context.created,
-        "owned_by": "kvboost_hf",
-    }
+    settings = context.settings
+
+    def described(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": context.created, "owned_by": "kvboost_hf"}
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        names = [settings.model_name, *(alias for alias in settings.model_aliases if alias != "*")]
+        return {"object": "list", "data": [described(name) for name in names]}
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        context.require_model(name)
-        return model
+        return described(context.require_model(name))
 
     return router
 

@@ -48,8 +48,7 @@ async def start_chat(context: RouteContext, body: ChatRequest, request: Request)
     ids = await context.encode_chat(body.messages, body.offered, request, new=asked or 1)
     readers = CallReaders(_streams(context, body, ids, choices), one_call=not calls_many(body))
     most = asked or context.room(ids)
-    logprobs = body.top_logprobs or 0 if body.logprobs else None
-    context.require_few_logprobs(choices * most, logprobs)
+    context.require_few_logprobs(choices * most, body.reported)
     salt = context.salt(request, body.prompt_cache_key)
     constraints: Sequence[Constraint | None] = [None] * choices
     if is_constrained(body):
@@ -57,7 +56,7 @@ async def start_chat(context: RouteContext, body: ChatRequest, request: Request)
         constraints = await context.compile(request, work)
     jobs = []
     for choice, constraint in enumerate(constraints):
-        options = context.options(body, max_tokens=most, logprobs=logprobs, choice=choice, constraint=constraint)
+        options = context.options(body, max_tokens=most, logprobs=body.reported, choice=choice, constraint=constraint)
         jobs.append(context.job(ids, options, stop=body.stops, salt=salt, skip_special_tokens=not body.offered))
     return context.start(jobs, request), readers
 
@@ -131,11 +130,11 @@ class _Form:
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
-            "model": self.asked.model,
+            "model": self.context.require_model(self.asked.model),
         }
 
     def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not self.asked.logprobs:
+        if self.asked.reported is None:
             return None
         return {
             "content": [

@@ -106,7 +106,7 @@ class _Form:
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": self.asked.model,
+            "model": self.context.require_model(self.asked.model),
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -54,15 +54,17 @@ class RouteContext:
     created: int
     _token_texts: dict[int, str] = field(default_factory=dict)
 
-    def require_model(self, name: str) -> None:
-        """Raise an `ApiError` for the name of another model."""
-        if name != self.settings.model_name:
+    def require_model(self, name: str | None) -> str:
+        """Return the name that an answer gives the model, or raise an `ApiError` for the name of another model."""
+        known = (self.settings.model_name, *self.settings.model_aliases)
+        if name is not None and name not in known and "*" not in known:
             raise ApiError(
                 404,
                 f"There is no model {name!a}. This server has {self.settings.model_name!r}.",
                 param="model",
                 code="model_not_found",
             )
+        return name or self.settings.model_name
 
     async def encode(self, text: str, request: Request, *, new: int = 1, whole: bool = False) -> list[int]:
         """Encode a text of a request, as `Encoder.text` does, unless the client disconnects."""

@@ -26,7 +26,7 @@ def embedding_routes(context: RouteContext) -> APIRouter:
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         if not context.settings.embeddings:
             raise ApiError(404, "This server makes no embeddings. Start it with `--embeddings`.", code="not_supported")
-        context.require_model(body.model)
+        model = context.require_model(body.model)
         if len(body.texts) > MAX_TEXTS:
             raise refused("input", f"One request may have {MAX_TEXTS} texts, got {len(body.texts)}. Send several.")
         texts = [await context.tokens(text, request, "input", whole=True) for text in body.texts]
@@ -40,7 +40,7 @@ def embedding_routes(context: RouteContext) -> APIRouter:
         def embedded() -> dict[str, Any]:
             data = [{"object": "embedding", "index": n, "embedding": tell(numbers)} for n, numbers in enumerate(found)]
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-            return {"object": "list", "data": data, "model": body.model, "usage": usage}
+            return {"object": "list", "data": data, "model": model, "usage": usage}
 
         return await large(embedded)
 

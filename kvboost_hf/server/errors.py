@@ -100,9 +100,9 @@ def _type(status: int) -> str:
 def _invalid(first: Mapping[str, Any], body: Any) -> ApiError:
     param = _path(first["loc"], body)
     match first["type"]:
-        case "extra_forbidden":
-            name = ascii(first["loc"][-1])
-            return ApiError(400, f"{name} is not supported. Leave it out.", param=param, code="unsupported_parameter")
+        case "unknown_field":
+            param = ".".join(filter(None, (param, first["ctx"]["field"].encode(errors="replace").decode())))
+            return ApiError(400, f"{first['msg']}.", param=param, code="unsupported_parameter")
         case "json_invalid":
             return ApiError(400, f"The body must be JSON: {first['ctx']['error']}.", code="invalid_json")
         case "missing":

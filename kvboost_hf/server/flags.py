@@ -166,6 +166,18 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask; repeatable"
     )
     group.add_argument("--model-name", help="what clients call the model (default: its name, or that of its folder)")
+    group.add_argument(
+        "--model-alias",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of it; '*' takes any",
+    )
+    group.add_argument(
+        "--strict-requests",
+        action="store_true",
+        help="refuse unknown fields (default: ignore and name them)",
+    )
     levels = ("debug", "info", "warning", "error")
     group.add_argument("--log-level", default="info", choices=levels, help="least level to log (default: info)")
     group.add_argument(

@@ -1,6 +1,6 @@
 """Figures for Prometheus. Each app has its own, so that several can live in one process."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -10,6 +10,8 @@ from prometheus_client.registry import Collector
 from kvboost_hf.server.jobs import Engine, Finished, FinishReason
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+_MOST_FIELDS = 100  # ignored ones that are counted by name: clients may invent any
 
 
 class Meter:
@@ -21,6 +23,7 @@ class Meter:
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
+        self._named: set[str] = set()  # ignored fields that have a figure of their own
         self._ttft = Histogram(
             "kvboost_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
@@ -43,6 +46,12 @@ class Meter:
         self._tokens = Counter("kvboost_tokens", "Of prompts and of answers.", ["of"], registry=registry)
         self._cached = Counter(
             "kvboost_cached_tokens", "Of prompts, not computed, by where they were.", ["tier"], registry=registry
+        )
+        self._ignored = Counter(
+            "kvboost_ignored_fields",
+            "Fields of requests that were ignored; the first 100 names by name, later ones as 'other'.",
+            ["field"],
+            registry=registry,
         )
         registry.register(_EngineFigures(engine))
         for reason in get_args(FinishReason):
@@ -67,6 +76,13 @@ class Meter:
     def refused(self, error: Exception) -> None:
         """Note a job that was refused."""
         self._refused.labels(type(error).__name__).inc()
+
+    def ignored(self, fields: Iterable[str]) -> None:
+        """Note fields of a request that were ignored."""
+        for field in fields:
+            if len(self._named) < _MOST_FIELDS:
+                self._named.add(field)
+            self._ignored.labels(field if field in self._named else "other").inc()
 
     def page(self) -> bytes:
         """All figures, in the text format of Prometheus."""

@@ -55,6 +55,7 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
     """
     return ServerSettings(
         model_name=options.model_name or name,
+        model_aliases=tuple(options.model_alias),
         host=options.host,
         port=options.port,
         api_keys=tuple(options.api_key),
@@ -72,6 +73,7 @@ def server_settings(options: argparse.Namespace, name: str, positions: int | Non
         max_live_tokens=options.max_live_tokens,
         safety_margin=options.planner_safety_margin if options.oom_planning else None,
         embeddings=options.embeddings,
+        strict_requests=options.strict_requests,
         auto_truncate=options.auto_truncate,
         default_max_tokens=options.max_tokens,
         timeout_s=options.timeout_s,

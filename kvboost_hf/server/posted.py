@@ -1,4 +1,4 @@
-"""`PostedRoute`: parses large JSON bodies in a thread, so that they do not block other requests."""
+"""`PostedRoute`: parses JSON bodies, large ones in a thread, and tells the client which fields were ignored."""
 
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -8,22 +8,33 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from kvboost_hf.server.context import client
+from kvboost_hf.server.context import RouteContext, client
+from kvboost_hf.server.fields import unknown_fields
 from kvboost_hf.server.json_text import LargeJsonError, read_json
-from kvboost_hf.server.turns import Turns, in_thread
+from kvboost_hf.server.turns import in_thread
 
 _SMALL = 2**16  # bytes that are read faster than a thread could be asked to
 
 
 class PostedRoute(APIRoute):
-    """A route with a body: JSON, which a thread reads. The app's `state.reading` has the turns of clients."""
+    """A route with a body of JSON. The app's `state.context` is its `RouteContext`.
+
+    The names of unknown fields are in the header `x-kvboost-ignored` of the answer and in the log, and are counted.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See `APIRoute`."""
         handle = super().get_route_handler()
 
         async def handle_posted(request: Request) -> Response:
-            return await handle(_Posted(request.scope, request.receive))
+            context: RouteContext = request.app.state.context
+            with unknown_fields(refuse=context.settings.strict_requests) as unknown:
+                response = await handle(_Posted(request.scope, request.receive))
+            if unknown.names:
+                request.scope["ignored"] = unknown.names
+                response.headers["x-kvboost-ignored"] = ", ".join(unknown.names)
+                context.meter.ignored(unknown.names)
+            return response
 
         return handle_posted
 
@@ -34,8 +45,8 @@ class _Posted(Request):
         try:
             if len(raw) <= _SMALL:
                 return read_json(raw)
-            turns: Turns = self.app.state.reading
-            async with turns.turn(client(self)):
+            context: RouteContext = self.app.state.context
+            async with context.reading.turn(client(self)):
                 return await in_thread(partial(read_json, raw))
         except LargeJsonError as error:
             raise HTTPException(400 if error.deep else 413, str(error)) from error

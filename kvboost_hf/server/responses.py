@@ -27,7 +27,7 @@ def response_routes(context: RouteContext) -> APIRouter:
     async def respond(body: ResponseRequest, request: Request) -> Response:
         chat = await context.read(request, lambda: body.chat)
         jobs, readers = await start_chat(context, chat, request)
-        reply = _Reply(body, jobs, readers)
+        reply = _Reply(body, context.require_model(body.model), jobs, readers)
         if body.stream:
             return EventStream(reply.events(), jobs, context.settings.ping_s, done=False)
         return JSONResponse(await unless_gone(request, jobs, reply.whole()))
@@ -40,6 +40,7 @@ class _Reply:
     """The answer to one request, in the form of this route: items that open, grow and close."""
 
     asked: ResponseRequest
+    model: str
     jobs: RequestJobs
     readers: CallReaders
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
@@ -138,7 +139,7 @@ class _Reply:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.asked.model,
+            "model": self.model,
             "output": list(self.output),
             "instructions": self.asked.instructions,
             "max_output_tokens": self.asked.max_output_tokens,

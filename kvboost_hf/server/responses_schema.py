@@ -3,17 +3,17 @@
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
+from kvboost_hf.server.fields import Body, Many, Named, Refusal
 from kvboost_hf.server.schema import (
     MAX_TOOLS,
-    Body,
     CalledFunction,
     ChatRequest,
     Content,
     Function,
+    Length,
     MadeCall,
-    Many,
     Message,
     PlainFormat,
     Request,
@@ -102,24 +102,24 @@ class TextOptions(Body):
     format: Annotated[PlainFormat | FlatSchema, Field(discriminator="type")] | None = None
 
 
-def _not_stored(given: Any) -> None:
-    if given is not None:
-        raise ValueError("responses are not stored; send the whole conversation as input")
-
-
 class ResponseRequest(Request):
     """A request to `/v1/responses`."""
 
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Length = None
     text: TextOptions | None = None
     tools: Annotated[Many[FlatFunction], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
-    previous_response_id: Annotated[Any, AfterValidator(_not_stored)] = None
-    store: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
+    previous_response_id: Annotated[Any, Refusal("responses are not stored; send the whole conversation as input")] = (
+        None
+    )
+    metadata: Named[str] | None = None
+    """Sent back with the answer."""
+    background: Annotated[Any, Refusal("responses are not stored; leave background out, and wait or stream")] = None
+    conversation: Annotated[Any, Refusal("conversations are not stored; send the whole conversation as input")] = None
+    prompt: Annotated[Any, Refusal("templates of prompts are not stored; send input and instructions")] = None
 
     @property
     def chat(self) -> ChatRequest:

@@ -1,10 +1,11 @@
-"""The schemas of requests. Fields that are not here are refused, never ignored."""
+"""The schemas of requests. Fields that are not here are ignored and named in a header, or refused: see `Body`."""
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
+from kvboost_hf.server.fields import Body, Many, Refusal, absent, replaced
 from kvboost_hf.server.json_text import read_json
 
 MAX_STOPS = 16
@@ -13,67 +14,50 @@ MAX_TOOLS = 1000
 MAX_TEXTS = 2048  # to embed, as in OpenAI's API
 MAX_BIASES = 10_000
 
-Item = TypeVar("Item")
-# A collection with one error at most, where it would have one for each of millions of items.
-Many = Annotated[list[Item], Field(fail_fast=True)]
-Named = Annotated[dict[str, Item], Field(fail_fast=True)]
-
 _Id = Annotated[int, Field(strict=True)]
 _Token = Annotated[int, Field(ge=0)]
 _Added = Annotated[float, Field(ge=-100, le=100)]
 _Bias = Annotated[dict[_Token, _Added], Field(max_length=MAX_BIASES, fail_fast=True)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
 
 
-class Body(BaseModel):
-    """A JSON object of known fields, without NaN and infinities."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unknown_field(cls, given: Any) -> Any:
-        """All but one of the unknown fields are left out: each would be an error of its own."""
-        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
-            return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((name for name in given if name not in known), None)
-        return {name: value for name, value in given.items() if name in known or name == unknown}
-
-
-def _only_text(part: Any) -> Any:
-    if isinstance(part, dict) and part.get("type") not in ("text", "input_text", "output_text", None):
-        raise ValueError(f"content parts of type {part['type']!a} are not served; send text")
-    return part
-
-
-class CacheBreakpoint(Body):
-    """Says that what comes before is the start of other prompts, too.
-
-    It changes nothing: all of a prompt is stored, and found again up to the token where another one parts from it.
-    """
-
-    mode: Literal["explicit"]
+def _as_text_part(part: Any) -> Any:
+    """A part of a content as a part with text."""
+    if not isinstance(part, dict):
+        return part
+    match part.get("type"):
+        case "text" | "input_text" | "output_text" | None:
+            return part
+        case "refusal":
+            return {"text": part.get("refusal")}
+        case kind:
+            raise ValueError(f"content parts of type {kind!a} are not served; send text")
 
 
 class TextPart(Body):
     """A piece of a message."""
 
-    type: Literal["text", "input_text", "output_text"]
+    place: ClassVar = "messages.content"
+    type: str | None = None
     text: str
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: Any = None
+    """Changes nothing: all of a prompt is stored, and found again up to the token where another one parts from it."""
+    annotations: Any = None
+    """Of an answer that is sent back; not part of the prompt."""
+    logprobs: Any = None
+    """Of an answer that is sent back; not part of the prompt."""
 
 
-Content = str | Many[Annotated[TextPart, BeforeValidator(_only_text)]]
+Content = str | Many[Annotated[TextPart, replaced(_as_text_part)]]
 
 
 class CalledFunction(Body):
     """The name of a called function, and its arguments as JSON text."""
 
+    place: ClassVar = "messages.tool_calls.function"
     name: str
-    arguments: str
+    arguments: Annotated[str, replaced(lambda given: json.dumps(given) if isinstance(given, dict) else given)] = ""
 
     @property
     def parsed(self) -> dict[str, Any] | str:
@@ -92,30 +76,27 @@ class CalledFunction(Body):
 class MadeCall(Body):
     """A call of an earlier answer."""
 
-    id: str
+    place: ClassVar = "messages.tool_calls"
+    id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
 
 
 class Message(Body):
-    """One message of a chat."""
+    """One message of a chat. Of an answer that is sent back, any other field is ignored."""
 
+    place: ClassVar = "messages"
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     tool_calls: Many[MadeCall] | None = None
     tool_call_id: str | None = None
-    # Of answers that are sent back as they came.
-    refusal: str | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     reasoning_content: str | None = None
-    audio: None = None
-    function_call: None = None
 
     @model_validator(mode="after")
     def _said_something(self) -> "Message":
-        if self.content is None and not self.tool_calls and self.role != "assistant":
+        if self.content is None and self.role == "user":
             raise ValueError(f"a message of role {self.role!r} must have content")
         return self
 
@@ -130,7 +111,8 @@ class Message(Body):
 class Function(Body):
     """A function that the model may call; `parameters` is a JSON schema."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    place: ClassVar = "tools.function"
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -139,24 +121,27 @@ class Function(Body):
 class Tool(Body):
     """A tool of a chat."""
 
+    place: ClassVar = "tools"
     type: Literal["function"]
     function: Function
 
     @property
     def body(self) -> dict[str, Any]:
-        """As it was sent."""
+        """As chat templates take it."""
         return self.model_dump(exclude_none=True)
 
 
 class FunctionName(Body):
     """Names a function."""
 
+    place: ClassVar = "tool_choice.function"
     name: str
 
 
 class ToolChoice(Body):
     """The tool to call."""
 
+    place: ClassVar = "tool_choice"
     type: Literal["function"]
     function: FunctionName
 
@@ -164,7 +149,8 @@ class ToolChoice(Body):
 class JsonSchema(Body):
     """A schema that an answer must keep to."""
 
-    name: str
+    place: ClassVar = "response_format.json_schema"
+    name: str = "answer"
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -173,12 +159,14 @@ class JsonSchema(Body):
 class PlainFormat(Body):
     """Any text, or any JSON object."""
 
+    place: ClassVar = "response_format"
     type: Literal["text", "json_object"]
 
 
 class SchemaFormat(Body):
     """JSON of a schema."""
 
+    place: ClassVar = "response_format"
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -189,53 +177,53 @@ ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type
 class StreamOptions(Body):
     """Options of a stream."""
 
+    place: ClassVar = "stream_options"
     include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
 
 
 class Request(Body):
     """The fields that all requests for text have."""
 
-    model: str
+    model: str | None = None
+    """The model's name, or one of `--model-alias`; the only model where it is left out."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """0 takes the likeliest token."""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """With 0 only the likeliest token is left."""
     stream: bool | None = None
-    user: str | None = None
+    """Server-sent events."""
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
-    metadata: Named[str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    """Requests share K/V only with requests of the same key."""
+    modalities: Annotated[Any, Refusal("answers are text; leave modalities out, or pass ['text']", ["text"])] = None
+    audio: Annotated[Any, Refusal("answers are text; leave audio out")] = None
+    web_search_options: Annotated[Any, Refusal("the server searches nothing; offer a tool that does")] = None
 
 
 class Sampled(Request):
-    """The fields of both kinds of completions; the last three are not part of OpenAI's API."""
+    """The fields of both kinds of completions."""
 
     n: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Answers to one prompt; `prompts x n` may be 16."""
+    max_tokens: Length = None
+    """-1 for no limit but the context."""
     stop: str | Annotated[Many[str], Field(max_length=MAX_STOPS)] | None = None
+    """Texts that end the answer and are left out of it; empty ones are ignored."""
     seed: _Int64 | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: (
-        Annotated[dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)]
-        | None
-    ) = None
+    logit_bias: _Bias | None = None
+    """By token id."""
     stream_options: StreamOptions | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
+    """0 and -1 for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-
-    @model_validator(mode="after")
-    def _streams(self) -> "Sampled":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options must be left out without stream")
-        if self.stop is not None and not all([self.stop] if isinstance(self.stop, str) else self.stop):
-            raise ValueError("stop must not be an empty text")
-        return self
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop texts."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return tuple(text for text in given if text)
 
     @property
     def with_usage(self) -> bool:
@@ -247,19 +235,19 @@ class ChatRequest(Sampled):
     """A request to `/v1/chat/completions`."""
 
     messages: Annotated[Many[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Length = None
+    """As `max_tokens`, before which it counts."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """More than 0 asks for `logprobs`, too."""
     response_format: ResponseFormat | None = None
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions; other types of tools are refused."""
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    store: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice needs tools")
         if isinstance(self.tool_choice, ToolChoice):
@@ -267,6 +255,11 @@ class ChatRequest(Sampled):
             if name not in [tool.function.name for tool in self.tools or ()]:
                 raise ValueError(f"tool_choice must name one of tools, got {name!r}")
         return self
+
+    @property
+    def reported(self) -> int | None:
+        """How many other tokens are reported beside each one; None where no log probabilities are."""
+        return self.top_logprobs or 0 if self.logprobs or self.top_logprobs else None
 
     @property
     def must_call(self) -> bool:
@@ -317,8 +310,10 @@ class CompletionRequest(Sampled):
     """A request to `/v1/completions`."""
 
     prompt: Texts
+    """Texts, or lists of token ids."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
+    """Begin the answer with the prompt; not together with `logprobs`."""
     best_of: Literal[1] | None = None
 
     @model_validator(mode="after")
@@ -336,12 +331,12 @@ class CompletionRequest(Sampled):
 
 
 class EmbeddingRequest(Body):
-    """A request to `/v1/embeddings`. All numbers are returned: there are no `dimensions` to choose."""
+    """A request to `/v1/embeddings`."""
 
-    model: str
+    model: str | None = None
     input: Annotated[Texts, Field(min_length=1)]
     encoding_format: Literal["float", "base64"] | None = None
-    user: str | None = None
+    dimensions: Annotated[Any, Refusal("all numbers of an embedding are returned; leave dimensions out")] = None
 
     @property
     def texts(self) -> list[str | list[int]]:

@@ -11,6 +11,7 @@ class ServerSettings:
 
     Args:
         model_name: What `/v1/models` and answers call the model; requests must name it.
+        model_aliases: Other names that requests may give the model; `"*"` takes all.
         host: Address to listen at.
         port: And its port; 0 for any free one.
         api_keys: Any of these opens all routes; without one they are open to everybody who reaches the address.
@@ -42,12 +43,14 @@ class ServerSettings:
         max_connections: Open at once; three quarters of them from one address. None for what the process has
             descriptors for, up to 4096.
         max_choices: The largest `n` of a request, times its number of prompts.
+        strict_requests: Refuse requests with unknown fields, in place of ignoring these.
 
     Raises:
         ValueError: for counts or times that are none, an empty name or an empty key.
     """
 
     model_name: str
+    model_aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -75,6 +78,7 @@ class ServerSettings:
     write_timeout_s: float = 60.0
     max_connections: int | None = None
     max_choices: int = 16
+    strict_requests: bool = False
 
     def __post_init__(self) -> None:
         if not self.model_name:

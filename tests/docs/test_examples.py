@@ -164,6 +164,13 @@ def test_the_page_of_flags_is_what_the_parser_says() -> None:
     assert written.read_text(encoding="utf-8") == page, f"run python docs/flags.py > {written.relative_to(ROOT)}"
 
 
+def test_the_page_of_fields_is_what_the_schemas_say() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "server_fields.py"))["page"]()
+    written = ROOT / "docs" / "server-fields.md"
+    told = f"run python docs/server_fields.py > {written.relative_to(ROOT)}"
+    assert written.read_text(encoding="utf-8") == page, told
+
+
 def test_the_page_of_files_is_what_the_docstrings_say() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "files.py"))["page"]()
     written = ROOT / "docs" / "files.md"

@@ -75,10 +75,8 @@ def test_logprobs(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"prompt": ["a"] * 17}, "16"),
-        ({"suffix": "b"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True, "logprobs": 1}, "echo"),
-        ({"messages": []}, "messages"),
     ],
 )
 def test_what_is_not_served_is_named(at: Listening, engine: FakeEngine, change: dict[str, Any], says: str) -> None:

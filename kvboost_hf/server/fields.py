@@ -1,0 +1,121 @@
+"""`Body`: a JSON object of a request. Unknown fields are ignored and noted, or refused where the operator says so."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_after_validator_function
+
+Item = TypeVar("Item")
+# A collection with one error at most, where it would have one for each of millions of items.
+Many = Annotated[list[Item], Field(fail_fast=True)]
+Named = Annotated[dict[str, Item], Field(fail_fast=True)]
+
+_MOST_NOTED, _NAME = 32, 64  # names of one request, and characters of a name
+
+
+class UnknownFields:
+    """The fields of one request that the server does not know.
+
+    Args:
+        refuse: Whether the first one is an error of validation.
+
+    Attributes:
+        names: Dotted paths without indices, such as `messages.annotations`, in the order in which they were found; the
+            first 32, in printable ASCII.
+    """
+
+    def __init__(self, *, refuse: bool = False) -> None:
+        self.names: list[str] = []
+        self._refuse = refuse
+
+    def note(self, place: str, names: Sequence[str]) -> None:
+        """Note fields of the object at `place`."""
+        if self._refuse:
+            told = {"field": names[0], "shown": ascii(names[0])}
+            raise PydanticCustomError("unknown_field", "{shown} is not supported. Leave it out", told)
+        for name in names[:_MOST_NOTED]:
+            path = ".".join(filter(None, (place, _printable(name))))
+            if path not in self.names and len(self.names) < _MOST_NOTED:
+                self.names.append(path)
+
+
+_current: ContextVar[UnknownFields | None] = ContextVar("unknown_fields", default=None)
+
+
+@contextmanager
+def unknown_fields(*, refuse: bool) -> Iterator[UnknownFields]:
+    """Collect the unknown fields of all bodies that are validated in this context."""
+    found = UnknownFields(refuse=refuse)
+    token = _current.set(found)
+    try:
+        yield found
+    finally:
+        _current.reset(token)
+
+
+class Body(BaseModel):
+    """A JSON object, without NaN and infinities.
+
+    Attributes:
+        place: Where such objects are in a request, for the names of unknown fields; empty for a whole request.
+    """
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True)
+    place: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_unknown(cls, given: Any) -> Any:
+        noted = _current.get()
+        if noted is not None and isinstance(given, dict):
+            known = _names_of(cls)
+            unknown = [name for name, value in given.items() if name not in known and value is not None]
+            if unknown:
+                noted.note(cls.place, unknown)
+        return given
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The type of a field that asks for what the server cannot do, so that ignoring it would give another answer.
+
+    Args:
+        why: What it asks for, and what to do.
+        accepted: A value that asks for nothing, besides empty ones.
+    """
+
+    why: str
+    accepted: Any = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, given: Any) -> None:
+        if given and given != self.accepted:
+            raise ValueError(self.why)
+
+
+def absent(*values: Any) -> BeforeValidator:
+    """Take some values for a field that was left out, such as -1 for a length without a limit."""
+    return BeforeValidator(lambda given: None if given in values and not isinstance(given, bool) else given)
+
+
+def replaced(change: Callable[[Any], Any]) -> BeforeValidator:
+    """Change a value before it is validated."""
+    return BeforeValidator(change)
+
+
+@cache
+def _names_of(kind: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+def _printable(name: str) -> str:
+    """A name that can stand in a header and in a line of a log."""
+    return "".join(char if char.isascii() and (char.isalnum() or char in "_-.") else "?" for char in name[:_NAME])
