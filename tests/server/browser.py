@@ -71,6 +71,19 @@ class Browser:
         """Press keys in an element."""
         self._post(f"element/{self._element(id)}/value", text=text)
 
+    def press(self, *keys: str) -> None:
+        """Press keys one after the other, wherever the focus is."""
+        self._keys([(kind, key) for key in keys for kind in ("keyDown", "keyUp")])
+
+    def chord(self, held: str, key: str) -> None:
+        """Press a key while another one is held."""
+        self._keys([("keyDown", held), ("keyDown", key), ("keyUp", key), ("keyUp", held)])
+
+    def names(self, selector: str) -> list[tuple[str, str]]:
+        """The role and the name of elements, as the browser tells them to a screen reader."""
+        found = self._post("elements", using="css selector", value=selector)
+        return [(self._computed(one, "role"), self._computed(one, "label")) for [one] in map(dict.values, found)]
+
     def devtools(self, command: str, **parameters: Any) -> Any:
         """A command of the DevTools protocol."""
         return self._post("goog/cdp/execute", cmd=command, params=parameters)
@@ -105,6 +118,14 @@ class Browser:
     def _element(self, id: str) -> str:
         [found] = self._post("element", using="css selector", value=f"#{id}").values()
         return str(found)
+
+    def _keys(self, events: list[tuple[str, str]]) -> None:
+        actions = [{"type": kind, "value": key} for kind, key in events]
+        self._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
+
+    def _computed(self, element: str, what: str) -> str:
+        answer = self._http.get(f"{self._session}/element/{element}/computed{what}")
+        return str(answer.raise_for_status().json()["value"])
 
     def _post(self, command: str, **fields: Any) -> Any:
         answer = self._http.post(f"{self._session}/{command}", json=fields)

@@ -18,6 +18,7 @@ from kvboost_hf.server.app import make_app
 from kvboost_hf.server.jobs import Engine
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.worker import ModelEngine
+from tests.server.browser import CHROMIUM, DRIVER, Browser
 from tests.server.fake_engine import FakeEngine
 
 SETTINGS = ServerSettings(model_name="reader", timeout_s=20)
@@ -110,3 +111,30 @@ def reading(tokenizer: Any) -> Iterator[Listening]:
     with listening(make_app(engine, tokenizer, settings)) as at:
         yield at
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One that all tests of a file share."""
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("there is no chromium, or no chromedriver")
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Browser, reading: Listening) -> Browser:
+    """The page of the embedded model, with the right key."""
+    browser.open(reading.url)
+    browser.shows("#model", "an API key is needed")
+    browser.type("key", "key\n")
+    browser.shows("#model", "reader")
+    return browser
+
+
+@pytest.fixture
+def fake_page(browser: Browser, at: Listening) -> Browser:
+    """The page of the engine of the fixture."""
+    browser.open(at.url)
+    browser.shows("#model", "reader")
+    return browser
