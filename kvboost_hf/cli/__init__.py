@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvboost_hf import __version__
 from kvboost_hf.cli import bench, check, demo, doctor, fits, inspect, serving, verify, warm
+from kvboost_hf.cli.config_file import apply_config
 from kvboost_hf.cli.models import require_device
 from kvboost_hf.errors import KVBoostError
 
@@ -23,9 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 2 for what is refused, 130 after Ctrl-C.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    options = command_line().parse_args(given)
-    options.given = given
+    parser = command_line()
+    options = parser.parse_args(given)
     try:
+        if getattr(options, "config", None) is not None:
+            apply_config(options, parser)
+            options = parser.parse_args(given)
+        options.given = given
         if hasattr(options, "device"):
             require_device(options.device)
         return int(options.run(options))

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from kvboost_hf.cli.arguments import Commands, needs_extra
+from kvboost_hf.cli.config_file import add_config
 from kvboost_hf.cli.models import add_model, load_model
 from kvboost_hf.server.flags import add_options
 from kvboost_hf.server.options import add_secrets, draft_trees, engine_settings, server_settings, streaming_config
@@ -15,6 +16,7 @@ from kvboost_hf.server.options import add_secrets, draft_trees, engine_settings,
 def add(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("serve", help="answer requests as OpenAI's API does")
+    add_config(parser)
     add_model(parser)
     add_options(parser)
     parser.set_defaults(run=run)

@@ -9,6 +9,7 @@ from typing import Any
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cli.arguments import Commands, needs_extra, require_lasting
+from kvboost_hf.cli.config_file import add_config
 from kvboost_hf.cli.models import add_model, load_model
 from kvboost_hf.server.flags import add_api_keys, add_kept, add_streaming
 from kvboost_hf.server.keys import prompt_salt
@@ -21,6 +22,7 @@ _Warmed = list[tuple[str, ReuseReport]]  # each with a name to show
 def add(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser("warm", help="compute K/V of files ahead of the first request, and keep it")
+    add_config(parser)
     add_model(parser)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="texts; each is the start of prompts")
     parser.add_argument("--documents", action="store_true", help="they may stand anywhere in prompts (mode 'blend')")

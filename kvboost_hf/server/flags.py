@@ -9,7 +9,7 @@ from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
 from kvboost_hf.migration import TABLE, refuse
 from kvboost_hf.server.settings import ServerSettings
 
-_REFUSED = "server flags"  # the section of the table of migration
+REFUSED = "server flags"  # the section of the table of migration
 _SERVER, _ENGINE = ServerSettings(model_name="any"), EngineSettings()
 _TREES, _STREAMING = DraftTreeConfig(), StreamingConfig()
 
@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_reuse(parser)
     add_streaming(parser)
     _add_drafts(parser)
-    for entry in TABLE[_REFUSED]:
+    for entry in TABLE[REFUSED]:
         for flag in entry.names if entry.refused else ():
             parser.add_argument(flag, action=_Refused, nargs="*", help=argparse.SUPPRESS)
 
@@ -300,7 +300,7 @@ class _Refused(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         try:
-            refuse(_REFUSED, self.option_strings)
+            refuse(REFUSED, self.option_strings)
         except ValueError as error:
             parser.error(str(error))
 

@@ -19,22 +19,32 @@ def read_keys(path: Path) -> tuple[str, ...]:
         ValueError: others may read or write it, it cannot be read, or it holds no key.
     """
     try:
-        mode = path.stat().st_mode
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"The file of keys {path} cannot be read: {error}. Pass a text file with a key a line."
         ) from error
-    if os.name == "posix" and mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
-        raise ValueError(
-            f"The file of keys {path} must be closed to other users, but its mode is {stat.S_IMODE(mode):04o}. "
-            f"Run: chmod 600 {path}"
-        )
+    require_closed(path, f"file of keys {path}")
     lines = (line.strip() for line in text.splitlines())
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ValueError(f"The file of keys {path} must hold a key a line, but there is none. Write one into it.")
     return keys
+
+
+def require_closed(path: Path, what: str) -> None:
+    """Raise ValueError for a file that other users may read or write; its group may read it.
+
+    Args:
+        path: Of a file that is there.
+        what: The file in the error.
+    """
+    mode = path.stat().st_mode
+    if os.name == "posix" and mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+        raise ValueError(
+            f"The {what} must be closed to other users, but its mode is {stat.S_IMODE(mode):04o}. "
+            f"Run: chmod 600 {path}"
+        )
 
 
 def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None) -> bytes:
