@@ -27,6 +27,7 @@ def run(options: argparse.Namespace) -> int:
     with needs_extra("server", "serve"):
         from kvboost_hf.server.listen import require_free
         from kvboost_hf.server.serve import serve
+        from kvboost_hf.server.startup import Startup, write_log
 
     add_secrets(options, os.environ)
     kept, trees = engine_settings(options), draft_trees(options)
@@ -34,18 +35,22 @@ def run(options: argparse.Namespace) -> int:
     if (tls := server_settings(options, "model", None).tls) is not None:
         tls.context()
     require_free(options.host, options.port)
-    model, tokenizer, _ = load_model(options, streaming_config(options))
+    write_log(options.log_level)
+    startup, name = Startup(), model_name(options.model)
+    with startup.stage(f"loading {options.model or name} on {options.device}"):
+        model, tokenizer, _ = load_model(options, streaming_config(options))
+        draft = load_draft(options, model)
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     serve(
         model,
         tokenizer,
-        server_settings(options, model_name(options.model), positions),
+        server_settings(options, name, positions),
         kept,
-        draft=load_draft(options, model),
+        draft=draft,
         draft_trees=trees,
         attn_implementation=options.attn_implementation,
         warm=options.warm,
-        log_level=options.log_level,
+        startup=startup,
     )
     return 0
 

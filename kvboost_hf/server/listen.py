@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -47,14 +47,22 @@ class FrontServer(uvicorn.Server):
         app: Of `make_app`.
         engine: That answers for it.
         settings: Of the server.
+        started: Called with the addresses once the server listens; None logs them.
     """
 
-    def __init__(self, app: Any, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        app: Any,
+        engine: Engine,
+        settings: ServerSettings,
+        started: Callable[[Sequence[str]], None] | None = None,
+    ) -> None:
         tls = settings.tls.context() if settings.tls is not None else None
         most = connections_that_fit() if settings.max_connections is None else settings.max_connections
         limits = ConnectionLimits(most=most, header_s=settings.header_timeout_s, write_s=settings.write_timeout_s)
         self.connections_of = Connections(limits, tls)
         self._engine, self._settings = engine, settings
+        self._started = started or _log_addresses
         super().__init__(
             uvicorn.Config(
                 app,
@@ -121,7 +129,9 @@ class FrontServer(uvicorn.Server):
     def _log_started_message(self, listeners: Sequence[socket.SocketType]) -> None:
         """In the place of Uvicorn's, which does not know of TLS."""
         scheme = "http" if self.connections_of.tls is None else "https"
-        for listener in listeners:
-            host, port = listener.getsockname()[:2]
-            where = f"[{host}]" if ":" in host else host
-            _log.info("listening at %s://%s:%d", scheme, where, port)
+        addresses = (listener.getsockname()[:2] for listener in listeners)
+        self._started([f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}" for host, port in addresses])
+
+
+def _log_addresses(urls: Sequence[str]) -> None:
+    _log.info("listening at %s", ", ".join(urls))

@@ -3,7 +3,9 @@
 import logging
 import queue
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,18 +15,19 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.app import make_app
-from kvboost_hf.server.guard import JsonLines
-from kvboost_hf.server.jobs import Engine, Event, Finished, Job, SamplingOptions
+from kvboost_hf.server.jobs import Event, Finished, Job, SamplingOptions
 from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.listen import FrontServer
 from kvboost_hf.server.room import tokens_that_fit
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.sharing import choose_attention
-from kvboost_hf.server.tier_check import unfound
+from kvboost_hf.server.startup import Chosen, Startup
+from kvboost_hf.server.tier_check import InTiers, unfound
 from kvboost_hf.server.worker import ModelEngine
 
 _log = logging.getLogger("kvboost_hf.server")
 
+_SHOWN_EVERY_S = 0.2
 _CLIENT_SHARE = 0.75  # where there are others: so much of the queue and of the memory may be one key's
 
 
@@ -38,7 +41,7 @@ def serve(
     draft_trees: DraftTreeConfig | None = None,
     attn_implementation: str | None = None,
     warm: Iterable[str] = (),
-    log_level: str = "info",
+    startup: Startup | None = None,
 ) -> None:
     """Serve a model until SIGTERM or SIGINT, and then finish the requests that were taken.
 
@@ -52,30 +55,24 @@ def serve(
         attn_implementation: The attention of the model; None for what `choose_attention` chooses.
         warm: Texts that prompts begin with; they are computed for each API key before the server listens, and pinned
             in host memory.
-        log_level: The least level that is logged, as lines of JSON on standard error.
+        startup: Reports stages and what was chosen; None for a new one.
     """
-    engine = start_engine(
-        model,
-        tokenizer,
-        settings,
-        kept,
-        draft=draft,
-        draft_trees=draft_trees,
-        attn_implementation=attn_implementation,
-    )
+    startup = startup or Startup()
+    reason = choose_attention(model, attn_implementation)
+    engine = _engine(model, tokenizer, settings, kept, draft, draft_trees)
     try:
-        _log_lines(log_level)
         for number in (signal.SIGTERM, signal.SIGINT):
             # Uvicorn answers all first, and then raises it again; what is kept is still to be written.
             signal.signal(number, _end)
         salts = [prompt_salt(settings.salt, key) for key in settings.api_keys or (None,)]
-        if (reason := unfound(model, engine.store, kept.live_config, salts)) is not None:
-            _log.warning("%s", reason)
-        for text in warm:
-            _warm(engine, tokenizer.encode(text), salts)
-        open_to = "" if settings.api_keys else ", without API keys"
-        _log.info("serving %s at %s:%d%s", settings.model_name, settings.host, settings.port, open_to)
-        FrontServer(front(engine, settings), engine, settings).run()
+        in_tiers = InTiers.of(model, engine.store, kept.live_config, salts)
+        if (warning := unfound(model, engine.store, kept.live_config, salts, in_tiers)) is not None:
+            _log.warning("%s", warning)
+        if texts := [tokenizer.encode(text) for text in warm]:
+            _warm_all(engine, texts, salts, startup)
+        drafts = (draft_trees or DraftTreeConfig()).policy if draft is not None else None
+        chosen = Chosen.of(engine, settings, kept, attention_reason=reason, in_tiers=in_tiers, drafts=drafts)
+        FrontServer(front(engine, settings), engine, settings, partial(startup.ended, chosen)).run()
     finally:
         engine.close()
         engine.store.close()
@@ -93,6 +90,22 @@ def start_engine(
 ) -> ModelEngine:
     """Make the engine of a server and its store, from arguments of `serve`. The caller closes both."""
     choose_attention(model, attn_implementation)
+    return _engine(model, tokenizer, settings, kept, draft, draft_trees)
+
+
+def front(engine: ModelEngine, settings: ServerSettings) -> FastAPI:
+    """Make the app of an engine."""
+    return make_app(engine, engine.tokenizer, settings, ends=_ends(engine.model, engine.tokenizer))
+
+
+def _engine(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    settings: ServerSettings,
+    kept: EngineSettings,
+    draft: PreTrainedModel | None,
+    draft_trees: DraftTreeConfig | None,
+) -> ModelEngine:
     store = kept.store(model, tokenizer)
     return ModelEngine(
         model,
@@ -112,11 +125,6 @@ def start_engine(
     )
 
 
-def front(engine: ModelEngine, settings: ServerSettings) -> FastAPI:
-    """Make the app of an engine."""
-    return make_app(engine, engine.tokenizer, settings, ends=_ends(engine.model, engine.tokenizer))
-
-
 def _end(number: int, frame: object) -> None:
     raise SystemExit(0)
 
@@ -130,12 +138,29 @@ def _live_tokens(
     return tokens_that_fit(model, draft, reserved=reserved, safety_margin=settings.safety_margin)
 
 
-def _warm(engine: Engine, ids: Sequence[int], salts: Sequence[bytes]) -> None:
+def _warm_all(engine: ModelEngine, texts: Sequence[list[int]], salts: Sequence[bytes], startup: Startup) -> None:
+    tokens = len(salts) * sum(map(len, texts))
+    with startup.stage(f"warming {tokens:,} tokens"), startup.progress(tokens) as advance:
+        for ids in texts:
+            _warm(engine, ids, salts, advance)
+
+
+def _warm(
+    engine: ModelEngine,
+    ids: Sequence[int],
+    salts: Sequence[bytes],
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> None:
     for salt in salts:
         events: queue.Queue[Event] = queue.Queue()
-        engine.submit(Job(ids=ids, options=SamplingOptions(max_tokens=0), salt=salt, pin_share=1), events.put)
-        while not isinstance(event := events.get(), Finished):
-            pass
+        job = Job(ids=ids, options=SamplingOptions(max_tokens=0), salt=salt, pin_share=1)
+        event, task, told = None, engine.submit(job, events.put), 0
+        while not isinstance(event, Finished):
+            with suppress(queue.Empty):
+                event = events.get(timeout=_SHOWN_EVERY_S)
+            done = len(ids) if isinstance(event, Finished) else task.done
+            advance(done - told)
+            told = done
         if event.reason == "error":
             raise ValueError(f"A text of {len(ids)} tokens could not be warmed: {event.error}. Warm less.")
         if not event.pinned:
@@ -149,9 +174,3 @@ def _ends(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     told = getattr(model.generation_config, "eos_token_id", None)
     ends = set(told) if isinstance(told, list | tuple) else {told}
     return {int(token) for token in (*ends, tokenizer.eos_token_id) if token is not None}
-
-
-def _log_lines(level: str) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -26,7 +26,7 @@ from kvboost_hf.server.batch import BatchKV
 _log = logging.getLogger("kvboost_hf.server")
 
 
-def choose_attention(model: PreTrainedModel, asked: str | None = None) -> None:
+def choose_attention(model: PreTrainedModel, asked: str | None = None) -> str:
     """Set the attention of a model: the one that is asked for; else, on a CPU, one that lets rows share K/V.
 
     On a GPU it keeps its own: `kvboost_fa2` has not been measured there.
@@ -34,6 +34,9 @@ def choose_attention(model: PreTrainedModel, asked: str | None = None) -> None:
     Args:
         model: Which is changed.
         asked: As transformers names it.
+
+    Returns:
+        Why the model has this attention.
 
     Raises:
         ValueError: for one that the model does not take, or whose package is not there.
@@ -46,15 +49,19 @@ def choose_attention(model: PreTrainedModel, asked: str | None = None) -> None:
                 f"`attn_implementation` must be one that the model takes, got {asked!r}: {error} Pass 'sdpa', 'eager' "
                 f"or {ATTENTION!r}."
             ) from error
-        return
+        return "as `--attn-implementation` says"
     own = attn_implementation(model)
-    if input_device(model).type != "cpu" or own == ATTENTION:
-        return
+    if own == ATTENTION:
+        return "the model was loaded with it"
+    if input_device(model).type != "cpu":
+        return f"the model's own; {ATTENTION} is only chosen on a CPU"
     if _is_taken(model):
         model.set_attn_implementation(ATTENTION)
     if (reason := sharing_reason(model)) is not None:
         _log.info("Each request has a copy of its K/V: %s.", reason)
         model.set_attn_implementation(own)
+        return f"each request has a copy of its K/V: {reason}"
+    return "requests read K/V that they share in place"
 
 
 def sharing_reason(model: PreTrainedModel) -> str | None:

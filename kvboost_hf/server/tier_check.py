@@ -1,6 +1,7 @@
 """Checks whether a server finds the K/V in its tiers; if not, says which flag differs and what to type."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 
 import numpy as np
@@ -23,13 +24,48 @@ _NOT_KNOWN = (
     "that it does not have, another `--codec` or `--attn-implementation`, or other versions of PyTorch or "
     "transformers, and then `kvboost-hf warm` is to be run again, with its flags."
 )
-_LOOKED_AT = 10_000  # blobs
+LOOKED_AT = 10_000  # blobs
 _ATTENTIONS = ("sdpa", "eager", ATTENTION)
 _LOSSY = ("int8", "int8:4", "int4", "int2", "turboquant", "turboquant:3.5", "turboquant:3", "turboquant:2")
 
 
+@dataclass(frozen=True, slots=True)
+class InTiers:
+    """What the tiers of a server hold.
+
+    Args:
+        held: All entries, of other models, too; the first 10,000.
+        own: Those of them that are of this model.
+        found: Those of `own` that this server finds.
+        roots: The roots that this server searches under.
+    """
+
+    held: Sequence[Entry]
+    own: Sequence[Entry]
+    found: Sequence[Entry]
+    roots: frozenset[bytes]
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, store: ChunkStore, live_quant: KVQuantConfig | None, salts: Sequence[bytes]
+    ) -> "InTiers | None":
+        """What the tiers of `store` hold, for the arguments of `unfound`; None where the model's K/V is not kept."""
+        held = list(islice(store.records.lower.entries(), LOOKED_AT))
+        fingerprint = ModelState.of(model).fingerprint.durable(model) if held else b""
+        if not isinstance(fingerprint, bytes):
+            return None
+        own = [entry for entry in held if entry.model == model_name(model)]
+        codec = _live(live_quant) + store.codec.name.encode()
+        roots = frozenset(root_key(fingerprint, salt, codec) for salt in salts)
+        return cls(held, own, [entry for entry in own if entry.root in roots], roots)
+
+
 def unfound(
-    model: PreTrainedModel, store: ChunkStore, live_quant: KVQuantConfig | None, salts: Sequence[bytes]
+    model: PreTrainedModel,
+    store: ChunkStore,
+    live_quant: KVQuantConfig | None,
+    salts: Sequence[bytes],
+    kept: InTiers | None = None,
 ) -> str | None:
     """Why the server cannot find K/V of the model in its tiers, or only a part; None if it can, as far as is known.
 
@@ -38,22 +74,23 @@ def unfound(
         store: The store of the server.
         live_quant: The `live_quant` of its caches.
         salts: The salts of its API keys, or the one of clients without a key.
+        kept: What the tiers hold, if that was read before.
     """
-    held = list(islice(store.records.lower.entries(), _LOOKED_AT))
-    fingerprint = ModelState.of(model).fingerprint.durable(model) if held else None
-    if not isinstance(fingerprint, bytes):
+    kept = kept or InTiers.of(model, store, live_quant, salts)
+    if kept is None or not kept.held:
         return None
-    own = [entry for entry in held if entry.model == model_name(model)]
+    own, found = kept.own, kept.found
     if not own:
         return (
-            f"The tiers hold {len(held)} chunks, but none of this model: they are of others, or of this one with "
+            f"The tiers hold {len(kept.held)} chunks, but none of this model: they are of others, or of this one with "
             "another `--dtype`, or another name or path in `--model`, which is to be the same."
         )
-    live = mark(live_quant) if live_quant is not None else b""
-    ours = {root_key(fingerprint, salt, live + store.codec.name.encode()) for salt in salts}
-    found = [entry for entry in own if entry.root in ours]
-    others = {entry.root for entry in own} - ours
-    told = _difference(model, store.codec.name, live, salts, others, attentions=not found) if others else None
+    others = {entry.root for entry in own} - kept.roots
+    told = (
+        _difference(model, store.codec.name, _live(live_quant), salts, others, attentions=not found)
+        if others
+        else None
+    )
     reasons = [_cut_elsewhere(store.chunker, found)]
     if told is not None or not found:
         root, stored_with = told or (None, _NOT_KNOWN)
@@ -64,6 +101,10 @@ def unfound(
             f"were stored with {stored_with}"
         )
     return " ".join(filter(None, reasons)) or None
+
+
+def _live(live_quant: KVQuantConfig | None) -> bytes:
+    return mark(live_quant) if live_quant is not None else b""
 
 
 def _difference(

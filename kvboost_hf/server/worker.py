@@ -111,6 +111,11 @@ class ModelEngine:
         """Tokens of a prompt and its answer, at most."""
         return self._max_model_len
 
+    @property
+    def max_live_tokens(self) -> int | None:
+        """Tokens of all running jobs, at most; None for no limit."""
+        return self._limits.max_live_tokens
+
     # Called by any thread
 
     def submit(self, job: Job, listener: Listener) -> Task:

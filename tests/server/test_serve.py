@@ -51,6 +51,12 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     server.send_signal(signal.SIGTERM)
     assert server.wait(20) == 0
     lines = [json.loads(line) for line in Path(log).read_text().splitlines() if line.startswith("{")]
+    [started] = (line for line in lines if "max_model_len" in line)
+    assert started["message"] == f"listening at http://127.0.0.1:{port}"
+    assert (started["api_keys"], started["drafts"], started["attention"]) == (1, "auto", "kvboost_fa2")
+    stages = [line["stage"] for line in lines if "stage" in line]
+    assert [stage.split()[0] for stage in stages] == ["loading", "warming"]
+    assert all(line.startswith("{") for line in Path(log).read_text().splitlines())
     assert {"/v1/models", "/v1/chat/completions"} <= {line.get("path") for line in lines}
     assert "piano" not in Path(log).read_text()
     assert "stored with `--attn-implementation sdpa`" in Path(log).read_text()

@@ -143,6 +143,6 @@ def test_a_system_message_is_found_by_chats(file: str, tmp_path: Path) -> None:
 def test_the_two_commands_have_the_same_flags_and_defaults() -> None:
     parser = command_line()
     warming, serving = (vars(parser.parse_args(given)) for given in (["warm", "x", "--tiers", "disk:x"], ["serve"]))
-    alike = {name for name in warming if name in serving} - {"run", "tiers"}
+    alike = {name for name in warming if name in serving} - {"run", "parser", "tiers"}
     assert {"attn_implementation", "codec", "live_quant", "salt", "api_key", "chunk_size", "disk_cache_dir"} <= alike
     assert {name: warming[name] for name in alike} == {name: serving[name] for name in alike}

@@ -1,0 +1,284 @@
+"""Says what a server does while it starts, and then what it has chosen: to a terminal, or to the log."""
+
+import json
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
+
+from kvboost_hf import __version__
+from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.tiers.base import Kind
+from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
+from kvboost_hf.engine.settings import EngineSettings
+from kvboost_hf.server.guard import JsonLines
+from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.tier_check import LOOKED_AT, InTiers
+from kvboost_hf.server.worker import ModelEngine
+
+_log = logging.getLogger("kvboost_hf.server")
+_ANY = ("0.0.0.0", "::")  # addresses to listen at that nobody can call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What a server has chosen, as the log has it.
+
+    Args:
+        model: What clients call the model.
+        model_class: Its class in transformers.
+        parameters: Number of its weights.
+        dtype: Of its weights.
+        device: Where it runs.
+        threads: Threads of PyTorch on the CPU.
+        attention: Its attention, as transformers names it.
+        attention_reason: Why it has this one.
+        max_model_len: Tokens of a prompt and its answer, at most.
+        max_batch_size: Requests that run at once.
+        max_queue_size: Requests that wait.
+        max_live_tokens: Tokens of K/V of all running requests, as planned; None for no plan.
+        live_bytes: Bytes that these take.
+        store_bytes: Host memory for stored K/V.
+        store_tokens: Tokens that fit into it if they are not compressed.
+        codec: How stored K/V is kept.
+        tiers: Places below host memory: name, location and bytes held.
+        tier_chunks: Chunks in these tiers, of other models, too; counted up to 10,000.
+        found_chunks: Those of them that this server finds.
+        found_tokens: Tokens of these.
+        fingerprint: Beginning of the hash that K/V in tiers is found by; None without tiers.
+        recompute_strategy: How moved K/V is repaired, or "exact".
+        drafts: The policy of drafts; None for no drafts.
+        api_keys: Number of API keys.
+        operator_keys: Number of keys of operators.
+        chats: Whether the model has a chat template.
+    """
+
+    model: str
+    model_class: str
+    parameters: int
+    dtype: str
+    device: str
+    threads: int
+    attention: str
+    attention_reason: str
+    max_model_len: int
+    max_batch_size: int
+    max_queue_size: int
+    max_live_tokens: int | None
+    live_bytes: int | None
+    store_bytes: int
+    store_tokens: int | None
+    codec: str
+    tiers: dict[str, dict[str, Any]]
+    tier_chunks: int
+    found_chunks: int
+    found_tokens: int
+    fingerprint: str | None
+    recompute_strategy: str
+    drafts: str | None
+    api_keys: int
+    operator_keys: int
+    chats: bool
+
+    @classmethod
+    def of(
+        cls,
+        engine: ModelEngine,
+        settings: ServerSettings,
+        kept: EngineSettings,
+        *,
+        attention_reason: str,
+        in_tiers: InTiers | None,
+        drafts: str | None,
+    ) -> "Chosen":
+        """What a server with these parts has chosen."""
+        model = engine.model
+        tiers = {
+            below.tier.name: {"location": below.tier.location, "bytes": below.stats().get("bytes", 0)}
+            for below in engine.store.records.lower.tiers.tiers
+        }
+        durable = ModelState.of(model).fingerprint.durable(model) if tiers else ""
+        found = in_tiers.found if in_tiers is not None else ()
+        per_token, live = bytes_per_token(model), engine.max_live_tokens
+        return cls(
+            model=settings.model_name,
+            model_class=type(model).__name__,
+            parameters=model.num_parameters(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(input_device(model)),
+            threads=torch.get_num_threads(),
+            attention=attn_implementation(model),
+            attention_reason=attention_reason,
+            max_model_len=engine.max_model_len,
+            max_batch_size=settings.max_batch_size,
+            max_queue_size=settings.max_queue_size,
+            max_live_tokens=live,
+            live_bytes=live * per_token if live is not None and per_token else None,
+            store_bytes=engine.store.max_bytes,
+            store_tokens=engine.store.max_bytes // per_token if per_token else None,
+            codec=engine.store.codec.name,
+            tiers=tiers,
+            tier_chunks=len(in_tiers.held) if in_tiers is not None else 0,
+            found_chunks=len(found),
+            found_tokens=sum(len(entry.tokens) for entry in found if entry.kind is not Kind.STATES),
+            fingerprint=durable.hex()[:12] if isinstance(durable, bytes) else None,
+            recompute_strategy=str(kept.recompute_strategy or "exact"),
+            drafts=drafts,
+            api_keys=len(settings.api_keys),
+            operator_keys=len(settings.operator_keys),
+            chats=getattr(engine.tokenizer, "chat_template", None) is not None,
+        )
+
+    def page(self, url: str) -> str:
+        """Lines for a person, with the address that the server listens at."""
+        rows = [
+            ("model", f"{self.model_class}, {_short(self.parameters)} parameters, {self.dtype}, on {self.device}"),
+            ("threads", str(self.threads)),
+            ("attention", f"{self.attention}: {self.attention_reason}"),
+            ("context", f"{self.max_model_len:,} tokens of a prompt and its answer"),
+            ("at once", self._at_once),
+            ("store", self._store),
+            *((name, f"{tier['location']} ({_size(tier['bytes'])} held)") for name, tier in self.tiers.items()),
+            *([("in tiers", self._in_tiers)] if self.tiers else ()),
+            ("reuse", self._reuse),
+            ("drafts", self.drafts or "none (--speculative-draft-model)"),
+            ("API keys", str(self.api_keys or "none: everybody who reaches the address may ask (--api-key-file)")),
+            ("address", f"{url}/v1, and a page to try it at {url}/"),
+        ]
+        lines = "".join(f"  {name:<10} {value}\n" for name, value in rows)
+        return f"\nkvboost_hf {__version__} serves {self.model}\n{lines}\nTo try it:\n  {self._curl(url)}\n\n"
+
+    @property
+    def _at_once(self) -> str:
+        told = f"{self.max_batch_size} requests run and {self.max_queue_size} wait"
+        if self.max_live_tokens is None:
+            return f"{told}; memory is not planned"
+        size = f" ({_size(self.live_bytes)})" if self.live_bytes is not None else ""
+        return f"{told}; {self.max_live_tokens:,} tokens of K/V{size} in all, as memory allows"
+
+    @property
+    def _store(self) -> str:
+        raw = self.store_tokens if self.codec == "raw" else None
+        room = f", for {raw:,} tokens" if raw is not None else f", codec {self.codec}"
+        below = "" if self.tiers else "; gone after a restart (--disk-cache-dir)"
+        return f"{_size(self.store_bytes)} of host memory{room}{below}"
+
+    @property
+    def _in_tiers(self) -> str:
+        held = f"the first {self.tier_chunks:,}" if self.tier_chunks >= LOOKED_AT else f"{self.tier_chunks:,}"
+        by = f", by the fingerprint {self.fingerprint}" if self.fingerprint is not None else ""
+        return f"{self.found_chunks:,} of {held} chunks are found, {self.found_tokens:,} tokens{by}"
+
+    @property
+    def _reuse(self) -> str:
+        if self.recompute_strategy == "exact":
+            return "exact: answers are those of plain generate()"
+        return f"{self.recompute_strategy}: K/V moves, and answers may differ from those of plain generate()"
+
+    def _curl(self, url: str) -> str:
+        key = ' -H "Authorization: Bearer $KEY"' if self.api_keys else ""
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+        path, body = ("chat/completions", asked) if self.chats else ("completions", {"prompt": "Hello"})
+        told = shlex.quote(json.dumps({"model": self.model, **body, "max_tokens": 32}))
+        return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {told}"
+
+
+def write_log(level: str) -> None:
+    """Write the log to standard error: lines for a person if that is a terminal, else lines of JSON.
+
+    Args:
+        level: The least level that is logged.
+    """
+    terminal = sys.stderr.isatty()
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextLines() if terminal else JsonLines())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # At its start and end it says what this server says, too.
+    logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    if not terminal:
+        transformers_logging.disable_progress_bar()
+
+
+class TextLines(logging.Formatter):
+    """Formats records as lines for a person, with the `fields` that they were given."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        fields = " ".join(f"{name}={value}" for name, value in getattr(record, "fields", {}).items())
+        line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():<7} {record.getMessage()} {fields}"
+        # No character of a client's moves a terminal's cursor.
+        line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line.rstrip())
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class Startup:
+    """Reports the stages of a start, and its end: to standard error if it is a terminal, else to the log.
+
+    With a log level above `"info"` nothing is reported.
+
+    Args:
+        terminal: Whether standard error is a terminal; None to find out.
+    """
+
+    def __init__(self, *, terminal: bool | None = None) -> None:
+        told = _log.isEnabledFor(logging.INFO)
+        self._terminal = told and (sys.stderr.isatty() if terminal is None else terminal)
+
+    @contextmanager
+    def stage(self, what: str) -> Iterator[None]:
+        """Report the stage that runs inside the context, such as "loading the model", and its seconds."""
+        start = time.perf_counter()
+        if self._terminal:
+            sys.stderr.write(f"{what[0].upper()}{what[1:]} …\n")
+        yield
+        seconds = round(time.perf_counter() - start, 3)
+        if self._terminal:
+            sys.stderr.write(f"  took {seconds:.1f} s\n")
+        else:
+            _log.info("%s took %.1f s", what, seconds, extra={"fields": {"stage": what, "seconds": seconds}})
+
+    @contextmanager
+    def progress(self, tokens: int) -> Iterator[Callable[[int], object]]:
+        """A bar of so many tokens on a terminal; yields what is called with each number of tokens more."""
+        with tqdm(total=tokens, unit=" tokens", unit_scale=True, leave=False, disable=not self._terminal) as bar:
+            yield bar.update
+
+    def ended(self, chosen: Chosen, urls: Sequence[str]) -> None:
+        """Report what was chosen, and the addresses that the server listens at."""
+        if self._terminal:
+            sys.stderr.write(chosen.page(_callable(urls[0])))
+        else:
+            fields = {**asdict(chosen), "urls": list(urls)}
+            _log.info("listening at %s", ", ".join(urls), extra={"fields": fields})
+
+
+def _callable(url: str) -> str:
+    """The address for a client on this machine."""
+    for address in _ANY:
+        url = url.replace(f"//{address}:", "//127.0.0.1:").replace(f"//[{address}]:", "//127.0.0.1:")
+    return url
+
+
+def _short(count: float) -> str:
+    for unit in ("", "K", "M"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}B"
+
+
+def _size(nbytes: float | None) -> str:
+    size = nbytes or 0.0
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

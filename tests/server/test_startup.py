@@ -1,0 +1,146 @@
+"""What a server says while it starts, to a terminal and to the log."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost_hf.assets import load_embedded
+from kvboost_hf.engine.settings import EngineSettings
+from kvboost_hf.server.serve import _warm, start_engine
+from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.startup import Chosen, Startup, TextLines
+from kvboost_hf.server.tier_check import InTiers
+from kvboost_hf.server.worker import ModelEngine
+
+TEXT = "The lamp is red. It stands in the hall. " * 20
+
+
+@contextmanager
+def started(kept: EngineSettings, **settings: Any) -> Iterator[tuple[ModelEngine, ServerSettings]]:
+    """The embedded model behind an engine."""
+    model, tokenizer = load_embedded()
+    found = ServerSettings(model_name="reader", **settings)
+    engine = start_engine(model, tokenizer, found, kept)
+    try:
+        yield engine, found
+    finally:
+        engine.close()
+        engine.store.close()
+
+
+def chosen(engine: ModelEngine, settings: ServerSettings, kept: EngineSettings) -> Chosen:
+    """What a server with this engine says of itself."""
+    return Chosen.of(
+        engine,
+        settings,
+        kept,
+        attention_reason="so",
+        in_tiers=InTiers.of(engine.model, engine.store, None, [b""]),
+        drafts=None,
+    )
+
+
+def test_what_was_chosen(tmp_path: Path) -> None:
+    kept = EngineSettings(chunk_size=16, disk_cache_dir=tmp_path, max_cache_bytes="1GiB")
+    with started(kept, max_live_tokens=5000) as (engine, settings):
+        first = chosen(engine, settings, kept)
+        _warm(engine, engine.tokenizer.encode(TEXT), [b""])
+        engine.store.flush()
+        again = chosen(engine, settings, kept)
+        held = engine.store.stats()["tiers"]["disk"]["chunks"]
+    assert (first.model, first.model_class, first.dtype, first.device) == (
+        "reader",
+        "LlamaForCausalLM",
+        "float32",
+        "cpu",
+    )
+    assert (first.max_live_tokens, first.store_bytes, first.codec) == (5000, 2**30, "raw")
+    assert (first.tier_chunks, first.found_tokens) == (0, 0)
+    assert again.found_chunks == again.tier_chunks == held > 0
+    assert again.found_tokens > 100
+    assert first.fingerprint == again.fingerprint is not None
+    page = again.page("http://127.0.0.1:1")
+    for line in (
+        "serves reader",
+        "LlamaForCausalLM, 976K parameters, float32, on cpu",
+        "1.0 GiB of host memory",
+        f"{held} of {held} chunks are found",
+        "5,000 tokens of K/V",
+        str(tmp_path),
+        "none: everybody who reaches the address may ask",
+        "curl http://127.0.0.1:1/v1/chat/completions -H 'Content-Type",
+    ):
+        assert line in page
+
+
+def test_k_v_of_another_salt_is_held_and_not_found(tmp_path: Path) -> None:
+    kept = EngineSettings(chunk_size=16, disk_cache_dir=tmp_path)
+    with started(kept) as (engine, settings):
+        _warm(engine, engine.tokenizer.encode(TEXT), [b"another"])
+        engine.store.flush()
+        found = chosen(engine, settings, kept)
+    assert found.tier_chunks > found.found_chunks == 0
+
+
+def test_keys_are_counted_and_not_shown() -> None:
+    kept = EngineSettings(recompute_strategy="query")
+    with started(kept, api_keys=("secret-a", "secret-b")) as (engine, settings):
+        found = chosen(engine, settings, kept)
+    page = found.page("https://127.0.0.1:1")
+    assert found.api_keys == 2
+    assert "secret" not in page + str(found)
+    assert 'Bearer $KEY"' in page
+    assert "query: K/V moves" in page
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [("http://0.0.0.0:80", "http://127.0.0.1:80/v1"), ("https://[::]:80", "https://127.0.0.1:80/v1")],
+)
+def test_an_address_that_nobody_can_call_is_replaced(
+    url: str, says: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = EngineSettings()
+    with started(kept) as (engine, settings), caplog.at_level(logging.INFO, "kvboost_hf.server"):
+        Startup(terminal=True).ended(chosen(engine, settings, kept), [url])
+    assert f"curl {says}" in capsys.readouterr().err
+
+
+def test_stages_on_a_terminal(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvboost_hf.server"):
+        with Startup(terminal=True).stage("loading it"):
+            pass
+        told = capsys.readouterr()
+        assert told.err.startswith("Loading it …\n  took 0.")
+        assert not told.out
+        assert not caplog.records
+    with caplog.at_level(logging.WARNING, "kvboost_hf.server"), Startup(terminal=True).stage("loading it"):
+        pass
+    assert not capsys.readouterr().err
+
+
+def test_stages_in_the_log(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvboost_hf.server"), Startup(terminal=False).stage("loading it"):
+        pass
+    assert caplog.records[0].__dict__["fields"]["stage"] == "loading it"
+    assert not capsys.readouterr().err
+
+
+def test_warming_shows_all_tokens() -> None:
+    shown: list[int] = []
+    with started(EngineSettings(chunk_size=16), prefill_chunk_size=16) as (engine, _):
+        ids = engine.tokenizer.encode(TEXT)
+        _warm(engine, ids, [b"a", b"b"], shown.append)
+    assert sum(shown) == 2 * len(ids)
+
+
+def test_lines_for_a_person_obey_no_client() -> None:
+    record = logging.LogRecord("a", logging.INFO, "", 0, "request %s", ("\x1b[2J",), None)
+    record.__dict__["fields"] = {"path": "/a\x1b[2J", "status": 200}
+    line = TextLines().format(record)
+    assert line.isprintable()
+    assert "status=200" in line
