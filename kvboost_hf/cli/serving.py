@@ -10,7 +10,14 @@ from kvboost_hf.cli.arguments import Commands, needs_extra
 from kvboost_hf.cli.config_file import add_config
 from kvboost_hf.cli.models import add_model, load_model
 from kvboost_hf.server.flags import add_options
-from kvboost_hf.server.options import add_secrets, draft_trees, engine_settings, server_settings, streaming_config
+from kvboost_hf.server.options import (
+    add_secrets,
+    draft_trees,
+    engine_settings,
+    server_settings,
+    streaming_config,
+    wants_traces,
+)
 
 
 def add(commands: Commands) -> None:
@@ -29,6 +36,11 @@ def run(options: argparse.Namespace) -> int:
         from kvboost_hf.server.serve import serve
         from kvboost_hf.server.startup import Startup, write_log
 
+    tracer_provider = None
+    if wants_traces(options, os.environ):
+        with needs_extra("otel", "serve --otel"):
+            from kvboost_hf.server.traces import otlp_provider
+        tracer_provider = otlp_provider()
     add_secrets(options, os.environ)
     kept, trees = engine_settings(options), draft_trees(options)
     # All of it refuses now, not when the model is there.
@@ -51,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
         attn_implementation=options.attn_implementation,
         warm=options.warm,
         startup=startup,
+        tracer_provider=tracer_provider,
     )
     return 0
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -40,6 +40,7 @@ def make_app(
     settings: ServerSettings,
     *,
     ends: Iterable[int] | None = None,
+    tracer_provider: Any = None,
 ) -> FastAPI:
     """Make the app of a server.
 
@@ -48,11 +49,16 @@ def make_app(
         tokenizer: The tokenizer of the model; chats need one with a chat template.
         settings: The settings of the server.
         ends: Tokens that end an answer; None for the tokenizer's end-of-sequence token.
+        tracer_provider: OpenTelemetry's, for spans of requests; None for no traces.
 
     Returns:
         The app. When it is shut down it lets the engine finish what it has taken, for `settings.drain_s` at most. What
         is left then is cancelled, and its clients are told so.
     """
+    if tracer_provider is not None:
+        from kvboost_hf.server.traces import TracedEngine, TraceRequests  # of the extra `otel`
+
+        engine = cast(Engine, TracedEngine(engine))
     context = _route_context(engine, tokenizer, settings, ends)
 
     @asynccontextmanager
@@ -74,6 +80,9 @@ def make_app(
         warm_routes(context),
     ):
         app.include_router(router)
+    if tracer_provider is not None:
+        # Inside the guard: who has no key makes no spans.
+        app.add_middleware(TraceRequests, provider=tracer_provider, model=settings.model_name)
     app.add_middleware(Guard, settings=settings)
     if settings.cors_origins:
         # Around the guard: browsers ask what they may do without a key.

@@ -181,6 +181,12 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     levels = ("debug", "info", "warning", "error")
     group.add_argument("--log-level", default="info", choices=levels, help="least level to log (default: info)")
     group.add_argument(
+        "--otel",
+        action=argparse.BooleanOptionalAction,
+        help="send traces by OpenTelemetry to the OTEL_EXPORTER_OTLP_ENDPOINT of the environment; needs the extra "
+        "`otel` (default: if that is set)",
+    )
+    group.add_argument(
         "--embeddings",
         action="store_true",
         help="answer /v1/embeddings by the mean of the last hidden states: poor ones, for lack of training",

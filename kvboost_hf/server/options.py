@@ -21,6 +21,7 @@ _WITH_RATIO = (
     RecomputeStrategy.QUERY,
     RecomputeStrategy.FIRST_K,
 )
+_TRACED = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _SECRETS = ("api_key", "operator_key")
 
 
@@ -40,6 +41,11 @@ def add_secrets(options: argparse.Namespace, environment: Mapping[str, str], nam
         given = [*getattr(options, name), *(read_keys(file) if file is not None else ())]
         setattr(options, name, [*given, value] if value else given)
     options.ssl_keyfile_password = environment.get("KVBOOST_HF_SSL_KEYFILE_PASSWORD")
+
+
+def wants_traces(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
+    """Whether the server sends traces: as `--otel` says, else if the environment says where to."""
+    return any(map(environment.get, _TRACED)) if options.otel is None else bool(options.otel)
 
 
 def server_settings(options: argparse.Namespace, name: str, positions: int | None) -> ServerSettings:

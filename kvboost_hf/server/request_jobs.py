@@ -1,7 +1,6 @@
 """Submits the jobs of one request to the engine, and passes their events on to the event loop."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -22,7 +21,8 @@ class RequestJobs:
         engine: The engine that runs the jobs.
         jobs: The jobs; either all of them are submitted or none.
         meter: Counts tokens and ends for `/metrics`.
-        figures: Receives the same counts, for the request's line in the log.
+        figures: A `Counter` that receives the same counts, and the times of the first answer, for the request's line
+            in the log.
 
     Raises:
         QueueFullError: The queue has no room for one of the jobs.
@@ -30,7 +30,7 @@ class RequestJobs:
         DrainingError: The engine takes no more jobs.
     """
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job], meter: Meter, figures: Counter[str]) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[Job], meter: Meter, figures: dict[str, Any]) -> None:
         self._loop, self._meter = asyncio.get_running_loop(), meter
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
@@ -60,6 +60,9 @@ class RequestJobs:
             self._figures["cached_tokens"] += event.cached_tokens
             self._figures["completion_tokens"] += event.completion_tokens
             self._figures[event.reason] += 1
+            for name, seconds in (("queue_s", event.queue_s), ("ttft_s", event.ttft_s)):
+                if seconds is not None:  # of several answers, the first one's
+                    self._figures[name] = round(min(seconds, self._figures.get(name, seconds)), 6)
         elif event.tokens:
             now, before = self._loop.time(), self._last.get(n)
             if before is not None:

@@ -42,6 +42,7 @@ def serve(
     attn_implementation: str | None = None,
     warm: Iterable[str] = (),
     startup: Startup | None = None,
+    tracer_provider: Any = None,
 ) -> None:
     """Serve a model until SIGTERM or SIGINT, and then finish the requests that were taken.
 
@@ -56,6 +57,7 @@ def serve(
         warm: Texts that prompts begin with; they are computed for each API key before the server listens, and pinned
             in host memory.
         startup: Reports stages and what was chosen; None for a new one.
+        tracer_provider: OpenTelemetry's, for spans of requests; it is shut down at the end. None for no traces.
     """
     startup = startup or Startup()
     reason = choose_attention(model, attn_implementation)
@@ -72,8 +74,11 @@ def serve(
             _warm_all(engine, texts, salts, startup)
         drafts = (draft_trees or DraftTreeConfig()).policy if draft is not None else None
         chosen = Chosen.of(engine, settings, kept, attention_reason=reason, in_tiers=in_tiers, drafts=drafts)
-        FrontServer(front(engine, settings), engine, settings, partial(startup.ended, chosen)).run()
+        app = front(engine, settings, tracer_provider)
+        FrontServer(app, engine, settings, partial(startup.ended, chosen)).run()
     finally:
+        if tracer_provider is not None:
+            tracer_provider.shutdown()
         engine.close()
         engine.store.close()
 
@@ -93,9 +98,10 @@ def start_engine(
     return _engine(model, tokenizer, settings, kept, draft, draft_trees)
 
 
-def front(engine: ModelEngine, settings: ServerSettings) -> FastAPI:
+def front(engine: ModelEngine, settings: ServerSettings, tracer_provider: Any = None) -> FastAPI:
     """Make the app of an engine."""
-    return make_app(engine, engine.tokenizer, settings, ends=_ends(engine.model, engine.tokenizer))
+    ends = _ends(engine.model, engine.tokenizer)
+    return make_app(engine, engine.tokenizer, settings, ends=ends, tracer_provider=tracer_provider)
 
 
 def _engine(

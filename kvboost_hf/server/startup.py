@@ -204,7 +204,7 @@ def write_log(level: str) -> None:
     # At its start and end it says what this server says, too.
     logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
     if not terminal:
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 class TextLines(logging.Formatter):

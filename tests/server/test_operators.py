@@ -161,7 +161,8 @@ def test_log_lines_are_json(tokenizer: Any, engine: FakeEngine, caplog: pytest.L
     lost, answered = (json.loads(JsonLines().format(record)) for record in caplog.records)
     assert {"request_id": "mine", "status": 404, "path": "/nowhere", "level": "info"}.items() <= lost.items()
     tokens = {"prompt_tokens": 2 * len(engine.job.ids), "completion_tokens": 8}
-    assert {"status": 200, "stop": 2, **tokens}.items() <= answered.items()
+    times = {"queue_s": 0.0, "ttft_s": 0.25, "cached_tokens": 2 * (len(engine.job.ids) // 2)}
+    assert {"status": 200, "stop": 2, **tokens, **times}.items() <= answered.items()
 
 
 def test_other_origins_are_let_in_only_if_asked(serve: Serve, engine: FakeEngine) -> None:
