@@ -60,8 +60,9 @@ def serve(
         tracer_provider: OpenTelemetry's, for spans of requests; it is shut down at the end. None for no traces.
     """
     startup = startup or Startup()
-    reason = choose_attention(model, attn_implementation)
-    engine = _engine(model, tokenizer, settings, kept, draft, draft_trees)
+    with startup.stage("probing the model"):
+        reason = choose_attention(model, attn_implementation)
+        engine = _engine(model, tokenizer, settings, kept, draft, draft_trees)
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             # Uvicorn answers all first, and then raises it again; what is kept is still to be written.

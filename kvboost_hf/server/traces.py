@@ -4,6 +4,7 @@ Spans have counts and times, with the names of the semantic conventions (`gen_ai
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -175,6 +176,8 @@ class TraceRequests:
             record_exception=False,  # its text could have a prompt's
             set_status_on_exception=False,
         ) as span:
+            # For the request's line in the log.
+            scope.setdefault("figures", Counter())["trace_id"] = f"{span.get_span_context().trace_id:032x}"
 
             async def tell(message: Message) -> None:
                 if message["type"] == "http.response.start":

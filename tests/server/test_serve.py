@@ -55,7 +55,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     assert started["message"] == f"listening at http://127.0.0.1:{port}"
     assert (started["api_keys"], started["drafts"], started["attention"]) == (1, "auto", "kvboost_fa2")
     stages = [line["stage"] for line in lines if "stage" in line]
-    assert [stage.split()[0] for stage in stages] == ["loading", "warming"]
+    assert [stage.split()[0] for stage in stages] == ["loading", "probing", "warming"]
     assert all(line.startswith("{") for line in Path(log).read_text().splitlines())
     assert {"/v1/models", "/v1/chat/completions"} <= {line.get("path") for line in lines}
     assert "piano" not in Path(log).read_text()

@@ -1,5 +1,6 @@
 """Traces of OpenTelemetry, as its SDK exports them."""
 
+import logging
 import sys
 import threading
 import time
@@ -72,6 +73,15 @@ def test_a_request_has_a_span_and_those_of_its_phases(traced: tuple[Listening, S
     assert found["decode"].start_time == found["prefill"].end_time
     assert found["prefill"].attributes["kvboost.cached_tokens.ram"] == prompt // 2
     assert found["decode"].attributes["kvboost.finish_reason"] == "stop"
+
+
+def test_the_log_names_the_trace(traced: tuple[Listening, Spans], caplog: pytest.LogCaptureFixture) -> None:
+    at, _ = traced
+    with caplog.at_level(logging.INFO, "kvboost_hf.server.requests"):
+        at.openai.chat.completions.create(model="reader", messages=ASK, extra_headers={"traceparent": PARENT})
+    [fields] = [record.__dict__["fields"] for record in caplog.records]
+    assert fields["trace_id"] == PARENT.split("-")[1]
+    assert fields["stop"] == 1
 
 
 def test_several_answers_count_their_prompt_once(traced: tuple[Listening, Spans], engine: FakeEngine) -> None:
