@@ -1,5 +1,6 @@
 """Apps on real ports, and the clients that people use."""
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ import uvicorn
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.server.app import make_app
+from kvboost_hf.server.guard import JsonLines
 from kvboost_hf.server.jobs import Engine
 from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.startup import TextLines
 from kvboost_hf.server.worker import ModelEngine
 from tests.server.browser import CHROMIUM, DRIVER, Browser
 from tests.server.fake_engine import FakeEngine
@@ -80,6 +83,18 @@ def engine(_served: tuple[FakeEngine, Listening]) -> FakeEngine:
     """Says a sentence, and has nothing to remember."""
     vars(_served[0]).update(vars(FakeEngine("Anna ", "plays ", "the ", "piano.")))
     return _served[0]
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """Takes away the handler of the log that the command has set, which writes to the test's standard error."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    for handler in list(root.handlers):
+        if isinstance(handler.formatter, JsonLines | TextLines):
+            root.removeHandler(handler)
+            root.setLevel(level)
 
 
 Serve = Callable[..., Listening]
