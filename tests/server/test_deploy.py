@@ -55,7 +55,7 @@ def test_each_metric_of_the_dashboard_is_served(at: Listening) -> None:
 
 def test_each_label_of_the_dashboard_is_served(at: Listening, engine: FakeEngine) -> None:
     """Labels in braces and behind `by` are those of the metric."""
-    at.openai.completions.create(model="reader", prompt="Anna lives in Oslo.")
+    at.openai.completions.create(model="reader", prompt="Anna lives in Oslo.", extra_body={"unknown_field": 1})
     engine.error = QueueFullError("full", 1.0)
     at.http.post("/v1/completions", json={"model": "reader", "prompt": "a"})
     page = at.http.get("/metrics").text
