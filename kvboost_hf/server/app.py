@@ -22,7 +22,7 @@ from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import add_handlers
 from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.guard import Guard, require_operator
-from kvboost_hf.server.jobs import Engine
+from kvboost_hf.server.jobs import Engine, SamplingDefaults
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.responses import response_routes
 from kvboost_hf.server.settings import ServerSettings
@@ -41,6 +41,7 @@ def make_app(
     *,
     ends: Iterable[int] | None = None,
     tracer_provider: Any = None,
+    sampling: SamplingDefaults | None = None,
 ) -> FastAPI:
     """Make the app of a server.
 
@@ -50,6 +51,7 @@ def make_app(
         settings: The settings of the server.
         ends: Tokens that end an answer; None for the tokenizer's end-of-sequence token.
         tracer_provider: OpenTelemetry's, for spans of requests; None for no traces.
+        sampling: How tokens are chosen where a request leaves it open; None for OpenAI's defaults.
 
     Returns:
         The app. When it is shut down it lets the engine finish what it has taken, for `settings.drain_s` at most. What
@@ -59,7 +61,7 @@ def make_app(
         from kvboost_hf.server.traces import TracedEngine, TraceRequests  # of the extra `otel`
 
         engine = cast(Engine, TracedEngine(engine))
-    context = _route_context(engine, tokenizer, settings, ends)
+    context = _route_context(engine, tokenizer, settings, ends, sampling or SamplingDefaults())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -97,7 +99,11 @@ def make_app(
 
 
 def _route_context(
-    engine: Engine, tokenizer: Any, settings: ServerSettings, ends: Iterable[int] | None
+    engine: Engine,
+    tokenizer: Any,
+    settings: ServerSettings,
+    ends: Iterable[int] | None,
+    sampling: SamplingDefaults,
 ) -> RouteContext:
     if ends is None:
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -107,6 +113,7 @@ def _route_context(
         tokenizer=tokenizer,
         settings=settings,
         ends=ends,
+        sampling=sampling,
         meter=Meter(engine),
         grammars=Grammars(tokenizer, engine.vocab_size, ends=ends),
         reading=Turns(2, settings.max_queue_size),
@@ -126,7 +133,13 @@ def _model_routes(context: RouteContext) -> APIRouter:
     settings = context.settings
 
     def described(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": context.created, "owned_by": "kvboost_hf"}
+        return {
+            "id": name,
+            "object": "model",
+            "created": context.created,
+            "owned_by": "kvboost_hf",
+            "default_sampling": context.sampling.body,
+        }
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -57,7 +57,7 @@ async def start_chat(context: RouteContext, body: ChatRequest, request: Request)
     jobs = []
     for choice, constraint in enumerate(constraints):
         options = context.options(body, max_tokens=most, logprobs=body.reported, choice=choice, constraint=constraint)
-        jobs.append(context.job(ids, options, stop=body.stops, salt=salt, skip_special_tokens=not body.offered))
+        jobs.append(context.job(ids, options, salt=salt, asked=body, skip_special_tokens=not body.offered))
     return context.start(jobs, request), readers
 
 

@@ -45,7 +45,7 @@ def completion_routes(context: RouteContext) -> APIRouter:
             for choice in range(n)
         ]
         jobs = context.start(
-            [context.job(ids, option, stop=body.stops, salt=salt) for ids in prompts for option in options],
+            [context.job(ids, option, salt=salt, asked=body) for ids in prompts for option in options],
             request,
         )
         form = _Form(context, body, jobs)

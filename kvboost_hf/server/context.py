@@ -11,7 +11,15 @@ from starlette.requests import Request
 from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.grammars import Grammars
-from kvboost_hf.server.jobs import Constraint, Engine, Job, QueueFullError, SamplingOptions, TooLongError
+from kvboost_hf.server.jobs import (
+    Constraint,
+    Engine,
+    Job,
+    QueueFullError,
+    SamplingDefaults,
+    SamplingOptions,
+    TooLongError,
+)
 from kvboost_hf.server.json_text import LargeJsonError, require_few_parts
 from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.metrics import Meter
@@ -34,6 +42,7 @@ class RouteContext:
         tokenizer: The tokenizer of the model.
         settings: The settings of the server.
         ends: Tokens that end an answer.
+        sampling: How tokens are chosen where a request leaves it open.
         meter: Counts figures for `/metrics`.
         grammars: Compiles grammars for constraints.
         reading: Turns of clients to have a request read.
@@ -46,6 +55,7 @@ class RouteContext:
     tokenizer: Any
     settings: ServerSettings
     ends: frozenset[int]
+    sampling: SamplingDefaults
     meter: Meter
     grammars: Grammars
     reading: Turns
@@ -144,15 +154,16 @@ class RouteContext:
         bias = request.logit_bias or {}
         if any(token >= self.engine.vocab_size for token in bias):
             raise refused("logit_bias", f"Tokens must be below {self.engine.vocab_size}, got {max(bias)}.")
+        least = request.min_tokens or 0
+        if least > max_tokens:
+            raise refused("min_tokens", f"It must not be above max_tokens, {max_tokens}, got {least}. Lower it.")
+        chosen = {name: getattr(request, name) for name in self.sampling.body}
         return SamplingOptions(
             max_tokens=max_tokens,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=request.top_k or 0,
-            min_p=request.min_p or 0.0,
+            min_tokens=least,
+            **self.sampling.body | {name: value for name, value in chosen.items() if value is not None},
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
-            repetition_penalty=request.repetition_penalty or 1.0,
             logit_bias=bias,
             seed=None if request.seed is None else (request.seed + choice) % 2**63,
             logprobs=logprobs,
@@ -174,25 +185,43 @@ class RouteContext:
         ids: Sequence[int],
         options: SamplingOptions,
         *,
-        stop: tuple[str, ...] = (),
         salt: bytes,
+        asked: Sampled | None = None,
         skip_special_tokens: bool = True,
     ) -> Job:
         """Make the job of one answer.
 
+        Args:
+            ids: The prompt.
+            options: How the tokens of the answer are chosen.
+            salt: The salt of the request.
+            asked: Says what ends the answer; None for the model's tokens alone.
+            skip_special_tokens: Leave them out of the text where `asked` says nothing else.
+
         Raises:
-            ApiError: The prompt has no tokens.
+            ApiError: The prompt has no tokens, or a token that ends the answer is none of the model's.
         """
         if not ids:
             raise refused("prompt", "A prompt must have a token at least, got an empty text.")
-        return Job(
+        job = Job(
             ids=ids,
             options=options,
-            stop=stop,
             ends=self.ends,
             salt=salt,
             timeout_s=self.settings.timeout_s,
             skip_special_tokens=skip_special_tokens,
+        )
+        if asked is None:
+            return job
+        ends = frozenset(asked.stop_token_ids or ())
+        if ends and max(ends) >= self.engine.vocab_size:
+            raise refused("stop_token_ids", f"Tokens must be below {self.engine.vocab_size}, got {max(ends)}.")
+        return replace(
+            job,
+            stop=asked.stops,
+            ends=ends if asked.ignore_eos else ends | self.ends,
+            include_stop=bool(asked.include_stop_str_in_output),
+            skip_special_tokens=skip_special_tokens and asked.skip_special_tokens is not False,
         )
 
     def require_choices(self, choices: int) -> int:

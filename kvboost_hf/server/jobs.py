@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from kvboost_hf.errors import KVBoostError
@@ -45,6 +45,7 @@ class SamplingOptions:
 
     Args:
         max_tokens: Tokens of the answer, at most; with 0 the prompt is computed and kept in the store.
+        min_tokens: Tokens of the answer before any token, or text, may end it.
         temperature: Divides the logits; 0 takes the likeliest token.
         top_p: Sample from the likeliest tokens whose probabilities sum up to this.
         top_k: Sample from this many of the likeliest tokens; 0 for all.
@@ -59,6 +60,7 @@ class SamplingOptions:
     """
 
     max_tokens: int
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -73,14 +75,45 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values of fields that a request leaves out. These are those of OpenAI's API; models may bring others.
+
+    Args:
+        temperature: Divides the logits.
+        top_p: See `SamplingOptions`, as for the others.
+        top_k:
+        min_p:
+        repetition_penalty:
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, generation_config: Any) -> "SamplingDefaults":
+        """What a model's generation config sets, and OpenAI's defaults for all else; None for those alone."""
+        given = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def body(self) -> dict[str, float]:
+        """By the name of the field of requests."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One text to continue.
 
     Args:
         ids: Token ids of the prompt; at least one.
         options: How the tokens of the answer are chosen.
-        stop: Texts that end the answer, and are left out of it.
+        stop: Texts that end the answer.
         ends: Tokens that end the answer.
+        include_stop: Leave the stop text, or the token, that ends the answer in it.
         salt: Jobs share K/V only with jobs of the same salt.
         client: The client. Clients take turns, whatever their salts are.
         pin_share: Pin the prompt in host memory, and unpin the client's oldest prompts where all of them exceed this
@@ -93,6 +126,7 @@ class Job:
     options: SamplingOptions
     stop: tuple[str, ...] = ()
     ends: frozenset[int] = frozenset()
+    include_stop: bool = False
     salt: bytes = b""
     client: bytes = b""
     pin_share: float = 0.0

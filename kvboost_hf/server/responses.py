@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from kvboost_hf.server.answers import CallReaders, Usage, deltas
 from kvboost_hf.server.chat import start_chat
 from kvboost_hf.server.context import RouteContext
+from kvboost_hf.server.jobs import SamplingDefaults
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.responses_schema import ResponseRequest
@@ -27,7 +28,7 @@ def response_routes(context: RouteContext) -> APIRouter:
     async def respond(body: ResponseRequest, request: Request) -> Response:
         chat = await context.read(request, lambda: body.chat)
         jobs, readers = await start_chat(context, chat, request)
-        reply = _Reply(body, context.require_model(body.model), jobs, readers)
+        reply = _Reply(body, context.require_model(body.model), jobs, readers, context.sampling)
         if body.stream:
             return EventStream(reply.events(), jobs, context.settings.ping_s, done=False)
         return JSONResponse(await unless_gone(request, jobs, reply.whole()))
@@ -43,6 +44,7 @@ class _Reply:
     model: str
     jobs: RequestJobs
     readers: CallReaders
+    sampling: SamplingDefaults
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: float = field(default_factory=time.time)
     output: list[dict[str, Any]] = field(default_factory=list)
@@ -147,11 +149,11 @@ class _Reply:
             "parallel_tool_calls": self.asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if self.asked.temperature is None else self.asked.temperature,
+            "temperature": self.sampling.temperature if self.asked.temperature is None else self.asked.temperature,
             "text": asked["text"] or {"format": {"type": "text"}},
             "tool_choice": asked["tool_choice"] or "auto",
             "tools": asked["tools"] or [],
-            "top_p": 1.0 if self.asked.top_p is None else self.asked.top_p,
+            "top_p": self.sampling.top_p if self.asked.top_p is None else self.asked.top_p,
             "truncation": "disabled",
             "usage": _usage(Usage.of(self.jobs.finished, 1)) if ended else None,
         }

@@ -1,6 +1,6 @@
 """Chooses the next token of each row from its logits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -36,6 +36,7 @@ class Sampler:
     Args:
         options: How to choose. Its constraint, if any, is told of every choice.
         prompt_ids: Of the prompt, for the repetition penalty.
+        ends: Tokens that may not come among the first `min_tokens`, unless the constraint leaves no other.
 
     Raises:
         ValueError: an option is out of range.
@@ -46,7 +47,7 @@ class Sampler:
         (1, None)
     """
 
-    def __init__(self, options: SamplingOptions, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, options: SamplingOptions, prompt_ids: Sequence[int], ends: Collection[int] = ()) -> None:
         if options.temperature < 0:
             raise ValueError(f"`temperature` must be 0 or more, got {options.temperature}.")
         if options.logprobs is not None and options.logprobs < 0:
@@ -63,12 +64,19 @@ class Sampler:
         self._seen_ids: Tensor | None = None  # [1, tokens], on the device
         self._counts: Tensor | None = None  # [vocab_size], of the tokens that were chosen
         self._bias: Tensor | None = None  # [vocab_size]
+        self._ends = sorted(ends) if options.min_tokens else []
+        self._end_ids: Tensor | None = None  # [ends], on the device
+        self._chosen = 0  # tokens
         self._generator: torch.Generator | None = None
 
     @property
     def plain(self) -> bool:
         """Whether the choice is the argmax of the logits as they are, and nothing is told but the token."""
-        return self._greedy and self._options.logprobs is None and not self._edits
+        return self._greedy and self._options.logprobs is None and not (self._edits or self._bars_ends)
+
+    @property
+    def _bars_ends(self) -> bool:
+        return bool(self._ends) and self._chosen < self._options.min_tokens
 
     def choose(self, logits: Tensor) -> Choice:
         """Choose the next token. Waits for the device once.
@@ -93,6 +101,8 @@ class Sampler:
         # Ids stay exact: float32 has all integers up to 2**24.
         scores = logits[None].float()
         edited = self._edited(scores) if self._edits else scores
+        if self._bars_ends:
+            edited = self._without_ends(edited)
         token = (edited if self._greedy else self._drawn(edited)).argmax(-1)
         if self._options.logprobs is None:
             return token.float()
@@ -103,6 +113,7 @@ class Sampler:
     def take(self, picked: Sequence[float]) -> Choice:
         """Note the choice that `pick` made, now on the host."""
         token = int(picked[0])
+        self._chosen += 1
         if self._seen_ids is not None and token not in self._seen:
             self._seen[token] = None
             self._seen_ids = torch.cat([self._seen_ids, self._seen_ids.new_full((1, 1), token)], dim=1)
@@ -135,6 +146,13 @@ class Sampler:
             allowed: Tensor = options.constraint.allowed()
             scores = scores.masked_fill(~allowed.to(device, non_blocking=True), -torch.inf)
         return scores
+
+    def _without_ends(self, scores: Tensor) -> Tensor:
+        if self._end_ids is None:
+            ends = [token for token in self._ends if token < scores.shape[-1]]
+            self._end_ids = torch.tensor(ends, dtype=torch.long).to(scores.device, non_blocking=True)
+        barred = scores.index_fill(-1, self._end_ids, -torch.inf)
+        return torch.where((barred == -torch.inf).all(), scores, barred)
 
     def _drawn(self, scores: Tensor) -> Tensor:
         """Scores whose argmax is a draw: what `torch.multinomial` does, but for its checks, which wait for a GPU."""

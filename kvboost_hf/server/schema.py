@@ -13,11 +13,20 @@ MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 1000
 MAX_TEXTS = 2048  # to embed, as in OpenAI's API
 MAX_BIASES = 10_000
+MAX_STOP_TOKENS = 1000
+
+
+def _as_biases(given: Any) -> Any:
+    """Pairs of a token and its bias as a dict; `false` for a token that must not come, as llama.cpp takes it."""
+    if isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given):
+        return {str(token): -100 if bias is False else bias for token, bias in given}
+    return given
+
 
 _Id = Annotated[int, Field(strict=True)]
 _Token = Annotated[int, Field(ge=0)]
 _Added = Annotated[float, Field(ge=-100, le=100)]
-_Bias = Annotated[dict[_Token, _Added], Field(max_length=MAX_BIASES, fail_fast=True)]
+_Bias = Annotated[dict[_Token, _Added], Field(max_length=MAX_BIASES, fail_fast=True), replaced(_as_biases)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
 
@@ -208,13 +217,23 @@ class Sampled(Request):
     """-1 for no limit but the context."""
     stop: str | Annotated[Many[str], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end the answer and are left out of it; empty ones are ignored."""
+    include_stop_str_in_output: bool | None = None
+    """Leave what ends the answer in it: a stop text, or the token's text."""
+    stop_token_ids: Annotated[Many[_Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    """Tokens that end the answer, besides those of the model."""
+    ignore_eos: bool | None = None
+    """The model's tokens for an end do not end the answer; they count as any other."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Nothing ends the answer before it has so many tokens, but the end of what a grammar allows."""
+    skip_special_tokens: bool | None = None
+    """`false` leaves special tokens in the text. With tools they are read, and the field changes nothing."""
     seed: _Int64 | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: _Bias | None = None
-    """By token id."""
+    """By token id, or a list of pairs; `false` in a pair for a token that must not come."""
     stream_options: StreamOptions | None = None
-    top_k: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
+    top_k: Annotated[Annotated[int, Field(ge=0)] | None, replaced(lambda given: 0 if given == -1 else given)] = None
     """0 and -1 for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None

@@ -15,7 +15,7 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.app import make_app
-from kvboost_hf.server.jobs import Event, Finished, Job, SamplingOptions
+from kvboost_hf.server.jobs import Event, Finished, Job, SamplingDefaults, SamplingOptions
 from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.listen import FrontServer
 from kvboost_hf.server.room import tokens_that_fit
@@ -101,8 +101,15 @@ def start_engine(
 
 def front(engine: ModelEngine, settings: ServerSettings, tracer_provider: Any = None) -> FastAPI:
     """Make the app of an engine."""
-    ends = _ends(engine.model, engine.tokenizer)
-    return make_app(engine, engine.tokenizer, settings, ends=ends, tracer_provider=tracer_provider)
+    model, tokenizer = engine.model, engine.tokenizer
+    return make_app(
+        engine,
+        tokenizer,
+        settings,
+        ends=_ends(model, tokenizer),
+        tracer_provider=tracer_provider,
+        sampling=SamplingDefaults.of(model.generation_config),
+    )
 
 
 def _engine(

@@ -60,9 +60,13 @@ class Task:
         """Start the answer, after the prompt was computed; returns what was reused for the prompt."""
         assert self.cache is not None
         self.report = self.cache.report
-        self.sampler = Sampler(self.job.options, self.job.ids)
+        self.sampler = Sampler(self.job.options, self.job.ids, self.job.ends)
         self.text = TextStream(
-            tokenizer, self.job.stop, self.job.ids, skip_special_tokens=self.job.skip_special_tokens
+            tokenizer,
+            self.job.stop,
+            self.job.ids,
+            skip_special_tokens=self.job.skip_special_tokens,
+            include_stop=self.job.include_stop,
         )
         return self.report
 
@@ -72,18 +76,20 @@ class Task:
         self.ids.append(token)
         self.first = self.first or now
         options = self.job.options
+        may_stop = len(self.ids) > options.min_tokens
         reason: FinishReason | None = None
         if token in self.job.ends:
-            reason, new = "stop", self.text.finish()
+            reason, new = "stop", self.text.push(token) if self.job.include_stop else ""
+            new += self.text.finish()
         else:
-            new = self.text.push(token)
+            new = self.text.push(token, may_stop=may_stop)
             constraint = options.constraint
             if self.text.stopped or (constraint is not None and constraint.finished):
                 reason = "stop"
             elif len(self.ids) >= options.max_tokens:
                 reason = "length"
             if reason is not None:
-                new += self.text.finish()
+                new += self.text.finish(may_stop=may_stop)
         self._tell(Progress(new, 1, () if logprob is None else (logprob,)))
         return reason
 

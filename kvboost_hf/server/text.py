@@ -28,6 +28,7 @@ class TextStream:
         stop: Texts that end the answer; not empty ones.
         prompt_ids: Of the prompt. Special tokens at its end begin a new text.
         skip_special_tokens: Leave special tokens out of the text.
+        include_stop: Leave the stop text at the end of the text.
 
     Raises:
         ValueError: a stop text is empty.
@@ -48,12 +49,13 @@ class TextStream:
         prompt_ids: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> None:
         if "" in stop:
             raise ValueError(f"`stop` must not have empty texts, got {list(stop)!r}. Leave them out.")
         self.stopped = False
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stop, self._include_stop = tuple(stop), include_stop
         self._skip_special_tokens = skip_special_tokens
         self._cleans_up = _cleans_up(tokenizer)
         self._held = ""  # decoded, but may begin a stop text
@@ -61,8 +63,13 @@ class TextStream:
         # What was decoded of them for good, and how many of them that is all of.
         self._told, self._whole = self._whole_characters(self._window)
 
-    def push(self, token: int) -> str:
-        """Add a token; returns the text that is certain now and was not before. Empty after a stop text."""
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """Add a token; returns the text that is certain now and was not before. Empty after a stop text.
+
+        Args:
+            token: The next one.
+            may_stop: Whether a stop text that is complete with this token ends the text.
+        """
         if self.stopped:
             return ""
         self._window.append(token)
@@ -74,13 +81,13 @@ class TextStream:
             self._whole = len(self._window)
         if len(self._window) >= 2 * _CONTEXT_TOKENS and not text.endswith("\ufffd"):
             self._shorten(text)
-        return self._until_stop(piece)
+        return self._until_stop(piece, may_stop)
 
-    def finish(self) -> str:
-        """The rest of the text: no more tokens come."""
+    def finish(self, *, may_stop: bool = True) -> str:
+        """The rest of the text: no more tokens come. See `push`."""
         if self.stopped:
             return ""
-        piece = self._until_stop(self._text().removeprefix(self._told))
+        piece = self._until_stop(self._text().removeprefix(self._told), may_stop)
         rest, self._held = self._held, ""
         return piece if self.stopped else piece + rest
 
@@ -126,14 +133,17 @@ class TextStream:
                 self._whole = max(0, self._whole - start)
                 return
 
-    def _until_stop(self, piece: str) -> str:
+    def _until_stop(self, piece: str, may_stop: bool) -> str:
         """`piece` behind what was held back, up to what may begin a stop text."""
-        text = self._held + piece
-        found = [(text.index(stop) + len(stop), text.index(stop)) for stop in self._stop if stop in text]
+        text, held = self._held + piece, len(self._held)
+        # One that was complete while nothing might stop may be in what was held back.
+        starts = {stop: text.find(stop, max(0, held - len(stop) + 1)) for stop in self._stop if may_stop}
+        found = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
         if found:
             self.stopped = True
             self._held = ""
-            return text[: min(found)[1]]
+            end, start = min(found)
+            return text[: end if self._include_stop else start]
         longest = max(map(len, self._stop), default=1) - 1
         held = next((n for n in range(min(longest, len(text)), 0, -1) if self._may_begin_stop(text[-n:])), 0)
         self._held = text[len(text) - held :]
