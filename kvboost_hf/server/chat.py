@@ -4,16 +4,15 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, deltas, large, whole
-from kvboost_hf.server.constraints import calls_many, constraints_of, is_constrained
+from kvboost_hf.server.constraints import calls_many, constraints_of
 from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.errors import refused
-from kvboost_hf.server.jobs import Constraint, TokenLogprob
+from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import ChatRequest
@@ -50,12 +49,8 @@ async def start_chat(context: RouteContext, body: ChatRequest, request: Request)
     most = asked or context.room(ids)
     context.require_few_logprobs(choices * most, body.reported)
     salt = context.salt(request, body.prompt_cache_key)
-    constraints: Sequence[Constraint | None] = [None] * choices
-    if is_constrained(body):
-        work = partial(constraints_of, body, context.tokenizer, context.grammars, salt, choices)
-        constraints = await context.compile(request, work)
     jobs = []
-    for choice, constraint in enumerate(constraints):
+    for choice, constraint in enumerate(await constraints_of(context, body, request, salt, choices)):
         options = context.options(body, max_tokens=most, logprobs=body.reported, choice=choice, constraint=constraint)
         jobs.append(context.job(ids, options, salt=salt, asked=body, skip_special_tokens=not body.offered))
     return context.start(jobs, request), readers

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, deltas, large, whole
+from kvboost_hf.server.constraints import constraints_of
 from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
@@ -34,20 +35,20 @@ def completion_routes(context: RouteContext) -> APIRouter:
             for prompt in body.prompts
         ]
         salt = context.salt(request, body.prompt_cache_key)
+        constraints = iter(await constraints_of(context, body, request, salt, n * len(prompts)))
         options = [
             context.options(
                 body,
                 max_tokens=body.max_tokens or _DEFAULT_TOKENS,
                 logprobs=body.logprobs,
                 choice=choice,
-                constraint=None,
+                constraint=next(constraints),
             )
+            for _ in prompts
             for choice in range(n)
         ]
-        jobs = context.start(
-            [context.job(ids, option, salt=salt, asked=body) for ids in prompts for option in options],
-            request,
-        )
+        asked = zip([ids for ids in prompts for _ in range(n)], options, strict=True)
+        jobs = context.start([context.job(ids, option, salt=salt, asked=body) for ids, option in asked], request)
         form = _Form(context, body, jobs)
         if body.stream:
             return EventStream(form.chunks(), jobs, context.settings.ping_s)

@@ -6,6 +6,7 @@ is answered by a line of JSON on standard output. The first one has the tokenize
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 CPU_S = 2.0  # for a grammar
 MEMORY_BYTES = 256 * 2**20  # besides what the tokenizer takes
 # Less than any thread of the server has: what recurses too deep ends this process, not that one.
 _STACK_BYTES = 3 * 2**19
 _STATUS = Path("/proc/self/statm")
+WRITTEN = "# written\n"  # begins a grammar that a client has written, in GBNF or in Lark
+_GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 
 # A token then takes some 10 ms at most, and the states of a lexer some 40 MB.
 LIMITS: dict[str, Any] = {"step_lexer_fuel": 100_000, "max_lexer_states": 20_000, "verbose_errors": False}
@@ -44,16 +48,33 @@ def _main() -> None:
     threading.stack_size(_STACK_BYTES)
     for line in lines:
         with _limited_time():
-            _answer({"error": _error(tokens, json.loads(line))})
+            _answer(_tried(tokens, json.loads(line)))
 
 
-def _error(tokens: LLTokenizer, grammar: str) -> str:
-    """The error of a grammar; found by a thread, whose stack has the size that was set."""
-    found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(compiled(tokens, grammar).get_error()))
+def _tried(tokens: LLTokenizer, grammar: str) -> dict[str, str]:
+    """A grammar as it is compiled, and its error; found by a thread, whose stack has the size that was set."""
+    found = {"error": "it fails", "grammar": ""}
+
+    def work() -> None:
+        try:
+            found["grammar"] = _as_lark(grammar)
+        except Exception as error:  # such as `Exception`, which is what the converter raises
+            found["error"] = str(error)
+        else:
+            found["error"] = compiled(tokens, found["grammar"]).get_error()
+
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    return found[0] if found else "it fails"
+    return found
+
+
+def _as_lark(grammar: str) -> str:
+    """What llguidance reads, of a grammar from a client or from this package."""
+    if not grammar.startswith(WRITTEN):
+        return grammar
+    text = grammar.removeprefix(WRITTEN)
+    return gbnf_to_lark(text) if _GBNF.search(text) else text
 
 
 def _answer(answer: dict[str, str]) -> None:

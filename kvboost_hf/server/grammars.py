@@ -68,12 +68,13 @@ class Grammars:
         self._places = threading.BoundedSemaphore(processes)
         self._closed = False
 
-    def constraint(self, grammar: str, salt: bytes = b"") -> GrammarConstraint:
+    def constraint(self, grammar: str, salt: bytes = b"", *, is_json: bool = True) -> GrammarConstraint:
         """A constraint for one job. Equal grammars of one salt are compiled once, and kept for a while.
 
         Args:
             grammar: From one of the functions of :mod:`kvboost_hf.server.structured`.
             salt: Of whoever asks: how long it takes tells nothing of what others have asked.
+            is_json: Whether runs of digits and spaces are limited.
 
         Raises:
             ValueError: the grammar is not one, asks for what cannot be enforced, or takes too much to compile.
@@ -88,7 +89,7 @@ class Grammars:
                 self._keep(salt, grammar, found)
         if isinstance(found, str):
             raise ValueError(found)
-        return GrammarConstraint(found.deep_copy(), self._tokens, self._vocab_size)
+        return GrammarConstraint(found.deep_copy(), self._tokens, self._vocab_size, is_json=is_json)
 
     def close(self) -> None:
         """End the processes. What is compiled stays usable."""
@@ -108,24 +109,25 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher | str:
         tokens = self._tokens
         with self._places:
-            error = self._tried(grammar)
-            if error is None:
+            tried = self._tried(grammar)
+            if tried is None:
                 return _TOO_MUCH
-            matcher = grammar_process.compiled(tokens, grammar) if not error else None
+            error = tried["error"]
+            matcher = grammar_process.compiled(tokens, tried["grammar"]) if not error else None
         error = error if matcher is None else matcher.get_error()
         return f"The grammar or schema cannot be enforced: {error}. Leave that out." if error else matcher or ""
 
-    def _tried(self, grammar: str) -> str | None:
-        """The error of a grammar: empty if it is fine, None if compiling it takes too much."""
+    def _tried(self, grammar: str) -> dict[str, str] | None:
+        """`grammar` as it is compiled, and its `error`, empty if it is fine; None if compiling it takes too much."""
         process = self._take_idle() or _Process(self._settings)
-        error = process.ask(grammar, _WALL_S)
+        answer = process.ask(grammar, _WALL_S)
         with self._lock:
-            stays = error is not None and not self._closed
+            stays = answer is not None and not self._closed
             if stays:
                 self._idle.append(process)
         if not stays:
             process.kill()
-        return error
+        return answer
 
     def _take_idle(self) -> "_Process | None":
         """A process that is ready, or None. Those that something else has killed are left out."""
@@ -180,8 +182,8 @@ class _Process:
             self.kill()
             raise KVBoostError("The process that compiles grammars does not start. Can Python run llguidance here?")
 
-    def ask(self, question: object, limit_s: float) -> str | None:
-        """Send a request; returns the error of the answer, or None if the process ended without one."""
+    def ask(self, question: object, limit_s: float) -> dict[str, str] | None:
+        """Send a request; returns the answer, or None if the process ended without one."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         watch = threading.Timer(limit_s, self._process.kill)
@@ -194,7 +196,7 @@ class _Process:
             return None
         finally:
             watch.cancel()
-        return str(json.loads(answer).get("error", "")) if answer.endswith(b"\n") else None
+        return dict(json.loads(answer)) if answer.endswith(b"\n") else None
 
     @property
     def is_alive(self) -> bool:

@@ -15,7 +15,6 @@ from kvboost_hf.server.schema import (
     Length,
     MadeCall,
     Message,
-    PlainFormat,
     Request,
 )
 
@@ -84,6 +83,12 @@ class FlatChoice(Body):
 
     type: Literal["function"]
     name: str
+
+
+class PlainFormat(Body):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
 
 
 class FlatSchema(Body):

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from kvboost_hf.server.answer_form import FormFields
 from kvboost_hf.server.fields import Body, Many, Refusal, absent, replaced
 from kvboost_hf.server.json_text import read_json
 
@@ -155,34 +156,6 @@ class ToolChoice(Body):
     function: FunctionName
 
 
-class JsonSchema(Body):
-    """A schema that an answer must keep to."""
-
-    place: ClassVar = "response_format.json_schema"
-    name: str = "answer"
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class PlainFormat(Body):
-    """Any text, or any JSON object."""
-
-    place: ClassVar = "response_format"
-    type: Literal["text", "json_object"]
-
-
-class SchemaFormat(Body):
-    """JSON of a schema."""
-
-    place: ClassVar = "response_format"
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
-
-
 class StreamOptions(Body):
     """Options of a stream."""
 
@@ -208,7 +181,7 @@ class Request(Body):
     web_search_options: Annotated[Any, Refusal("the server searches nothing; offer a tool that does")] = None
 
 
-class Sampled(Request):
+class Sampled(FormFields, Request):
     """The fields of both kinds of completions."""
 
     n: Annotated[int, Field(ge=1)] | None = None
@@ -259,7 +232,6 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """More than 0 asks for `logprobs`, too."""
-    response_format: ResponseFormat | None = None
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions; other types of tools are refused."""
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -284,11 +256,6 @@ class ChatRequest(Sampled):
     def must_call(self) -> bool:
         """Whether the answer has to be a call of a tool."""
         return self.tool_choice not in (None, "none", "auto")
-
-    @property
-    def json_wanted(self) -> bool:
-        """Whether the answer has to be JSON."""
-        return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def offered(self) -> list[Tool]:

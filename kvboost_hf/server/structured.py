@@ -11,6 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kvboost_hf.server.closed_schema import closed
+from kvboost_hf.server.grammar_process import WRITTEN
 from kvboost_hf.server.jobs import ConstraintError
 from kvboost_hf.server.references import require_ends
 from kvboost_hf.server.tools import Tool, format_of
@@ -23,18 +25,34 @@ _QUOTE, _ESCAPE = b'"\\'
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON that has a schema.
+    """The grammar of JSON that has a schema. Objects have no properties but those that it names; see `closed`.
 
     Raises:
         ValueError: its references have no end, or go too deep.
     """
     require_ends(schema)
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _SPACE})
+    return LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), defaults={"whitespace_pattern": _SPACE})
 
 
 def regex(pattern: str) -> str:
     """The grammar of texts that a regular expression, in the syntax of Rust, matches as a whole."""
     return LLMatcher.grammar_from_regex(pattern)
+
+
+def choice(texts: Sequence[str]) -> str:
+    """The grammar of a few texts."""
+    return f"start: {' | '.join(map(json.dumps, texts))}"
+
+
+def written(grammar: str) -> str:
+    """The grammar that somebody has written, in GBNF as llama.cpp has it, or in Lark as llguidance has it.
+
+    Raises:
+        ValueError: it has a schema in it, whose references could not be checked.
+    """
+    if "%json" in grammar or grammar.lstrip().startswith("{"):
+        raise ValueError("A grammar must be GBNF or Lark without `%json`. Pass the schema alone, as `json_schema`.")
+    return WRITTEN + grammar
 
 
 def tool_calls(
@@ -63,7 +81,7 @@ def tool_calls(
 
     def json_of(schema: Mapping[str, Any]) -> str:
         require_ends(schema)
-        return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACE}})}"
+        return f"%json {json.dumps({**closed(schema), 'x-guidance': {'whitespace_pattern': _SPACE}})}"
 
     for i, tool in enumerate(tools):
         function = tool["function"]
@@ -85,12 +103,13 @@ class GrammarConstraint:
         matcher: At the start of the grammar.
         tokens: Of the tokenizer that it is for.
         vocab_size: How many logits the model has.
+        is_json: Whether runs of digits and spaces are limited; see `Runs`.
     """
 
-    def __init__(self, matcher: LLMatcher, tokens: LLTokenizer, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, tokens: LLTokenizer, vocab_size: int, *, is_json: bool = True) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._runs = Runs(tokens, vocab_size)
+        self._runs = Runs(tokens, vocab_size) if is_json else None
 
     def allowed(self) -> Tensor:
         """[vocab_size], bool, on the host: the tokens that may come next.
@@ -101,7 +120,7 @@ class GrammarConstraint:
         mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         self._check()
         allowed = mask[: self._vocab_size].bool()
-        if (barred := self._runs.barred) is None:
+        if self._runs is None or (barred := self._runs.barred) is None:
             return allowed
         fewer = allowed & ~barred
         return fewer if fewer.any() else allowed
@@ -114,7 +133,8 @@ class GrammarConstraint:
         """
         self._matcher.consume_token(token)
         self._check()
-        self._runs.advance(token)
+        if self._runs is not None:
+            self._runs.advance(token)
 
     @property
     def finished(self) -> bool:

@@ -197,7 +197,7 @@ MODEL = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetit
 )
 def test_defaults_of_the_model(tokenizer: Any, config: Any, asked: Any, wanted: Any) -> None:
     fake = FakeEngine("Anna.")
-    sampling = SamplingDefaults.of(GenerationConfig(do_sample=True, **config))  # type: ignore[no-untyped-call]
+    sampling = SamplingDefaults.of(GenerationConfig(do_sample=True, **config))
     with listening(make_app(fake, tokenizer, ServerSettings(model_name="reader"), sampling=sampling)) as at:
         response = at.http.post("/v1/completions", json={"prompt": "Who?"} | asked)
         assert response.status_code == 200, response.text
