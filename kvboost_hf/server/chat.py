@@ -140,7 +140,7 @@ class _Form:
             "refusal": None,
         }
 
-    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+    def _logprob(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self.context.token_text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 

@@ -2,8 +2,8 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, deltas, large, whole
 from kvboost_hf.server.constraints import constraints_of
 from kvboost_hf.server.context import RouteContext
-from kvboost_hf.server.jobs import TokenLogprob
+from kvboost_hf.server.jobs import Job, TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import CompletionRequest
@@ -27,34 +27,36 @@ def completion_routes(context: RouteContext) -> APIRouter:
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         context.require_model(body.model)
-        n = body.n or 1
-        context.require_choices(n * len(body.prompts))
-        context.require_few_logprobs(n * len(body.prompts) * (body.max_tokens or _DEFAULT_TOKENS), body.logprobs)
-        prompts = [
-            await context.tokens(prompt, request, "prompt", new=body.max_tokens or _DEFAULT_TOKENS)
-            for prompt in body.prompts
-        ]
-        salt = context.salt(request, body.prompt_cache_key)
-        constraints = iter(await constraints_of(context, body, request, salt, n * len(prompts)))
-        options = [
-            context.options(
-                body,
-                max_tokens=body.max_tokens or _DEFAULT_TOKENS,
-                logprobs=body.logprobs,
-                choice=choice,
-                constraint=next(constraints),
-            )
-            for _ in prompts
-            for choice in range(n)
-        ]
-        asked = zip([ids for ids in prompts for _ in range(n)], options, strict=True)
-        jobs = context.start([context.job(ids, option, salt=salt, asked=body) for ids, option in asked], request)
+        jobs = context.start(await _jobs(context, body, request), request)
         form = _Form(context, body, jobs)
         if body.stream:
             return EventStream(form.chunks(), jobs, context.settings.ping_s)
         return await unless_gone(request, jobs, form.completion())
 
     return router
+
+
+async def _jobs(context: RouteContext, body: CompletionRequest, request: Request) -> list[Job]:
+    """A job for each answer to each prompt."""
+    answers, most = body.computed, _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    context.require_choices(answers * len(body.prompts), "n" if body.best_of is None else "best_of")
+    prompts = [await context.tokens(prompt, request, "prompt", new=most) for prompt in body.prompts]
+    told = sum(len(ids) for ids in prompts) if body.echo else 0
+    context.require_few_logprobs(answers * (told + len(prompts) * most), body.logprobs)
+    salt = context.salt(request, body.prompt_cache_key)
+    constraints = iter(await constraints_of(context, body, request, salt, answers * len(prompts)))
+    jobs = []
+    for ids in prompts:
+        for choice in range(answers):
+            options = context.options(
+                body, max_tokens=most, logprobs=body.logprobs, choice=choice, constraint=next(constraints)
+            )
+            if answers > body.answers and options.logprobs is None:
+                options = replace(options, logprobs=0)  # to choose by
+            if body.echo and body.logprobs is not None:
+                options = replace(options, prompt_logprobs=True)
+            jobs.append(context.job(ids, options, salt=salt, asked=body))
+    return jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,20 @@ class _Form:
 
     async def completion(self) -> Response:
         """The whole response."""
-        answers = await whole(deltas(self.jobs, CallReaders()), self._choices)
-        return await large(lambda: self._completion(answers))
+        answers = await whole(deltas(self.jobs, CallReaders()), len(self.asked.prompts) * self.asked.computed)
+        return await large(lambda: self._completion(self._best(answers)))
+
+    def _best(self, answers: Sequence[Answer]) -> list[Answer]:
+        """The answers that are returned: of each prompt those with the highest mean log probability."""
+        n, computed = self.asked.answers, self.asked.computed
+        if computed == n:
+            return list(answers)
+        means = [_mean(answer.logprobs, self.jobs.finished[at].completion_tokens) for at, answer in enumerate(answers)]
+        found: list[Answer] = []
+        for first in range(0, len(answers), computed):
+            ranked = sorted(range(first, first + computed), key=lambda at: -means[at])
+            found += [answers[at] for at in ranked[:n]]
+        return found
 
     def _completion(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
@@ -87,19 +101,19 @@ class _Form:
             if not (delta.text or delta.logprobs or delta.reason):
                 continue
             logprobs = self._logprobs(delta.logprobs, offsets[delta.choice]) if delta.logprobs else None
-            offsets[delta.choice] += len(delta.text)
+            offsets[delta.choice] += sum(len(self.context.token_text(one.token)) for one in delta.logprobs)
             yield head | {"choices": [_choice(delta.choice, delta.text, logprobs, delta.reason)]}
         if self.asked.with_usage:
             yield head | {"choices": [], "usage": self._usage()}
 
     @property
     def _choices(self) -> int:
-        return len(self.asked.prompts) * (self.asked.n or 1)
+        return len(self.asked.prompts) * self.asked.answers
 
     def _echo(self, choice: int) -> str:
         if not self.asked.echo:
             return ""
-        prompt = self.asked.prompts[choice // (self.asked.n or 1)]
+        prompt = self.asked.prompts[choice // self.asked.answers]
         return prompt if isinstance(prompt, str) else str(self.context.tokenizer.decode(prompt))
 
     def _head(self) -> dict[str, Any]:
@@ -111,7 +125,7 @@ class _Form:
         }
 
     def _usage(self) -> dict[str, Any]:
-        return Usage.of(self.jobs.finished, self.asked.n or 1).body
+        return Usage.of(self.jobs.finished, self.asked.computed).body
 
     def _logprobs(self, found: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
         if self.asked.logprobs is None:
@@ -123,9 +137,19 @@ class _Form:
         return {
             "tokens": tokens,
             "token_logprobs": [one.logprob for one in found],
-            "top_logprobs": [{self.context.token_text(token): p for token, p in one.top} for one in found],
+            "top_logprobs": [_top(one, self.context.token_text) for one in found],
             "text_offset": offsets[: len(tokens)],
         }
+
+
+def _mean(logprobs: Sequence[TokenLogprob], tokens: int) -> float:
+    """The mean log probability of the last `tokens` of them: those before are of the prompt."""
+    values = [one.logprob or 0.0 for one in logprobs[len(logprobs) - tokens :]]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _top(one: TokenLogprob, text: Callable[[int], str]) -> dict[str, float] | None:
+    return None if one.logprob is None else {text(token): logprob for token, logprob in one.top}
 
 
 def _choice(

@@ -224,11 +224,11 @@ class RouteContext:
             skip_special_tokens=skip_special_tokens and asked.skip_special_tokens is not False,
         )
 
-    def require_choices(self, choices: int) -> int:
+    def require_choices(self, choices: int, field: str = "n") -> int:
         """Return the number of answers, or raise an `ApiError` if one request may not have as many."""
         most = self.settings.max_choices
         if choices > most:
-            raise refused("n", f"One request may have {most} answers, got {choices}. Send several requests.")
+            raise refused(field, f"One request may have {most} answers, got {choices}. Send several requests.")
         return choices
 
     def require_few_logprobs(self, tokens: int, logprobs: int | None) -> None:

@@ -56,6 +56,7 @@ class SamplingOptions:
         logit_bias: By token, added to its logit.
         seed: The seed of sampling; None for a different one each time.
         logprobs: Report the log probability of each token, and of this many likeliest ones; None reports none.
+        prompt_logprobs: Report those of the prompt's tokens, too. All of it is computed then.
         constraint: Restricts the tokens that may come; None for no constraint.
     """
 
@@ -71,6 +72,7 @@ class SamplingOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: bool = False
     constraint: Constraint | None = None
 
 
@@ -145,12 +147,12 @@ class TokenLogprob:
 
     Args:
         token: The id of the token.
-        logprob: Natural logarithm of its probability.
+        logprob: Natural logarithm of its probability; None for the first token of a prompt.
         top: The likeliest tokens and theirs, the likeliest first.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -161,7 +163,7 @@ class Progress:
     Args:
         text: New text, without parts of a stop text or of a character; may be empty.
         tokens: The number of new tokens.
-        logprobs: Of each token, if they were asked for.
+        logprobs: Of each token, if they were asked for. Those of the prompt come without new tokens.
     """
 
     text: str

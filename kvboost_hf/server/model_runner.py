@@ -93,12 +93,18 @@ class ModelRunner:
 
     def forward(self, cache: ChunkReuseCache | None, ids: torch.Tensor, start: int) -> torch.Tensor:
         """Run the model on tokens [1, tokens] of one row from position `start` on; returns logits [1, vocab_size]."""
+        return self.forward_all(cache, ids, start, keep=1)[:, -1]
+
+    def forward_all(
+        self, cache: ChunkReuseCache | None, ids: torch.Tensor, start: int, *, keep: int = 0
+    ) -> torch.Tensor:
+        """As `forward`; returns logits [1, tokens, vocab_size] of the last `keep` tokens. 0 keeps and computes all."""
         given: dict[str, Any] = {cache_argument(self.model): cache}
         if self._takes_positions:  # as generate() does: some models would count otherwise
             given["position_ids"] = torch.arange(start, start + ids.shape[1], device=self.device)[None]
         model: Any = self.model
-        output = model(input_ids=ids, logits_to_keep=1, use_cache=True, return_dict=True, **given)
-        logits: torch.Tensor = output.logits[:, -1]
+        output = model(input_ids=ids, logits_to_keep=keep, use_cache=True, return_dict=True, **given)
+        logits: torch.Tensor = output.logits
         return logits
 
     def step(self, task: Task) -> torch.Tensor:

@@ -63,14 +63,21 @@ class Prefill:
         """
         runner = self._runner
         ids, known = torch.tensor([task.job.ids], device=runner.device), task.done
+        wants_all = task.job.options.prompt_logprobs
         if task.cache is None:
             task.started = time.perf_counter()
-            task.cache, shared = runner.open(task, others)
+            task.cache, shared = runner.open(task, () if wants_all else others)
             task.cache.in_own_loop = True
-            known = max(task.cache.stored_tokens(ids), shared)
-        is_cut = runner.batchable and runner.policy.mode != "blend"
+            known = 0 if wants_all else max(task.cache.stored_tokens(ids), shared)
+        is_cut = runner.batchable and (wants_all or runner.policy.mode != "blend")
         stop = min(known + room, len(task.job.ids)) if is_cut else len(task.job.ids)
-        logits = runner.forward(task.cache, ids[:, task.done : stop], task.done)
+        piece = ids[:, task.done : stop]
+        if wants_all:
+            kept = runner.forward_all(task.cache, piece, task.done)
+            task.score_prompt(kept[0])
+            logits = kept[:, -1]
+        else:
+            logits = runner.forward(task.cache, piece, task.done)
         task.done = stop
         self.pieces += 1
         return stop - known, logits

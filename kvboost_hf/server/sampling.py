@@ -24,6 +24,7 @@ _Got = TypeVar("_Got")
 
 # Logits divided by less overflow float32: what is this cold is greedy.
 _MIN_TEMPERATURE = 1e-6
+_SCORED = 32  # rows
 
 
 class Sampler:
@@ -193,6 +194,30 @@ def choose_rows(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | Va
             pick = next(others)
             chosen.append(_tried(sampler.take, next(values)) if isinstance(pick, Tensor) else pick)
     return chosen
+
+
+def score(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """The log probabilities of given tokens.
+
+    Args:
+        logits: [tokens, vocab_size], before each of them.
+        tokens: The tokens.
+        top: How many likeliest ones to report at each place.
+    """
+    found: list[TokenLogprob] = []
+    for start in range(0, len(tokens), _SCORED):  # float32 takes as much again, for a few rows at a time
+        logprobs = logits[start : start + _SCORED].float().log_softmax(-1)
+        ids = torch.tensor(tokens[start : start + _SCORED], device=logits.device)
+        best = logprobs.topk(min(top, logprobs.shape[-1]))
+        columns = zip(
+            ids.tolist(),
+            logprobs.gather(1, ids[:, None])[:, 0].tolist(),
+            best.indices.tolist(),
+            best.values.tolist(),
+            strict=True,
+        )
+        found += [TokenLogprob(token, own, tuple(zip(*likeliest, strict=True))) for token, own, *likeliest in columns]
+    return found
 
 
 def _tried(function: Callable[[_Given], _Got], given: _Given) -> _Got | ValueError | KVBoostError:

@@ -298,17 +298,35 @@ class CompletionRequest(Sampled):
     prompt: Texts
     """Texts, or lists of token ids."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
+    """16 where it is left out, or -1. 0 with `echo` for the prompt alone."""
     echo: bool | None = None
-    """Begin the answer with the prompt; not together with `logprobs`."""
-    best_of: Literal[1] | None = None
+    """Begin the answer with the prompt; with `logprobs`, with the log probabilities of its tokens, too: all of it is
+    computed then, without reuse."""
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    """Compute so many answers, and return the `n` with the highest mean log probability of their tokens."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise ValueError("logprobs of the prompt are not served; leave out echo or logprobs")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be 1 or more without echo, got 0")
+        if self.best_of is not None and self.best_of < self.answers:
+            raise ValueError(f"best_of must be n, {self.answers}, or more, got {self.best_of}")
+        if self.stream and self.computed > self.answers:
+            raise ValueError(f"best_of must be n, {self.answers}, in a stream, got {self.best_of}; leave one out")
         if not self.prompts:
             raise ValueError("prompt must not be an empty list")
         return self
+
+    @property
+    def answers(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def computed(self) -> int:
+        """Answers to each prompt that are computed."""
+        return self.best_of or self.answers
 
     @property
     def prompts(self) -> list[str | list[int]]:

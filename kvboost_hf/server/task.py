@@ -4,11 +4,13 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.server.drafted import DraftedText
 from kvboost_hf.server.jobs import Event, Finished, FinishReason, Job, Listener, Progress, TokenLogprob
-from kvboost_hf.server.sampling import Sampler
+from kvboost_hf.server.sampling import Sampler, score
 from kvboost_hf.server.text import TextStream
 
 _log = logging.getLogger("kvboost_hf.server")
@@ -24,6 +26,7 @@ class Task:
     cancelled: bool = False
     cache: ChunkReuseCache | None = None
     done: int = 0  # tokens of the prompt that were computed or reused
+    scored: int = 0  # tokens of the prompt whose log probabilities were reported
     passed: int = 0  # pieces of other prompts since the last one of this
     ids: list[int] = field(default_factory=list)  # of the answer
     sampler: Sampler | None = None
@@ -55,6 +58,20 @@ class Task:
             return "cancelled"
         limit = self.job.timeout_s
         return "timeout" if limit is not None and now - self.submitted > limit else None
+
+    def score_prompt(self, logits: torch.Tensor) -> None:
+        """Report the log probabilities of the tokens that follow a piece of the prompt, [tokens, vocab_size].
+
+        Args:
+            logits: Of the tokens from `done` on.
+        """
+        ids, start = self.job.ids, self.done + 1
+        found = [] if self.scored else [TokenLogprob(ids[0], None)]
+        first = max(start, self.scored)  # the prompt was begun anew if its store was closed
+        following = ids[first : start + len(logits)]
+        found += score(logits[first - start :][: len(following)], following, self.job.options.logprobs or 0)
+        self.scored = first + len(following)
+        self._tell(Progress("", 0, tuple(found)))
 
     def begin(self, tokenizer: Any) -> ReuseReport:
         """Start the answer, after the prompt was computed; returns what was reused for the prompt."""

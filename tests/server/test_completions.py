@@ -75,8 +75,13 @@ def test_logprobs(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"prompt": ["a"] * 17}, "16"),
-        ({"best_of": 2}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"best_of": 0}, "greater than or equal to 1"),
+        ({"best_of": 2, "n": 3}, "best_of must be n, 3, or more, got 2"),
+        ({"best_of": 17}, "16 answers, got 17"),
+        ({"best_of": 2, "stream": True}, "in a stream"),
+        ({"max_tokens": 0}, "without echo"),
+        ({"max_tokens": -2, "echo": True}, "greater than or equal to 0"),
+        ({"echo": True, "logprobs": 20, "prompt": [5] * 30_000}, "log probabilities"),
     ],
 )
 def test_what_is_not_served_is_named(at: Listening, engine: FakeEngine, change: dict[str, Any], says: str) -> None:
