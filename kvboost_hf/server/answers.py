@@ -1,7 +1,7 @@
 """Answers of all routes: deltas of text and tool calls, the reason they end with, and the usage of tokens."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,12 +113,16 @@ class Usage:
         cached: Those of them that were reused.
         tiers: Reused tokens by the tier that they came from.
         completion: Tokens of all its answers.
+        accepted_prediction: Tokens of a prediction that are in the answers; None without a prediction.
+        rejected_prediction: Those that were checked and are not.
     """
 
     prompt: int
     cached: int
     tiers: Mapping[str, int]
     completion: int
+    accepted_prediction: int | None = None
+    rejected_prediction: int | None = None
 
     @classmethod
     def of(cls, finished: Mapping[int, Finished], n: int) -> "Usage":
@@ -129,14 +133,28 @@ class Usage:
             sum(event.cached_tokens for event in firsts),
             sum((Counter(event.tiers) for event in firsts), Counter[str]()),
             sum(event.completion_tokens for event in finished.values()),
+            _sum(event.accepted_prediction for event in finished.values()),
+            _sum(event.rejected_prediction for event in finished.values()),
         )
 
     @property
     def body(self) -> dict[str, Any]:
         """The `usage` object of completions."""
-        return {
+        found: dict[str, Any] = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached, "cached_tokens_by_tier": self.tiers},
         }
+        if self.accepted_prediction is not None:
+            found["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted_prediction,
+                "rejected_prediction_tokens": self.rejected_prediction,
+            }
+        return found
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """The sum of what was counted; None if nothing was."""
+    found = [count for count in counts if count is not None]
+    return sum(found) if found else None

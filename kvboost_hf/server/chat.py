@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -49,10 +49,14 @@ async def start_chat(context: RouteContext, body: ChatRequest, request: Request)
     most = asked or context.room(ids)
     context.require_few_logprobs(choices * most, body.reported)
     salt = context.salt(request, body.prompt_cache_key)
+    predicted: Sequence[int] = ()
+    if body.prediction is not None and body.prediction.text:
+        predicted = await context.encode(body.prediction.text, request)
     jobs = []
     for choice, constraint in enumerate(await constraints_of(context, body, request, salt, choices)):
         options = context.options(body, max_tokens=most, logprobs=body.reported, choice=choice, constraint=constraint)
-        jobs.append(context.job(ids, options, salt=salt, asked=body, skip_special_tokens=not body.offered))
+        job = context.job(ids, options, salt=salt, asked=body, skip_special_tokens=not body.offered)
+        jobs.append(replace(job, prediction=predicted))
     return context.start(jobs, request), readers
 
 

@@ -1,27 +1,25 @@
 """Speculative decoding of an answer that runs alone: a smaller model drafts trees of tokens for it."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.branch_probe import branch_reason
-from kvboost_hf.assisted.branches import Branches
-from kvboost_hf.assisted.rounds import Rounds, Taken, follow
+from kvboost_hf.assisted.rounds import Rounds
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.assisted.tree_draft import TreeDraft
 from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.compat import input_device
 from kvboost_hf.config import DraftTreeConfig
-from kvboost_hf.server.jobs import FinishReason, Job, TokenLogprob
+from kvboost_hf.server.jobs import FinishReason, Job
+from kvboost_hf.server.predicted import Add, Choosing, branches_of
 from kvboost_hf.server.sampling import Sampler
 
 _log = logging.getLogger("kvboost_hf.server")
-
-Add = Callable[[int, TokenLogprob | None], FinishReason | None]  # tells of a token, and why the text ends with it
 
 
 class Drafts:
@@ -139,29 +137,12 @@ class DraftedText:
         Returns:
             Why the text ends; None if it goes on.
         """
-        reason: FinishReason | None = None
-
-        def take(tree: Tree, logits: torch.Tensor) -> Taken:
-            greedy = logits.argmax(-1).tolist() if self._sampler.plain else None  # the device is waited for once
-
-            def choose(at: int) -> tuple[int, bool]:
-                nonlocal reason
-                if greedy is not None:
-                    token, logprob = self._sampler.take([greedy[at + 1]])
-                else:
-                    token, logprob = self._sampler.choose(logits[at + 1])
-                reason = add(token, logprob)
-                return token, reason is not None
-
-            return follow(tree, choose)
-
+        choosing = Choosing(self._sampler, add)
         text = torch.tensor([[*self._job.ids, *ids]], device=self._drafts.device)
         room = self._job.options.max_tokens - len(ids)
-        held: Any = cache
-        held.activate_past_recording()  # or layers with a window could not forget
-        branches = Branches(self._drafts.model, cache, torch.tensor([[text.shape[1] - 1]], device=text.device))
+        branches = branches_of(self._drafts.model, cache, text.shape[1], text.device)
         try:
-            self._drafts.rounds.run(branches, self._drafting, text, room, take)
+            self._drafts.rounds.run(branches, self._drafting, text, room, choosing.take)
         except _DraftFailedError as failed:  # before anything was checked, or behind it: the text is as it should be
             self._drafts.give_up(failed.__cause__)
-        return reason
+        return choosing.reason

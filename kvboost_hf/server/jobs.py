@@ -122,6 +122,7 @@ class Job:
             share of the store's budget; with 1 this prompt is never unpinned. 0 pins nothing.
         timeout_s: Seconds from `submit` after which the job ends; None for no limit.
         skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
+        prediction: Token ids of a text that the answer may have parts of, which then come with fewer forwards.
     """
 
     ids: Sequence[int]
@@ -134,6 +135,7 @@ class Job:
     pin_share: float = 0.0
     timeout_s: float | None = None
     skip_special_tokens: bool = True
+    prediction: Sequence[int] = ()
 
     @property
     def longest(self) -> int:
@@ -188,6 +190,8 @@ class Finished:
         error: What went wrong, for `"constraint"` and `"error"`.
         stopped: Whether a stop text has ended it.
         pinned: Whether the prompt is pinned, as `Job.pin_share` asks.
+        accepted_prediction: Tokens of the prediction that were checked and are in the answer; None without one.
+        rejected_prediction: Those that were checked and are not.
     """
 
     reason: FinishReason
@@ -201,6 +205,8 @@ class Finished:
     error: str | None = None
     stopped: bool = False
     pinned: bool = False
+    accepted_prediction: int | None = None
+    rejected_prediction: int | None = None
 
 
 Event = Progress | Finished

@@ -62,6 +62,10 @@ class TextPart(Body):
 Content = str | Many[Annotated[TextPart, replaced(_as_text_part)]]
 
 
+def _joined(content: Content) -> str:
+    return "".join(part.text for part in content) if isinstance(content, list) else content
+
+
 class CalledFunction(Body):
     """The name of a called function, and its arguments as JSON text."""
 
@@ -113,9 +117,7 @@ class Message(Body):
     @property
     def text(self) -> str:
         """The content in one piece; empty for none."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        return _joined(self.content or "")
 
 
 class Function(Body):
@@ -223,6 +225,19 @@ class Sampled(FormFields, Request):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+class Prediction(Body):
+    """A text that the answer may have parts of, such as a file that is to be changed."""
+
+    place: ClassVar = "prediction"
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """The content in one piece."""
+        return _joined(self.content)
+
+
 class ChatRequest(Sampled):
     """A request to `/v1/chat/completions`."""
 
@@ -236,6 +251,8 @@ class ChatRequest(Sampled):
     """Functions; other types of tools are refused."""
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
+    """Parts of it that are in the answer come faster, while the request runs alone; the answer is the same."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":

@@ -10,6 +10,7 @@ from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.server.drafted import DraftedText
 from kvboost_hf.server.jobs import Event, Finished, FinishReason, Job, Listener, Progress, TokenLogprob
+from kvboost_hf.server.predicted import PredictedText
 from kvboost_hf.server.sampling import Sampler, score
 from kvboost_hf.server.text import TextStream
 
@@ -31,6 +32,7 @@ class Task:
     ids: list[int] = field(default_factory=list)  # of the answer
     sampler: Sampler | None = None
     drafted: DraftedText | None = None  # made when it first runs alone
+    predicted: PredictedText | None = None  # likewise
     text: TextStream | None = None
     joined: int = 0  # tokens that its own cache holds while it is in the batch
     report: ReuseReport | None = None
@@ -112,7 +114,8 @@ class Task:
 
     def finish(self, reason: FinishReason, error: str | None, now: float) -> None:
         """Tell the listener that the job has ended."""
-        report = self.report
+        report, predicted = self.report, self.predicted
+        accepted, drafted = (predicted.accepted, predicted.drafted) if predicted is not None else (0, 0)
         self._tell(
             Finished(
                 reason=reason,
@@ -126,6 +129,8 @@ class Task:
                 error=error,
                 stopped=self.text is not None and self.text.stopped,
                 pinned=self.pinned,
+                accepted_prediction=accepted if self.job.prediction else None,
+                rejected_prediction=drafted - accepted if self.job.prediction else None,
             )
         )
 

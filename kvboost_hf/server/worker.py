@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
@@ -40,6 +41,7 @@ from kvboost_hf.server.jobs import (
 from kvboost_hf.server.limits import EngineLimits
 from kvboost_hf.server.model_runner import ModelRunner
 from kvboost_hf.server.pins import Pins
+from kvboost_hf.server.predicted import PredictedText
 from kvboost_hf.server.prefill import Prefill
 from kvboost_hf.server.sampling import choose_rows
 from kvboost_hf.server.task import Task
@@ -245,14 +247,19 @@ class ModelEngine:
     def _step(self) -> None:
         """Compute one more token of each answer; several of one that runs alone and is drafted for."""
         decoding = self._decoding
-        drafts = self._drafts if len(decoding.tasks) == 1 and not self._prefill.tasks else None
-        drafts = drafts if drafts is not None and drafts.take(decoding.tasks[0].job) else None
-        for task, error in decoding.arrange(drafted=drafts is not None):
+        alone = decoding.tasks[0] if len(decoding.tasks) == 1 and not self._prefill.tasks else None
+        predicted = self._predicted(alone) if alone is not None else []
+        drafts = self._drafts if alone is not None and not predicted else None
+        drafts = drafts if drafts is not None and alone is not None and drafts.take(alone.job) else None
+        for task, error in decoding.arrange(drafted=bool(predicted) or drafts is not None):
             self._fail([task], error)
         tasks = list(decoding.tasks)
         if not tasks:
             return
         try:
+            if predicted:
+                self._check_prediction(tasks[0], predicted)
+                return
             if drafts is not None:
                 self._run_drafts(drafts, tasks[0])
                 return
@@ -262,6 +269,27 @@ class ModelEngine:
             return
         self._counts["steps"] += 1
         self._choose(tasks, logits)
+
+    def _predicted(self, task: Task) -> list[int]:
+        """The next tokens of an answer by its client's prediction; none where they cannot be checked."""
+        job = task.job
+        if not job.prediction or job.options.constraint is not None or self._runner.lending_reason is not None:
+            return []
+        if task.predicted is None:
+            assert task.sampler is not None
+            if branch_reason(self.model) is not None:
+                return []
+            task.predicted = PredictedText(self.model, self._runner.device, job, task.sampler)
+        return task.predicted.draft(task.ids)
+
+    def _check_prediction(self, task: Task, draft: Sequence[int]) -> None:
+        assert task.cache is not None
+        assert task.predicted is not None
+        add = partial(self._add, task, now=time.perf_counter())
+        reason = task.predicted.run(task.cache, task.ids, draft, add)
+        self._counts["steps"] += 1
+        if reason is not None:
+            self._end(task, reason)
 
     def _run_drafts(self, drafts: Drafts, task: Task) -> None:
         assert task.cache is not None

@@ -83,7 +83,7 @@ def test_prompts_beside_others(name: str) -> None:
         engine.submit(Job(ids=prompts[0], options=SamplingOptions(max_tokens=3)), plain)
         for ids, listener in zip(prompts, told, strict=True):
             assert listener.end.error is None
-            found: list[TokenLogprob] = [one for event in listener.events[:-1] for one in event.logprobs]  # type: ignore[union-attr]
+            found: list[TokenLogprob] = [one for event in listener.events[:-1] for one in event.logprobs]
             with torch.no_grad():
                 wanted = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
             assert [one.token for one in found[: len(ids)]] == ids
