@@ -341,6 +341,16 @@ class ChunkReuseCache(Cache):
             self._binding.salt = new
 
     @property
+    def root(self) -> bytes | None:
+        """The key that the chains of what the cache holds start from; None where nothing is known of that."""
+        return self._live.ledger.root if self._live.ledger is not None else None
+
+    @property
+    def content_keys(self) -> frozenset[bytes]:
+        """Keys of what was stored to be found by its content only, as it was computed behind moved K/V."""
+        return frozenset(self._live.ledger.content_keys) if self._live.ledger is not None else frozenset()
+
+    @property
     def report(self) -> ReuseReport:
         """Counts for the last prompt."""
         return self._live.tally.report()
@@ -485,6 +495,10 @@ class ChunkReuseCache(Cache):
         self._live.in_step()
         self._forward = Lent(self._parts, self._live.held)
         self._live.in_forward = True
+
+    def root_of(self, tokens: int) -> bytes | None:
+        """The key that the chain of a prompt with so many tokens starts from; None if nothing of it can be stored."""
+        return lend.root_of(self._parts, tokens)
 
     def stored_tokens(self, ids: torch.Tensor) -> int:
         """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""

@@ -115,6 +115,10 @@ class Usage:
         completion: Tokens of all its answers.
         accepted_prediction: Tokens of a prediction that are in the answers; None without a prediction.
         rejected_prediction: Those that were checked and are not.
+        moved: Those of the reused ones whose K/V was computed elsewhere.
+        repaired: Tokens that went through the model again, of all jobs, to repair moved K/V.
+        computed: Tokens of prompts that went through the model, of all jobs, the repaired ones included.
+        pinned: Whether all that was to be pinned is; None where nothing was.
     """
 
     prompt: int
@@ -123,6 +127,10 @@ class Usage:
     completion: int
     accepted_prediction: int | None = None
     rejected_prediction: int | None = None
+    moved: int = 0
+    repaired: int = 0
+    computed: int = 0
+    pinned: bool | None = None
 
     @classmethod
     def of(cls, finished: Mapping[int, Finished], n: int) -> "Usage":
@@ -135,7 +143,23 @@ class Usage:
             sum(event.completion_tokens for event in finished.values()),
             _sum(event.accepted_prediction for event in finished.values()),
             _sum(event.rejected_prediction for event in finished.values()),
+            sum(event.moved_tokens for event in firsts),
+            sum(event.repaired_tokens for event in finished.values()),
+            sum(event.computed_tokens for event in finished.values()),
+            all(event.pinned is not False for event in firsts) if any(e.pinned is not None for e in firsts) else None,
         )
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What became of the tokens of the prompts, as `usage` has it."""
+        found = {
+            "cached_tokens": self.cached,
+            "cached_tokens_by_tier": self.tiers,
+            "moved_tokens": self.moved,
+            "repaired_tokens": self.repaired,
+            "computed_tokens": self.computed,
+        }
+        return found if self.pinned is None else found | {"pinned": self.pinned}
 
     @property
     def body(self) -> dict[str, Any]:
@@ -144,7 +168,7 @@ class Usage:
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached, "cached_tokens_by_tier": self.tiers},
+            "prompt_tokens_details": self.details,
         }
         if self.accepted_prediction is not None:
             found["completion_tokens_details"] = {

@@ -25,6 +25,7 @@ from kvboost_hf.server.guard import Guard, require_operator
 from kvboost_hf.server.jobs import Engine, SamplingDefaults
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.responses import response_routes
+from kvboost_hf.server.sessions import session_routes
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.turns import Turns
 from kvboost_hf.server.warm import warm_routes
@@ -80,6 +81,7 @@ def make_app(
         _model_routes(context),
         _operator_routes(context),
         warm_routes(context),
+        session_routes(context),
     ):
         app.include_router(router)
     if tracer_provider is not None:
@@ -91,9 +93,9 @@ def make_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "X-Kvboost-Ignored"],
+            expose_headers=["X-Request-Id", "X-KVBoost-Reuse", "X-KVBoost-Ignored", "Retry-After"],
         )
     return app
 

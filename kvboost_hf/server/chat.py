@@ -12,7 +12,7 @@ from kvboost_hf.server.answers import Answer, CallReaders, Usage, deltas, large,
 from kvboost_hf.server.constraints import calls_many, constraints_of
 from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.errors import refused
-from kvboost_hf.server.jobs import TokenLogprob
+from kvboost_hf.server.jobs import Keep, TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import ChatRequest
@@ -35,8 +35,16 @@ def chat_routes(context: RouteContext) -> APIRouter:
     return router
 
 
-async def start_chat(context: RouteContext, body: ChatRequest, request: Request) -> tuple[RequestJobs, CallReaders]:
+async def start_chat(
+    context: RouteContext, body: ChatRequest, request: Request, keep: Sequence[Keep] = ()
+) -> tuple[RequestJobs, CallReaders]:
     """Submit a job for each answer that a request asks for.
+
+    Args:
+        context: The parts of the server.
+        body: The request.
+        request: As it came.
+        keep: Beginnings of the prompt to pin, besides what the body asks for.
 
     Returns:
         The jobs, and readers of the tool calls in their texts.
@@ -56,8 +64,8 @@ async def start_chat(context: RouteContext, body: ChatRequest, request: Request)
     for choice, constraint in enumerate(await constraints_of(context, body, request, salt, choices)):
         options = context.options(body, max_tokens=most, logprobs=body.reported, choice=choice, constraint=constraint)
         job = context.job(ids, options, salt=salt, asked=body, skip_special_tokens=not body.offered)
-        jobs.append(replace(job, prediction=predicted))
-    return context.start(jobs, request), readers
+        jobs.append(replace(job, prediction=predicted, keep=tuple(keep)))
+    return context.start(jobs, request, body), readers
 
 
 def _streams(context: RouteContext, body: ChatRequest, ids: Sequence[int], choices: int) -> list[ToolCallStream]:

@@ -27,7 +27,7 @@ def completion_routes(context: RouteContext) -> APIRouter:
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         context.require_model(body.model)
-        jobs = context.start(await _jobs(context, body, request), request)
+        jobs = context.start(await _jobs(context, body, request), request, body)
         form = _Form(context, body, jobs)
         if body.stream:
             return EventStream(form.chunks(), jobs, context.settings.ping_s)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from starlette.requests import Request
 
@@ -15,7 +15,9 @@ from kvboost_hf.server.jobs import (
     Constraint,
     Engine,
     Job,
+    Keep,
     QueueFullError,
+    Reuse,
     SamplingDefaults,
     SamplingOptions,
     TooLongError,
@@ -25,12 +27,17 @@ from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import Message, Sampled, Tool
+from kvboost_hf.server.schema import Request as Asked
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.turns import Turns, in_thread
 
 T = TypeVar("T")
 
 MAX_LOGPROBS = 500_000  # of all tokens of a request
+_PINNED_SHARE = 0.5  # of the store's budget, that all clients together may have pinned
+_RETENTION_S = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86_400.0}
+_REPAIR_HEADER = "x-kvboost-repair"
+_REUSES = ("exact", *get_args(get_args(Reuse)[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +248,31 @@ class RouteContext:
                 f"tokens with {logprobs} others each. Ask for fewer tokens, answers or others.",
             )
 
-    def start(self, jobs: Sequence[Job], request: Request) -> RequestJobs:
-        """Submit the jobs of a request together."""
+    def keep(self, ttl_s: float | None, tokens: int | None = None) -> Keep:
+        """Ask to pin the first tokens of a prompt, within the share that each client has of the store.
+
+        Args:
+            ttl_s: Seconds after their last use; None for no limit.
+            tokens: How many; None for all.
+        """
+        return Keep(ttl_s=ttl_s, tokens=tokens, share=_PINNED_SHARE / max(1, len(self.settings.api_keys)))
+
+    def start(self, jobs: Sequence[Job], request: Request, asked: Asked | None = None) -> RequestJobs:
+        """Submit the jobs of a request together.
+
+        Args:
+            jobs: The jobs.
+            request: The client's request, whose header `x-kvboost-repair` says how moved K/V may be used.
+            asked: Its body, where it says how the jobs wait, what of them is kept, and how moved K/V may be used.
+        """
         figures = request.scope.setdefault("figures", Counter())
-        jobs = [replace(job, client=client(request)) for job in jobs]
+        fields: dict[str, Any] = {"client": client(request), "reuse": _reuse(request)}
+        if asked is not None:
+            fields |= {"session": asked.prompt_cache_key, "priority": asked.priority or 0}
+            fields |= {"reuse": asked.repair} if asked.repair is not None else {}
+            if (ttl_s := _RETENTION_S.get(asked.prompt_cache_retention or "")) is not None:
+                jobs = [replace(job, keep=(*job.keep, self.keep(ttl_s))) for job in jobs]
+        jobs = [replace(job, **fields) for job in jobs]
         try:
             return RequestJobs(self.engine, jobs, self.meter, figures)
         except TooLongError as error:
@@ -257,6 +285,14 @@ class RouteContext:
 def client(request: Request) -> bytes:
     """The client of a request, by its API key; clients share the server's capacity."""
     return str(request.scope.get("api_key", "")).encode()
+
+
+def _reuse(request: Request) -> Any:
+    """The value of the header that says how moved K/V may be used; None without it."""
+    found = request.headers.get(_REPAIR_HEADER)
+    if found is not None and found not in _REUSES:
+        raise refused(_REPAIR_HEADER, f"The header {_REPAIR_HEADER!r} must be one of {_REUSES}, got {found[:64]!a}.")
+    return found
 
 
 def _as_templates_have_them(

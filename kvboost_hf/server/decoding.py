@@ -92,7 +92,7 @@ class Decoding:
         assert task.cache is not None
         task.joined = task.length  # the last token is computed next
         # Moved chunks are computed for the one text that they are in.
-        owner = task.job.salt if self._runner.policy.mode == "exact" else task
+        owner = task.job.salt if task.cache.policy.mode == "exact" else task
         self._batch.join(task.cache.read(), [*task.job.ids, *task.ids[:-1]], owner)
 
     def _leave_batch(self, task: Task) -> None:

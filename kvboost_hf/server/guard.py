@@ -65,7 +65,10 @@ class Guard:
             nonlocal status, answered
             if message["type"] == "http.response.start":
                 status, answered = 499 if body.gone else message["status"], True
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                told = MutableHeaders(scope=message)
+                told["X-Request-Id"] = request_id
+                if "reuse" in scope:
+                    told["X-KVBoost-Reuse"] = scope["reuse"]
             elif bare:
                 message = {**message, "body": b""}
             await body.send(message)

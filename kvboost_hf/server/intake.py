@@ -4,6 +4,9 @@ import math
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from kvboost_hf.server.embedding import EmbeddingJob
 from kvboost_hf.server.jobs import DrainingError, FinishReason, QueueFullError
@@ -11,9 +14,11 @@ from kvboost_hf.server.limits import EngineLimits
 from kvboost_hf.server.task import Task
 from kvboost_hf.server.waiting import WaitingLine
 
+T = TypeVar("T")
+
 
 class Intake:
-    """The tasks that wait and those that were admitted, and the requests for embeddings.
+    """The tasks that wait and those that were admitted, the requests for embeddings, and calls of other threads.
 
     Methods say which thread may call them; `changed` is held while anything here changes.
 
@@ -29,6 +34,7 @@ class Intake:
         self.draining = False
         self._limits = limits
         self._waiting: WaitingLine[Task] = WaitingLine(lambda task: task.job)
+        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._given_up = self._closed = False
         self._seconds_per_job = 0.0  # smoothed
 
@@ -69,6 +75,22 @@ class Intake:
             self.embeddings.append(job)
             self.changed.notify_all()
 
+    def call(self, work: Callable[[], T]) -> T:
+        """Have the engine's thread do something between two steps, and wait for it.
+
+        Raises:
+            DrainingError: The engine has ended.
+        """
+        found: list[T] = []
+        done: Future[None] = Future()
+        with self.changed:
+            if self._closed:
+                raise DrainingError("The server has ended.")
+            self._calls.append((lambda: found.append(work()), done))
+            self.changed.notify_all()
+        done.result()
+        return found[0]
+
     def drain(self, timeout_s: float) -> bool:
         """Take no more jobs and wait for those that were taken; returns whether all of them ended in time."""
         with self.changed:
@@ -98,6 +120,19 @@ class Intake:
             while (task := self._next()) is not None:
                 self.admitted.append(task)
             return self.admitted[known:]
+
+    def answer_calls(self) -> None:
+        """Do what other threads have called for."""
+        while self._calls:
+            work, done = self._calls.popleft()
+            try:
+                work()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+        with self.changed:
+            self.changed.notify_all()  # a drain may wait for this
 
     def take_ended(self, now: float) -> list[Task]:
         """Remove the waiting tasks that were cancelled or have timed out; after a drain without end, cancel all."""
@@ -144,7 +179,7 @@ class Intake:
         task.finish(reason, error, now)
 
     def _count(self) -> int:
-        return len(self._waiting) + len(self.admitted) + len(self.embeddings)
+        return len(self._waiting) + len(self.admitted) + len(self.embeddings) + len(self._calls)
 
     def _next(self) -> Task | None:
         """The next task that has room; clients that have no running job come first."""

@@ -5,9 +5,11 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Protocol
 
+from kvboost_hf.config import Repair
 from kvboost_hf.errors import KVBoostError
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "constraint", "error"]
+Reuse = Literal["exact"] | Repair  # "exact", or how moved K/V is repaired
 
 
 class ConstraintError(KVBoostError):
@@ -77,6 +79,23 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """The first tokens of a prompt, to be pinned in host memory once they are computed.
+
+    Args:
+        ttl_s: Seconds after the last use of these tokens after which they may be evicted; None for never.
+        tokens: How many first tokens; None for all. More than the prompt has are all.
+        share: Share of the store's budget that the pins of one client may take together. Where they would take more,
+            others of this client give way: those with the largest `Job.priority` first, of them those that were not
+            used for longest. None is for the operator: such a pin counts for no share, and stays.
+    """
+
+    ttl_s: float | None = None
+    tokens: int | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
     """Values of fields that a request leaves out. These are those of OpenAI's API; models may bring others.
 
@@ -118,8 +137,13 @@ class Job:
         include_stop: Leave the stop text, or the token, that ends the answer in it.
         salt: Jobs share K/V only with jobs of the same salt.
         client: The client. Clients take turns, whatever their salts are.
-        pin_share: Pin the prompt in host memory, and unpin the client's oldest prompts where all of them exceed this
-            share of the store's budget; with 1 this prompt is never unpinned. 0 pins nothing.
+        priority: Of this client's waiting jobs, those with the smallest number run first. It does not count between
+            clients.
+        session: Names the conversation that the job belongs to, for `Engine.sessions`; None for a name that is made
+            of the first chunk of the prompt.
+        reuse: How K/V of the prompt's text that stands elsewhere may be used, in place of the engine's policy; None
+            for that policy. A job without an answer is always computed exactly.
+        keep: Beginnings of the prompt to pin in host memory.
         timeout_s: Seconds from `submit` after which the job ends; None for no limit.
         skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
         prediction: Token ids of a text that the answer may have parts of, which then come with fewer forwards.
@@ -132,7 +156,10 @@ class Job:
     include_stop: bool = False
     salt: bytes = b""
     client: bytes = b""
-    pin_share: float = 0.0
+    priority: int = 0
+    session: str | None = None
+    reuse: Reuse | None = None
+    keep: tuple[Keep, ...] = ()
     timeout_s: float | None = None
     skip_special_tokens: bool = True
     prediction: Sequence[int] = ()
@@ -183,13 +210,16 @@ class Finished:
         prompt_tokens: Tokens of the prompt.
         completion_tokens: Generated tokens, the one that ends the text included.
         cached_tokens: Tokens of the prompt that were reused.
+        moved_tokens: Of the reused tokens, those whose K/V was computed at another place, or behind another text.
+        repaired_tokens: Tokens that went through the model again to repair moved K/V.
+        computed_tokens: Tokens that went through the model for the prompt, the repaired ones included.
         tiers: Reused tokens by the tier that they came from.
         queue_s: Seconds from `submit` to the first forward.
         ttft_s: Seconds from `submit` to the first token on the host; None without one.
         total_s: Seconds from `submit` to the end.
         error: What went wrong, for `"constraint"` and `"error"`.
         stopped: Whether a stop text has ended it.
-        pinned: Whether the prompt is pinned, as `Job.pin_share` asks.
+        pinned: Whether all that `Job.keep` asks for is pinned; None if it asks for nothing.
         accepted_prediction: Tokens of the prediction that were checked and are in the answer; None without one.
         rejected_prediction: Those that were checked and are not.
     """
@@ -198,15 +228,67 @@ class Finished:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    moved_tokens: int = 0
+    repaired_tokens: int = 0
+    computed_tokens: int = 0
     tiers: Mapping[str, int] = field(default_factory=dict)
     queue_s: float = 0.0
     ttft_s: float | None = None
     total_s: float = 0.0
     error: str | None = None
     stopped: bool = False
-    pinned: bool = False
+    pinned: bool | None = None
     accepted_prediction: int | None = None
     rejected_prediction: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Figures of the requests that belong together: those with a name, or those that begin alike.
+
+    Args:
+        id: Its name, or a hash of its first chunk.
+        client: Whose it is.
+        first_seen: When its first request ran, in seconds since 1970.
+        last_used: When its last one ran.
+        requests: How many ran.
+        tokens: Of the last prompt and its answer.
+        prompt_tokens: Of all prompts.
+        cached_tokens: Of these, reused ones.
+        nbytes: Bytes of its K/V in host memory.
+        priority: Of its pins: those with the largest number give way first.
+        ttl_s: Seconds for which all of it is pinned after each use, as was asked afterwards; None for no limit, and
+            where nothing was asked.
+        pinned: Whether any of its K/V is pinned.
+        pinned_until: When the last of its pins ends, if it is not used before; None without one, and for no end.
+    """
+
+    id: str
+    client: bytes
+    first_seen: float
+    last_used: float
+    requests: int
+    tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    nbytes: int
+    priority: int
+    ttl_s: float | None
+    pinned: bool
+    pinned_until: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionChange:
+    """What to change of a session; None leaves it as it is.
+
+    Args:
+        keep: Pin all of its K/V, now and with each later request; False lets go of all its pins.
+        priority: Of its pins.
+    """
+
+    keep: Keep | Literal[False] | None = None
+    priority: int | None = None
 
 
 Event = Progress | Finished
@@ -285,6 +367,35 @@ class Engine(Protocol):
             QueueFullError: The queue is full.
             TooLongError: A text is longer than the model's context.
             DrainingError: The engine takes no more jobs.
+        """
+        ...
+
+    def sessions(self, client: bytes | None, id: str | None = None) -> list[Session]:
+        """The sessions of a client, of all clients for None, or one of them; those used last come first.
+
+        This and the two methods below may be called by any thread. They wait for the model's thread, and for tiers.
+
+        Raises:
+            DrainingError: The engine has ended.
+        """
+        ...
+
+    def change_session(self, client: bytes, id: str, change: SessionChange) -> Session | None:
+        """Change what is kept of a session; None if there is none. `Session.pinned` says what has become of it."""
+        ...
+
+    def drop_session(self, client: bytes, id: str, salt: bytes) -> dict[str, int] | None:
+        """Remove a session and its K/V from all tiers. Its requests under way go on, and keep nothing.
+
+        K/V that other sessions of the client begin with stays.
+
+        Args:
+            client: Whose it is.
+            id: Its name or hash.
+            salt: Of the jobs with this name; their K/V is removed even where the session is not known any more.
+
+        Returns:
+            By tier, the bytes that were removed; None if there is no such session, and no such K/V.
         """
         ...
 

@@ -53,6 +53,12 @@ class Meter:
             ["field"],
             registry=registry,
         )
+        self._work = Counter(
+            "kvboost_prompt_work_tokens",
+            "Of prompts: computed, moved from elsewhere, and computed again to repair what was moved.",
+            ["kind"],
+            registry=registry,
+        )
         registry.register(_EngineFigures(engine))
         for reason in get_args(FinishReason):
             self._finished.labels(reason)
@@ -70,6 +76,9 @@ class Meter:
         self._queued.observe(event.queue_s)
         if event.ttft_s is not None:
             self._ttft.observe(event.ttft_s)
+        self._work.labels("computed").inc(event.computed_tokens)
+        self._work.labels("moved").inc(event.moved_tokens)
+        self._work.labels("repaired").inc(event.repaired_tokens)
         for tier, tokens in event.tiers.items():
             self._cached.labels(tier).inc(tokens)
 

@@ -25,6 +25,7 @@ from kvboost_hf.compat import (
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.ngrams import common_prefix
+from kvboost_hf.server.jobs import Job
 from kvboost_hf.server.sharing import sharing_reason
 from kvboost_hf.server.task import Task
 
@@ -123,11 +124,14 @@ class ModelRunner:
             The cache, and how many tokens of the prompt it has from the other one.
         """
         job = task.job
-        policy = replace(self.policy, mode="exact") if job.pin_share else self.policy
+        policy = self.policy_of(job)
         others = [
             other
             for other in others
-            if other.cache is not None and other.job.salt == job.salt and other.cache.policy == policy
+            if other.cache is not None
+            and other.cache.store is self.store  # else nothing of the fork would be kept
+            and other.job.salt == job.salt
+            and other.cache.policy == policy
         ]
         shared = [min(common_prefix(other.job.ids, job.ids), other.done) for other in others]
         most = max(shared, default=0)
@@ -141,6 +145,26 @@ class ModelRunner:
             cache = ChunkReuseCache(self.model, self.store, policy, job.salt, live_quant=self._live_quant)
         self._caches.add(cache)
         return cache, most
+
+    def policy_of(self, job: Job) -> ReusePolicy:
+        """How stored K/V may be used for a job: as the job asks, where K/V can be moved at all.
+
+        A job without an answer is computed exactly, so that any other finds it.
+        """
+        policy = self.policy
+        if job.reuse == "exact" or not job.options.max_tokens:
+            return replace(policy, mode="exact")
+        if job.reuse is None or policy.keep_logprobs or policy.reproducible or self._live_quant is not None:
+            return policy
+        return replace(policy, mode="blend", repair=job.reuse, audit_rate=0.0)
+
+    def root_of(self, salt: bytes) -> bytes | None:
+        """The key that the chains of a salt start from, but for prompts with other rotary frequencies."""
+        return ChunkReuseCache(self.model, self.store, self.policy, salt, live_quant=self._live_quant).root_of(1)
+
+    def keep_nothing(self, cache: ChunkReuseCache) -> None:
+        """From now on, store nothing that a cache holds."""
+        cache.store = _EmptyStore(self.model, chunker=self.store.chunker)
 
     def leave_store(self) -> None:
         """Go on without the store, which somebody has closed: open caches and later ones keep nothing."""

@@ -33,9 +33,14 @@ class Prefill:
         self.tasks += tasks
 
     def next(self) -> Task:
-        """The task with the least left, of the client whose turn it is; its first one after `_PATIENCE` others."""
+        """Of the client whose turn it is, the task of the smallest priority with the least left.
+
+        The first task of that priority is not passed over more than `_PATIENCE` times.
+        """
         turn = min(self.tasks, key=lambda task: self._last_pieces.get(task.job.client, 0)).job.client
         own = [task for task in self.tasks if task.job.client == turn]
+        least = min(task.job.priority for task in own)
+        own = [task for task in own if task.job.priority == least]
         chosen = own[0] if own[0].passed >= _PATIENCE else min(own, key=lambda task: task.left)
         for other in own:
             other.passed = 0 if other is chosen else other.passed + 1
@@ -69,7 +74,7 @@ class Prefill:
             task.cache, shared = runner.open(task, () if wants_all else others)
             task.cache.in_own_loop = True
             known = 0 if wants_all else max(task.cache.stored_tokens(ids), shared)
-        is_cut = runner.batchable and (wants_all or runner.policy.mode != "blend")
+        is_cut = runner.batchable and (wants_all or task.cache.policy.mode != "blend")
         stop = min(known + room, len(task.job.ids)) if is_cut else len(task.job.ids)
         piece = ids[:, task.done : stop]
         if wants_all:

@@ -37,6 +37,9 @@ class RequestJobs:
         self._last: dict[int, float] = {}  # by job, when tokens came
         self.finished: dict[int, Finished] = {}
         self._figures = figures
+        # Of several answers to one prompt the first one says how much of it was reused.
+        firsts = {id(job.ids): n for n, job in reversed(list(enumerate(jobs)))}
+        self._firsts = set(firsts.values())
         try:
             for n, job in enumerate(jobs):
                 self._tickets.append(engine.submit(job, self._listener(n)))
@@ -59,6 +62,8 @@ class RequestJobs:
             self._figures["prompt_tokens"] += event.prompt_tokens
             self._figures["cached_tokens"] += event.cached_tokens
             self._figures["completion_tokens"] += event.completion_tokens
+            self._figures["moved_tokens"] += event.moved_tokens
+            self._figures["computed_tokens"] += event.computed_tokens
             self._figures[event.reason] += 1
             for name, seconds in (("queue_s", event.queue_s), ("ttft_s", event.ttft_s)):
                 if seconds is not None:  # of several answers, the first one's
@@ -82,6 +87,18 @@ class RequestJobs:
                 self.finished[n] = event
                 _require_answer(event)
             yield n, event
+
+    @property
+    def reuse(self) -> str:
+        """What the prompts have cost, for a header."""
+        ended = self.finished
+        firsts = [event for n, event in ended.items() if n in self._firsts]
+        first_s = min((event.ttft_s for event in ended.values() if event.ttft_s is not None), default=0.0)
+        return (
+            f"cached={sum(event.cached_tokens for event in firsts)}, "
+            f"moved={sum(event.moved_tokens for event in firsts)}, "
+            f"computed={sum(event.computed_tokens for event in ended.values())}, ttft_ms={1000 * first_s:.1f}"
+        )
 
     def cancel(self) -> None:
         """Cancel the jobs that have not ended. It may be called any number of times."""
@@ -115,6 +132,8 @@ class _Cancellable(Protocol):
 async def unless_gone(request: Request, jobs: _Cancellable | None, answer: Coroutine[Any, Any, T]) -> T:
     """Await an answer, and cancel it if the client disconnects first.
 
+    Where the jobs of the request have ended, the response tells in a header what they have reused: see `Guard`.
+
     Args:
         request: The client's request.
         jobs: Cancelled at the end, whether the client is there or not; None for nothing.
@@ -128,6 +147,8 @@ async def unless_gone(request: Request, jobs: _Cancellable | None, answer: Corou
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise ApiError(499, "The client went away.", code="cancelled")
+        if isinstance(jobs, RequestJobs) and jobs.finished:
+            request.scope["reuse"] = jobs.reuse
         return work.result()
     finally:
         if jobs is not None:

@@ -166,7 +166,7 @@ def _part(text: str) -> dict[str, Any]:
 def _usage(found: Usage) -> dict[str, Any]:
     return {
         "input_tokens": found.prompt,
-        "input_tokens_details": {"cached_tokens": found.cached},
+        "input_tokens_details": found.details,
         "output_tokens": found.completion,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": found.prompt + found.completion,

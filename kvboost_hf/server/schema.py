@@ -7,6 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvboost_hf.server.answer_form import FormFields
 from kvboost_hf.server.fields import Body, Many, Refusal, absent, replaced
+from kvboost_hf.server.jobs import Reuse
 from kvboost_hf.server.json_text import read_json
 
 MAX_STOPS = 16
@@ -181,6 +182,12 @@ class Request(Body):
     modalities: Annotated[Any, Refusal("answers are text; leave modalities out, or pass ['text']", ["text"])] = None
     audio: Annotated[Any, Refusal("answers are text; leave audio out")] = None
     web_search_options: Annotated[Any, Refusal("the server searches nothing; offer a tool that does")] = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """Pins the K/V of the prompt in host memory, for 10 minutes or 24 hours after each use."""
+    priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
+    """Of the waiting requests of one client, those with the smallest number run first."""
+    repair: Reuse | None = None
+    """How K/V of text that has moved is used, in place of the server's policy: `exact` uses none."""
 
 
 class Sampled(FormFields, Request):
@@ -379,4 +386,20 @@ class WarmRequest(Body):
             raise ValueError("either texts or messages must be given")
         if self.tools and self.messages is None:
             raise ValueError("tools need messages")
+        return self
+
+
+class SessionRequest(Body):
+    """What to change of what is kept of a session."""
+
+    pinned: Annotated[bool, Field(strict=True)] | None = None
+    ttl_s: Annotated[float, Field(gt=0, le=30 * 86_400)] | None = None
+    priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "SessionRequest":
+        if self.pinned is False and self.ttl_s is not None:
+            raise ValueError("ttl_s must be left out where pinned is false")
+        if self.pinned is None and self.ttl_s is None and self.priority is None:
+            raise ValueError("one of pinned, ttl_s and priority must be given")
         return self

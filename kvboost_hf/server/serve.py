@@ -15,7 +15,7 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.app import make_app
-from kvboost_hf.server.jobs import Event, Finished, Job, SamplingDefaults, SamplingOptions
+from kvboost_hf.server.jobs import Event, Finished, Job, Keep, SamplingDefaults, SamplingOptions
 from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.listen import FrontServer
 from kvboost_hf.server.room import tokens_that_fit
@@ -167,7 +167,7 @@ def _warm(
 ) -> None:
     for salt in salts:
         events: queue.Queue[Event] = queue.Queue()
-        job = Job(ids=ids, options=SamplingOptions(max_tokens=0), salt=salt, pin_share=1)
+        job = Job(ids=ids, options=SamplingOptions(max_tokens=0), salt=salt, keep=(Keep(),))
         event, task, told = None, engine.submit(job, events.put), 0
         while not isinstance(event, Finished):
             with suppress(queue.Empty):

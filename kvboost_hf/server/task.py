@@ -12,6 +12,7 @@ from kvboost_hf.server.drafted import DraftedText
 from kvboost_hf.server.jobs import Event, Finished, FinishReason, Job, Listener, Progress, TokenLogprob
 from kvboost_hf.server.predicted import PredictedText
 from kvboost_hf.server.sampling import Sampler, score
+from kvboost_hf.server.session_record import SessionRecord
 from kvboost_hf.server.text import TextStream
 
 _log = logging.getLogger("kvboost_hf.server")
@@ -37,7 +38,8 @@ class Task:
     joined: int = 0  # tokens that its own cache holds while it is in the batch
     report: ReuseReport | None = None
     started: float | None = None
-    pinned: bool = False
+    pinned: bool | None = None
+    session: SessionRecord | None = None
     first: float | None = None  # when its first token was on the host
 
     def cancel(self) -> None:
@@ -78,7 +80,7 @@ class Task:
     def begin(self, tokenizer: Any) -> ReuseReport:
         """Start the answer, after the prompt was computed; returns what was reused for the prompt."""
         assert self.cache is not None
-        self.report = self.cache.report
+        self.note_report()
         self.sampler = Sampler(self.job.options, self.job.ids, self.job.ends)
         self.text = TextStream(
             tokenizer,
@@ -87,7 +89,13 @@ class Task:
             skip_special_tokens=self.job.skip_special_tokens,
             include_stop=self.job.include_stop,
         )
+        assert self.report is not None
         return self.report
+
+    def note_report(self) -> None:
+        """Take the counts of the prompt from the cache; those of a repair grow after the prompt."""
+        if self.cache is not None:
+            self.report = self.cache.report
 
     def add(self, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
         """Append a token to the answer and tell the listener; returns why the answer ends with it, or None."""
@@ -114,15 +122,18 @@ class Task:
 
     def finish(self, reason: FinishReason, error: str | None, now: float) -> None:
         """Tell the listener that the job has ended."""
-        report, predicted = self.report, self.predicted
+        report, predicted = self.report or ReuseReport(), self.predicted
         accepted, drafted = (predicted.accepted, predicted.drafted) if predicted is not None else (0, 0)
         self._tell(
             Finished(
                 reason=reason,
                 prompt_tokens=len(self.job.ids),
                 completion_tokens=len(self.ids),
-                cached_tokens=report.reused_tokens if report is not None else 0,
-                tiers=dict(report.tier_tokens) if report is not None else {},
+                cached_tokens=report.reused_tokens,
+                moved_tokens=report.moved_tokens - report.recomputed_tokens,
+                repaired_tokens=report.recomputed_tokens + report.repaired_tokens,
+                computed_tokens=report.forwarded_tokens + report.repaired_tokens,
+                tiers=dict(report.tier_tokens),
                 queue_s=(self.started or now) - self.submitted,
                 ttft_s=self.first - self.submitted if self.first is not None else None,
                 total_s=now - self.submitted,

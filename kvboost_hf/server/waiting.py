@@ -1,5 +1,6 @@
 """`WaitingLine`: the queue of jobs, in which clients take turns. Pure Python, no tensors."""
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ class WaitingLine(Generic[Waiting]):
     """A queue for each client, first in, first out, except for prompts that share a prefix; clients take turns.
 
     The next job is of the client that has had the fewest tokens, of prompts and answers at their longest. Of that
-    client's jobs, one that begins like its last one is taken first: it reuses what that computed. The order depends on
-    how much clients ask, and on nothing that the prompts of other salts say.
+    client's jobs, those with the smallest `Job.priority` come first, and of these, one that begins like its last one:
+    it reuses what that computed. The order depends on how much clients ask, and on nothing that the prompts of other
+    salts say; priorities do not count between clients.
 
     Args:
         job: Of what waits.
@@ -51,7 +53,7 @@ class WaitingLine(Generic[Waiting]):
         if not line.waiting:  # what it did not ask for while it was away is not owed to it
             others = [other.had for other in self._lines.values() if other.waiting]
             line.had = max(line.had, min(others, default=line.had))
-        line.waiting.append(waiting)
+        line.append(waiting)
 
     def remove(self, waiting: Waiting) -> bool:
         """Take a job out of the line; returns whether it was in it."""
@@ -77,12 +79,19 @@ class _Line(Generic[Waiting]):
     last: tuple[bytes, Sequence[int]] = b"", ()  # salt and prompt of the job that was taken last
     passed: int = 0  # times that the first one was passed over
 
+    def append(self, waiting: Waiting) -> None:
+        """Add a job behind those of its priority."""
+        place = bisect_right(self.waiting, self.job(waiting).priority, key=lambda each: self.job(each).priority)
+        self.waiting.insert(place, waiting)
+
     def take(self, fits: Callable[[Waiting], bool]) -> Waiting | None:
-        """The one that shares most with the one before it, of those that fit; the first of them if several do."""
+        """Of those that fit and have the smallest priority, the one that shares most with the one before it."""
         look = _LOOK if self.passed < _PASSED else 1
         places = [i for i in range(min(look, len(self.waiting))) if fits(self.waiting[i])]
         if not places:
             return None
+        first = self.job(self.waiting[places[0]]).priority
+        places = [i for i in places if self.job(self.waiting[i]).priority == first]
         place = max(places, key=lambda i: (self._shared(self.waiting[i]), -i))
         taken = self.waiting[place]
         self.passed = self.passed + 1 if place else 0

@@ -13,8 +13,6 @@ from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import WarmRequest
 
-_PINNED_SHARE = 0.5  # of the store's budget, that all clients together may have pinned
-
 
 def warm_routes(context: RouteContext) -> APIRouter:
     """Make a router with `/v1/warm`."""
@@ -27,10 +25,8 @@ def warm_routes(context: RouteContext) -> APIRouter:
         else:
             prompts = [await context.encode(text, request, new=0) for text in body.texts or ()]
         salt = context.salt(request, body.prompt_cache_key)
-        share = _PINNED_SHARE / max(1, len(context.settings.api_keys))
-        jobs = [
-            replace(context.job(ids, SamplingOptions(max_tokens=0), salt=salt), pin_share=share) for ids in prompts
-        ]
+        keep, name, options = (context.keep(None),), body.prompt_cache_key, SamplingOptions(max_tokens=0)
+        jobs = [replace(context.job(ids, options, salt=salt), keep=keep, session=name) for ids in prompts]
 
         async def finish() -> dict[str, Any]:
             found = [event async for event in _one_by_one(context, jobs, request)]
@@ -38,7 +34,7 @@ def warm_routes(context: RouteContext) -> APIRouter:
                 "object": "warm",
                 "prompt_tokens": sum(event.prompt_tokens for event in found),
                 "cached_tokens": sum(event.cached_tokens for event in found),
-                "pinned": all(event.pinned for event in found),
+                "pinned": all(bool(event.pinned) for event in found),
             }
 
         return await unless_gone(request, None, finish())

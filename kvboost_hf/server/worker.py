@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.cache.store.removal import Belongings, count_bytes, remove
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
@@ -35,15 +36,17 @@ from kvboost_hf.server.jobs import (
     FinishReason,
     Job,
     Listener,
+    Session,
+    SessionChange,
     TokenLogprob,
     TooLongError,
 )
 from kvboost_hf.server.limits import EngineLimits
 from kvboost_hf.server.model_runner import ModelRunner
-from kvboost_hf.server.pins import Pins
 from kvboost_hf.server.predicted import PredictedText
 from kvboost_hf.server.prefill import Prefill
 from kvboost_hf.server.sampling import choose_rows
+from kvboost_hf.server.session_table import SessionTable
 from kvboost_hf.server.task import Task
 
 _log = logging.getLogger("kvboost_hf.server")
@@ -62,6 +65,7 @@ class ModelEngine:
         draft: A smaller model with the same vocabulary, which drafts tokens for a job that runs alone; None for no
             drafts.
         draft_trees: The size of its trees of drafts; None for the default.
+        clock: Seconds since 1970, for what is kept of sessions.
         limits: The fields of `EngineLimits`, such as `max_batch_size`.
 
     Raises:
@@ -79,6 +83,7 @@ class ModelEngine:
         live_quant: KVQuantConfig | None = None,
         draft: PreTrainedModel | None = None,
         draft_trees: DraftTreeConfig | None = None,
+        clock: Callable[[], float] = time.time,
         **limits: Any,
     ) -> None:
         require_cache(model)
@@ -90,7 +95,7 @@ class ModelEngine:
         self._runner = ModelRunner(model, store, policy, live_quant, self._max_model_len)
         reason = self._runner.lending_reason
         self._drafts = Drafts.of(model, reason, draft, draft_trees) if draft is not None else None
-        self._intake, self._pins = Intake(self._limits), Pins()
+        self._intake, self._sessions = Intake(self._limits), SessionTable(self._runner, clock)
         self._prefill, self._decoding = Prefill(self._runner), Decoding(self._runner)
         self._counts: Counter[str] = Counter()
         self._tiers: Counter[str] = Counter()
@@ -140,6 +145,31 @@ class ModelEngine:
         self._intake.submit_embeddings(job)
         return job.future
 
+    def sessions(self, client: bytes | None, id: str | None = None) -> list[Session]:
+        """See `Engine`."""
+        table = self._sessions
+        found = self._intake.call(lambda: [(each, table.belongings(each)) for each in table.of(client, id)])
+        sizes = count_bytes(self.store.records, [own for _, own in found])
+        records = zip(found, sizes, strict=True)
+        return self._intake.call(lambda: [table.figures(session, nbytes) for (session, _), nbytes in records])
+
+    def change_session(self, client: bytes, id: str, change: SessionChange) -> Session | None:
+        """See `Engine`."""
+        if self._intake.call(lambda: self._sessions.change(client, id, change)) is None:
+            return None
+        return next(iter(self.sessions(client, id)), None)
+
+    def drop_session(self, client: bytes, id: str, salt: bytes) -> dict[str, int] | None:
+        """See `Engine`."""
+
+        def drop() -> tuple[bool, Belongings]:
+            known = bool(self._sessions.of(client, id))
+            return known, self._sessions.drop(client, id, salt, self._intake.admitted)
+
+        known, own = self._intake.call(drop)
+        freed = remove(self.store.records, own)
+        return freed if known or freed else None
+
     def stats(self) -> dict[str, Any]:
         """Current figures, as numbers, strings, and dicts of them."""
         with self._intake.changed:
@@ -148,6 +178,8 @@ class ModelEngine:
                 "prompts": len(self._prefill.tasks),
                 "running": len(self._decoding.tasks),
                 "embeddings": len(self._intake.embeddings),
+                "sessions": len(self._sessions),
+                "pins": len(self._sessions.pins),
                 "draining": self._intake.draining,
                 "batch_bytes": self._decoding.batch_bytes,
                 **{name: self._counts[name] for name in ("prompt_tokens", "cached_tokens", "computed_tokens")},
@@ -177,6 +209,8 @@ class ModelEngine:
         while (new := self._intake.admit()) is not None:
             self._prefill.add(new)
             try:
+                self._sessions.pins.expire(self.store)
+                self._intake.answer_calls()
                 self._end_those_that_must()
                 self._embed()
                 self._compute_prompts()
@@ -189,6 +223,7 @@ class ModelEngine:
             self._intake.end(task, "cancelled")
         for job in self._intake.embeddings:
             job.fail(DrainingError("The server has ended."))
+        self._intake.answer_calls()
 
     def _end_those_that_must(self) -> None:
         """End the tasks that were cancelled or have timed out."""
@@ -215,12 +250,11 @@ class ModelEngine:
         """Compute the next piece of a prompt, of at most `room` tokens; returns how many they were."""
         try:
             computed, logits = self._prefill.compute(task, room, [*self._decoding.tasks, *self._prefill.tasks])
+            self._sessions.enter(task)
             if task.left:
                 return computed
             self._begin(task)
             if not task.job.options.max_tokens:
-                if task.job.pin_share and task.cache is not None:
-                    task.pinned = self._pins.keep(self.store, task.job, task.cache)
                 self._end(task, "length")
                 return computed
         except StoreClosedError:
@@ -243,6 +277,7 @@ class ModelEngine:
             computed_tokens=report.forwarded_tokens,
         )
         self._tiers.update(report.tier_tokens)
+        self._sessions.begin(task)
 
     def _step(self) -> None:
         """Compute one more token of each answer; several of one that runs alone and is drafted for."""
@@ -329,7 +364,10 @@ class ModelEngine:
         try:
             self._decoding.sync(task)
             if task.cache is not None:
+                if task.report is not None:
+                    task.note_report()
                 task.cache.store_tails()
+                self._sessions.end(task)
         except Exception:
             _log.exception("K/V of a finished text could not be stored.")
         self._forget(task)

@@ -6,7 +6,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvboost_hf.server.jobs import DrainingError, Finished, FinishReason, Job, Listener, Progress, TokenLogprob
+from kvboost_hf.server.jobs import (
+    DrainingError,
+    Finished,
+    FinishReason,
+    Job,
+    Listener,
+    Progress,
+    Session,
+    SessionChange,
+    TokenLogprob,
+)
 
 
 @dataclass
@@ -97,6 +107,18 @@ class FakeEngine:
     def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[list[float]]]:
         """See `Engine`; without a model there are none."""
         raise NotImplementedError
+
+    def sessions(self, client: bytes | None, id: str | None = None) -> list[Session]:
+        """See `Engine`; without K/V there are none."""
+        return []
+
+    def change_session(self, client: bytes, id: str, change: SessionChange) -> Session | None:
+        """See `Engine`."""
+        return None
+
+    def drop_session(self, client: bytes, id: str, salt: bytes) -> dict[str, int] | None:
+        """See `Engine`."""
+        return None
 
     def stats(self) -> dict[str, Any]:
         """See `Engine`."""

@@ -11,7 +11,7 @@ from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.server.app import make_app
 from kvboost_hf.server.guard import JsonLines
-from kvboost_hf.server.jobs import QueueFullError
+from kvboost_hf.server.jobs import Keep, QueueFullError
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.worker import ModelEngine
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
@@ -103,7 +103,7 @@ def test_warming_computes_prompts_and_says_nothing(at: Listening, engine: FakeEn
     lengths = [len(ticket.job.ids) for ticket in engine.tickets]
     cached = sum(n // 2 for n in lengths)
     assert found == {"object": "warm", "prompt_tokens": sum(lengths), "cached_tokens": cached, "pinned": False}
-    assert {ticket.job.pin_share for ticket in engine.tickets} == {0.5}
+    assert {ticket.job.keep for ticket in engine.tickets} == {(Keep(share=0.5),)}
     at.http.post("/v1/warm", json={"messages": ASK, "prompt_cache_key": "tenant"})
     assert list(engine.job.ids) == tokenizer.apply_chat_template(ASK, return_dict=False)
     salt = engine.job.salt

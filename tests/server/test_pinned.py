@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.server.app import make_app
-from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
+from kvboost_hf.server.jobs import Finished, Job, Keep, SamplingOptions
 from kvboost_hf.server.serve import _warm
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.worker import ModelEngine
@@ -35,10 +35,10 @@ def engine_of(model: PreTrainedModel, tokenizer: Any, budget: int = BUDGET, **mo
     engine.close()
 
 
-def ask(engine: ModelEngine, ids: list[int], *, pin_share: float = 0, client: bytes = b"") -> Finished:
+def ask(engine: ModelEngine, ids: list[int], *, share: float | None = None, client: bytes = b"") -> Finished:
     told = Told()
-    options = SamplingOptions(max_tokens=0 if pin_share else 1)
-    engine.submit(Job(ids=ids, options=options, pin_share=pin_share, client=client, salt=client), told)
+    options, keep = SamplingOptions(max_tokens=0 if share else 1), (Keep(share=share),) if share else ()
+    engine.submit(Job(ids=ids, options=options, keep=keep, client=client, salt=client), told)
     assert told.end.error is None
     return told.end
 
@@ -92,16 +92,16 @@ def test_the_oldest_texts_of_a_client_give_way(reader: tuple[PreTrainedModel, An
     """Whatever continues them, and nobody else's."""
     with engine_of(*reader) as engine:
         texts = [random_ids(270, seed)[0].tolist() for seed in range(6)]
-        assert ask(engine, texts[0], pin_share=0.4, client=b"other").pinned
+        assert ask(engine, texts[0], share=0.4, client=b"other").pinned
         for text in texts[1:]:
-            assert ask(engine, text, pin_share=0.4, client=b"one").pinned
+            assert ask(engine, text, share=0.4, client=b"one").pinned
             ask(engine, [*text, *range(2, 90)], client=b"one")  # takes the place of its tail
             assert pinned_bytes(engine) <= 0.8 * BUDGET
         crowd(engine)
         assert ask(engine, texts[0], client=b"other").cached_tokens == 269
         assert ask(engine, texts[-1], client=b"one").cached_tokens == 269
         assert ask(engine, texts[1], client=b"one").cached_tokens < 200
-        assert not ask(engine, random_ids(900, 9)[0].tolist(), pin_share=0.4, client=b"one").pinned
+        assert not ask(engine, random_ids(900, 9)[0].tolist(), share=0.4, client=b"one").pinned
         assert ask(engine, texts[-1], client=b"one").cached_tokens == 269  # for nothing was let go of for it
 
 
@@ -110,7 +110,7 @@ def test_states_are_kept_and_let_go_of_too(name: str) -> None:
     with engine_of(make_model(name), numbers(), budget=300_000) as engine:
         for seed in range(5):
             ids = random_ids(150, seed)[0].tolist()
-            assert ask(engine, ids, pin_share=0.6).pinned
+            assert ask(engine, ids, share=0.6).pinned
         crowd(engine, 6, 150)
         assert ask(engine, [*ids, 5, 6, 7]).cached_tokens >= 149
         assert engine.store.stats()["bytes"] <= 300_000

@@ -62,11 +62,16 @@ def extend(
     live.appended(input_ids, position_ids, None, stop)
 
 
+def root_of(parts: CacheParts, tokens: int) -> bytes | None:
+    """The root of a prompt of one row with so many tokens; None if nothing of it can be stored."""
+    live, model = parts.live, parts.binding.model
+    regime = rope_regime(model, tokens) if model is not None and live.unsupported is None else None
+    return parts.binding.root(regime) if regime is not None else None
+
+
 def stored_tokens(parts: CacheParts, ids: torch.Tensor) -> int:
     """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
-    binding, live, model = parts.binding, parts.live, parts.binding.model
-    regime = rope_regime(model, ids.shape[1]) if model is not None and live.unsupported is None else None
-    root = binding.root(regime) if regime is not None else None
+    binding, live, root = parts.binding, parts.live, root_of(parts, ids.shape[1])
     if root is None:
         return 0
     ledger = Ledger.empty(np.zeros(1, dtype=np.int64), root)

@@ -1,7 +1,7 @@
 """The tokens and chunk borders behind the K/V of a cache, and the chunks that it offers to the store."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ class Ledger:
         unconfirmed: The last columns are candidates that `crop()` has yet to judge.
         blended: What of the K/V is not that of a plain forward, or None.
         progressive: That is computed again after the prompt.
+        content_keys: Of what was stored to be found by its content only.
         in_pieces: With `ReusePolicy(reproducible=True)`, columns [0, in_pieces) were computed in whole pieces: only
             these are stored, and kept for the next prompt. None stores and keeps all.
     """
@@ -44,6 +45,7 @@ class Ledger:
     blended: MovedColumns | None = None
     progressive: bool = False
     in_pieces: int | None = None
+    content_keys: set[bytes] = field(default_factory=set)
 
     @classmethod
     def empty(cls, pads: NDArray[np.int64], root: bytes) -> "Ledger":
@@ -53,7 +55,7 @@ class Ledger:
     def copy(self) -> "Ledger":
         """A ledger of the same, that can be kept on its own."""
         borders = [list(row) for row in self.borders]
-        return replace(self, log=self.log.copy(), borders=borders)
+        return replace(self, log=self.log.copy(), borders=borders, content_keys=set(self.content_keys))
 
     def rewind(self, length: int) -> None:
         """Forget columns from `length` on."""
@@ -237,9 +239,12 @@ class Ledger:
             return self._put(row, border, tokens, layers, store, pinned, unfinished=unfinished)
         nbytes, copy_kv = copier(row, first, first + len(tokens), layers, store.column_format, at_start=border.at == 0)
         with torch.inference_mode(False), torch.no_grad():
-            return store.records.put_content(
+            put = store.records.put_content(
                 self.root, tokens, border.at, nbytes, copy_kv, parent=parent, pinned=pinned
             )
+        if put is Put.STORED:
+            self.content_keys.add(content_only_key(self.root, parent, border.at, tokens))
+        return put
 
     def _put(
         self,

@@ -166,10 +166,6 @@ class Records(Protocol):
         """Whether some of what is stored under these keys is pinned."""
         ...
 
-    def pinned_of(self, root: bytes, tokens: Tokens) -> dict[bytes, int]:
-        """Keys and bytes of what is pinned of a text that begins at `root`, or has taken the place of that."""
-        ...
-
     def quarantine(self, keys: Iterable[bytes]) -> None:
         """Take chunks and states out of service in every tier, and all that continues them.
 

@@ -52,6 +52,7 @@ class HostMemory:
         self._chunks_by_head: dict[bytes, dict[bytes, None]] = {}  # `head_key` -> keys, oldest first
         self._states_by_head: dict[bytes, dict[bytes, None]] = {}
         self._order = EvictionOrder()
+        self._holders: dict[bytes, set[bytes]] = {}  # of pinned records, by key
         self._stored = self._reserved = 0  # bytes
         self.generation += 1
 
@@ -102,6 +103,32 @@ class HostMemory:
                 return sibling.key
         return None
 
+    def text(self, root: bytes, tokens: Tokens, stop: int) -> tuple[list[Stored], int]:
+        """The records that serve the first tokens of a text, and how many tokens they serve.
+
+        Args:
+            root: Where the text begins.
+            tokens: All of it.
+            stop: Records that begin before this token are wanted.
+        """
+        found: list[Stored] = []
+        key, at = root, 0
+        while at < stop:
+            rest = tokens[at:]
+            for states in self.states_after(key, rest[:HEAD_TOKENS]):
+                if np.array_equal(states.tokens, rest[: len(states.tokens)]):
+                    found.append(states)
+            chunks = self.siblings(key, rest[:HEAD_TOKENS]) if len(rest) >= HEAD_TOKENS else []
+            best = max(chunks, key=lambda chunk: common_length(chunk.tokens, rest), default=None)
+            if best is None:
+                break
+            found.append(best)
+            key, common = best.key, common_length(best.tokens, rest)
+            at += common
+            if common < len(best.tokens):
+                break
+        return found, at
+
     def continued_by(self, chunk: StoredChunk) -> list[StoredChunk]:
         """The unfinished chunks that `chunk` continues: it holds all that they hold."""
         return [
@@ -146,6 +173,8 @@ class HostMemory:
         """Enter a record that room was reserved for."""
         reservation.release()
         self._stored += stored.nbytes
+        if pinned:
+            self._holders[stored.key] = {b""}
         above = stored.parent if stored.parent in self.chunks else None
         if isinstance(stored, StoredStates):
             self.states[stored.key] = stored
@@ -164,46 +193,43 @@ class HostMemory:
 
     # Pinning
 
-    def pin(self, key: bytes) -> None:
-        """Never evict a record from now on."""
+    def pin(self, key: bytes, holder: bytes = b"") -> None:
+        """Never evict a record until each of its holders has let go of it."""
         self._order.pin(key)
+        self._holders.setdefault(key, set()).add(holder)
 
     def unpin(self, key: bytes) -> None:
-        """Let a record be evicted again, if it is still there."""
-        if key in self._order:
+        """Let a record be evicted again, if it is still there, whoever holds it."""
+        if self._holders.pop(key, None) is not None:
             self._order.unpin(key)
+
+    def let_go(self, holder: bytes) -> None:
+        """Unpin what nobody but this holder has pinned."""
+        for key in [key for key, holders in self._holders.items() if holder in holders]:
+            self._holders[key].remove(holder)
+            if not self._holders[key]:
+                self.unpin(key)
+
+    def held(self, holders: Iterable[bytes]) -> dict[bytes, int]:
+        """Keys and bytes of what some holders have pinned."""
+        wanted = set(holders)
+        found = (self.get(key) for key, by in self._holders.items() if not by.isdisjoint(wanted))
+        return {stored.key: stored.nbytes for stored in found if stored is not None}
 
     def is_pinned(self, key: bytes) -> bool:
         """Whether there is a record under a key, and it is pinned."""
-        return key in self._order and self._order.is_pinned(key)
+        return key in self._holders
 
     def pinned_keys(self) -> set[bytes]:
         """Keys of all pinned records."""
-        return {stored.key for stored in self.records() if self._order.is_pinned(stored.key)}
-
-    def pinned_of(self, root: bytes, tokens: Tokens) -> dict[bytes, int]:
-        """Keys and bytes of the pinned records of a text that begins at `root`, and of those that replaced them."""
-        found: dict[bytes, int] = {}
-        for key in self.pinned_keys():
-            stored = self.chunks.get(key) or self.states[key]
-            start = stored.start if isinstance(stored, StoredChunk) else self._end(stored.root, stored.parent)
-            if stored.root == root and start is not None:
-                shared = tokens[start : start + len(stored.tokens)]
-                if len(shared) and np.array_equal(stored.tokens[: len(shared)], shared):
-                    found[key] = stored.nbytes
-        return found
-
-    def _end(self, root: bytes, key: bytes) -> int | None:
-        """The row token behind a chunk, or 0 for the root; None for a chunk that is not here."""
-        chunk = self.chunks.get(key)
-        return 0 if key == root else None if chunk is None else chunk.start + len(chunk.tokens)
+        return set(self._holders)
 
     # Letting go
 
     def replace(self, old: StoredChunk, new: StoredChunk) -> None:
         """Remove a leaf in favor of a chunk that serves better and takes over its pin."""
-        if self._order.is_pinned(old.key):
-            self._order.pin(new.key)
+        for holder in self._holders.get(old.key, ()):
+            self.pin(new.key, holder)
         self._order.remove(old.key)
         self._unlink(old.key)
 
@@ -221,6 +247,7 @@ class HostMemory:
 
     def _unlink(self, key: bytes) -> Stored:
         gone = self.states.pop(key, None) or self.chunks.pop(key)
+        self._holders.pop(key, None)
         self._stored -= gone.nbytes
         if (place := self._place(gone)) is not None:
             by_head, head = place
@@ -256,6 +283,9 @@ class HostMemory:
             assert each.nbytes == each.loaded.nbytes + each.tokens.nbytes, "a record must have the size it claims"
         order = dict(self._order.parents())
         assert set(order) == {each.key for each in records}, "the order of eviction must hold all records"
+        pinned = {key for key in order if self._order.is_pinned(key)}
+        assert set(self._holders) == pinned, "just the pinned records must have holders"
+        assert all(self._holders.values()), "a pinned record must have a holder"
         for each in records:
             assert order[each.key] in (None, each.parent), "the order of eviction must know parents"
         keys = [*self.chunks, *self.states]

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -326,17 +326,6 @@ class TieredRecords:
 
     # Pinning, and letting go
 
-    def pinned_of(self, root: bytes, tokens: Tokens) -> dict[bytes, int]:
-        """See `Records.pinned_of`."""
-        with self.lock:
-            return self.memory.pinned_of(root, tokens)
-
-    def root_of(self, key: bytes) -> bytes:
-        """The root of a record in host memory."""
-        stored = self.memory.get(key)
-        assert stored is not None
-        return stored.root
-
     def has_pinned(self, keys: Iterable[bytes]) -> bool:
         """See `Records.has_pinned`."""
         with self.lock:
@@ -355,13 +344,16 @@ class TieredRecords:
                 if key in self.memory or key in below:
                     self._offences[key] = self._offences.get(key, 0) + 1
                     self.counts["quarantined"] += 1
-            tree = with_descendants(doomed, [*entries, *self.memory.records()])
-            for key in tree:
-                self.memory.remove_tree(key)
-            self.contents.drop_below(tree)
-            self.device.clear()
-            self.lower.delete(tree)
+            self.take_out(with_descendants(doomed, [*entries, *self.memory.records()]))
         self.lower.tiers.flush()
+
+    def take_out(self, keys: Collection[bytes]) -> None:
+        """Remove records from every tier, pinned or not; in lower tiers soon. Whoever calls it holds the lock."""
+        for key in keys:
+            self.memory.remove_tree(key)
+        self.contents.drop_below(keys)
+        self.device.clear()
+        self.lower.delete(keys)
 
     def drop(self, roots: set[bytes]) -> None:
         """Forget what host memory holds under these roots, pinned or not."""
