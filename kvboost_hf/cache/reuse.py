@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.forward import lend
 from kvboost_hf.cache.forward.flow import next_forward
+from kvboost_hf.cache.forward.moved_forward import movable_spans
 from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request, note_hooks
 from kvboost_hf.cache.live.binding import Binding
@@ -503,6 +504,13 @@ class ChunkReuseCache(Cache):
     def stored_tokens(self, ids: torch.Tensor) -> int:
         """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
         return lend.stored_tokens(self._parts, ids)
+
+    def movable_spans(self, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:
+        """Which tokens from `start` on of a prompt [1, tokens] stored K/V could serve that stood elsewhere; half-open.
+
+        None with mode `"exact"`.
+        """
+        return movable_spans(self._parts, ids, start)
 
     def __reduce__(self) -> Any:
         raise TypeError("A ChunkReuseCache cannot be pickled: it belongs to a model in this process. Make a new one.")

@@ -73,9 +73,10 @@ class Prefill:
             task.started = time.perf_counter()
             task.cache, shared = runner.open(task, () if wants_all else others)
             task.cache.in_own_loop = True
-            known = 0 if wants_all else max(task.cache.stored_tokens(ids), shared)
-        is_cut = runner.batchable and (wants_all or task.cache.policy.mode != "blend")
-        stop = min(known + room, len(task.job.ids)) if is_cut else len(task.job.ids)
+            if not wants_all:
+                known = max(task.cache.stored_tokens(ids), shared)
+                task.spans = task.cache.movable_spans(ids, known)
+        stop = _piece_end(known, room, task.spans, len(task.job.ids)) if runner.batchable else len(task.job.ids)
         piece = ids[:, task.done : stop]
         if wants_all:
             kept = runner.forward_all(task.cache, piece, task.done)
@@ -86,3 +87,15 @@ class Prefill:
         task.done = stop
         self.pieces += 1
         return stop - known, logits
+
+
+def _piece_end(start: int, room: int, spans: Sequence[tuple[int, int]], end: int) -> int:
+    """Where a piece from `start` on ends: behind `room` tokens, those of `spans` not counted, and not in a span."""
+    at, left = start, room
+    for begin, stop in spans:
+        if stop > at:
+            if begin - at >= left:
+                break
+            left -= max(begin - at, 0)
+            at = stop
+    return min(at + left, end)

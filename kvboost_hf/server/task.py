@@ -29,6 +29,7 @@ class Task:
     cache: ChunkReuseCache | None = None
     done: int = 0  # tokens of the prompt that were computed or reused
     scored: int = 0  # tokens of the prompt whose log probabilities were reported
+    spans: list[tuple[int, int]] = field(default_factory=list)  # of the prompt, that moved K/V may serve
     passed: int = 0  # pieces of other prompts since the last one of this
     ids: list[int] = field(default_factory=list)  # of the answer
     sampler: Sampler | None = None

@@ -30,6 +30,10 @@ ROUTES = [
     ("POST", "/v1/responses"),
     ("POST", "/v1/warm"),
     ("POST", "/v1/embeddings"),
+    ("GET", "/v1/kv/sessions"),
+    ("GET", "/v1/kv/sessions/{id}"),
+    ("PATCH", "/v1/kv/sessions/{id}"),
+    ("DELETE", "/v1/kv/sessions/{id}"),
 ]
 
 

@@ -16,18 +16,20 @@ import torch
 
 from kvboost_hf.cache.forward.admission import MOVED_NOTHING, MOVED_SAVES_LITTLE, reason_against_moving
 from kvboost_hf.cache.forward.attention_scores import attention_of_the_end, num_queries
+from kvboost_hf.cache.forward.lend import root_of
 from kvboost_hf.cache.forward.moved import BlendPlan, choose_columns, place, plan_blend
 from kvboost_hf.cache.forward.moved_probe import needs_no_mask, repair_for
 from kvboost_hf.cache.forward.repair_later import goes_on
 from kvboost_hf.cache.forward.reused import PromptColumns, note_miss
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass
+from kvboost_hf.cache.planning.match import find_moved
 from kvboost_hf.cache.planning.moved_columns import MovedColumns
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, trim_row
 from kvboost_hf.cache.planning.repair import Mask, Measure, Repair, Scores, budget
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import without_router_logits
-from kvboost_hf.compat import KeyRotation, key_rotation
+from kvboost_hf.compat import KeyRotation, key_rotation, rope_regime
 from kvboost_hf.config import ReusePolicy
 
 _MEASURED_LAYER = 1  # values of layer 0 depend on nothing but the token
@@ -64,6 +66,18 @@ def plan_moved(
     for row, (row_plan, pad) in enumerate(zip(exact.rows, plan.pads, strict=True)):
         note_miss(parts, row, prompt.ids[row, pad:], row_plan)
     return Moved(parts, prompt, plan, repair, measures, stores_whole=request.stores_whole)
+
+
+def movable_spans(parts: CacheParts, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:
+    """Which tokens from `start` on of a prompt [1, tokens] chunks could serve that stood elsewhere; half-open."""
+    model, tokens = parts.binding.model, ids[0].cpu().numpy().astype(np.int64, copy=False)
+    if parts.binding.policy.mode != "blend" or model is None or rope_regime(model, len(tokens)):
+        return []
+    root = root_of(parts, len(tokens))
+    if root is None or reason_against_moving(parts, model, media=False) is not None:
+        return []
+    start, index = max(start, parts.binding.policy.sink_tokens), parts.binding.store.records.moved_index(root)
+    return [(found.start, found.stop) for found in find_moved(tokens, start, len(tokens) - 1, index)]
 
 
 def _find(parts: CacheParts, prompt: PromptColumns, exact: ReusePlan) -> BlendPlan | None:
