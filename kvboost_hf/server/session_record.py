@@ -1,4 +1,4 @@
-"""`SessionRecord`: what the engine remembers of the requests that belong together. No text, and no tokens."""
+"""`SessionRecord`: what the engine remembers of the requests that belong together."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvboost_hf.cache.planning.chunks import Chunker, Tokens, digest, prefix_key, states_key
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.removal import Belongings
+from kvboost_hf.cache.planning.chunks import Chunker, Tokens, digest
+from kvboost_hf.cache.store.removal import Belongings, Heads
 from kvboost_hf.server.jobs import Job, Keep
 
-_MOST_FIRSTS = 256  # first chunks, of which a session has several only where its prompts are shorter than one
-_MOST_PIECES = 4096
+_MOST_PIECES = 256  # whose keys are remembered
 _ID_BYTES = 12
 
 
@@ -28,6 +26,7 @@ class SessionRecord:
         last_used: When its last request ran.
         keep: What to pin of each of its prompts, as was asked afterwards.
         priority: Of its pins, as was asked afterwards; None for that of each job.
+        roots: Where its K/V begins.
     """
 
     id: str
@@ -41,49 +40,51 @@ class SessionRecord:
     cached_tokens: int = 0
     keep: Keep | None = None
     priority: int | None = None
-    _roots: set[bytes] = field(default_factory=set)
-    _firsts: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)  # key -> root
+    roots: set[bytes] = field(default_factory=set)
+    _head: Tokens | None = None
     _pieces: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
+    _has_more_pieces: bool = False
 
     def note_text(self, root: bytes, ids: Sequence[int], chunker: Chunker, pieces: frozenset[bytes]) -> None:
         """Note that K/V of a text has been stored.
 
         Args:
             root: Where it begins.
-            ids: All of it.
+            ids: Its prompt.
             chunker: Cuts it.
             pieces: Keys of what was stored of it to be found by content.
         """
+        self.roots.add(root)
         if self.named:
-            self._roots.add(root)
             return
-        first, whole = first_chunk(ids, chunker)
-        if len(first) >= HEAD_TOKENS:
-            self._firsts[prefix_key(root, first)] = root
-            if not whole:
-                self._firsts[states_key(root, first)] = root
+        if self._head is None:
+            self._head = first_chunk(ids, chunker).copy()
         self._pieces |= dict.fromkeys(pieces, root)
-        for keys, most in ((self._firsts, _MOST_FIRSTS), (self._pieces, _MOST_PIECES)):
-            while len(keys) > most:
-                keys.popitem(last=False)
+        while len(self._pieces) > _MOST_PIECES:
+            self._pieces.popitem(last=False)
+            self._has_more_pieces = True
 
-    def belongings(self, others: Sequence["SessionRecord"]) -> Belongings:
-        """What of the store is its own, and of none of some others."""
-        shared = {key for other in others if other is not self for key in other._firsts}
-        firsts = {key: root for key, root in self._firsts.items() if key not in shared}
-        return Belongings(frozenset(self._roots), firsts, dict(self._pieces))
+    def add_to(self, heads: Heads) -> None:
+        """Add how its prompts begin."""
+        if self._head is not None:
+            for root in self.roots:
+                heads.add(root, self._head, self.id)
+
+    @property
+    def belongings(self) -> Belongings:
+        """What of the store is its own."""
+        roots = frozenset(self.roots if self.named else ())
+        return Belongings(self.id, roots, dict(self._pieces), self._has_more_pieces)
 
 
-def first_chunk(ids: Sequence[int], chunker: Chunker) -> tuple[Tokens, bool]:
-    """The tokens of the first chunk of a text, and whether the text is long enough to tell where it ends."""
+def first_chunk(ids: Sequence[int], chunker: Chunker) -> Tokens:
+    """The tokens of the first chunk of a prompt; all of them, where it is too short to tell where that ends."""
     tokens = np.asarray(ids, dtype=np.int64)
-    cut = chunker.next_cut(tokens, 0)
-    return tokens[:cut], cut is not None
+    return tokens[: chunker.next_cut(tokens, 0)]
 
 
 def session_id(job: Job, chunker: Chunker) -> str:
     """The name of a job's session, or a hash of its first chunk that says nothing to those without its salt."""
     if job.session is not None:
         return job.session
-    first, _ = first_chunk(job.ids, chunker)
-    return digest(b"session", job.salt, first.tobytes(), size=_ID_BYTES).hex()
+    return digest(b"session", job.salt, first_chunk(job.ids, chunker).tobytes(), size=_ID_BYTES).hex()

@@ -3,15 +3,16 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from kvboost_hf.cache.store.removal import Belongings
+from kvboost_hf.cache.store.removal import Belongings, Heads
 from kvboost_hf.server.jobs import Session, SessionChange
 from kvboost_hf.server.model_runner import ModelRunner
 from kvboost_hf.server.pins import Pins
 from kvboost_hf.server.session_record import SessionRecord, session_id
 from kvboost_hf.server.task import Task
 
-_MOST = 4096  # sessions of all clients
+_MOST = 2048  # sessions of all clients
 
 
 class SessionTable:
@@ -41,7 +42,7 @@ class SessionTable:
         """A piece of a task's prompt was computed: it belongs to a session from now on."""
         if task.session is None:
             task.session = self._use(task)
-        self._note(task, task.job.ids[: task.done])
+        self._note(task)
 
     def begin(self, task: Task) -> None:
         """The prompt of a task was computed: count it, and pin what is to be pinned of it."""
@@ -61,9 +62,8 @@ class SessionTable:
     def end(self, task: Task) -> None:
         """A task has ended; what its cache holds is stored."""
         if task.session is not None and task.report is not None:
-            ids = [*task.job.ids, *task.ids]
-            task.session.tokens = len(ids)
-            self._note(task, ids)
+            task.session.tokens = len(task.job.ids) + len(task.ids)
+            self._note(task)
 
     def _use(self, task: Task) -> SessionRecord:
         job, now = task.job, self._clock()
@@ -76,10 +76,10 @@ class SessionTable:
         own[id].last_used = now
         return own[id]
 
-    def _note(self, task: Task, ids: Sequence[int]) -> None:
+    def _note(self, task: Task) -> None:
         cache = task.cache
         if task.session is not None and cache is not None and cache.root is not None:
-            task.session.note_text(cache.root, ids, self._runner.store.chunker, cache.content_keys)
+            task.session.note_text(cache.root, task.job.ids, self._runner.store.chunker, cache.content_keys)
 
     # What clients ask
 
@@ -102,28 +102,39 @@ class SessionTable:
             self.pins.release(store, client, id)
         elif change.keep is not None:
             session.keep = change.keep
+            own, heads = session.belongings, self.heads(client)
+            under = own.under(heads)
             with store.records.lock:
-                keys = self.belongings(session).keys(list(store.records.memory.records()), lost=False)
+                held = [each for each in store.records.memory.records() if each.root in under]
+            keys = own.keys(held, heads, lost=False)
             self.pins.keep_session(store, client, id, keys, change.keep, session.priority or 0)
         return session
 
-    def drop(self, client: bytes, id: str, salt: bytes, tasks: Sequence[Task]) -> Belongings:
-        """Forget a session; what its tasks under way hold is not stored. Returns what is to be removed."""
-        session, root = self._find(client, id), self._runner.root_of(salt)
+    def drop(self, client: bytes, id: str, salt: bytes, tasks: Sequence[Task]) -> tuple[Belongings, Heads]:
+        """Forget a session; what its tasks under way hold is not stored.
+
+        Returns:
+            What is to be removed, and how the prompts of the client begin.
+        """
+        session, root, heads = self._find(client, id), self._runner.root_of(salt), self.heads(client)
         roots = frozenset([root] if root is not None else ())
         if session is None:
-            return Belongings(roots, {}, {})
-        found = self.belongings(session)
+            return Belongings(id, roots), heads
         del self._sessions[client][id]
         self.pins.release(self._runner.store, client, id)
         for task in tasks:
             if task.session is session and task.cache is not None:
                 self._runner.keep_nothing(task.cache)
-        return Belongings(found.roots | roots, found.firsts, found.pieces)
+        own = session.belongings
+        return replace(own, roots=own.roots | roots), heads
 
-    def belongings(self, session: SessionRecord) -> Belongings:
-        """What of the store is a session's own."""
-        return session.belongings(list(self._sessions[session.client].values()))
+    def heads(self, client: bytes | None) -> Heads:
+        """How the prompts of a client begin, or those of all."""
+        heads = Heads()
+        for session in self._all():
+            if client in (None, session.client):
+                session.add_to(heads)
+        return heads
 
     def figures(self, session: SessionRecord, nbytes: int) -> Session:
         """What to tell of a session."""

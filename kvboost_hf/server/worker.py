@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.store.removal import Belongings, count_bytes, remove
+from kvboost_hf.cache.store.removal import Belongings, Heads, count_bytes, remove
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
@@ -46,6 +46,7 @@ from kvboost_hf.server.model_runner import ModelRunner
 from kvboost_hf.server.predicted import PredictedText
 from kvboost_hf.server.prefill import Prefill
 from kvboost_hf.server.sampling import choose_rows
+from kvboost_hf.server.session_record import SessionRecord
 from kvboost_hf.server.session_table import SessionTable
 from kvboost_hf.server.task import Task
 
@@ -148,8 +149,12 @@ class ModelEngine:
     def sessions(self, client: bytes | None, id: str | None = None) -> list[Session]:
         """See `Engine`."""
         table = self._sessions
-        found = self._intake.call(lambda: [(each, table.belongings(each)) for each in table.of(client, id)])
-        sizes = count_bytes(self.store.records, [own for _, own in found])
+
+        def look() -> tuple[list[tuple[SessionRecord, Belongings]], Heads]:
+            return [(each, each.belongings) for each in table.of(client, id)], table.heads(client)
+
+        found, heads = self._intake.call(look)
+        sizes = count_bytes(self.store.records, [own for _, own in found], heads)
         records = zip(found, sizes, strict=True)
         return self._intake.call(lambda: [table.figures(session, nbytes) for (session, _), nbytes in records])
 
@@ -162,12 +167,12 @@ class ModelEngine:
     def drop_session(self, client: bytes, id: str, salt: bytes) -> dict[str, int] | None:
         """See `Engine`."""
 
-        def drop() -> tuple[bool, Belongings]:
+        def drop() -> tuple[bool, Belongings, Heads]:
             known = bool(self._sessions.of(client, id))
-            return known, self._sessions.drop(client, id, salt, self._intake.admitted)
+            return known, *self._sessions.drop(client, id, salt, self._intake.admitted)
 
-        known, own = self._intake.call(drop)
-        freed = remove(self.store.records, own)
+        known, own, heads = self._intake.call(drop)
+        freed = remove(self.store.records, own, heads)
         return freed if known or freed else None
 
     def stats(self) -> dict[str, Any]:

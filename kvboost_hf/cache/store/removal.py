@@ -1,12 +1,45 @@
-"""Counts and removes what belongs to some prompts: all that begins at some roots, or with some first chunks."""
+"""Counts and removes what belongs to some prompts: to those under some roots, or to those that begin alike."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvboost_hf.cache.kv.records import Stored, StoredStates, unloaded, with_descendants
+from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, unloaded, with_descendants
+from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.tiers.below import Found
+
+
+class Heads:
+    """How the prompts of several owners begin.
+
+    A first chunk, and all that continues it, belongs to the owner with the longest head that it begins with.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[bytes, dict[int, dict[bytes, str]]] = {}  # by root, length and head
+
+    def add(self, root: bytes, head: Tokens, owner: str) -> None:
+        """Add an owner of prompts that begin with `head` under a root."""
+        self._owners.setdefault(root, {}).setdefault(len(head), {})[head.tobytes()] = owner
+
+    def owner(self, stored: Stored) -> str | None:
+        """Whose a first chunk is, or a state within one; None for other records, and for those of nobody here."""
+        if stored.parent != stored.root or (isinstance(stored, StoredChunk) and stored.content_only):
+            return None
+        by_length = self._owners.get(stored.root, {})
+        for length in sorted(by_length, reverse=True):
+            if (owner := by_length[length].get(stored.tokens[:length].tobytes())) is not None:
+                return owner
+        return None
+
+    def roots(self, owner: str) -> frozenset[bytes]:
+        """The roots under which an owner has prompts."""
+        return frozenset(
+            root
+            for root, by_length in self._owners.items()
+            if any(owner in heads.values() for heads in by_length.values())
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,76 +47,74 @@ class Belongings:
     """What of a store belongs to some prompts.
 
     Args:
+        owner: As `Heads` name it: what begins with its heads.
         roots: All that is stored under these.
-        firsts: By key of a first chunk, its root: the chunk and all that continues it.
-        pieces: By key of another record, its root.
+        pieces: By key of a record that is found by its content, its root.
+        all_pieces: There are more of these, whose keys are not known.
     """
 
-    roots: frozenset[bytes]
-    firsts: Mapping[bytes, bytes]
-    pieces: Mapping[bytes, bytes]
+    owner: str
+    roots: frozenset[bytes] = frozenset()
+    pieces: Mapping[bytes, bytes] = field(default_factory=dict)
+    all_pieces: bool = False
 
-    @property
-    def all_roots(self) -> frozenset[bytes]:
+    def under(self, heads: Heads) -> frozenset[bytes]:
         """The roots that anything of it is under."""
-        return self.roots.union(self.firsts.values(), self.pieces.values())
+        return self.roots.union(heads.roots(self.owner), self.pieces.values())
 
-    def keys(self, records: Collection[Stored], *, lost: bool) -> set[bytes]:
+    def keys(self, records: Collection[Stored], heads: Heads, *, lost: bool) -> set[bytes]:
         """Keys of those records that belong to the prompts.
 
         Args:
-            records: All under `all_roots`.
-            lost: Under the roots of first chunks, include what may belong to any prompt: chunks behind one that is
-                not stored any more, and states before the end of a first chunk.
+            records: All records under these roots.
+            heads: Those of others, too.
+            lost: Include what may belong to any prompt under the same roots: chunks behind one that is not stored any
+                more, states within a first chunk, and if not all pieces are known, those of others.
         """
-        wanted = {*self.firsts, *self.pieces}
+        wanted = {*self.pieces} | {each.key for each in records if heads.owner(each) == self.owner}
         if lost:
-            known, shared = {each.key for each in records}, frozenset(self.firsts.values())
-            wanted |= {each.key for each in records if each.root in shared and _is_lost(each, known)}
+            known = {each.key for each in records}
+            wanted |= {each.key for each in records if self._may_be_lost(each, known)}
         tree = with_descendants(wanted, records)
         return {each.key for each in records if each.root in self.roots or each.key in tree}
 
+    def _may_be_lost(self, stored: Stored, known: set[bytes]) -> bool:
+        if isinstance(stored, StoredStates):
+            return stored.parent == stored.root or stored.parent not in known
+        if stored.content_only:
+            return self.all_pieces
+        return stored.parent != stored.root and stored.parent not in known
 
-def _is_lost(stored: Stored, known: set[bytes]) -> bool:
-    if stored.parent == stored.root:
-        return isinstance(stored, StoredStates)
-    return stored.parent not in known and (isinstance(stored, StoredStates) or not stored.content_only)
 
-
-def count_bytes(records: TieredRecords, wanted: Iterable[Belongings]) -> list[int]:
+def count_bytes(records: TieredRecords, wanted: Iterable[Belongings], heads: Heads) -> list[int]:
     """The bytes of each in host memory."""
     with records.lock:
         held = {each.key: each for each in records.memory.records()}
-    firsts: dict[bytes, bytes] = {}  # by key, the first chunk that it continues
-    sizes: Counter[bytes] = Counter()  # by root, by first chunk, and by key
+    tops: dict[bytes, str | None] = {}  # by key, the owner of the first chunk that it continues
+    sizes: Counter[str | bytes] = Counter()  # by owner, by root, and by key of a piece
     for each in held.values():
         way = [each]
-        while (above := held.get(way[-1].parent)) is not None and above.key not in firsts:
+        while way[-1].key not in tops and (above := held.get(way[-1].parent)) is not None:
             way.append(above)
-        first = firsts[above.key] if above is not None else way[-1].key
-        firsts |= {passed.key: first for passed in way}
+        owner = tops[way[-1].key] if way[-1].key in tops else heads.owner(way[-1])
+        tops |= {passed.key: owner for passed in way}
         sizes[each.root] += each.nbytes
-        sizes[first] += each.nbytes
-        if first != each.key:
-            sizes[each.key] += each.nbytes
-    return [
-        sum(sizes[key] for key in (*each.roots, *each.firsts))
-        + sum(sizes[key] for key in each.pieces if firsts.get(key) not in each.firsts)
-        for each in wanted
-    ]
+        sizes[owner if owner is not None else each.key] += each.nbytes
+    return [sizes[each.owner] + sum(sizes[key] for key in (*each.roots, *each.pieces)) for each in wanted]
 
 
-def remove(records: TieredRecords, wanted: Belongings) -> dict[str, int]:
+def remove(records: TieredRecords, wanted: Belongings, heads: Heads) -> dict[str, int]:
     """Remove what belongs to some prompts from every tier, pinned or not, and wait until all tiers have done so.
 
     Returns:
         By tier, the bytes that were removed.
     """
     records.lower.tiers.flush()  # what was on its way to host memory is there
-    below = [each for root in wanted.all_roots for each in _below(records, root)]
+    under = wanted.under(heads)
+    below = [each for root in under for each in _below(records, root)]
     with records.lock:
-        here = [each for each in records.memory.records() if each.root in wanted.all_roots]
-        doomed = wanted.keys([*here, *(stored for _, stored, _ in below)], lost=True)
+        here = [each for each in records.memory.records() if each.root in under]
+        doomed = wanted.keys([*here, *(stored for _, stored, _ in below)], heads, lost=True)
         records.take_out(doomed)
     records.lower.tiers.flush()
     freed: Counter[str] = Counter()
