@@ -156,7 +156,9 @@ class ModelRunner:
             return replace(policy, mode="exact")
         if job.reuse is None or policy.keep_logprobs or policy.reproducible or self._live_quant is not None:
             return policy
-        return replace(policy, mode="blend", repair=job.reuse, audit_rate=0.0)
+        # A repair that goes on takes long steps, in which others wait: only the operator can ask for it.
+        progressive = policy.progressive if policy.mode == "blend" else False
+        return replace(policy, mode="blend", repair=job.reuse, audit_rate=0.0, progressive=progressive)
 
     def root_of(self, salt: bytes) -> bytes | None:
         """The key that the chains of a salt start from, but for prompts with other rotary frequencies."""
