@@ -24,7 +24,12 @@ def test_an_answer_and_its_usage(at: Listening, engine: FakeEngine, tokenizer: A
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 4)
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == len(ids) // 2
-    assert answer.usage.prompt_tokens_details.model_extra == {"cached_tokens_by_tier": {"ram": len(ids) // 2}}
+    assert answer.usage.prompt_tokens_details.model_extra == {
+        "cached_tokens_by_tier": {"ram": len(ids) // 2},
+        "moved_tokens": 3,
+        "repaired_tokens": 1,
+        "computed_tokens": len(ids) - len(ids) // 2 + 1,
+    }
 
 
 def test_a_stream_tells_its_role_then_pieces_then_the_reason_then_the_usage(at: Listening) -> None:
