@@ -15,8 +15,9 @@ from kvboost_hf import ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.server.app import make_app
-from kvboost_hf.server.jobs import Finished, Job, Keep, SamplingOptions, SessionChange
+from kvboost_hf.server.jobs import Finished, Job, Keep, Progress, SamplingOptions, SessionChange
 from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.sharing import choose_attention
 from kvboost_hf.server.waiting import WaitingLine
 from kvboost_hf.server.worker import ModelEngine
 from tests.conftest import make_model, random_ids
@@ -93,22 +94,32 @@ def test_a_request_chooses_how_moved_kv_is_used(reader: tuple[PreTrainedModel, A
         assert ask(engine, again, reuse="exact")[0].cached_tokens == len(again) - 1
 
 
-def test_exact_answers_beside_those_with_moved_kv(reader: tuple[PreTrainedModel, Any]) -> None:
-    """Rows of one batch, half of them with moved K/V; none is forked from the other kind."""
-    prompts = [reader[1].encode(head(f"{hour}:15") + BOOK + f"Question {hour}: who plays?") for hour in range(8)]
-    with engine_of(*reader, max_batch_size=8) as engine:
+def test_exact_answers_beside_those_with_moved_kv() -> None:
+    """Of the same prompts, in one batch that reads K/V in place: none is forked from the other kind, or shares it."""
+    model, tokenizer = load_embedded()
+    choose_attention(model)
+    prompts = [tokenizer.encode(head(f"{hour}:15") + BOOK + f"Question {hour}: who plays?") for hour in range(5)]
+    options = SamplingOptions(max_tokens=12, logprobs=0)
+
+    def logprobs(told: Told) -> list[float]:
+        assert told.end.error is None
+        return [one.logprob for event in told.events if isinstance(event, Progress) for one in event.logprobs]
+
+    with engine_of(model, tokenizer, max_batch_size=8) as engine:
+        assert engine._runner.in_place
         ask(engine, prompts[0])
-        for turn in range(2):
-            told = [Told() for _ in prompts]
-            for n, (ids, listener) in enumerate(zip(prompts, told, strict=True)):
-                options = SamplingOptions(max_tokens=12)
-                engine.submit(Job(ids=ids, options=options, reuse="selective" if n % 2 else "exact"), listener)
-            for n, (ids, listener) in enumerate(zip(prompts, told, strict=True)):
-                if n % 2 == 0:
-                    assert listener.text == plain(reader, ids, 12), (turn, n)
-                    assert listener.end.moved_tokens == 0
-                else:
-                    assert listener.end.moved_tokens > 0
+        moved, exact = [Told() for _ in prompts[1:]], [Told() for _ in prompts[1:]]
+        for ids, one, other in zip(prompts[1:], moved, exact, strict=True):
+            engine.submit(Job(ids=ids, options=options, reuse="none"), one)
+            engine.submit(Job(ids=ids, options=options), other)
+        assert all(told.end.moved_tokens > 200 for told in moved)
+        assert all(told.end.moved_tokens == 0 for told in exact)
+    with engine_of(model, tokenizer) as engine:
+        for ids, one, other in zip(prompts[1:], moved, exact, strict=True):
+            alone = Told()
+            engine.submit(Job(ids=ids, options=options), alone)
+            assert logprobs(other) == pytest.approx(logprobs(alone), abs=1e-4)
+            assert logprobs(one) != pytest.approx(logprobs(alone), abs=1e-4)  # or this could not fail
 
 
 def test_prompts_with_moved_kv_are_computed_in_pieces(reader: tuple[PreTrainedModel, Any]) -> None:
