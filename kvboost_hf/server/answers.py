@@ -60,7 +60,7 @@ async def deltas(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Delta
         logprobs: tuple[TokenLogprob, ...] = ()
         if isinstance(event, Finished):
             reason = str(event.reason)
-            cut = event.reason == "length" or event.stopped
+            cut = event.reason == "length" or event.stop is not None
             read = stream.finish(cut=cut) if stream is not None else Parsed()
         else:
             logprobs = event.logprobs

@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from kvboost_hf.server.errors import add_handlers
 from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.guard import Guard, require_operator
 from kvboost_hf.server.jobs import Engine, SamplingDefaults
+from kvboost_hf.server.messages import message_routes
 from kvboost_hf.server.metrics import Meter
 from kvboost_hf.server.responses import response_routes
 from kvboost_hf.server.sessions import session_routes
@@ -77,6 +79,7 @@ def make_app(
         chat_routes(context),
         completion_routes(context),
         response_routes(context),
+        message_routes(context),
         embedding_routes(context),
         _model_routes(context),
         _operator_routes(context),
@@ -135,18 +138,25 @@ def _model_routes(context: RouteContext) -> APIRouter:
     settings = context.settings
 
     def described(name: str) -> dict[str, Any]:
+        """As both OpenAI's and Anthropic's clients have it."""
+        opened = datetime.fromtimestamp(context.created, UTC).isoformat()
         return {
             "id": name,
             "object": "model",
             "created": context.created,
             "owned_by": "kvboost_hf",
             "default_sampling": context.sampling.body,
+            "type": "model",
+            "display_name": name,
+            "created_at": opened,
+            "lifecycle": "active",
         }
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         names = [settings.model_name, *(alias for alias in settings.model_aliases if alias != "*")]
-        return {"object": "list", "data": [described(name) for name in names]}
+        page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return {"object": "list", "data": [described(name) for name in names]} | page
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def chat_routes(context: RouteContext) -> APIRouter:
 
 
 async def start_chat(
-    context: RouteContext, body: ChatRequest, request: Request, keep: Sequence[Keep] = ()
+    context: RouteContext, body: ChatRequest, request: Request, *, most: int | None = None, keep: Sequence[Keep] = ()
 ) -> tuple[RequestJobs, CallReaders]:
     """Submit a job for each answer that a request asks for.
 
@@ -45,6 +45,7 @@ async def start_chat(
         body: The request.
         request: As it came.
         keep: Beginnings of the prompt to pin, besides what the body asks for.
+        most: Tokens of an answer, as far as the context has room for them; None for what the body asks for.
 
     Returns:
         The jobs, and readers of the tool calls in their texts.
@@ -54,7 +55,7 @@ async def start_chat(
     asked = body.max_completion_tokens or body.max_tokens
     ids = await context.encode_chat(body.messages, body.offered, request, new=asked or 1)
     readers = CallReaders(_streams(context, body, ids, choices), one_call=not calls_many(body))
-    most = asked or context.room(ids)
+    most = asked or context.room(ids, most)
     context.require_few_logprobs(choices * most, body.reported)
     salt = context.salt(request, body.prompt_cache_key)
     predicted: Sequence[int] = ()

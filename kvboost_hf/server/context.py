@@ -177,11 +177,11 @@ class RouteContext:
             constraint=constraint,
         )
 
-    def room(self, ids: Sequence[int]) -> int:
-        """Most tokens of an answer to a request without a length."""
-        most = self.settings.max_model_len
-        default = self.settings.default_max_tokens
-        return default if most is None else max(1, min(default, most - len(ids)))
+    def room(self, ids: Sequence[int], wanted: int | None = None) -> int:
+        """Tokens of an answer as far as the context has room for them; without `wanted`, as the settings say."""
+        wanted = self.settings.default_max_tokens if wanted is None else wanted
+        most = self.engine.max_model_len if self.settings.max_model_len is None else self.settings.max_model_len
+        return min(wanted, max(1, most - len(ids)))
 
     def salt(self, request: Request, cache_key: str | None) -> bytes:
         """The salt of a request, which separates K/V by API key and `prompt_cache_key`."""

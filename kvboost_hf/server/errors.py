@@ -1,4 +1,7 @@
-"""Errors as clients of OpenAI's API expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Errors as clients of OpenAI's API expect them: `{"error": {"message", "type", "param", "code"}}` and a status.
+
+Clients of Anthropic's API get `{"type": "error", "error": {"type", "message"}, "request_id"}`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +10,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from kvboost_hf.server.jobs import DrainingError, QueueFullError, TooLongError
 
@@ -38,14 +43,29 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object of the response."""
+        """The JSON object of the response, in OpenAI's form."""
         told = {"message": self.message, "type": _type(self.status), "param": self.param, "code": self.code}
         return {"error": told | self.more}
 
-    @property
-    def response(self) -> JSONResponse:
-        """The answer."""
-        return JSONResponse(self.body, self.status, self.headers)
+    def told(self, scope: Scope) -> dict[str, Any]:
+        """The JSON object of the response, in the form of the API that the request is for."""
+        if not is_anthropic(scope):
+            return self.body
+        kind = _ANTHROPIC_TYPES.get(_anthropic_status(self), "api_error" if self.status >= 500 else _INVALID)
+        # By these words Claude Code knows that it has to shorten a conversation.
+        known = "prompt is too long: " if self.code == _TOO_LONG else ""
+        error = {"type": kind, "message": known + self.message}
+        return {"type": "error", "error": error, "request_id": scope.get("request_id")}
+
+    def response(self, scope: Scope) -> JSONResponse:
+        """The answer to a request."""
+        status = _anthropic_status(self) if is_anthropic(scope) else self.status
+        return JSONResponse(self.told(scope), status, self.headers)
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API: by its path, or by the header that all of its clients send."""
+    return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
 def refused(param: str, message: str, code: str | None = None) -> ApiError:
@@ -62,7 +82,7 @@ def api_error(error: Exception) -> ApiError:
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
             return ApiError(429, str(error), code="queue_full", headers=wait)
         case TooLongError():
-            found = ApiError(413, str(error), code="context_length_exceeded")
+            found = ApiError(413, str(error), code=_TOO_LONG)
             found.more["max_prompt_tokens"] = error.max_prompt_tokens
             return found
         case DrainingError():
@@ -82,19 +102,30 @@ def add_handlers(app: FastAPI) -> None:
     """Make an app answer all errors in this form."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response
+        return api_error(error).response(request.scope)
 
     for kind in (ApiError, QueueFullError, TooLongError, DrainingError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handle)
     app.add_exception_handler(Exception, handle)
 
 
+_INVALID, _TOO_LONG = "invalid_request_error", "context_length_exceeded"
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large", 429: "busy"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {
+    404: "not_found_error",
+    413: "request_too_large",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 
 def _type(status: int) -> str:
-    return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return _TYPES.get(status, "server_error" if status >= 500 else _INVALID)
+
+
+def _anthropic_status(error: ApiError) -> int:
+    return 400 if error.code == _TOO_LONG else {503: 529}.get(error.status, error.status)
 
 
 def _invalid(first: Mapping[str, Any], body: Any) -> ApiError:

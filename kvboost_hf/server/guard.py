@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost_hf.server.body import Body, HeldBytes
-from kvboost_hf.server.errors import ApiError
+from kvboost_hf.server.errors import ApiError, is_anthropic
 from kvboost_hf.server.hosts import Hosts
 from kvboost_hf.server.settings import ServerSettings
 
@@ -24,6 +24,7 @@ _POLLED = _PROBES | {"/metrics", "/v1/stats"}  # over and over: the log would ho
 
 _log = logging.getLogger("kvboost_hf.server.requests")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_KEY_HEADERS = ("authorization", "x-api-key")
 _PATH = 256  # characters of a path in the log
 _BODIES = 16  # of the largest size, that may be in memory at the same time
 
@@ -56,7 +57,7 @@ class Guard:
         request_id = asked if _ID.fullmatch(asked) else uuid.uuid4().hex
         bare = scope["method"] == "HEAD"
         line = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:_PATH]}
-        scope = {**scope, "method": "GET"} if bare else scope
+        scope = {**scope, "method": "GET" if bare else scope["method"], "request_id": request_id}
         limits = self._settings
         body = Body(headers, receive, send, limits.max_body_bytes, limits.body_timeout_s, self._held)
         answered = False
@@ -69,6 +70,8 @@ class Guard:
                 told["X-Request-Id"] = request_id
                 if "reuse" in scope:
                     told["X-KVBoost-Reuse"] = scope["reuse"]
+                if is_anthropic(scope):
+                    told["Request-Id"] = request_id
             elif bare:
                 message = {**message, "body": b""}
             await body.send(message)
@@ -76,12 +79,12 @@ class Guard:
         try:
             error = self._refusal(scope, headers, body)
             body.client = scope.get("api_key", "")
-            app = self._app if error is None else error.response
+            app = self._app if error is None else error.response(scope)
             await app(scope, body.receive, tell)
         except asyncio.CancelledError:
             # The server ends, and has waited for as long as it may.
             if not answered:
-                await _ending().response(scope, body.receive, tell)
+                await _ending().response(scope)(scope, body.receive, tell)
         except Exception:
             status = 500
             raise
@@ -105,10 +108,11 @@ class Guard:
                 code="host_not_allowed",
             )
         if path not in OPEN and not self._admits(scope, headers):
-            wrong = "That API key is not one of this server's" if "authorization" in headers else "No API key"
+            given = any(name in headers for name in _KEY_HEADERS)
+            wrong = "That API key is not one of this server's" if given else "No API key"
             return ApiError(
                 401,
-                f"{wrong}. Send the header 'Authorization: Bearer KEY'.",
+                f"{wrong}. Send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -117,14 +121,16 @@ class Guard:
         return None
 
     def _admits(self, scope: Scope, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode() if scheme.lower() == "bearer" else b""
-        known, operator = _is_one_of(given, self._keys), _is_one_of(given, self._operators)
-        if known or operator:
-            scope["api_key"] = key.strip()
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        admitted = operates = False
+        for key in (headers.get("x-api-key", "").strip(), bearer.strip() if scheme.lower() == "bearer" else ""):
+            known, operator = _is_one_of(key.encode(), self._keys), _is_one_of(key.encode(), self._operators)
+            if known or operator:
+                scope["api_key"] = key
+                admitted, operates = True, operator
         # Without keys of operators, the one who has the only key sees no figures but his own.
-        scope["operator"] = operator if self._operators else len(set(self._keys)) < 2
-        return known or operator or not self._keys
+        scope["operator"] = operates if self._operators else len(set(self._keys)) < 2
+        return admitted or not self._keys
 
 
 def require_operator(scope: Scope) -> None:

@@ -218,7 +218,7 @@ class Finished:
         ttft_s: Seconds from `submit` to the first token on the host; None without one.
         total_s: Seconds from `submit` to the end.
         error: What went wrong, for `"constraint"` and `"error"`.
-        stopped: Whether a stop text has ended it.
+        stop: The stop text that has ended it; None for none.
         pinned: Whether all that `Job.keep` asks for is pinned; None if it asks for nothing.
         accepted_prediction: Tokens of the prediction that were checked and are in the answer; None without one.
         rejected_prediction: Those that were checked and are not.
@@ -236,7 +236,7 @@ class Finished:
     ttft_s: float | None = None
     total_s: float = 0.0
     error: str | None = None
-    stopped: bool = False
+    stop: str | None = None
     pinned: bool | None = None
     accepted_prediction: int | None = None
     rejected_prediction: int | None = None
@@ -312,11 +312,12 @@ class TooLongError(ValueError):
 
     Args:
         max_prompt_tokens: The longest prompt that there is room for, with as many new tokens.
+        max_new_tokens: The longest answer that there is room for, with this prompt.
     """
 
-    def __init__(self, message: str, max_prompt_tokens: int) -> None:
+    def __init__(self, message: str, max_prompt_tokens: int, max_new_tokens: int = 0) -> None:
         super().__init__(message)
-        self.max_prompt_tokens = max_prompt_tokens
+        self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
 
 
 class DrainingError(RuntimeError):

@@ -24,6 +24,10 @@ class RequestJobs:
         figures: A `Counter` that receives the same counts, and the times of the first answer, for the request's line
             in the log.
 
+    Attributes:
+        first: The first job.
+        finished: By the index of the job, how it has ended.
+
     Raises:
         QueueFullError: The queue has no room for one of the jobs.
         TooLongError: One of the jobs can never run.
@@ -35,7 +39,7 @@ class RequestJobs:
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._last: dict[int, float] = {}  # by job, when tokens came
-        self.finished: dict[int, Finished] = {}
+        self.first, self.finished = jobs[0], dict[int, Finished]()
         self._figures = figures
         # Of several answers to one prompt the first one says how much of it was reused.
         firsts = {id(job.ids): n for n, job in reversed(list(enumerate(jobs)))}

@@ -139,7 +139,7 @@ class Task:
                 ttft_s=self.first - self.submitted if self.first is not None else None,
                 total_s=now - self.submitted,
                 error=error,
-                stopped=self.text is not None and self.text.stopped,
+                stop=self.text.stop if self.text is not None else None,
                 pinned=self.pinned,
                 accepted_prediction=accepted if self.job.prediction else None,
                 rejected_prediction=drafted - accepted if self.job.prediction else None,

@@ -53,15 +53,20 @@ class TextStream:
     ) -> None:
         if "" in stop:
             raise ValueError(f"`stop` must not have empty texts, got {list(stop)!r}. Leave them out.")
-        self.stopped = False
+        self.stop: str | None = None  # the stop text that has ended the answer
         self._tokenizer = tokenizer
-        self._stop, self._include_stop = tuple(stop), include_stop
+        self._stops, self._include_stop = tuple(stop), include_stop
         self._skip_special_tokens = skip_special_tokens
         self._cleans_up = _cleans_up(tokenizer)
         self._held = ""  # decoded, but may begin a stop text
         self._window = self._context(prompt_ids)  # the last tokens
         # What was decoded of them for good, and how many of them that is all of.
         self._told, self._whole = self._whole_characters(self._window)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text has ended the answer."""
+        return self.stop is not None
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """Add a token; returns the text that is certain now and was not before. Empty after a stop text.
@@ -137,20 +142,19 @@ class TextStream:
         """`piece` behind what was held back, up to what may begin a stop text."""
         text, held = self._held + piece, len(self._held)
         # One that was complete while nothing might stop may be in what was held back.
-        starts = {stop: text.find(stop, max(0, held - len(stop) + 1)) for stop in self._stop if may_stop}
-        found = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
+        starts = {stop: text.find(stop, max(0, held - len(stop) + 1)) for stop in self._stops if may_stop}
+        found = [(start + len(stop), start, stop) for stop, start in starts.items() if start >= 0]
         if found:
-            self.stopped = True
+            end, start, self.stop = min(found)
             self._held = ""
-            end, start = min(found)
             return text[: end if self._include_stop else start]
-        longest = max(map(len, self._stop), default=1) - 1
+        longest = max(map(len, self._stops), default=1) - 1
         held = next((n for n in range(min(longest, len(text)), 0, -1) if self._may_begin_stop(text[-n:])), 0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
     def _may_begin_stop(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stop)
+        return any(stop.startswith(end) for stop in self._stops)
 
 
 @lru_cache(maxsize=8)

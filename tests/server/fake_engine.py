@@ -38,7 +38,7 @@ class FakeEngine:
     Attributes:
         says: The pieces.
         reason: Of the end.
-        stopped: Whether a stop text has brought it.
+        stop: The stop text that has brought it.
         error: To be raised by `submit`.
         failure: The error of `Finished`, with the reason `"error"`.
         before: Called with the ticket and the number of each piece before it is said.
@@ -54,7 +54,7 @@ class FakeEngine:
         self.failure: str | None = None
         self.before: Callable[[FakeTicket, int], object] = lambda ticket, piece: None
         self.tickets: list[FakeTicket] = []
-        self.stopped = False
+        self.stop: str | None = None
         self.drained: float | None = None
         self.max_model_len = 2**31
 
@@ -96,7 +96,7 @@ class FakeEngine:
                 ttft_s=0.25,
                 total_s=0.5,
                 error=self.failure,
-                stopped=self.stopped,
+                stop=self.stop,
             )
         )
         ticket.ended.set()

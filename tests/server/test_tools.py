@@ -132,7 +132,7 @@ def test_a_tool_that_is_named_is_called_once(at: Listening, engine: FakeEngine, 
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_a_call_that_is_cut_does_not_show(at: Listening, engine: FakeEngine, reason: Any) -> None:
     """By `max_tokens`, or by a stop text."""
-    engine.says, engine.reason, engine.stopped = ("I look. ", *LOOK[:40]), reason, reason == "stop"
+    engine.says, engine.reason, engine.stop = ("I look. ", *LOOK[:40]), reason, "." if reason == "stop" else None
     answer = _ask(at, tools=TOOLS).choices[0]
     assert (answer.finish_reason, answer.message.content, answer.message.tool_calls) == (reason, "I look.", None)
     chunks = [chunk.choices[0] for chunk in _ask(at, tools=TOOLS, stream=True)]
