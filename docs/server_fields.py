@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from kvboost_hf.server.fields import Refusal
+from kvboost_hf.server.messages_schema import CountRequest, MessagesRequest
 from kvboost_hf.server.responses_schema import ResponseRequest
 from kvboost_hf.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest, WarmRequest
 
@@ -16,6 +17,8 @@ _ROUTES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponseRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/v1/warm": WarmRequest,
 }

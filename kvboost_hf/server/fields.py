@@ -59,6 +59,13 @@ def unknown_fields(*, refuse: bool) -> Iterator[UnknownFields]:
         _current.reset(token)
 
 
+def note_ignored(place: str, name: str) -> None:
+    """Note that a part of a request is ignored, as `Body` notes fields that it does not know."""
+    noted = _current.get()
+    if noted is not None:
+        noted.note(place, [name])
+
+
 class Body(BaseModel):
     """A JSON object, without NaN and infinities.
 

@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError, model_validator
 
 from kvboost_hf.server.fields import Body, Many, Refusal, replaced
-from kvboost_hf.server.schema import MAX_STOPS, MAX_TOOLS, CalledFunction, ChatRequest, MadeCall, Message
+from kvboost_hf.server.schema import MAX_STOPS, MAX_TOOLS, CalledFunction, ChatRequest, MadeCall, Message, ToolName
 
 _BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's with a number that changes with each request
 _BETWEEN = "\n\n"  # texts of several blocks
@@ -111,7 +111,10 @@ Block = Annotated[
 
 
 class Turn(Body):
-    """What one side has said. Consecutive turns of the same side are one."""
+    """What one side has said. Consecutive turns of the same side are one.
+
+    A turn of the system counts as one of the user: many chat templates take the system's messages at the start only.
+    """
 
     place: ClassVar = "messages"
     role: Literal["user", "assistant", "system"]
@@ -129,14 +132,15 @@ class Turn(Body):
     @property
     def messages(self) -> list[Message]:
         """The messages of a chat: each result of a call is one, and so are the texts in a row."""
+        role: Literal["user", "assistant"] = "assistant" if self.role == "assistant" else "user"
         if isinstance(self.content, str):
-            return [Message(role=self.role, content=self.content)]
-        if self.role == "assistant":
+            return [Message(role=role, content=self.content)]
+        if role == "assistant":
             return [_said(self.content)]
         found: list[Message] = []
         for is_text, blocks in groupby(self.content, lambda block: isinstance(block, TextBlock)):
             if is_text:
-                found.append(Message(role=self.role, content=_joined(blocks)))
+                found.append(Message(role=role, content=_joined(blocks)))
             else:
                 found += [block.message for block in blocks if isinstance(block, ResultBlock)]
         return found
@@ -188,7 +192,7 @@ class OwnTool(_Marked):
 
     place: ClassVar = "tools"
     type: Literal["custom"] | None = None
-    name: str
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
 

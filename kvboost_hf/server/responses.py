@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from kvboost_hf.server.answers import CallReaders, Usage, deltas
 from kvboost_hf.server.chat import start_chat
 from kvboost_hf.server.context import RouteContext
-from kvboost_hf.server.jobs import SamplingDefaults
+from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.responses_schema import ResponseRequest
@@ -28,7 +28,7 @@ def response_routes(context: RouteContext) -> APIRouter:
     async def respond(body: ResponseRequest, request: Request) -> Response:
         chat = await context.read(request, lambda: body.chat)
         jobs, readers = await start_chat(context, chat, request)
-        reply = _Reply(body, context.require_model(body.model), jobs, readers, context.sampling)
+        reply = _Reply(context, body, context.require_model(body.model), jobs, readers)
         if body.stream:
             return EventStream(reply.events(), jobs, context.settings.ping_s, done=False)
         return JSONResponse(await unless_gone(request, jobs, reply.whole()))
@@ -40,15 +40,16 @@ def response_routes(context: RouteContext) -> APIRouter:
 class _Reply:
     """The answer to one request, in the form of this route: items that open, grow and close."""
 
+    context: RouteContext
     asked: ResponseRequest
     model: str
     jobs: RequestJobs
     readers: CallReaders
-    sampling: SamplingDefaults
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: float = field(default_factory=time.time)
     output: list[dict[str, Any]] = field(default_factory=list)
     sequence: int = 0
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of the message that is open
 
     async def whole(self) -> dict[str, Any]:
         """The whole response, as the last event has it."""
@@ -65,12 +66,14 @@ class _Reply:
         reason = None
         async for delta in deltas(self.jobs, self.readers):
             reason = delta.reason or reason
-            if delta.text:
+            logprobs = [self._logprob(one) for one in delta.logprobs]
+            if delta.text or logprobs:
                 if text is None:
                     for event in self._open_message():
                         yield event
                 text = (text or "") + delta.text
-                yield self._event("response.output_text.delta", **self._here, delta=delta.text, logprobs=[])
+                self.logprobs += logprobs
+                yield self._event("response.output_text.delta", **self._here, delta=delta.text, logprobs=logprobs)
             for call in delta.calls:
                 if text is not None:
                     for event in self._close_message(text, "completed"):
@@ -106,12 +109,14 @@ class _Reply:
         }
         self.output.append(item)
         yield self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
-        yield self._event("response.content_part.added", **self._here, part=_part(""))
+        yield self._event("response.content_part.added", **self._here, part=_part("", []))
 
     def _close_message(self, text: str, status: str) -> Iterator[dict[str, Any]]:
-        self.output[-1] |= {"status": status, "content": [_part(text)]}
-        yield self._event("response.output_text.done", **self._here, text=text, logprobs=[])
-        yield self._event("response.content_part.done", **self._here, part=_part(text))
+        logprobs, self.logprobs = self.logprobs, []
+        part = _part(text, logprobs)
+        self.output[-1] |= {"status": status, "content": [part]}
+        yield self._event("response.output_text.done", **self._here, text=text, logprobs=logprobs)
+        yield self._event("response.content_part.done", **self._here, part=part)
         yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=self.output[-1])
 
     def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
@@ -120,16 +125,25 @@ class _Reply:
             "type": "function_call",
             "status": "completed",
             "call_id": call.id,
-            "name": call.name,
             "arguments": call.arguments,
-        }
+        } | self.asked.named(call.name)
         self.output.append(item)
         place = {"item_id": item["id"], "output_index": len(self.output) - 1}
         opened = item | {"status": "in_progress", "arguments": ""}
         yield self._event("response.output_item.added", output_index=place["output_index"], item=opened)
         yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        yield self._event(
+            "response.function_call_arguments.done", **place, name=item["name"], arguments=call.arguments
+        )
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def _logprob(self, found: TokenLogprob) -> dict[str, Any]:
+        top = [self._token(token, logprob) for token, logprob in found.top]
+        return self._token(found.token, found.logprob) | {"top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.context.token_text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     def _response(self, status: str) -> dict[str, Any]:
         asked = self.asked.model_dump(include={"text", "tool_choice", "tools"}, by_alias=True)
@@ -149,18 +163,20 @@ class _Reply:
             "parallel_tool_calls": self.asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": self.sampling.temperature if self.asked.temperature is None else self.asked.temperature,
+            "temperature": self.context.sampling.temperature
+            if self.asked.temperature is None
+            else self.asked.temperature,
             "text": asked["text"] or {"format": {"type": "text"}},
             "tool_choice": asked["tool_choice"] or "auto",
             "tools": asked["tools"] or [],
-            "top_p": self.sampling.top_p if self.asked.top_p is None else self.asked.top_p,
+            "top_p": self.context.sampling.top_p if self.asked.top_p is None else self.asked.top_p,
             "truncation": "disabled",
             "usage": _usage(Usage.of(self.jobs.finished, 1)) if ended else None,
         }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _usage(found: Usage) -> dict[str, Any]:

@@ -30,6 +30,7 @@ _Token = Annotated[int, Field(ge=0)]
 _Added = Annotated[float, Field(ge=-100, le=100)]
 _Bias = Annotated[dict[_Token, _Added], Field(max_length=MAX_BIASES, fail_fast=True), replaced(_as_biases)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
 
 
@@ -125,7 +126,7 @@ class Function(Body):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     place: ClassVar = "tools.function"
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

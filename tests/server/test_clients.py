@@ -1,11 +1,12 @@
 """Clients that people use, and the embedded model."""
 
+import asyncio
 import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import openai
 import pytest
@@ -211,3 +212,91 @@ def test_vercel_ai_sdk(url: str) -> None:
     assert told["callOrObject"]["at"]
     for name, (_, _, status, code) in zip(("badKey", "unknownModel", "tooLong"), REFUSED, strict=True):
         assert (told[name]["status"], told[name]["code"]) == (status, code)
+
+
+class TestAnthropic:
+    ASKED: ClassVar[Any] = [{"role": "user", "content": ASK}]
+    TALK: ClassVar[Any] = {"model": "reader", "max_tokens": 200, "system": SYSTEM, "messages": ASKED}
+    GREEDY: ClassVar[Any] = {"extra_body": {"temperature": 0}}
+    LOOK: ClassVar[Any] = {
+        "name": "look",
+        "description": "Look at a thing.",
+        "input_schema": {
+            "type": "object",
+            "properties": {"at": {"enum": ["lamp", "door"]}},
+            "required": ["at"],
+            "additionalProperties": False,
+        },
+    }
+
+    @pytest.fixture
+    def module(self) -> Any:
+        return pytest.importorskip("anthropic", reason="pip install 'kvboost_hf[clients]'")
+
+    @pytest.fixture
+    def client(self, module: Any, reading: Listening) -> Iterator[Any]:
+        with module.Anthropic(base_url=reading.url, api_key="key", max_retries=0) as found:
+            yield found
+
+    def test_message_and_cached_tokens(self, client: Any) -> None:
+        marked = [{"type": "text", "text": ASK, "cache_control": {"type": "ephemeral"}}]
+        talk = self.TALK | self.GREEDY | {"messages": [{"role": "user", "content": marked}]}
+        client.messages.create(**talk)
+        answer = client.messages.create(**talk)
+        assert [block.text for block in answer.content] == [ANSWER]
+        usage = answer.usage
+        whole = client.messages.count_tokens(model="reader", system=SYSTEM, messages=talk["messages"]).input_tokens
+        assert usage.cache_read_input_tokens > 0
+        assert usage.cache_read_input_tokens + usage.cache_creation_input_tokens + usage.input_tokens == whole
+        assert answer.stop_reason == "end_turn"
+        assert answer._request_id
+
+    def test_stream(self, client: Any) -> None:
+        with client.messages.stream(**self.TALK, **self.GREEDY) as stream:
+            pieces = list(stream.text_stream)
+            answer = stream.get_final_message()
+        assert "".join(pieces) == answer.content[0].text == ANSWER
+        assert len(pieces) > 3
+        assert answer.usage.output_tokens == 6
+
+    def test_tools(self, client: Any) -> None:
+        talk = self.TALK | self.GREEDY | {"tools": [self.LOOK]}
+        answer = client.messages.create(**talk, tool_choice={"type": "any", "disable_parallel_tool_use": True})
+        [call] = answer.content
+        assert (call.name, answer.stop_reason) == ("look", "tool_use")
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": look(**call.input)}
+        said = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        talk["messages"] = [*talk["messages"], *said]
+        with client.messages.stream(**talk) as stream:
+            assert stream.get_final_message().content
+
+    def test_structured(self, client: Any) -> None:
+        form = {"type": "json_schema", "schema": Lamp.model_json_schema()}
+        answer = client.messages.create(**self.TALK, **self.GREEDY, output_config={"format": form})
+        assert Lamp.model_validate_json(answer.content[0].text)
+
+    def test_many_at_once(self, module: Any, reading: Listening) -> None:
+        async def ask() -> list[Any]:
+            async with module.AsyncAnthropic(base_url=reading.url, auth_token="key", max_retries=0) as client:
+                return await asyncio.gather(*(client.messages.create(**self.TALK, **self.GREEDY) for _ in range(3)))
+
+        assert [answer.content[0].text for answer in asyncio.run(ask())] == [ANSWER] * 3
+
+    def test_models(self, client: Any) -> None:
+        assert [model.id for model in client.models.list()] == ["reader"]
+        assert client.models.retrieve("reader").display_name == "reader"
+
+    @pytest.mark.parametrize(
+        ("changes", "ask", "kind", "says"),
+        [
+            ({"api_key": "other"}, {}, "AuthenticationError", "API key"),
+            ({}, {"model": "writer"}, "NotFoundError", "There is no model"),
+            ({}, {"messages": [{"role": "user", "content": LONG}]}, "BadRequestError", "prompt is too long"),
+            ({}, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "BadRequestError", "web_search"),
+        ],
+    )
+    def test_errors(self, module: Any, client: Any, changes: Any, ask: Any, kind: str, says: str) -> None:
+        with pytest.raises(getattr(module, kind)) as told:
+            client.with_options(**changes).messages.create(**(self.TALK | ask))
+        assert says in told.value.body["error"]["message"]
+        assert told.value.request_id == told.value.body["request_id"]

@@ -1,0 +1,38 @@
+"""What clients have sent, in two turns with a call of a tool between them: all of it is answered."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Listening
+from tests.server.fake_engine import FakeEngine
+
+BODIES = [
+    pytest.param(request, id=f"{file.stem}-{number}")
+    for file in sorted(Path(__file__).with_name("bodies").glob("*.json"))
+    for number, request in enumerate(json.loads(file.read_text(encoding="utf-8"))["requests"])
+]
+
+
+@pytest.mark.parametrize("sent", BODIES)
+def test_bodies_of_clients_are_answered(at: Listening, engine: FakeEngine, sent: dict[str, Any]) -> None:
+    response = at.http.post(sent["path"], json=sent["body"], headers=sent.get("headers"))
+    assert response.status_code == 200, response.text
+    assert response.headers.get("x-kvboost-ignored", "") == sent["ignored"]
+    assert "Anna" in response.text
+    assert "piano" in response.text
+
+
+def test_the_billing_header_of_claude_code_is_not_in_the_prompt(
+    at: Listening, engine: FakeEngine, tokenizer: Any
+) -> None:
+    sent = json.loads(Path(__file__).with_name("bodies").joinpath("claude-code.json").read_text())["requests"][1]
+    prompts = []
+    for changes in ("cch=1;", "cch=2;"):
+        sent["body"]["system"][0]["text"] = f"x-anthropic-billing-header: cc_version=1; {changes}"
+        at.http.post(sent["path"], json=sent["body"])
+        prompts.append(list(engine.job.ids))
+    assert prompts[0] == prompts[1]
+    assert "billing" not in tokenizer.decode(prompts[0])

@@ -1,0 +1,288 @@
+"""Anthropic's Messages API, on the wire; `test_clients.py` has its SDK."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Listening, Serve
+from tests.server.fake_engine import FakeEngine
+
+ASK: list[Any] = [{"role": "user", "content": "Is it on?"}]
+BODY: dict[str, Any] = {"model": "reader", "max_tokens": 50, "messages": ASK}
+TOOL: dict[str, Any] = {"name": "look", "input_schema": {"type": "object"}}
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "lamp"}}</tool_call>'
+SHORT = {"type": "ephemeral"}
+LONG = {"type": "ephemeral", "ttl": "1h"}
+
+
+def _ask(at: Listening, path: str = "", **changes: Any) -> dict[str, Any]:
+    response = at.http.post(f"/v1/messages{path}", json=BODY | changes)
+    assert response.status_code == 200, response.text
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+    return dict(response.json())
+
+
+def _events(at: Listening, **changes: Any) -> list[dict[str, Any]]:
+    text = at.http.post("/v1/messages", json=BODY | changes | {"stream": True}).text
+    events = []
+    for event in text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def _block(text: str, control: Any = None) -> dict[str, Any]:
+    return {"type": "text", "text": text} | ({"cache_control": control} if control else {})
+
+
+def _prompt(engine: FakeEngine, tokenizer: Any) -> str:
+    return str(tokenizer.decode(engine.job.ids))
+
+
+def test_an_answer(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    answer = _ask(at, system=[_block("Be short."), _block("Be kind.")], temperature=0, top_k=4, stop_sequences=["x"])
+    assert answer["content"] == [{"type": "text", "text": "Anna plays the piano."}]
+    assert (answer["type"], answer["role"], answer["stop_reason"]) == ("message", "assistant", "end_turn")
+    told = [{"role": "system", "content": "Be short.\n\nBe kind."}, *ASK]
+    assert list(engine.job.ids) == tokenizer.apply_chat_template(told, add_generation_prompt=True, return_dict=False)
+    options = engine.job.options
+    assert (options.max_tokens, options.temperature, options.top_k, engine.job.stop) == (50, 0, 4, ("x",))
+    assert _ask(at, path="/count_tokens", system="Be short.\n\nBe kind.") == {"input_tokens": len(engine.job.ids)}
+
+
+def test_events_of_a_stream(at: Listening, engine: FakeEngine) -> None:
+    engine.says = ("I look. ", CALL[:20], CALL[20:])
+    events = _events(at, tools=[TOOL])
+    assert [event["type"] for event in events] == [
+        "message_start",
+        *["content_block_start", "content_block_delta", "content_block_stop"] * 2,
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[0]["message"]["content"] == []
+    assert [event["index"] for event in events[1:-2]] == [0] * 3 + [1] * 3
+    assert events[2]["delta"] == {"type": "text_delta", "text": "I look."}
+    assert events[4]["content_block"]["input"] == {}
+    assert json.loads(events[5]["delta"]["partial_json"]) == {"at": "lamp"}
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] == 3
+
+
+def test_reasoning_is_a_block_with_a_signature(serve: Serve, engine: FakeEngine, tokenizer: Any) -> None:
+    template = {
+        "start_anchor": "\n",
+        "fields": {
+            "thinking": {"open": "<think>", "close": "</think>"},
+            "content": {},
+            "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True},
+        },
+    }
+    tokenizer.response_template = template
+    try:
+        at = serve(engine)
+        engine.says = ("<think>Hm", "m.</think>", "Yes.")
+        answer, events = _ask(at, tools=[TOOL]), _events(at, tools=[TOOL])
+    finally:
+        del tokenizer.response_template
+    thinking, text = answer["content"]
+    assert (thinking["type"], thinking["thinking"].strip()) == ("thinking", "Hmm.")
+    assert thinking["signature"]
+    assert text["text"] == "Yes."
+    kinds = [event["delta"]["type"] for event in events if event["type"] == "content_block_delta"]
+    assert kinds.index("signature_delta") == kinds.index("text_delta") - 1
+    again = [*ASK, {"role": "assistant", "content": answer["content"]}, *ASK]
+    assert _ask(at, messages=again)["stop_reason"] == "end_turn"
+
+
+def test_results_of_calls(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    calls = [{"type": "tool_use", "id": f"c{n}", "name": "look", "input": {"at": n}} for n in range(3)]
+    results = [
+        {"type": "tool_result", "tool_use_id": "c0", "content": "it is on"},
+        {"type": "tool_result", "tool_use_id": "c1", "content": [_block("one"), _block("two")]},
+        {"type": "tool_result", "tool_use_id": "c2", "content": "no lamp", "is_error": True},
+    ]
+    said = [{"type": "redacted_thinking", "data": "x"}, _block("I look."), *calls]
+    history = [*ASK, {"role": "assistant", "content": said}, {"role": "user", "content": [*results, _block("So?")]}]
+    _ask(at, messages=[*history, {"role": "system", "content": "Hurry."}], tools=[TOOL])
+    told = _prompt(engine, tokenizer).split("<|im_start|>")
+    assert [turn.split("\n")[0] for turn in told[-6:]] == ["assistant", "tool", "tool", "tool", "user", "assistant"]
+    assert told[-5:-1] == [
+        "tool\nit is on<|im_end|>\n",
+        "tool\none\n\ntwo<|im_end|>\n",
+        "tool\nError: no lamp<|im_end|>\n",
+        "user\nSo?\n\nHurry.<|im_end|>\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "offered", "calls"),
+    [
+        ({"type": "any"}, True, 2),
+        ({"type": "tool", "name": "look", "disable_parallel_tool_use": True}, True, 1),
+        ({"type": "none"}, False, 0),
+        ({"type": "auto", "disable_parallel_tool_use": True}, True, 1),
+    ],
+)
+def test_tool_choice(
+    at: Listening, engine: FakeEngine, tokenizer: Any, choice: Any, offered: bool, calls: int
+) -> None:
+    engine.says = (CALL, CALL) if offered else ("No.",)
+    answer = _ask(at, tools=[TOOL], tool_choice=choice)
+    assert [block["type"] for block in answer["content"]] == (["tool_use"] * calls or ["text"])
+    assert ("look" in _prompt(engine, tokenizer)) == offered
+    assert (engine.job.options.constraint is not None) == (choice["type"] in ("any", "tool"))
+
+
+@pytest.mark.parametrize("place", ["output_config", "output_format"])
+def test_schemas(at: Listening, engine: FakeEngine, place: str) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    _ask(at, **{place: {"format": form} if place == "output_config" else form})
+    assert engine.job.options.constraint is not None
+
+
+def test_why_an_answer_ends(serve: Serve, engine: FakeEngine) -> None:
+    at = serve(engine)
+    engine.stop = "two"
+    answer = _ask(at, stop_sequences=["one", "two"])
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "two")
+    engine.stop, engine.reason = None, "length"
+    assert _ask(at)["stop_reason"] == "max_tokens"
+    length = len(engine.job.ids)
+    short = serve(engine, max_model_len=length + 3)
+    assert _ask(short, max_tokens=32_000)["stop_reason"] == "model_context_window_exceeded"
+    assert engine.job.options.max_tokens == 3
+    _ask(short, max_tokens=0)
+    assert engine.job.options.max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "five", "hour"),
+    [
+        ({}, None, None),
+        ({"cache_control": SHORT}, "all", None),
+        ({"system": [_block("Be short.", LONG)]}, None, "head"),
+        ({"tools": [TOOL | {"cache_control": LONG}], "cache_control": SHORT, "system": "Be short."}, "all", "head"),
+        ({"messages": [{"role": "user", "content": [_block("Here.", SHORT), _block("Is it on?")]}]}, "half", None),
+        ({"messages": [{"role": "user", "content": [_block("Is it on?", LONG)]}]}, None, "all"),
+    ],
+)
+def test_breakpoints_are_counted(
+    at: Listening, engine: FakeEngine, tokenizer: Any, changes: Any, five: str | None, hour: str | None
+) -> None:
+    usage = _ask(at, **changes)["usage"]
+    prompt, read = len(engine.job.ids), len(engine.job.ids) // 2
+    told = _prompt(engine, tokenizer)
+
+    def tokens(place: str | None) -> int:
+        marks = {"head": "Be short.", "half": "Here.", "all": told, None: ""}
+        return len(tokenizer(told[: told.index(marks[place]) + len(marks[place])])["input_ids"]) if place else 0
+
+    whole = max(tokens(five), tokens(hour))
+    created = usage["cache_creation_input_tokens"]
+    assert max(whole - read, 0) <= created <= max(whole + 8 - read, 0)  # with what the template writes next
+    assert usage["input_tokens"] + created + usage["cache_read_input_tokens"] == prompt
+    parts = usage["cache_creation"]
+    assert sum(parts.values()) == created
+    if hour is None:
+        assert parts["ephemeral_1h_input_tokens"] == 0
+    if five is None:
+        assert parts["ephemeral_5m_input_tokens"] == 0
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
+THOUGHT = {"type": "thinking", "thinking": "a"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0: blocks of type 'image'"),
+        (
+            {"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]},
+            "blocks of type 'image'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [THOUGHT]}]},
+            "message of role 'user'",
+        ),
+        ({"messages": []}, "messages"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools of type 'web_search_20250305'"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "offer a tool with a name"),
+        ({"tools": [TOOL | {"name": "a b"}]}, "name"),
+        ({"tool_choice": {"type": "tool"}}, "must name a tool"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+        ({"system": [IMAGE]}, "system"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "ttl"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "not"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_refused(at: Listening, engine: FakeEngine, change: dict[str, Any], says: str, stream: bool) -> None:
+    response = at.http.post("/v1/messages", json=BODY | change | {"stream": stream})
+    told = response.json()
+    assert (response.status_code, told["type"]) == (400, "error")
+    assert told["error"]["type"] == "invalid_request_error"
+    assert says in told["error"]["message"]
+    assert told["request_id"] == response.headers["request-id"]
+    assert not engine.tickets
+
+
+def test_errors_have_the_form_of_the_api(serve: Serve, engine: FakeEngine) -> None:
+    at = serve(engine, api_keys=("key",), max_body_bytes=500)
+    opened = {"x-api-key": "key"}
+    ways: list[tuple[dict[str, Any], int, str]] = [
+        ({"json": BODY}, 401, "authentication_error"),
+        ({"json": BODY, "headers": {"x-api-key": "other"}}, 401, "authentication_error"),
+        ({"json": BODY | {"model": "writer"}, "headers": opened}, 404, "not_found_error"),
+        ({"json": BODY | {"system": "a" * 500}, "headers": opened}, 413, "request_too_large"),
+        ({"content": "{", "headers": opened}, 400, "invalid_request_error"),
+    ]
+    for sent, status, kind in ways:
+        response = at.http.post("/v1/messages", **sent)
+        assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+    for headers in (opened, {"Authorization": "Bearer key"}, {"Authorization": "Bearer other"} | opened):
+        assert at.http.post("/v1/messages", json=BODY, headers=headers).status_code == 200
+    assert at.http.get("/v1/messages/batches", headers=opened).json()["error"]["type"] == "not_found_error"
+    other = at.http.get("/v1/none", headers=opened | {"anthropic-version": "2023-06-01"})
+    assert other.json()["error"]["type"] == "not_found_error"
+
+
+def test_errors_of_the_engine(serve: Serve, engine: FakeEngine) -> None:
+    at = serve(engine, max_model_len=20)
+    response = at.http.post("/v1/messages", json=BODY | {"system": "word " * 200})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("prompt is too long: ")
+    at = serve(engine)
+    engine.failure = "it broke"
+    assert at.http.post("/v1/messages", json=BODY).json()["error"] == {"type": "api_error", "message": "it broke"}
+    assert _events(at)[-1]["error"]["type"] == "api_error"
+    engine.drained = 1.0
+    response = at.http.post("/v1/messages", json=BODY)
+    assert (response.status_code, response.json()["error"]["type"]) == (529, "overloaded_error")
+
+
+def test_a_silent_stream_pings(serve: Serve, engine: FakeEngine) -> None:
+    at = serve(engine, ping_s=0.05)
+    engine.before = lambda ticket, piece: piece or ticket.cancelled.wait(0.3)
+    assert "ping" in [event["type"] for event in _events(at)]
+
+
+def test_shorter_answers_where_memory_is_short(reading: Listening) -> None:
+    sent = BODY | {"max_tokens": 10**6, "temperature": 0}
+    answer = reading.http.post("/v1/messages", json=sent, headers={"x-api-key": "key"}).json()
+    assert answer["usage"]["output_tokens"] > 0
+
+
+def test_the_list_of_models_is_one_of_both_apis(at: Listening) -> None:
+    listed = at.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    assert (listed["first_id"], listed["has_more"]) == ("reader", False)
+    assert {"id": "reader", "type": "model", "object": "model", "display_name": "reader"}.items() <= dict(
+        listed["data"][0]
+    ).items()
