@@ -141,7 +141,7 @@ class _Reply:
         top = [self._token(token, logprob) for token, logprob in found.top]
         return self._token(found.token, found.logprob) | {"top_logprobs": top}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self.context.token_text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
@@ -169,10 +169,14 @@ class _Reply:
             "text": asked["text"] or {"format": {"type": "text"}},
             "tool_choice": asked["tool_choice"] or "auto",
             "tools": asked["tools"] or [],
-            "top_p": self.context.sampling.top_p if self.asked.top_p is None else self.asked.top_p,
+            "top_p": _or(self.asked.top_p, self.context.sampling.top_p),
             "truncation": "disabled",
             "usage": _usage(Usage.of(self.jobs.finished, 1)) if ended else None,
         }
+
+
+def _or(asked: float | None, default: float) -> float:
+    return default if asked is None else asked
 
 
 def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import pytest
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 
+FOLDER = Path(__file__).with_name("bodies")
 BODIES = [
     pytest.param(request, id=f"{file.stem}-{number}")
-    for file in sorted(Path(__file__).with_name("bodies").glob("*.json"))
+    for file in sorted(FOLDER.glob("*.json"))
     for number, request in enumerate(json.loads(file.read_text(encoding="utf-8"))["requests"])
 ]
 
@@ -25,10 +26,18 @@ def test_bodies_of_clients_are_answered(at: Listening, engine: FakeEngine, sent:
     assert "piano" in response.text
 
 
+@pytest.mark.parametrize("client", ["claude-code", "codex", "opencode", "cline"])
+def test_a_second_turn_begins_with_all_of_the_first(at: Listening, engine: FakeEngine, client: str) -> None:
+    for sent in json.loads((FOLDER / f"{client}.json").read_text(encoding="utf-8"))["requests"]:
+        at.http.post(sent["path"], json=sent["body"])
+    first, second = (list(ticket.job.ids) for ticket in engine.tickets)
+    assert second[: len(first)] == first
+
+
 def test_the_billing_header_of_claude_code_is_not_in_the_prompt(
     at: Listening, engine: FakeEngine, tokenizer: Any
 ) -> None:
-    sent = json.loads(Path(__file__).with_name("bodies").joinpath("claude-code.json").read_text())["requests"][1]
+    sent = json.loads((FOLDER / "claude-code.json").read_text(encoding="utf-8"))["requests"][1]
     prompts = []
     for changes in ("cch=1;", "cch=2;"):
         sent["body"]["system"][0]["text"] = f"x-anthropic-billing-header: cc_version=1; {changes}"

@@ -137,7 +137,7 @@ def test_tool_choice(
 
 @pytest.mark.parametrize("place", ["output_config", "output_format"])
 def test_schemas(at: Listening, engine: FakeEngine, place: str) -> None:
-    form = {"type": "json_schema", "schema": {"type": "object"}}
+    form: dict[str, Any] = {"type": "json_schema", "schema": {"type": "object"}}
     _ask(at, **{place: {"format": form} if place == "output_config" else form})
     assert engine.job.options.constraint is not None
 
