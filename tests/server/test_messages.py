@@ -137,8 +137,9 @@ def test_tool_choice(
 
 @pytest.mark.parametrize("place", ["output_config", "output_format"])
 def test_schemas(at: Listening, engine: FakeEngine, place: str) -> None:
-    form: dict[str, Any] = {"type": "json_schema", "schema": {"type": "object"}}
-    _ask(at, **{place: {"format": form} if place == "output_config" else form})
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    change: dict[str, Any] = {place: {"format": form} if place == "output_config" else form}
+    _ask(at, **change)
     assert engine.job.options.constraint is not None
 
 
