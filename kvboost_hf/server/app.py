@@ -26,6 +26,8 @@ from kvboost_hf.server.guard import Guard, require_operator
 from kvboost_hf.server.jobs import Engine, SamplingDefaults
 from kvboost_hf.server.messages import message_routes
 from kvboost_hf.server.metrics import Meter
+from kvboost_hf.server.ollama import ollama_routes
+from kvboost_hf.server.ollama_models import ollama_model_routes
 from kvboost_hf.server.responses import response_routes
 from kvboost_hf.server.sessions import session_routes
 from kvboost_hf.server.settings import ServerSettings
@@ -85,6 +87,8 @@ def make_app(
         _operator_routes(context),
         warm_routes(context),
         session_routes(context),
+        ollama_routes(context),
+        ollama_model_routes(context),
     ):
         app.include_router(router)
     if tracer_provider is not None:

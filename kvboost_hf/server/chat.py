@@ -36,7 +36,13 @@ def chat_routes(context: RouteContext) -> APIRouter:
 
 
 async def start_chat(
-    context: RouteContext, body: ChatRequest, request: Request, *, most: int | None = None, keep: Sequence[Keep] = ()
+    context: RouteContext,
+    body: ChatRequest,
+    request: Request,
+    *,
+    ids: Sequence[int] | None = None,
+    most: int | None = None,
+    keep: Sequence[Keep] = (),
 ) -> tuple[RequestJobs, CallReaders]:
     """Submit a job for each answer that a request asks for.
 
@@ -44,6 +50,7 @@ async def start_chat(
         context: The parts of the server.
         body: The request.
         request: As it came.
+        ids: The tokens of the prompt; None to encode the messages.
         keep: Beginnings of the prompt to pin, besides what the body asks for.
         most: Tokens of an answer, as far as the context has room for them; None for what the body asks for.
 
@@ -53,7 +60,8 @@ async def start_chat(
     context.require_model(body.model)
     choices = context.require_choices(body.n or 1)
     asked = body.max_completion_tokens or body.max_tokens
-    ids = await context.encode_chat(body.messages, body.offered, request, new=asked or 1)
+    if ids is None:
+        ids = await context.encode_chat(body.messages, body.offered, request, new=asked or 1)
     readers = CallReaders(_streams(context, body, ids, choices), one_call=not calls_many(body))
     most = asked or context.room(ids, most)
     context.require_few_logprobs(choices * most, body.reported)

@@ -74,7 +74,8 @@ class RouteContext:
     def require_model(self, name: str | None) -> str:
         """Return the name that an answer gives the model, or raise an `ApiError` for the name of another model."""
         known = (self.settings.model_name, *self.settings.model_aliases)
-        if name is not None and name not in known and "*" not in known:
+        # Ollama's clients add the tag.
+        if name is not None and not {name, name.removesuffix(":latest"), "*"} & set(known):
             raise ApiError(
                 404,
                 f"There is no model {name!a}. This server has {self.settings.model_name!r}.",

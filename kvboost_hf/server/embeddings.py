@@ -24,18 +24,10 @@ def embedding_routes(context: RouteContext) -> APIRouter:
 
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        if not context.settings.embeddings:
-            raise ApiError(404, "This server makes no embeddings. Start it with `--embeddings`.", code="not_supported")
+        require_embeddings(context)
         model = context.require_model(body.model)
-        if len(body.texts) > MAX_TEXTS:
-            raise refused("input", f"One request may have {MAX_TEXTS} texts, got {len(body.texts)}. Send several.")
-        texts = [await context.tokens(text, request, "input", whole=True) for text in body.texts]
-        if not all(texts):
-            raise refused("input", "A text must have a token at least, got an empty one.")
-        future = context.engine.embed(texts)
-        found = await unless_gone(request, future, _within(future, context.settings.timeout_s))
+        found, tokens = await embed(context, body.texts, request, "input")
         tell = _as_base64 if body.encoding_format == "base64" else list
-        tokens = sum(map(len, texts))
 
         def embedded() -> dict[str, Any]:
             data = [{"object": "embedding", "index": n, "embedding": tell(numbers)} for n, numbers in enumerate(found)]
@@ -45,6 +37,40 @@ def embedding_routes(context: RouteContext) -> APIRouter:
         return await large(embedded)
 
     return router
+
+
+def require_embeddings(context: RouteContext) -> None:
+    """Raise an `ApiError` if the operator has not turned embeddings on."""
+    if not context.settings.embeddings:
+        raise ApiError(404, "This server makes no embeddings. Start it with `--embeddings`.", code="not_supported")
+
+
+async def embed(
+    context: RouteContext, texts: Sequence[str | list[int]], request: Request, param: str
+) -> tuple[list[list[float]], int]:
+    """Embed the texts of a request.
+
+    Args:
+        context: The parts of the server.
+        texts: Texts, or their tokens.
+        request: The request of HTTP.
+        param: The field of the texts.
+
+    Returns:
+        An embedding of each text, and the tokens of all texts together.
+
+    Raises:
+        ApiError: There are too many texts, one is empty, or embedding took too long or has failed.
+        TooLongError: A text is longer than the context.
+    """
+    if len(texts) > MAX_TEXTS:
+        raise refused(param, f"One request may have {MAX_TEXTS} texts, got {len(texts)}. Send several.")
+    encoded = [await context.tokens(text, request, param, whole=True) for text in texts]
+    if not all(encoded):
+        raise refused(param, "A text must have a token at least, got an empty one.")
+    future = context.engine.embed(encoded)
+    found = await unless_gone(request, future, _within(future, context.settings.timeout_s))
+    return found, sum(map(len, encoded))
 
 
 async def _within(future: Future[list[list[float]]], timeout_s: float) -> list[list[float]]:

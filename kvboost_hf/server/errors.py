@@ -1,6 +1,7 @@
 """Errors as clients of OpenAI's API expect them: `{"error": {"message", "type", "param", "code"}}` and a status.
 
-Clients of Anthropic's API get `{"type": "error", "error": {"type", "message"}, "request_id"}`.
+Clients of Anthropic's API get `{"type": "error", "error": {"type", "message"}, "request_id"}`, those of Ollama's
+`{"error": message}`.
 """
 
 import math
@@ -49,6 +50,8 @@ class ApiError(Exception):
 
     def told(self, scope: Scope) -> dict[str, Any]:
         """The JSON object of the response, in the form of the API that the request is for."""
+        if scope["path"].startswith("/api/"):  # Ollama's
+            return {"error": self.message}
         if not is_anthropic(scope):
             return self.body
         kind = _ANTHROPIC_TYPES.get(_anthropic_status(self), "api_error" if self.status >= 500 else _INVALID)

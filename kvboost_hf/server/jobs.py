@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from kvboost_hf.config import Repair
 from kvboost_hf.errors import KVBoostError
+from kvboost_hf.server.model_card import ModelCard
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "constraint", "error"]
 Reuse = Literal["exact"] | Repair  # "exact", or how moved K/V is repaired
@@ -219,6 +220,7 @@ class Finished:
         total_s: Seconds from `submit` to the end.
         error: What went wrong, for `"constraint"` and `"error"`.
         stop: The stop text that has ended it; None for none.
+        ids: The generated tokens.
         pinned: Whether all that `Job.keep` asks for is pinned; None if it asks for nothing.
         accepted_prediction: Tokens of the prediction that were checked and are in the answer; None without one.
         rejected_prediction: Those that were checked and are not.
@@ -237,6 +239,7 @@ class Finished:
     total_s: float = 0.0
     error: str | None = None
     stop: str | None = None
+    ids: Sequence[int] = ()
     pinned: bool | None = None
     accepted_prediction: int | None = None
     rejected_prediction: int | None = None
@@ -343,6 +346,11 @@ class Engine(Protocol):
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer together, at most: a job with more can never run."""
+        ...
+
+    @property
+    def model_card(self) -> ModelCard:
+        """What the model is."""
         ...
 
     def submit(self, job: Job, listener: Listener) -> Ticket:

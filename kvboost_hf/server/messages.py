@@ -20,7 +20,7 @@ from kvboost_hf.server.messages_schema import Breakpoint, CountRequest, Messages
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import ChatRequest
-from kvboost_hf.server.sse import EventStream
+from kvboost_hf.server.sse import PINGED_EVENTS, EventStream
 from kvboost_hf.server.tools import ToolCall
 
 
@@ -36,7 +36,7 @@ def message_routes(context: RouteContext) -> APIRouter:
         jobs, readers = await _start(context, chat, request, body.max_tokens)
         reply = _Reply(model, body.max_tokens, jobs, readers, marks)
         if body.stream:
-            return EventStream(reply.events(), jobs, context.settings.ping_s, done=False, ping={"type": "ping"})
+            return EventStream(reply.events(), jobs, context.settings.ping_s, form=PINGED_EVENTS)
         return JSONResponse(await unless_gone(request, jobs, reply.whole()))
 
     @router.post("/v1/messages/count_tokens")
@@ -185,13 +185,13 @@ class _Reply:
             return "stop_sequence"
         if self.reason != "length":
             return "end_turn"
-        cut = self.jobs.first.options.max_tokens < self.max_tokens
+        cut = self.jobs.jobs[0].options.max_tokens < self.max_tokens
         return "model_context_window_exceeded" if cut else "max_tokens"
 
     @property
     def _usage(self) -> dict[str, Any]:
         """Tokens as this API counts them: each of the prompt's is read, created or neither."""
-        prompt, finished = self.jobs.first.ids, self.jobs.finished.get(0)
+        prompt, finished = self.jobs.jobs[0].ids, self.jobs.finished.get(0)
         read = finished.cached_tokens if finished is not None else 0
         ends = {mark.ttl: mark.tokens(prompt) for mark in self.marks}
         hour = max(ends.get("1h", 0) - read, 0)

@@ -1,4 +1,7 @@
-"""`PostedRoute`: parses JSON bodies, large ones in a thread, and tells the client which fields were ignored."""
+"""Routes with a body of JSON: `PostedRoute`, and `UntypedRoute` for clients that do not say that it is JSON.
+
+Large bodies are parsed in a thread, and the client is told which fields were ignored.
+"""
 
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -9,10 +12,12 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from kvboost_hf.server.context import RouteContext, client
+from kvboost_hf.server.errors import ApiError
 from kvboost_hf.server.fields import unknown_fields
 from kvboost_hf.server.json_text import LargeJsonError, read_json
 from kvboost_hf.server.turns import in_thread
 
+_JSON = "application/json"
 _SMALL = 2**16  # bytes that are read faster than a thread could be asked to
 
 
@@ -37,6 +42,28 @@ class PostedRoute(APIRoute):
             return response
 
         return handle_posted
+
+
+class UntypedRoute(PostedRoute):
+    """A route that takes JSON of any content type, as `curl -d` sends it.
+
+    Pages in browsers, whose requests have an origin, must send the content type of JSON: then the browser asks first
+    whether the server lets pages of that origin call it.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See `APIRoute`."""
+        handle = super().get_route_handler()
+
+        async def handle_untyped(request: Request) -> Response:
+            if not request.headers.get("content-type", "").startswith(_JSON):
+                if "origin" in request.headers:
+                    raise ApiError(415, f"Web pages must send JSON as such. Send the header 'Content-Type: {_JSON}'.")
+                others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+                request.scope["headers"] = [*others, (b"content-type", _JSON.encode())]
+            return await handle(request)
+
+        return handle_untyped
 
 
 class _Posted(Request):

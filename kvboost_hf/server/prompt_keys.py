@@ -7,7 +7,8 @@ import numpy as np
 from kvboost_hf.cache.planning.chunks import FixedChunker, prefix_key, root_key
 
 _CUTS = FixedChunker(256)  # characters
-_FIELDS = ("tools", "instructions", "messages", "prompt", "input", "texts")  # in the order in which prompts have them
+# In the order in which prompts have them.
+_FIELDS = ("tools", "instructions", "system", "context", "messages", "prompt", "input", "texts")
 
 
 def prompt_keys(body: bytes, authorization: str = "") -> list[bytes]:

@@ -16,7 +16,7 @@ from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.responses_schema import ResponseRequest
-from kvboost_hf.server.sse import EventStream
+from kvboost_hf.server.sse import NAMED_EVENTS, EventStream
 from kvboost_hf.server.tools import ToolCall
 
 
@@ -30,7 +30,7 @@ def response_routes(context: RouteContext) -> APIRouter:
         jobs, readers = await start_chat(context, chat, request)
         reply = _Reply(context, body, context.require_model(body.model), jobs, readers)
         if body.stream:
-            return EventStream(reply.events(), jobs, context.settings.ping_s, done=False)
+            return EventStream(reply.events(), jobs, context.settings.ping_s, form=NAMED_EVENTS)
         return JSONResponse(await unless_gone(request, jobs, reply.whole()))
 
     return router

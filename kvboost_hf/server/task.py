@@ -143,6 +143,7 @@ class Task:
                 pinned=self.pinned,
                 accepted_prediction=accepted if self.job.prediction else None,
                 rejected_prediction=drafted - accepted if self.job.prediction else None,
+                ids=tuple(self.ids),
             )
         )
 

@@ -42,6 +42,7 @@ from kvboost_hf.server.jobs import (
     TooLongError,
 )
 from kvboost_hf.server.limits import EngineLimits
+from kvboost_hf.server.model_card import ModelCard
 from kvboost_hf.server.model_runner import ModelRunner
 from kvboost_hf.server.predicted import PredictedText
 from kvboost_hf.server.prefill import Prefill
@@ -89,7 +90,7 @@ class ModelEngine:
     ) -> None:
         require_cache(model)
         self.model, self.tokenizer = model, tokenizer
-        self._limits = EngineLimits(**limits)
+        self._limits, self._card = EngineLimits(**limits), ModelCard.of(model)
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_model_len = int(self._limits.max_model_len or positions or 2**31)
         store, policy = store if store is not None else ChunkStore(model), policy or ReusePolicy()
@@ -123,6 +124,11 @@ class ModelEngine:
     def max_live_tokens(self) -> int | None:
         """Tokens of all running jobs, at most; None for no limit."""
         return self._limits.max_live_tokens
+
+    @property
+    def model_card(self) -> ModelCard:
+        """What the model is."""
+        return self._card
 
     # Called by any thread
 

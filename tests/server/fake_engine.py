@@ -17,6 +17,7 @@ from kvboost_hf.server.jobs import (
     SessionChange,
     TokenLogprob,
 )
+from kvboost_hf.server.model_card import ModelCard
 
 
 @dataclass
@@ -58,6 +59,8 @@ class FakeEngine:
         self.drained: float | None = None
         self.max_model_len = 2**31
 
+    model_card = ModelCard(family="fake", parameters=1_500_000, num_bytes=6_000_000, quantization="F32")
+
     @property
     def job(self) -> Job:
         """The last one."""
@@ -97,6 +100,7 @@ class FakeEngine:
                 total_s=0.5,
                 error=self.failure,
                 stop=self.stop,
+                ids=tuple(range(40, 40 + said)),
             )
         )
         ticket.ended.set()
