@@ -50,7 +50,7 @@ class ApiError(Exception):
 
     def told(self, scope: Scope) -> dict[str, Any]:
         """The JSON object of the response, in the form of the API that the request is for."""
-        if scope["path"].startswith("/api/"):  # Ollama's
+        if is_ollama(scope):
             return {"error": self.message}
         if not is_anthropic(scope):
             return self.body
@@ -64,6 +64,11 @@ class ApiError(Exception):
         """The answer to a request."""
         status = _anthropic_status(self) if is_anthropic(scope) else self.status
         return JSONResponse(self.told(scope), status, self.headers)
+
+
+def is_ollama(scope: Scope) -> bool:
+    """Whether a request is one of Ollama's API."""
+    return str(scope["path"]).startswith("/api/")
 
 
 def is_anthropic(scope: Scope) -> bool:

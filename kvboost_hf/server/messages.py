@@ -185,13 +185,13 @@ class _Reply:
             return "stop_sequence"
         if self.reason != "length":
             return "end_turn"
-        cut = self.jobs.jobs[0].options.max_tokens < self.max_tokens
+        cut = self.jobs.first.options.max_tokens < self.max_tokens
         return "model_context_window_exceeded" if cut else "max_tokens"
 
     @property
     def _usage(self) -> dict[str, Any]:
         """Tokens as this API counts them: each of the prompt's is read, created or neither."""
-        prompt, finished = self.jobs.jobs[0].ids, self.jobs.finished.get(0)
+        prompt, finished = self.jobs.first.ids, self.jobs.finished.get(0)
         read = finished.cached_tokens if finished is not None else 0
         ends = {mark.ttl: mark.tokens(prompt) for mark in self.marks}
         hour = max(ends.get("1h", 0) - read, 0)

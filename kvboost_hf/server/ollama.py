@@ -146,7 +146,7 @@ class _Reply:
         told = {"done": True, "done_reason": "length" if reason == "length" else "stop"} | _figures(finished)
         if isinstance(self.asked, OllamaGenerateRequest) and not self.asked.raw:
             answer = finished.ids[:-1] if finished.ids and finished.ids[-1] in self.context.ends else finished.ids
-            told["context"] = [*self.jobs.jobs[0].ids, *answer]
+            told["context"] = [*self.jobs.first.ids, *answer]
         return told
 
 

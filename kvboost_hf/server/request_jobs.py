@@ -25,7 +25,7 @@ class RequestJobs:
             in the log.
 
     Attributes:
-        jobs: The jobs.
+        first: The first job.
         finished: By the index of the job, how it has ended.
 
     Raises:
@@ -35,12 +35,11 @@ class RequestJobs:
     """
 
     def __init__(self, engine: Engine, jobs: Sequence[Job], meter: Meter, figures: dict[str, Any]) -> None:
-        self.jobs = jobs
         self._loop, self._meter = asyncio.get_running_loop(), meter
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._last: dict[int, float] = {}  # by job, when tokens came
-        self.finished: dict[int, Finished] = {}
+        self.first, self.finished = jobs[0], dict[int, Finished]()
         self._figures = figures
         # Of several answers to one prompt the first one says how much of it was reused.
         firsts = {id(job.ids): n for n, job in reversed(list(enumerate(jobs)))}

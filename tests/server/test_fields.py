@@ -8,6 +8,7 @@ import pytest
 
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
+from tests.server.wire import until
 
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 CHAT: dict[str, Any] = {"model": "reader", "messages": ASK, "temperature": 0}
