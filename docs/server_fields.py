@@ -10,6 +10,13 @@ from pydantic.fields import FieldInfo
 
 from kvboost_hf.server.fields import Refusal
 from kvboost_hf.server.messages_schema import CountRequest, MessagesRequest
+from kvboost_hf.server.ollama_schema import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from kvboost_hf.server.responses_schema import ResponseRequest
 from kvboost_hf.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest, WarmRequest
 
@@ -21,6 +28,11 @@ _ROUTES: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/v1/warm": WarmRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/show": OllamaShowRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/api/embeddings": OllamaEmbeddingsRequest,
 }
 _OPENING = """# Every field of a request
 

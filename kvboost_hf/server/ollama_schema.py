@@ -81,7 +81,7 @@ class _Asked(Body):
     """The model's name, also with `:latest` behind it, or one of `--model-alias`."""
     stream: bool | None = None
     """Lines of JSON, also where it is left out; with false one object."""
-    format: Literal["", "json"] | dict[str, Any] | None = None
+    format: Annotated[Literal["json"] | dict[str, Any] | None, absent("")] = None
     """`"json"` for any JSON object, or a schema."""
     options: OllamaOptions | None = None
     think: bool | str | None = None

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,6 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.server.conftest import Listening
+from tests.server.fake_engine import FakeEngine
 
 SYSTEM = "You read documents and answer questions about them."
 ASK = "Anna lives in Oslo. She plays the piano.\n\nWhat does Anna play?"
@@ -94,6 +96,94 @@ class TestLangChain:
         assert told.value.code == code
         kinds = {401: "ModelAuthenticationError", 404: "ModelNotFoundError", 413: "ContextOverflowError"}
         assert kinds[status] in [kind.__name__ for kind in type(told.value).__mro__]
+
+
+class TestOllama:
+    TALK = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ASK})
+    GREEDY = types.MappingProxyType({"temperature": 0, "num_predict": 200})
+
+    @pytest.fixture
+    def module(self) -> Any:
+        return pytest.importorskip("ollama", reason="pip install 'kvboost_hf[clients]'")
+
+    @pytest.fixture
+    def client(self, module: Any, reading: Listening) -> Any:
+        with module.Client(reading.url, headers={"Authorization": "Bearer key"}) as client:
+            yield client
+
+    def test_chat_and_stream(self, client: Any) -> None:
+        answer = client.chat("reader", self.TALK, options=self.GREEDY)
+        assert (answer.message.content, answer.done_reason, answer.eval_count) == (ANSWER, "stop", 6)
+        assert answer.total_duration >= answer.prompt_eval_duration + answer.eval_duration > 0
+        chunks = list(client.chat("reader:latest", self.TALK, options=self.GREEDY, stream=True))
+        pieces = [chunk.message.content for chunk in chunks if chunk.message.content]
+        assert "".join(pieces) == ANSWER
+        assert len(pieces) > 3
+        assert chunks[-1].prompt_eval_count == answer.prompt_eval_count
+
+    def test_the_async_client(self, module: Any, reading: Listening) -> None:
+        async def talk() -> str:
+            async with module.AsyncClient(reading.url, headers={"Authorization": "Bearer key"}) as client:
+                found = await client.generate("reader", ASK, system=SYSTEM, options=self.GREEDY, stream=True)
+                return "".join([chunk.response async for chunk in found])
+
+        assert asyncio.run(talk()) == ANSWER
+
+    def test_generate_continues(self, client: Any) -> None:
+        first = client.generate("reader", ASK, options=self.GREEDY)
+        second = client.generate("reader", "Where does Anna live?", context=first.context, options=self.GREEDY)
+        assert (first.response, second.response) == (ANSWER, "Anna lives in Oslo.")
+        assert list(second.context[: len(first.context)]) == list(first.context)
+
+    def test_structured(self, client: Any) -> None:
+        answer = client.chat("reader", self.TALK, format=Lamp.model_json_schema(), options=self.GREEDY)
+        assert isinstance(Lamp.model_validate_json(answer.message.content), Lamp)
+
+    def test_tools_and_their_results(self, module: Any, client: Any, at: Listening, engine: FakeEngine) -> None:
+        engine.says = ['<tool_call>{"name": "look", "arguments": {"at": "lamp"}}</tool_call>']
+        with module.Client(at.url) as calling:
+            answer = calling.chat("reader", self.TALK, tools=[look])
+            [streamed, _] = calling.chat("reader", self.TALK, tools=[look], stream=True)
+        [call] = answer.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("look", {"at": "lamp"})
+        assert streamed.message.tool_calls == answer.message.tool_calls
+        talk = [*self.TALK, answer.message, {"role": "tool", "tool_name": "look", "content": look("lamp")}]
+        assert client.chat("reader", talk, tools=[look], options={"num_predict": 8}).message.content
+
+    def test_models(self, client: Any) -> None:
+        [listed], [loaded] = client.list().models, client.ps().models
+        assert listed.model == loaded.model == "reader:latest"
+        shown = client.show(listed.model)
+        assert shown.capabilities == ["completion", "tools"]
+        assert shown.modelinfo["llama.context_length"] == loaded.context_length
+        assert client.generate("reader").done_reason == "load"
+
+    def test_errors(self, module: Any, client: Any, reading: Listening) -> None:
+        with module.Client(reading.url) as stranger, pytest.raises(module.ResponseError, match="No API key"):
+            stranger.list()
+        for ask, status, part in (
+            (lambda: client.chat("writer", self.TALK), 404, "There is no model 'writer'"),
+            (lambda: list(client.generate("writer", ASK, stream=True)), 404, "There is no model 'writer'"),
+            (lambda: client.generate("reader", LONG), 413, "context window"),
+            (lambda: client.pull("writer"), 400, "one model"),
+            (lambda: client.delete("reader"), 400, "one model"),
+            (lambda: client.embed("reader", "a"), 404, "--embeddings"),
+        ):
+            with pytest.raises(module.ResponseError, match=part) as told:
+                ask()
+            assert told.value.status_code == status
+
+    def test_langchain(self, reading: Listening) -> None:
+        langchain = pytest.importorskip("langchain_ollama", reason="pip install 'kvboost_hf[clients]'")
+        fixed = {"model": "reader", "base_url": reading.url, "temperature": 0, "num_predict": 60}
+        headers = {"client_kwargs": {"headers": {"Authorization": "Bearer key"}}}
+        model = langchain.ChatOllama(**fixed, **headers, validate_model_on_init=True)
+        talk = (("system", SYSTEM), ("human", ASK))
+        answer = model.invoke(talk)
+        assert (answer.text, answer.usage_metadata["output_tokens"]) == (ANSWER, 6)
+        assert len([chunk for chunk in model.stream(talk) if chunk.text]) > 3
+        assert isinstance(model.with_structured_output(Lamp).invoke(talk), Lamp)
+        assert model.bind_tools([look]).invoke(talk).text
 
 
 class TestLlamaIndex:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvboost_hf.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest
 from kvboost_hf.server.responses_schema import ResponseRequest
 from kvboost_hf.server.schema import ChatRequest, CompletionRequest, WarmRequest
 from tests.server.conftest import Listening
@@ -33,12 +34,17 @@ _GOOD: dict[str, Any] = {
     "logit_bias": {"5": 1},
     "stop": ["a"],
     "logprobs": 1,
+    "options": {"num_predict": 3, "stop": ["a"]},
+    "format": {"type": "object"},
+    "context": [5],
 }
 _ROUTES = {
     "/v1/chat/completions": (ChatRequest, ["model", "messages"]),
     "/v1/completions": (CompletionRequest, ["model", "prompt"]),
     "/v1/responses": (ResponseRequest, ["model", "input"]),
     "/v1/warm": (WarmRequest, ["texts"]),
+    "/api/chat": (OllamaChatRequest, ["model", "messages"]),
+    "/api/generate": (OllamaGenerateRequest, ["model", "prompt"]),
 }
 
 
@@ -66,7 +72,8 @@ def test_no_body_makes_the_server_fail(at: Listening, engine: FakeEngine, path: 
         response = at.http.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
         assert response.status_code in (200, 400, 404), response.text
         if response.status_code != 200:
-            assert response.json()["error"]["message"]
+            error = response.json()["error"]
+            assert error if path.startswith("/api/") else error["message"]
         elif "event-stream" in response.headers["content-type"]:
             assert "server_error" not in response.text
 
