@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from kvboost_hf.server.fields import Body, Many, Refusal, absent
 from kvboost_hf.server.schema import MAX_STOPS, MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Tool
@@ -143,6 +143,12 @@ class OllamaGenerateRequest(_Asked):
     images: _Images = None
     template: Annotated[Any, Refusal("the model's chat template is used; pass raw to write your own")] = None
     suffix: Annotated[Any, Refusal("answers continue the prompt; leave suffix out")] = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "OllamaGenerateRequest":
+        if self.raw and (self.system or self.context):
+            raise ValueError("a raw prompt has all text itself; leave out system and context, or raw")
+        return self
 
     @property
     def chat(self) -> ChatRequest:

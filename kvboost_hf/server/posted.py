@@ -56,7 +56,7 @@ class UntypedRoute(PostedRoute):
         handle = super().get_route_handler()
 
         async def handle_untyped(request: Request) -> Response:
-            if not request.headers.get("content-type", "").startswith(_JSON):
+            if request.method == "POST" and not request.headers.get("content-type", "").startswith(_JSON):
                 if "origin" in request.headers:
                     raise ApiError(415, f"Web pages must send JSON as such. Send the header 'Content-Type: {_JSON}'.")
                 others = [header for header in request.scope["headers"] if header[0] != b"content-type"]

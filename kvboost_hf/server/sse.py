@@ -100,7 +100,7 @@ async def _lines(
         # The status was sent long ago: the error takes the place of what would have come.
         if not isinstance(error, ApiError):
             _log.exception("a stream failed")
-        yield form.line(api_error(error).told(scope) | form.failed)
+        yield form.line({**api_error(error).told(scope), **form.failed})
         return
     finally:
         if task is not None:

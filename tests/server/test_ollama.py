@@ -197,6 +197,7 @@ def test_requests_without_a_prompt_load_and_unload(
         ("/api/generate", GENERATE | {"template": "t"}, 400, "template: "),
         ("/api/generate", GENERATE | {"context": [1, 10**6]}, 400, "Tokens must be from 0 to 1471, got 1000000"),
         ("/api/generate", GENERATE | {"context": ["a"]}, 400, "context.0"),
+        ("/api/generate", GENERATE | {"context": [5], "raw": True}, 400, "leave out system and context"),
         ("/api/embed", {"model": "reader", "input": "a"}, 404, "--embeddings"),
         ("/api/embeddings", {"model": "reader", "prompt": "a"}, 404, "--embeddings"),
         ("/api/show", {"model": "writer"}, 404, "There is no model"),
@@ -245,6 +246,7 @@ def test_bodies_of_any_type(at: Listening, engine: FakeEngine, kind: str | None)
     assert "Content-Type: application/json" in page.json()["error"]
     assert "must be JSON" in at.http.post("/api/chat", content="model=reader", headers=headers).json()["error"]
     assert at.http.post("/api/chat", json=CHAT, headers={"origin": "https://a.example"}).status_code == 200
+    assert at.http.get("/api/tags", headers=headers | {"origin": "https://a.example"}).status_code == 200
 
 
 def test_models(serve: Serve, engine: FakeEngine) -> None:
