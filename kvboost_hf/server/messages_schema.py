@@ -94,7 +94,7 @@ class ResultBlock(_Marked):
 
 _SAID = (TextBlock, ThinkingBlock, HiddenThinkingBlock, UseBlock)
 _ASKED = (TextBlock, ResultBlock)
-_BLOCKS = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def _known_block(block: Any) -> Any:

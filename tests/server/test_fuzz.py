@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvboost_hf.server.messages_schema import MessagesRequest
 from kvboost_hf.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest
 from kvboost_hf.server.responses_schema import ResponseRequest
 from kvboost_hf.server.schema import ChatRequest, CompletionRequest, WarmRequest
@@ -42,6 +43,7 @@ _ROUTES = {
     "/v1/chat/completions": (ChatRequest, ["model", "messages"]),
     "/v1/completions": (CompletionRequest, ["model", "prompt"]),
     "/v1/responses": (ResponseRequest, ["model", "input"]),
+    "/v1/messages": (MessagesRequest, ["model", "messages", "max_tokens"]),
     "/v1/warm": (WarmRequest, ["texts"]),
     "/api/chat": (OllamaChatRequest, ["model", "messages"]),
     "/api/generate": (OllamaGenerateRequest, ["model", "prompt"]),
@@ -76,5 +78,6 @@ def test_no_body_makes_the_server_fail(at: Listening, engine: FakeEngine, path: 
             assert error if path.startswith("/api/") else error["message"]
         elif "event-stream" in response.headers["content-type"]:
             assert "server_error" not in response.text
+            assert "api_error" not in response.text
 
     send()

@@ -209,6 +209,7 @@ THOUGHT = {"type": "thinking", "thinking": "a"}
             {"messages": [{"role": "user", "content": [THOUGHT]}]},
             "message of role 'user'",
         ),
+        ({"messages": [{"role": "user", "content": [{"type": {}}]}]}, "messages.0.content.0: blocks of type {}"),
         ({"messages": []}, "messages"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
