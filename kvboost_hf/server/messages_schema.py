@@ -340,6 +340,12 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
 
+    @model_validator(mode="after")
+    def _asks_something(self) -> "MessagesRequest":
+        if self.messages[-1].role == "assistant":
+            raise ValueError("the last message must be the user's: an answer that has begun is not continued")
+        return self
+
     def _chat_fields(self) -> dict[str, Any]:
         asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return super()._chat_fields() | asked | {"stop": self.stop_sequences, "stream": self.stream}

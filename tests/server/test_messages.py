@@ -211,6 +211,7 @@ THOUGHT = {"type": "thinking", "thinking": "a"}
         ),
         ({"messages": [{"role": "user", "content": [{"type": {}}]}]}, "messages.0.content.0: blocks of type {}"),
         ({"messages": []}, "messages"),
+        ({"messages": [*ASK, {"role": "assistant", "content": "It is"}]}, "the last message must be the user's"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools of type 'web_search_20250305'"),
