@@ -152,18 +152,7 @@ class _Form:
     def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self.asked.reported is None:
             return None
-        return {
-            "content": [
-                self._logprob(one.token, one.logprob)
-                | {"top_logprobs": [self._logprob(token, logprob) for token, logprob in one.top]}
-                for one in found
-            ],
-            "refusal": None,
-        }
-
-    def _logprob(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self.context.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"content": [self.context.logprob_body(one) for one in found], "refusal": None}
 
 
 def _message(answer: Answer) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kvboost_hf.server.jobs import (
     Reuse,
     SamplingDefaults,
     SamplingOptions,
+    TokenLogprob,
     TooLongError,
 )
 from kvboost_hf.server.json_text import LargeJsonError, require_few_parts
@@ -142,6 +143,15 @@ class RouteContext:
         if found is None:
             found = self._token_texts[token] = str(self.tokenizer.decode([token]))
         return found
+
+    def logprob_body(self, found: TokenLogprob) -> dict[str, Any]:
+        """A log probability, and those of other tokens at its place, as chats have them."""
+
+        def told(token: int, logprob: float | None) -> dict[str, Any]:
+            text = self.token_text(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        return told(found.token, found.logprob) | {"top_logprobs": [told(*one) for one in found.top]}
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:

@@ -47,7 +47,8 @@ def ollama_routes(context: RouteContext) -> APIRouter:
         if not body.prompt:
             return _loaded(body, _text(Answer(), 0))
         asked = await context.read(request, lambda: body.chat)
-        jobs, readers = await start_chat(context, asked, request, await _prompt_ids(context, body, asked, request))
+        ids = await _prompt_ids(context, body, asked, request)
+        jobs, readers = await start_chat(context, asked, request, ids=ids)
         return await _answered(_Reply(context, body, jobs, readers, _text), request)
 
     @router.post("/api/embed")
@@ -130,16 +131,8 @@ class _Reply:
     def _part(self, part: Answer | Delta, calls: int) -> dict[str, Any]:
         told = _head(self.asked.model) | self.form(part, calls) | {"done": False}
         if part.logprobs:
-            told["logprobs"] = [
-                self._logprob(one.token, one.logprob)
-                | {"top_logprobs": [self._logprob(token, logprob) for token, logprob in one.top]}
-                for one in part.logprobs
-            ]
+            told["logprobs"] = [self.context.logprob_body(one) for one in part.logprobs]
         return told
-
-    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.context.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     def _end(self, reason: str | None) -> dict[str, Any]:
         finished = self.jobs.finished[0]

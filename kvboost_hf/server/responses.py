@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse
 from kvboost_hf.server.answers import CallReaders, Usage, deltas
 from kvboost_hf.server.chat import start_chat
 from kvboost_hf.server.context import RouteContext
-from kvboost_hf.server.jobs import TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.responses_schema import ResponseRequest
@@ -66,7 +65,7 @@ class _Reply:
         reason = None
         async for delta in deltas(self.jobs, self.readers):
             reason = delta.reason or reason
-            logprobs = [self._logprob(one) for one in delta.logprobs]
+            logprobs = [self.context.logprob_body(one) for one in delta.logprobs]
             if delta.text or logprobs:
                 if text is None:
                     for event in self._open_message():
@@ -136,14 +135,6 @@ class _Reply:
             "response.function_call_arguments.done", **place, name=item["name"], arguments=call.arguments
         )
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
-
-    def _logprob(self, found: TokenLogprob) -> dict[str, Any]:
-        top = [self._token(token, logprob) for token, logprob in found.top]
-        return self._token(found.token, found.logprob) | {"top_logprobs": top}
-
-    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self.context.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     def _response(self, status: str) -> dict[str, Any]:
         asked = self.asked.model_dump(include={"text", "tool_choice", "tools"}, by_alias=True)
