@@ -15,13 +15,15 @@ from kvboost_hf.server.answers import CallReaders, deltas
 from kvboost_hf.server.chat import start_chat
 from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.errors import ApiError
-from kvboost_hf.server.jobs import TooLongError
+from kvboost_hf.server.jobs import Keep, TooLongError
 from kvboost_hf.server.messages_schema import Breakpoint, CountRequest, MessagesRequest
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import ChatRequest
 from kvboost_hf.server.sse import PINGED_EVENTS, EventStream
 from kvboost_hf.server.tools import ToolCall
+
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
 def message_routes(context: RouteContext) -> APIRouter:
@@ -33,7 +35,8 @@ def message_routes(context: RouteContext) -> APIRouter:
         model = context.require_model(body.model)
         chat = await context.read(request, lambda: body.chat)
         marks = await _marks(context, body, chat, request)
-        jobs, readers = await _start(context, chat, request, body.max_tokens)
+        keep = [context.keep(_TTL_S[mark.ttl], None if mark.ids is None else len(mark.ids)) for mark in marks]
+        jobs, readers = await _start(context, chat, request, body.max_tokens, keep)
         reply = _Reply(model, body.max_tokens, jobs, readers, marks)
         if body.stream:
             return EventStream(reply.events(), jobs, context.settings.ping_s, form=PINGED_EVENTS)
@@ -49,15 +52,15 @@ def message_routes(context: RouteContext) -> APIRouter:
 
 
 async def _start(
-    context: RouteContext, chat: ChatRequest, request: Request, max_tokens: int
+    context: RouteContext, chat: ChatRequest, request: Request, max_tokens: int, keep: Sequence[Keep]
 ) -> tuple[RequestJobs, CallReaders]:
     """Submit the job, with a shorter answer where there is no memory for the longest one."""
     try:
-        return await start_chat(context, chat, request, most=max_tokens)
+        return await start_chat(context, chat, request, most=max_tokens, keep=keep)
     except TooLongError as error:
         if not error.max_new_tokens:
             raise
-        return await start_chat(context, chat, request, most=error.max_new_tokens)
+        return await start_chat(context, chat, request, most=error.max_new_tokens, keep=keep)
 
 
 @dataclass(frozen=True, slots=True)

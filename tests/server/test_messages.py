@@ -180,6 +180,9 @@ def test_breakpoints_are_counted(
         marks = {"head": "Be short.", "half": "Here.", "all": told, None: ""}
         return len(tokenizer(told[: told.index(marks[place]) + len(marks[place])])["input_ids"]) if place else 0
 
+    kept = {keep.ttl_s: keep.tokens or prompt for keep in engine.job.keep}
+    assert kept.keys() == {300.0} & {300.0 * bool(five)} | {3600.0} & {3600.0 * bool(hour)}
+    assert all(tokens(place) <= kept.get(ttl_s, 0) <= prompt for place, ttl_s in ((five, 300.0), (hour, 3600.0)))
     whole = max(tokens(five), tokens(hour))
     created = usage["cache_creation_input_tokens"]
     assert max(whole - read, 0) <= created <= max(whole + 8 - read, 0)  # with what the template writes next
@@ -190,6 +193,15 @@ def test_breakpoints_are_counted(
         assert parts["ephemeral_1h_input_tokens"] == 0
     if five is None:
         assert parts["ephemeral_5m_input_tokens"] == 0
+
+
+def test_breakpoints_pin(reading: Listening) -> None:
+    system = [_block("Anna lives in Oslo. She plays the piano. " * 20, LONG)]
+    sent = BODY | {"max_tokens": 1, "system": system}
+    assert reading.http.post("/v1/messages", json=sent, headers={"x-api-key": "key"}).status_code == 200
+    listed = reading.http.get("/v1/kv/sessions", headers={"x-api-key": "key"}).json()["data"]
+    left = [session["pinned_until"] - session["last_used"] for session in listed if session["pinned_until"]]
+    assert [round(seconds) for seconds in left] == [3600]
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
