@@ -251,7 +251,7 @@ def refused(client: Client, prompts: Prompts, tally: Tally, draw: random.Random)
             ("/v1/chat/completions", "{", KEY, 400),
             ("/v1/chat/completions", good | {"messages": []}, KEY, 400),
             ("/v1/chat/completions", good | {"temperature": "warm"}, KEY, 400),
-            ("/v1/chat/completions", good | {"unheard_of": 1}, KEY, 400),
+            ("/v1/chat/completions", good | {"modalities": ["audio"]}, KEY, 400),
             ("/v1/chat/completions", good | {"n": 99}, KEY, 400),
             ("/v1/chat/completions", good | {"model": "other"}, KEY, 404),
             ("/v1/chat/completions", good, "wrong", 401),

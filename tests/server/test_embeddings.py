@@ -90,7 +90,7 @@ def test_tokens_in_place_of_texts(at: Listening) -> None:
 @pytest.mark.parametrize(
     ("changes", "status", "says"),
     [
-        ({"dimensions": 8}, 400, "'dimensions' is not supported"),
+        ({"dimensions": 8}, 400, "leave dimensions out"),
         ({"input": ""}, 400, "input"),
         ({"input": ["a", ""]}, 400, "a token at least"),
         ({"input": []}, 400, "input"),

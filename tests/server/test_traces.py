@@ -14,6 +14,7 @@ from kvboost_hf.cli import main
 from kvboost_hf.server.app import make_app
 from tests.server.conftest import SETTINGS, Listening, listening
 from tests.server.fake_engine import FakeEngine
+from tests.server.wire import until
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -79,7 +80,7 @@ def test_the_log_names_the_trace(traced: tuple[Listening, Spans], caplog: pytest
     at, _ = traced
     with caplog.at_level(logging.INFO, "kvboost_hf.server.requests"):
         at.openai.chat.completions.create(model="reader", messages=ASK, extra_headers={"traceparent": PARENT})
-    [fields] = [record.__dict__["fields"] for record in caplog.records]
+        [fields] = until(lambda: [record.__dict__["fields"] for record in caplog.records], "no line in the log")
     assert fields["trace_id"] == PARENT.split("-")[1]
     assert fields["stop"] == 1
 
