@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import normalize
@@ -64,13 +65,15 @@ class EmbeddingJob:
 
     Args:
         texts: Token ids of each.
+        client: Who asks. Clients take turns.
 
     Attributes:
         future: Receives the embeddings; may be cancelled.
     """
 
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, texts: Sequence[Sequence[int]], client: bytes = b"") -> None:
         self.future: Future[list[list[float]]] = Future()
+        self.client = client
         self._texts = texts
         self._found: list[list[float]] = []
         self._text: _Text | None = None
@@ -79,6 +82,10 @@ class EmbeddingJob:
     def between(self) -> bool:
         """Whether no text is under way."""
         return self._text is None
+
+    def is_short(self, piece: int | None) -> bool:
+        """Whether the next text is computed in one piece."""
+        return piece is None or len(self._texts[len(self._found)]) <= piece
 
     def advance(self, model: PreTrainedModel, piece: int | None) -> bool:
         """Compute the next piece of the next text, of so many tokens at most, or all of it.
@@ -108,3 +115,24 @@ class EmbeddingJob:
         """End with an error."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
+
+
+class EmbeddingTurns:
+    """Chooses the request whose text is embedded next: clients take turns, and so do the requests of a client.
+
+    K/V is held of one text at a time: while a text is under way, others are begun only if they need one piece.
+    """
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._last_client: dict[bytes, int] = {}  # when it last had a turn, in turns
+        self._last_job: WeakKeyDictionary[EmbeddingJob, int] = WeakKeyDictionary()
+
+    def next(self, jobs: Sequence[EmbeddingJob], piece: int | None) -> EmbeddingJob:
+        """Choose one of `jobs`, of which there is one at least, for a piece of so many tokens."""
+        begun = [job for job in jobs if not job.between]
+        able = [job for job in jobs if not begun or job in begun or job.is_short(piece)]
+        chosen = min(able, key=lambda job: (self._last_client.get(job.client, 0), self._last_job.get(job, 0)))
+        self._turns += 1
+        self._last_client[chosen.client] = self._last_job[chosen] = self._turns
+        return chosen

@@ -10,7 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from kvboost_hf.server.answers import large
-from kvboost_hf.server.context import RouteContext
+from kvboost_hf.server.context import RouteContext, client
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.jobs import DrainingError
 from kvboost_hf.server.posted import PostedRoute
@@ -68,7 +68,7 @@ async def embed(
     encoded = [await context.tokens(text, request, param, whole=True) for text in texts]
     if not all(encoded):
         raise refused(param, "A text must have a token at least, got an empty one.")
-    future = context.engine.embed(encoded)
+    future = context.engine.embed(encoded, client(request))
     found = await unless_gone(request, future, _within(future, context.settings.timeout_s))
     return found, sum(map(len, encoded))
 

@@ -1,14 +1,14 @@
 """`Intake`: takes jobs from any thread, and hands them to the engine's thread when there is room for them."""
 
-import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import islice
 from typing import TypeVar
 
-from kvboost_hf.server.embedding import EmbeddingJob
+from kvboost_hf.server.embedding import EmbeddingJob, EmbeddingTurns
 from kvboost_hf.server.jobs import DrainingError, FinishReason, QueueFullError
 from kvboost_hf.server.limits import EngineLimits
 from kvboost_hf.server.task import Task
@@ -28,11 +28,12 @@ class Intake:
 
     def __init__(self, limits: EngineLimits) -> None:
         self.changed = threading.Condition()
-        self.embeddings: deque[EmbeddingJob] = deque()
+        self.embeddings: list[EmbeddingJob] = []
         self.admitted: list[Task] = []  # and not ended, in the order in which they were admitted
         self.finished: Counter[str] = Counter()  # ended tasks, by reason
         self.draining = False
         self._limits = limits
+        self._embedding_turns = EmbeddingTurns()
         self._waiting: WaitingLine[Task] = WaitingLine(lambda task: task.job)
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._given_up = self._closed = False
@@ -53,13 +54,7 @@ class Intake:
             DrainingError: No more jobs are taken.
         """
         with self.changed:
-            self._require_place(len(self._waiting))
-            own = self._waiting.of(task.job.client)
-            if own >= math.ceil(self._limits.max_client_share * self._limits.max_queue_size):
-                raise QueueFullError(
-                    f"{own} of your requests are waiting, as many as may be of one client. Try again later.",
-                    self._retry_after_s(own),
-                )
+            self._require_place(self._waiting.of(task.job.client), len(self._waiting))
             self._waiting.append(task)
             self.changed.notify_all()
 
@@ -71,7 +66,8 @@ class Intake:
             DrainingError: No more jobs are taken.
         """
         with self.changed:
-            self._require_place(sum(not job.future.cancelled() for job in self.embeddings))
+            clients = [other.client for other in self.embeddings if not other.future.cancelled()]
+            self._require_place(clients.count(job.client), len(clients))
             self.embeddings.append(job)
             self.changed.notify_all()
 
@@ -107,15 +103,18 @@ class Intake:
 
     # Called by the engine's thread
 
-    def admit(self) -> list[Task] | None:
-        """Wait until there is work; returns the tasks that were admitted now, and None once the intake is closed."""
+    def wait(self) -> bool:
+        """Wait until there is work; returns False once the intake is closed."""
         with self.changed:
             idle, window_s = not self._count(), self._limits.batch_window_ms / 1000
             self.changed.wait_for(lambda: self._closed or self._count())
             if idle and window_s:
                 self.changed.wait_for(lambda: self._closed or self._count() >= self._limits.max_batch_size, window_s)
-            if self._closed:
-                return None
+            return not self._closed
+
+    def admit(self) -> list[Task]:
+        """The tasks that were admitted now."""
+        with self.changed:
             known = len(self.admitted)
             while (task := self._next()) is not None:
                 self.admitted.append(task)
@@ -141,9 +140,7 @@ class Intake:
                 for task in (*self._waiting, *self.admitted):
                     task.cancel()
                 while self.embeddings:
-                    self.embeddings.popleft().fail(
-                        DrainingError("The server is about to end, and gave the request up.")
-                    )
+                    self.embeddings.pop().fail(DrainingError("The server is about to end, and gave the request up."))
                 self.changed.notify_all()
             ended = [task for task in self._waiting if task.must_end(now) is not None]
             for task in ended:
@@ -158,14 +155,23 @@ class Intake:
                 self._waiting.remove(task)
             return tasks
 
-    def embedded(self, *, ended: bool) -> None:
-        """Note that a piece of the first request for embeddings was computed. After each text another one is first."""
+    def next_embedding(self, piece: int | None) -> EmbeddingJob | None:
+        """The request for embeddings whose turn it is, for a piece of so many tokens; drops those given up."""
         with self.changed:
-            if ended:
-                self.embeddings.popleft()
-                self.changed.notify_all()
-            elif self.embeddings[0].between:  # K/V is there of one text at a time
-                self.embeddings.rotate(-1)
+            self.embeddings = [job for job in self.embeddings if not job.future.cancelled()]
+            self.changed.notify_all()
+            return self._embedding_turns.next(self.embeddings, piece) if self.embeddings else None
+
+    def embedded(self, job: EmbeddingJob) -> None:
+        """Remove a request for embeddings that has ended."""
+        with self.changed:
+            self.embeddings.remove(job)
+            self.changed.notify_all()
+
+    def unseen(self, most: int) -> list[Task]:
+        """Up to `most` waiting tasks with long prompts of which nobody has looked up what is known."""
+        with self.changed:
+            return list(islice((task for task in self._waiting if task.known is None and self._is_long(task)), most))
 
     def end(self, task: Task, reason: FinishReason, error: str | None = None) -> None:
         """Count the end of a task, make room for others, and tell the task's listener."""
@@ -182,23 +188,40 @@ class Intake:
         return len(self._waiting) + len(self.admitted) + len(self.embeddings) + len(self._calls)
 
     def _next(self) -> Task | None:
-        """The next task that has room; clients that have no running job come first."""
+        """The next task that has room; clients that have no running job come first.
+
+        A client has one long prompt at a time computed. More of them would take the places and the memory that its
+        short ones can use meanwhile, and would be no sooner done.
+        """
         busy = {task.job.client for task in self.admitted}
         found = self._waiting.take(lambda task: task.job.client not in busy and self._has_room(task))
         if found is None and self._waiting.clients <= busy:
-            found = self._waiting.take(self._has_room)
+            computing = {task.job.client for task in self.admitted if self._is_long(task)}
+            found = self._waiting.take(
+                self._has_room, lambda task: task.job.client in computing and self._is_long(task)
+            )
         return found
+
+    def _is_long(self, task: Task) -> bool:
+        return task.left > self._limits.prefill_chunk_size
 
     def _has_room(self, task: Task) -> bool:
         return self._limits.has_room(task.job, [other.job for other in self.admitted])
 
-    def _require_place(self, waiting: int) -> None:
+    def _require_place(self, own: int, waiting: int) -> None:
+        """Raise where a client with `own` waiting requests may not queue one more beside all that wait."""
         if self.draining:
             raise DrainingError("The server is about to end and takes no more requests.")
+        if self._limits.has_place(own, waiting):
+            return
         if waiting >= self._limits.max_queue_size:
             raise QueueFullError(
                 f"{waiting} requests are waiting, as many as may. Try again later.", self._retry_after_s(waiting)
             )
+        raise QueueFullError(
+            f"{own} of your requests are waiting, as many as may be of one client. Try again later.",
+            self._retry_after_s(own),
+        )
 
     def _retry_after_s(self, waiting: int) -> float:
         return max(1.0, self._seconds_per_job * waiting / self._limits.max_batch_size)

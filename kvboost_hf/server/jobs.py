@@ -363,11 +363,12 @@ class Engine(Protocol):
         """
         ...
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[list[float]]]:
+    def embed(self, texts: Sequence[Sequence[int]], client: bytes = b"") -> Future[list[list[float]]]:
         """Queue texts to embed. Any thread may call it.
 
         Args:
             texts: Token ids of each text, at least one.
+            client: Who asks; see `Job.client`.
 
         Returns:
             A future with an embedding of each text. It may be cancelled.

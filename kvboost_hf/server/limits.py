@@ -17,7 +17,9 @@ class EngineLimits:
         batch_window_ms: How long the first job after a pause waits for others, in milliseconds.
         max_model_len: Tokens of a prompt and its answer, at most; None for the number of positions of the model.
         max_live_tokens: Tokens of all running jobs, with answers at their longest; None for no limit.
-        max_client_share: The share of `max_queue_size` and of `max_live_tokens` that one client may take.
+        max_client_share: The share of `max_queue_size` and of `max_live_tokens` that one client may take alone. It
+            gets more only while what stays free is its part of what it has and what is free: so two clients with a
+            share of 3/4 take 3/7 each, and 1/7 is left for others.
 
     Raises:
         ValueError: A count is not positive, or the share is not above 0 and at most 1.
@@ -70,6 +72,14 @@ class EngineLimits:
             return False
         if self.max_live_tokens is None:
             return True
-        if own and sum(own) + job.longest > self.max_client_share * self.max_live_tokens:
-            return False
-        return sum(other.longest for other in running) + job.longest <= self.max_live_tokens
+        free = self.max_live_tokens - sum(other.longest for other in running) - job.longest
+        return free >= 0 and (not own or self._is_share(sum(own) + job.longest, free))
+
+    def has_place(self, own: int, waiting: int) -> bool:
+        """Whether a client with `own` waiting jobs may queue another one beside `waiting` jobs of all clients."""
+        free = self.max_queue_size - waiting - 1
+        return free >= 0 and (not own or self._is_share(own + 1, free))
+
+    def _is_share(self, own: int, free: int) -> bool:
+        """Whether one client may have `own` while `free` stays free (the dynamic thresholds of shared buffers)."""
+        return own * (1 - self.max_client_share) <= free * self.max_client_share

@@ -43,7 +43,8 @@ class ModelRunner:
         context: Tokens of a row, at most.
 
     Attributes:
-        batchable: Whether rows can be computed in one batch, and prompts in pieces.
+        in_pieces: Whether prompts can be computed in pieces.
+        batchable: Whether rows can be computed in one batch.
         in_place: Whether rows of a batch can read K/V that they share where it lies.
         lending_reason: Why the caches cannot hand out their K/V, or None.
 
@@ -65,11 +66,15 @@ class ModelRunner:
         self.lending_reason = ChunkReuseCache(model, store, live_quant=live_quant).lending_reason
         ModelState.of(model).fingerprint.look(model)
         self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        self.in_pieces = (
+            self.lending_reason is None  # such as states: of a prompt in pieces, fewer of them are of use to others
+            and rope_regime(model, context) == b""  # a long row would change the frequencies of others and of itself
+            and probe_reason(model) is None
+        )
         self.batchable = (
-            self.lending_reason is None
+            self.in_pieces
             and live_quant is None  # a batch would hold it as it is
-            and rope_regime(model, context) == b""  # a long row would change the frequencies of the others
-            and (probe_reason(model) or padding_reason(model)) is None
+            and padding_reason(model) is None
         )
         if (reason := self._unfit_reason()) is not None:
             raise ValueError(
@@ -116,6 +121,14 @@ class ModelRunner:
         except StoreClosedError:  # before anything was computed
             self.leave_store()
             return self.forward(task.cache, ids, task.length)
+
+    def known(self, task: Task) -> int:
+        """How many tokens of a task's prompt the store has, less than all of them; nothing is loaded."""
+        cache = ChunkReuseCache(self.model, self.store, self.policy, task.job.salt, live_quant=self._live_quant)
+        try:
+            return cache.stored_tokens(torch.tensor([task.job.ids], device=self.device))
+        except StoreClosedError:  # who computes the prompt will notice
+            return 0
 
     def open(self, task: Task, others: Sequence[Task]) -> tuple[ChunkReuseCache, int]:
         """A cache for a task: a fork of the cache of one of `others`, where that has more of the prompt than a chunk.

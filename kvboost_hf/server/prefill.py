@@ -76,7 +76,7 @@ class Prefill:
             if not wants_all:
                 known = max(task.cache.stored_tokens(ids), shared)
                 task.spans = task.cache.movable_spans(ids, known)
-        stop = _piece_end(known, room, task.spans, len(task.job.ids)) if runner.batchable else len(task.job.ids)
+        stop = _piece_end(known, room, task.spans, len(task.job.ids)) if runner.in_pieces else len(task.job.ids)
         piece = ids[:, task.done : stop]
         if wants_all:
             kept = runner.forward_all(task.cache, piece, task.done)

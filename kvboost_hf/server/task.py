@@ -30,6 +30,7 @@ class Task:
     done: int = 0  # tokens of the prompt that were computed or reused
     scored: int = 0  # tokens of the prompt whose log probabilities were reported
     spans: list[tuple[int, int]] = field(default_factory=list)  # of the prompt, that moved K/V may serve
+    known: int | None = None  # tokens of the prompt that were in the store when it was last looked up
     passed: int = 0  # pieces of other prompts since the last one of this
     ids: list[int] = field(default_factory=list)  # of the answer
     sampler: Sampler | None = None
@@ -49,8 +50,8 @@ class Task:
 
     @property
     def left(self) -> int:
-        """Tokens of the prompt that are still to be computed."""
-        return len(self.job.ids) - self.done
+        """Tokens of the prompt that are still to be computed, as far as is known."""
+        return len(self.job.ids) - max(self.done, self.known or 0)
 
     @property
     def length(self) -> int:

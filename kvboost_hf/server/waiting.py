@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Generic, TypeVar
 
 from kvboost_hf.ngrams import common_prefix
@@ -60,10 +61,19 @@ class WaitingLine(Generic[Waiting]):
         line = self._lines.get(self._job(waiting).client)
         return line is not None and line.remove(waiting)
 
-    def take(self, fits: Callable[[Waiting], bool] = lambda waiting: True) -> Waiting | None:
-        """The job to run next, of those that fit; None if there is none."""
+    def take(
+        self,
+        fits: Callable[[Waiting], bool] = lambda waiting: True,
+        is_held: Callable[[Waiting], bool] = lambda waiting: False,
+    ) -> Waiting | None:
+        """The job to run next; None if there is none.
+
+        Args:
+            fits: Whether there is room for a job. Others may pass the first one that does not fit, but not for ever.
+            is_held: Whether a job waits for another one of its client. Any number of jobs may pass it meanwhile.
+        """
         for line in sorted(self._lines.values(), key=lambda line: line.had):
-            if (taken := line.take(fits)) is not None:
+            if (taken := line.take(fits, is_held)) is not None:
                 line.had += self._job(taken).longest
                 return taken
         return None
@@ -84,17 +94,18 @@ class _Line(Generic[Waiting]):
         place = bisect_right(self.waiting, self.job(waiting).priority, key=lambda each: self.job(each).priority)
         self.waiting.insert(place, waiting)
 
-    def take(self, fits: Callable[[Waiting], bool]) -> Waiting | None:
+    def take(self, fits: Callable[[Waiting], bool], is_held: Callable[[Waiting], bool]) -> Waiting | None:
         """Of those that fit and have the smallest priority, the one that shares most with the one before it."""
         look = _LOOK if self.passed < _PASSED else 1
-        places = [i for i in range(min(look, len(self.waiting))) if fits(self.waiting[i])]
+        able = list(islice((i for i, waiting in enumerate(self.waiting) if not is_held(waiting)), look))
+        places = [i for i in able if fits(self.waiting[i])]
         if not places:
             return None
         first = self.job(self.waiting[places[0]]).priority
         places = [i for i in places if self.job(self.waiting[i]).priority == first]
         place = max(places, key=lambda i: (self._shared(self.waiting[i]), -i))
         taken = self.waiting[place]
-        self.passed = self.passed + 1 if place else 0
+        self.passed += place > able[0]
         self._remove(place)
         self.last = self.job(taken).salt, self.job(taken).ids
         return taken

@@ -53,6 +53,9 @@ from kvboost_hf.server.task import Task
 
 _log = logging.getLogger("kvboost_hf.server")
 
+_FORWARDS = 8  # of short prompts between two tokens of the answers, at most
+_LOOKED_UP = 8  # prompts between two forwards, at most: each takes a millisecond
+
 
 class ModelEngine:
     """Runs jobs on a model, in a thread of its own. It is the `Engine` that the server uses.
@@ -139,7 +142,7 @@ class ModelEngine:
         self._intake.submit(task)
         return task
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[list[float]]]:
+    def embed(self, texts: Sequence[Sequence[int]], client: bytes = b"") -> Future[list[list[float]]]:
         """Queue texts to embed, as `Engine.embed`. One text, or a piece of it, is embedded between two steps."""
         longest = max(map(len, texts))
         if longest > self._max_model_len:
@@ -148,7 +151,7 @@ class ModelEngine:
                 "several.",
                 self._max_model_len,
             )
-        job = EmbeddingJob(texts)
+        job = EmbeddingJob(texts, client)
         self._intake.submit_embeddings(job)
         return job.future
 
@@ -217,12 +220,11 @@ class ModelEngine:
 
     @torch.no_grad()
     def _run(self) -> None:
-        while (new := self._intake.admit()) is not None:
-            self._prefill.add(new)
+        while self._intake.wait():
             try:
                 self._sessions.pins.expire(self.store)
                 self._intake.answer_calls()
-                self._end_those_that_must()
+                self._take_up()
                 self._embed()
                 self._compute_prompts()
                 self._step()
@@ -236,6 +238,13 @@ class ModelEngine:
             job.fail(DrainingError("The server has ended."))
         self._intake.answer_calls()
 
+    def _take_up(self) -> None:
+        """Make room by ending tasks, and give it to others. Nobody waits longer for it than for one forward."""
+        self._end_those_that_must()
+        for task in self._intake.unseen(_LOOKED_UP):
+            task.known = self._runner.known(task)
+        self._prefill.add(self._intake.admit())
+
     def _end_those_that_must(self) -> None:
         """End the tasks that were cancelled or have timed out."""
         now = time.perf_counter()
@@ -247,15 +256,18 @@ class ModelEngine:
 
     def _embed(self) -> None:
         """Embed the next piece of a text."""
-        if self._intake.embeddings:
-            piece = self._limits.prefill_chunk_size if self._runner.batchable else None
-            self._intake.embedded(ended=self._intake.embeddings[0].advance(self.model, piece))
+        piece = self._limits.prefill_chunk_size if self._runner.batchable else None
+        job = self._intake.next_embedding(piece)
+        if job is not None and job.advance(self.model, piece):
+            self._intake.embedded(job)
 
     def _compute_prompts(self) -> None:
         """Compute a piece of a prompt, or several short prompts."""
         room = self._limits.prefill_chunk_size
+        least = -(-room // _FORWARDS)
         while self._prefill.tasks and room > 0:
-            room -= self._compute_piece(self._prefill.next(), room)
+            room -= max(self._compute_piece(self._prefill.next(), room), least)
+            self._take_up()
 
     def _compute_piece(self, task: Task, room: int) -> int:
         """Compute the next piece of a prompt, of at most `room` tokens; returns how many they were."""
@@ -270,7 +282,7 @@ class ModelEngine:
                 return computed
         except StoreClosedError:
             self._runner.leave_store()
-            task.cache, task.done = None, 0
+            task.cache, task.done, task.known = None, 0, 0
             return 0
         except Exception as error:
             self._fail([task], error)

@@ -111,7 +111,7 @@ class FakeEngine:
         top = tuple((token, -0.5 - token) for token in range(job.options.logprobs))
         return (TokenLogprob(piece + 40, -0.25, top),)
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> Future[list[list[float]]]:
+    def embed(self, texts: Sequence[Sequence[int]], client: bytes = b"") -> Future[list[list[float]]]:
         """See `Engine`; without a model there are none."""
         raise NotImplementedError
 
