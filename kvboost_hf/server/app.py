@@ -132,6 +132,7 @@ def _route_context(
             context=engine.max_model_len if most is None else min(most, engine.max_model_len),
             truncates=settings.auto_truncate,
             max_waiting=settings.max_queue_size,
+            clients=max(1, len(settings.api_keys) + len(settings.operator_keys)),
         ),
         created=int(time.time()),
     )

@@ -60,12 +60,12 @@ async def start_chat(
     context.require_model(body.model)
     choices = context.require_choices(body.n or 1)
     asked = body.max_completion_tokens or body.max_tokens
+    salt = context.salt(request, body.prompt_cache_key)
     if ids is None:
-        ids = await context.encode_chat(body.messages, body.offered, request, new=asked or 1)
+        ids = await context.encode_chat(body.messages, body.offered, request, new=asked or 1, salt=salt)
     readers = CallReaders(_streams(context, body, ids, choices), one_call=not calls_many(body))
     most = asked or context.room(ids, most)
     context.require_few_logprobs(choices * most, body.reported)
-    salt = context.salt(request, body.prompt_cache_key)
     predicted: Sequence[int] = ()
     if body.prediction is not None and body.prediction.text:
         predicted = await context.encode(body.prediction.text, request)

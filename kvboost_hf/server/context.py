@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 
 from starlette.requests import Request
 
-from kvboost_hf.server.encoding import Encoder
+from kvboost_hf.server.encoding import ANSWERED, Encoder, Rendering
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.jobs import (
@@ -113,12 +113,15 @@ class RouteContext:
         request: Request,
         *,
         new: int = 1,
-        answer: bool = True,
+        rendering: Rendering = ANSWERED,
+        salt: bytes = b"",
+        truncates: bool = False,
     ) -> list[int]:
         """Encode a chat, as `Encoder.chat` does, unless the client disconnects."""
         told, shown = await self.read(request, lambda: _as_templates_have_them(messages, tools))
+        owner = (client(request), salt)
         with self._refusals():
-            work = self.encoder.chat(told, shown, client(request), new=new, answer=answer)
+            work = self.encoder.chat(told, shown, owner, new=new, rendering=rendering, truncates=truncates)
             return await unless_gone(request, None, work)
 
     async def read(self, request: Request, work: Callable[[], T]) -> T:

@@ -1,8 +1,9 @@
 """Encodes texts and chats in threads, each with a tokenizer of its own; clients take turns."""
 
 import copy
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio.lowlevel
@@ -10,8 +11,9 @@ from jinja2 import TemplateError
 
 from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import TooLongError
-from kvboost_hf.server.lengths import reach_of
+from kvboost_hf.server.lengths import Reach, reach_of
 from kvboost_hf.server.markers import CutText, ForgedMarkerError, Markers, texts_in
+from kvboost_hf.server.token_cache import Owner, TokenCache
 from kvboost_hf.server.turns import Turns, in_thread
 
 Told = list[dict[str, Any]]  # messages, or tools, as chat templates take them
@@ -20,6 +22,26 @@ _PLACES = 3  # of which long texts leave one
 _LONG = 2**15  # characters, which take some 30 ms
 _TRIED = 8  # characters for each token of the context: most texts have more tokens than that
 _SEAM = 64  # tokens that may become fewer when a text goes on
+_KEPT_BYTES = 2**26  # of tokens of known parts of chats, for all clients together
+_ERROR_CHARS = 300  # of a template's error, which may quote the whole chat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How a chat template writes a chat.
+
+    Args:
+        answer: Whether the start of an answer is at its end.
+        continues: The field of the last message that the answer continues, such as `"content"`; None for none.
+        arguments: Other arguments of the template.
+    """
+
+    answer: bool = True
+    continues: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+ANSWERED = Rendering()
 
 
 class Encoder:
@@ -33,61 +55,91 @@ class Encoder:
         context: Tokens of a prompt and its answer together, at most. What must have more tokens is not tokenized.
         truncates: Leave out the beginning of what is too long, in place of refusing it.
         max_waiting: Texts of one client that may wait.
+        clients: How many clients there are, which have an equal part of the memory for known tokens.
     """
 
-    def __init__(self, tokenizer: Any, *, context: int, truncates: bool, max_waiting: int) -> None:
+    def __init__(self, tokenizer: Any, *, context: int, truncates: bool, max_waiting: int, clients: int = 1) -> None:
         self._tokenizer = tokenizer
         self._idle: list[Any] = []  # copies, made when they are needed: that takes long
         self._context, self._truncates = context, truncates
         self._reach, self._markers = reach_of(tokenizer), Markers(tokenizer)
         self._turns = Turns(_PLACES, max_waiting)
+        self._known = TokenCache(tokenizer, _KEPT_BYTES // clients)
 
-    async def text(self, text: str, client: bytes, *, new: int, whole: bool = False) -> list[int]:
-        """Tokens of a text, with what the tokenizer puts before each. Special tokens in the text are such.
+    async def text(
+        self,
+        text: str,
+        client: bytes,
+        *,
+        new: int,
+        whole: bool = False,
+        truncates: bool = False,
+        special: bool = True,
+    ) -> list[int]:
+        """Tokens of a text. Special tokens in the text are such.
 
         Args:
             text: The text.
             client: Who asks; see `Turns`.
             new: Tokens that are to come behind it.
             whole: Refuse a text that is too long even where the beginning of prompts is left out.
+            truncates: Leave out the beginning of what is too long even where the server does not.
+            special: With the tokens that the tokenizer puts around each text.
 
         Raises:
             TooLongError: it must have more tokens than the context.
             QueueFullError: too many texts of this client wait.
         """
-        kept = self._kept(text, new, whole)
+        limit = self._limit(new, truncates, whole)
+        kept = limit.kept(text)
         async with self._place(client, len(kept)) as tokenizer:
-            return await in_thread(lambda: _encode(tokenizer, self._tried(tokenizer, kept, new, whole), special=True))
+            return await in_thread(lambda: _encode(tokenizer, limit.tried(tokenizer, kept), special=special))
 
-    async def tokens(self, ids: list[int], *, new: int, whole: bool = False) -> list[int]:
+    async def tokens(self, ids: list[int], *, new: int, whole: bool = False, truncates: bool = False) -> list[int]:
         """Tokens that came in place of a text: no more than the context has, or `TooLongError`. See `text`."""
         await anyio.lowlevel.checkpoint()  # there may be many in a row
         if len(ids) <= self._context:
             return ids
-        if self._truncates and not whole:
+        limit = self._limit(new, truncates, whole)
+        if limit.truncates:
             return ids[-self._context :]
-        raise self._too_long(f"{len(ids)} tokens", new, whole)
+        raise limit.error(f"{len(ids)} tokens")
 
-    async def chat(self, messages: Told, tools: Told, client: bytes, *, new: int, answer: bool) -> list[int]:
+    async def chat(
+        self,
+        messages: Told,
+        tools: Told,
+        owner: Owner,
+        *,
+        new: int,
+        rendering: Rendering,
+        truncates: bool = False,
+    ) -> list[int]:
         """Tokens of a chat, in which only what the chat template writes itself becomes special tokens.
 
         Args:
             messages: As the chat template takes them.
             tools: Likewise.
-            client: Who asks; see `Turns`.
+            owner: Who asks. What is known of the chat is not tokenized again for the same owner.
             new: Tokens that are to come behind it.
-            answer: Whether the start of an answer is at its end.
+            rendering: How the chat template writes the chat.
+            truncates: See `text`.
 
         Raises:
             ApiError: there is no chat template, or it refuses the messages.
             TooLongError: see `text`, as for the other.
             QueueFullError:
         """
-        if len(messages) > self._context and not self._truncates:  # each has a token at least
-            raise self._too_long(f"{len(messages)} messages", new, whole=False)
-        size = sum(map(len, texts_in([messages, tools])))
-        async with self._place(client, size) as tokenizer:
-            return await in_thread(lambda: self._chat(tokenizer, messages, tools, new, answer))
+        limit = self._limit(new, truncates)
+        if len(messages) > self._context and not limit.truncates:  # each has a token at least
+            raise limit.error(f"{len(messages)} messages")
+        chat = _Chat(messages, tools, rendering)
+        size = sum(map(len, texts_in(chat.given)))
+        async with self._place(owner[0], size) as tokenizer:
+            return await in_thread(lambda: self._chat(tokenizer, chat, owner, limit))
+
+    def _limit(self, new: int, truncates: bool, whole: bool = False) -> "_Limit":
+        return _Limit(self._context, self._reach, new, (self._truncates or truncates) and not whole, whole)
 
     @asynccontextmanager
     async def _place(self, client: bytes, chars: int) -> AsyncIterator[Any]:
@@ -98,14 +150,13 @@ class Encoder:
             finally:
                 self._idle.append(tokenizer)
 
-    def _chat(self, tokenizer: Any, messages: Told, tools: Told, new: int, answer: bool) -> list[int]:
-        rendered = _rendered(self._tokenizer, messages, tools, answer)
-        text = self._tried(tokenizer, self._kept(rendered, new), new)
-        cut = self._markers.cut([messages, tools])
+    def _chat(self, tokenizer: Any, chat: "_Chat", owner: Owner, limit: "_Limit") -> list[int]:
+        rendered = chat.rendered(self._tokenizer)
+        text = limit.tried(tokenizer, limit.kept(rendered))
+        cut = self._markers.cut(chat.given)
         if cut is None:
-            return _encode(tokenizer, text, special=False)
-        messages, tools = cut.given
-        apart = _rendered(self._tokenizer, messages, tools, answer)
+            return self._known.encode(tokenizer, text, owner)
+        apart = chat.with_given(cut.given).rendered(self._tokenizer)
         return self._apart(tokenizer, cut, apart if text == rendered else cut.last(apart, len(text)))
 
     def _apart(self, tokenizer: Any, cut: CutText, rendered: str) -> list[int]:
@@ -121,52 +172,93 @@ class Encoder:
                 f"They have the text of a special token, which the model cannot read as text: {error}. Leave it out.",
             ) from error
 
-    def _kept(self, text: str, new: int, whole: bool = False) -> str:
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The longest prompt of one request."""
+
+    context: int
+    reach: Reach
+    new: int
+    truncates: bool
+    whole: bool
+
+    def kept(self, text: str) -> str:
         """As much of a text as may be tokenized."""
-        most = self._reach.most(text, self._context)
+        most = self.reach.most(text, self.context)
         if len(text) <= most:
             return text
-        if self._truncates and not whole:
+        if self.truncates:
             return text[-most:]
-        raise self._too_long(f"{len(text)} characters, which are more than {self._context} tokens", new, whole)
+        raise self.error(f"{len(text)} characters, which are more than {self.context} tokens")
 
-    def _tried(self, tokenizer: Any, text: str, new: int, whole: bool = False) -> str:
+    def tried(self, tokenizer: Any, text: str) -> str:
         """As much of a text as may be tokenized, found out by a part of it: all of it would take time and memory."""
-        size, truncates = _TRIED * self._context, self._truncates and not whole
+        size = _TRIED * self.context
         if len(text) <= 2 * size:
             return text
-        part = text[-size:] if truncates else text[:size]
+        part = text[-size:] if self.truncates else text[:size]
         tokens = len(_encode(tokenizer, part, special=False))
-        if tokens <= self._context + _SEAM:
+        if tokens <= self.context + _SEAM:
             return text
-        if truncates:
+        if self.truncates:
             return part
-        raise self._too_long(f"more than {tokens - _SEAM} tokens", new, whole)
+        raise self.error(f"more than {tokens - _SEAM} tokens")
 
-    def _too_long(self, length: str, new: int, whole: bool) -> TooLongError:
-        if whole:
+    def error(self, length: str) -> TooLongError:
+        if self.whole:
             return TooLongError(
-                f"A text of {length} is longer than the model's context of {self._context}. Cut it into several.",
-                self._context,
+                f"A text of {length} is longer than the model's context of {self.context}. Cut it into several.",
+                self.context,
             )
-        most = max(self._context - new, 0)
+        most = max(self.context - self.new, 0)
         return TooLongError(
-            f"A prompt of {length} with {new} new ones exceeds the context window of {self._context}. Shorten it to "
-            f"{most} tokens, or ask for fewer new ones.",
+            f"A prompt of {length} with {self.new} new ones exceeds the context window of {self.context}. Shorten it "
+            f"to {most} tokens, or ask for fewer new ones.",
             most,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """The arguments of a chat template."""
+
+    messages: Told
+    tools: Told
+    rendering: Rendering
+
+    @property
+    def given(self) -> list[Any]:
+        """What comes from the client."""
+        return [self.messages, self.tools, self.rendering.arguments]
+
+    def with_given(self, given: list[Any]) -> "_Chat":
+        messages, tools, arguments = given
+        return _Chat(messages, tools, replace(self.rendering, arguments=arguments))
+
+    def rendered(self, tokenizer: Any) -> str:
+        """What the template makes of it.
+
+        Raises:
+            ApiError: There is no template, or it refuses the messages.
+        """
+        if tokenizer.chat_template is None:
+            raise refused("messages", "The model has no chat template. Send a text to /v1/completions.")
+        try:
+            text = tokenizer.apply_chat_template(
+                self.messages,
+                tools=self.tools or None,
+                tokenize=False,
+                add_generation_prompt=self.rendering.answer,
+                continue_final_message=self.rendering.continues or False,
+                **self.rendering.arguments,
+            )
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+            raise refused(
+                "messages", f"The model's chat template refuses them: {str(error)[:_ERROR_CHARS]}"
+            ) from error
+        return str(text)
+
+
 def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=special))
-
-
-def _rendered(tokenizer: Any, messages: Told, tools: Told, answer: bool) -> str:
-    if tokenizer.chat_template is None:
-        raise refused("messages", "The model has no chat template. Send a text to /v1/completions.")
-    try:
-        return str(
-            tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=answer)
-        )
-    except (TemplateError, TypeError, ValueError, RecursionError) as error:
-        raise refused("messages", f"The model's chat template refuses them: {error}") from error

@@ -14,6 +14,7 @@ from kvboost_hf.ngrams import common_prefix
 from kvboost_hf.server.answers import CallReaders, deltas
 from kvboost_hf.server.chat import start_chat
 from kvboost_hf.server.context import RouteContext
+from kvboost_hf.server.encoding import Rendering
 from kvboost_hf.server.errors import ApiError
 from kvboost_hf.server.jobs import Keep, TooLongError
 from kvboost_hf.server.messages_schema import Breakpoint, CountRequest, MessagesRequest
@@ -46,7 +47,8 @@ def message_routes(context: RouteContext) -> APIRouter:
     async def count(body: CountRequest, request: Request) -> dict[str, int]:
         context.require_model(body.model)
         chat = await context.read(request, lambda: body.chat)
-        return {"input_tokens": len(await context.encode_chat(chat.messages, chat.offered, request))}
+        salt = context.salt(request, chat.prompt_cache_key)
+        return {"input_tokens": len(await context.encode_chat(chat.messages, chat.offered, request, salt=salt))}
 
     return router
 
@@ -82,6 +84,7 @@ class _Mark:
 
 async def _marks(context: RouteContext, body: MessagesRequest, chat: ChatRequest, request: Request) -> list[_Mark]:
     """The last breakpoint of each TTL. The others are beginnings of these."""
+    salt = context.salt(request, chat.prompt_cache_key)
     last: dict[str, Breakpoint] = {point.ttl: point for point in body.breakpoints}
     found = []
     for ttl, point in last.items():
@@ -90,7 +93,8 @@ async def _marks(context: RouteContext, body: MessagesRequest, chat: ChatRequest
             continue
         messages = await context.read(request, partial(body.up_to, point))
         try:
-            found.append(_Mark(ttl, await context.encode_chat(messages, chat.offered, request, answer=False)))
+            work = context.encode_chat(messages, chat.offered, request, rendering=Rendering(answer=False), salt=salt)
+            found.append(_Mark(ttl, await work))
         except ApiError:  # templates may refuse half of a chat: then this one is not kept
             continue
     return found

@@ -8,6 +8,7 @@ import anyio
 from fastapi import APIRouter, Request
 
 from kvboost_hf.server.context import RouteContext
+from kvboost_hf.server.encoding import Rendering
 from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
@@ -20,11 +21,13 @@ def warm_routes(context: RouteContext) -> APIRouter:
 
     @router.post("/v1/warm")
     async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
+        salt = context.salt(request, body.prompt_cache_key)
         if body.messages is not None:
-            prompts = [await context.encode_chat(body.messages, body.tools or (), request, new=0, answer=False)]
+            rendering = Rendering(answer=False)
+            work = context.encode_chat(body.messages, body.tools or (), request, new=0, rendering=rendering, salt=salt)
+            prompts = [await work]
         else:
             prompts = [await context.encode(text, request, new=0) for text in body.texts or ()]
-        salt = context.salt(request, body.prompt_cache_key)
         keep, name, options = (context.keep(None),), body.prompt_cache_key, SamplingOptions(max_tokens=0)
         jobs = [replace(context.job(ids, options, salt=salt), keep=keep, session=name) for ids in prompts]
 

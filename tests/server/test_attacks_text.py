@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.server import encoding
-from kvboost_hf.server.encoding import Encoder
+from kvboost_hf.server.encoding import Encoder, Rendering
 from kvboost_hf.server.errors import ApiError
 from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions, TooLongError
 from kvboost_hf.server.lengths import UNSURE_CHARS, Reach, reach_of
@@ -102,7 +102,7 @@ def _encoder(tokenizer: Any, **changes: Any) -> Encoder:
 
 
 def _chat(encoder: Encoder, messages: Any, tools: Any = ()) -> list[int]:
-    return asyncio.run(encoder.chat(list(messages), list(tools), None, new=1, answer=True))
+    return asyncio.run(encoder.chat(list(messages), list(tools), (b"", b""), new=1, rendering=Rendering()))
 
 
 def _starts(tokenizer: Any, ids: list[int]) -> int:
