@@ -8,9 +8,10 @@ from typing import Any
 import anyio
 from fastapi.responses import JSONResponse
 
-from kvboost_hf.server.jobs import Finished, TokenLogprob
+from kvboost_hf.server.jobs import Event, Finished, TokenLogprob
+from kvboost_hf.server.reasoning import AnswerReader
 from kvboost_hf.server.request_jobs import RequestJobs
-from kvboost_hf.server.tools import Parsed, ToolCall, ToolCallStream
+from kvboost_hf.server.tools import Parsed, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,32 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class CallReaders:
-    """Find tool calls in the text of answers.
+    """Find tool calls and reasoning in the text of answers.
 
     Args:
-        streams: One for each choice; empty where no tools were offered.
+        streams: One for each choice; empty where an answer is text alone.
         one_call: Whether all calls but the first of an answer are left out.
+        shows_reasoning: Whether reasoning is in the deltas.
+        thought: Counts the tokens of reasoning, by choice.
     """
 
-    streams: Sequence[ToolCallStream] = ()
+    streams: Sequence[AnswerReader] = ()
     one_call: bool = False
+    shows_reasoning: bool = True
+    thought: Counter[int] = field(default_factory=Counter)
+
+    def read(self, choice: int, event: Event) -> Parsed:
+        """What an event adds to an answer."""
+        if not self.streams:
+            return Parsed("" if isinstance(event, Finished) else event.text)
+        stream = self.streams[choice]
+        if isinstance(event, Finished):
+            return stream.finish(cut=event.reason == "length" or event.stop is not None)
+        thinking = stream.thinking
+        read = stream.push(event.text)
+        if thinking or stream.thinking or read.reasoning:
+            self.thought[choice] += event.tokens
+        return read
 
 
 async def deltas(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Delta]:
@@ -55,16 +73,9 @@ async def deltas(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Delta
     """
     called: set[int] = set()
     async for choice, event in jobs.events():
-        stream = readers.streams[choice] if readers.streams else None
-        reason: str | None = None
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if isinstance(event, Finished):
-            reason = str(event.reason)
-            cut = event.reason == "length" or event.stop is not None
-            read = stream.finish(cut=cut) if stream is not None else Parsed()
-        else:
-            logprobs = event.logprobs
-            read = stream.push(event.text) if stream is not None else Parsed(event.text)
+        reason = str(event.reason) if isinstance(event, Finished) else None
+        logprobs = () if isinstance(event, Finished) else event.logprobs
+        read = readers.read(choice, event)
         calls = read.calls
         if readers.one_call:
             calls = () if choice in called else calls[:1]
@@ -72,7 +83,8 @@ async def deltas(jobs: RequestJobs, readers: CallReaders) -> AsyncIterator[Delta
             called.add(choice)
         if reason == "stop" and choice in called:
             reason = "tool_calls"
-        yield Delta(choice, read.content, read.reasoning, calls, logprobs, reason)
+        reasoning = read.reasoning if readers.shows_reasoning else ""
+        yield Delta(choice, read.content, reasoning, calls, logprobs, reason)
 
 
 @dataclass(slots=True)
@@ -119,6 +131,7 @@ class Usage:
         repaired: Tokens that went through the model again, of all jobs, to repair moved K/V.
         computed: Tokens of prompts that went through the model, of all jobs, the repaired ones included.
         pinned: Whether all that was to be pinned is; None where nothing was.
+        reasoning: Tokens of the answers that are reasoning; None where the model marks none.
     """
 
     prompt: int
@@ -131,10 +144,11 @@ class Usage:
     repaired: int = 0
     computed: int = 0
     pinned: bool | None = None
+    reasoning: int | None = None
 
     @classmethod
-    def of(cls, finished: Mapping[int, Finished], n: int) -> "Usage":
-        """The usage of jobs of which `n` in a row have the same prompt."""
+    def of(cls, finished: Mapping[int, Finished], n: int, readers: CallReaders | None = None) -> "Usage":
+        """The usage of jobs of which `n` in a row have the same prompt; `readers` have read their answers."""
         firsts = [event for choice, event in finished.items() if choice % n == 0]
         return cls(
             sum(event.prompt_tokens for event in firsts),
@@ -147,6 +161,7 @@ class Usage:
             sum(event.repaired_tokens for event in finished.values()),
             sum(event.computed_tokens for event in finished.values()),
             all(event.pinned is not False for event in firsts) if any(e.pinned is not None for e in firsts) else None,
+            readers.thought.total() if readers is not None and readers.streams else None,
         )
 
     @property
@@ -170,11 +185,13 @@ class Usage:
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": self.details,
         }
-        if self.accepted_prediction is not None:
-            found["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self.accepted_prediction,
-                "rejected_prediction_tokens": self.rejected_prediction,
-            }
+        details = {
+            "reasoning_tokens": self.reasoning,
+            "accepted_prediction_tokens": self.accepted_prediction,
+            "rejected_prediction_tokens": self.rejected_prediction,
+        }
+        if known := {name: tokens for name, tokens in details.items() if tokens is not None}:
+            found["completion_tokens_details"] = known
         return found
 
 

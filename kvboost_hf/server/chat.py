@@ -8,16 +8,16 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from kvboost_hf.server.answers import Answer, CallReaders, Usage, deltas, large, whole
-from kvboost_hf.server.constraints import calls_many, constraints_of
+from kvboost_hf.server.answers import Answer, CallReaders, Delta, Usage, deltas, large, whole
+from kvboost_hf.server.constraints import constraints_of
 from kvboost_hf.server.context import RouteContext
-from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import Keep, TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
+from kvboost_hf.server.reading import reading_of
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import ChatRequest
 from kvboost_hf.server.sse import EventStream
-from kvboost_hf.server.tools import ToolCall, ToolCallStream
+from kvboost_hf.server.tools import ToolCall
 
 
 def chat_routes(context: RouteContext) -> APIRouter:
@@ -62,31 +62,21 @@ async def start_chat(
     asked = body.max_completion_tokens or body.max_tokens
     salt = context.salt(request, body.prompt_cache_key)
     if ids is None:
-        ids = await context.encode_chat(body.messages, body.offered, request, new=asked or 1, salt=salt)
-    readers = CallReaders(_streams(context, body, ids, choices), one_call=not calls_many(body))
+        ids = await context.encode_asked(body, request, new=asked or 1)
+    reading = reading_of(context, body, ids)
+    readers = reading.readers(choices)
     most = asked or context.room(ids, most)
     context.require_few_logprobs(choices * most, body.reported)
     predicted: Sequence[int] = ()
     if body.prediction is not None and body.prediction.text:
         predicted = await context.encode(body.prediction.text, request)
     jobs = []
-    for choice, constraint in enumerate(await constraints_of(context, body, request, salt, choices)):
+    constraints = await constraints_of(context, body, request, salt, choices)
+    for choice, constraint in enumerate(map(reading.constrained, constraints)):
         options = context.options(body, max_tokens=most, logprobs=body.reported, choice=choice, constraint=constraint)
-        job = context.job(ids, options, salt=salt, asked=body, skip_special_tokens=not body.offered)
+        job = context.job(ids, options, salt=salt, asked=body, skip_special_tokens=not reading.keeps_special)
         jobs.append(replace(job, prediction=predicted, keep=tuple(keep)))
     return context.start(jobs, request, body), readers
-
-
-def _streams(context: RouteContext, body: ChatRequest, ids: Sequence[int], choices: int) -> list[ToolCallStream]:
-    if not body.offered:
-        return []
-    tools, tokenizer = [tool.body for tool in body.offered], context.tokenizer
-    # Templates of the tokenizer's own may begin in the prompt.
-    prefix = str(tokenizer.decode(ids)) if getattr(tokenizer, "response_template", None) is not None else ""
-    try:
-        return [ToolCallStream(tokenizer, tools, prefix=prefix) for _ in range(choices)]
-    except ValueError as error:
-        raise refused("tools", str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +98,13 @@ class _Form:
             "choices": [
                 {
                     "index": index,
-                    "message": _message(answer),
+                    "message": self._message(answer),
                     "logprobs": self._logprobs(answer.logprobs),
-                    "finish_reason": answer.reason,
+                    "finish_reason": self._reason(answer.reason),
                 }
                 for index, answer in enumerate(answers)
             ],
-            "usage": Usage.of(self.jobs.finished, len(answers)).body,
+            "usage": Usage.of(self.jobs.finished, len(answers), self.readers).body,
         }
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -126,10 +116,10 @@ class _Form:
             yield head | {"choices": [_delta(choice, {"role": "assistant", "content": ""})]}
         sent = [0] * choices  # calls of each
         async for delta in deltas(self.jobs, self.readers):
-            message: dict[str, Any] = {"content": delta.text} if delta.text else {}
-            if delta.reasoning:
-                message["reasoning_content"] = delta.reasoning
-            if delta.calls:
+            message: dict[str, Any] = _reasoned(delta) | ({"content": delta.text} if delta.text else {})
+            if delta.calls and self.asked.functions:
+                message["function_call"] = _function(delta.calls[0])
+            elif delta.calls:
                 first = sent[delta.choice]
                 message["tool_calls"] = [{"index": n} | _call(call) for n, call in enumerate(delta.calls, first)]
                 sent[delta.choice] += len(delta.calls)
@@ -137,9 +127,9 @@ class _Form:
                 logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
                 yield head | {"choices": [_delta(delta.choice, message, logprobs)]}
             if delta.reason is not None:
-                yield head | {"choices": [_delta(delta.choice, {}, reason=delta.reason)]}
+                yield head | {"choices": [_delta(delta.choice, {}, reason=self._reason(delta.reason))]}
         if self.asked.with_usage:
-            yield head | {"choices": [], "usage": Usage.of(self.jobs.finished, choices).body}
+            yield head | {"choices": [], "usage": Usage.of(self.jobs.finished, choices, self.readers).body}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -154,14 +144,23 @@ class _Form:
             return None
         return {"content": [self.context.logprob_body(one) for one in found], "refusal": None}
 
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None} | _reasoned(answer)
+        if answer.calls:
+            message["content"] = answer.text or None
+            if self.asked.functions:
+                message["function_call"] = _function(answer.calls[0])
+            else:
+                message["tool_calls"] = [_call(call) for call in answer.calls]
+        return message
 
-def _message(answer: Answer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-    if answer.calls:
-        message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in answer.calls]}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    return message
+    def _reason(self, reason: str | None) -> str | None:
+        return "function_call" if reason == "tool_calls" and self.asked.functions else reason
+
+
+def _reasoned(part: Answer | Delta) -> dict[str, Any]:
+    """Reasoning by its two names: that of DeepSeek's API, and that of vLLM and OpenRouter."""
+    return {"reasoning_content": part.reasoning, "reasoning": part.reasoning} if part.reasoning else {}
 
 
 def _delta(
@@ -171,4 +170,8 @@ def _delta(
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": _function(call)}
+
+
+def _function(call: ToolCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}

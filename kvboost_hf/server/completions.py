@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from kvboost_hf.server.answers import Answer, CallReaders, Usage, deltas, large, whole
 from kvboost_hf.server.constraints import constraints_of
 from kvboost_hf.server.context import RouteContext
+from kvboost_hf.server.infilling import filled
 from kvboost_hf.server.jobs import Job, TokenLogprob
 from kvboost_hf.server.posted import PostedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
@@ -40,7 +41,7 @@ async def _jobs(context: RouteContext, body: CompletionRequest, request: Request
     """A job for each answer to each prompt."""
     answers, most = body.computed, _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     context.require_choices(answers * len(body.prompts), "n" if body.best_of is None else "best_of")
-    prompts = [await context.tokens(prompt, request, "prompt", new=most) for prompt in body.prompts]
+    prompts = [await _prompt(context, body, prompt, request, most) for prompt in body.prompts]
     told = sum(len(ids) for ids in prompts) if body.echo else 0
     context.require_few_logprobs(answers * (told + len(prompts) * most), body.logprobs)
     salt = context.salt(request, body.prompt_cache_key)
@@ -57,6 +58,16 @@ async def _jobs(context: RouteContext, body: CompletionRequest, request: Request
                 options = replace(options, prompt_logprobs=True)
             jobs.append(context.job(ids, options, salt=salt, asked=body))
     return jobs
+
+
+async def _prompt(
+    context: RouteContext, body: CompletionRequest, prompt: str | list[int], request: Request, new: int
+) -> list[int]:
+    if body.suffix and isinstance(prompt, str):
+        prompt = filled(context.tokenizer, prompt, body.suffix)
+    special = body.add_special_tokens is not False
+    ids = await context.tokens(prompt, request, "prompt", new=new, truncates=body.truncates, special=special)
+    return body.truncated(ids)
 
 
 @dataclass(frozen=True, slots=True)

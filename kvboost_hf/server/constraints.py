@@ -37,7 +37,8 @@ async def constraints_of(
 
 def calls_many(body: ChatRequest) -> bool:
     """Whether an answer may have several calls. It may not where the request names one, as in OpenAI's API."""
-    return body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ToolChoice)
+    one = isinstance(body.tool_choice, ToolChoice) or bool(body.functions)
+    return body.parallel_tool_calls is not False and not one
 
 
 def _compiled(

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, get_args
 
 from starlette.requests import Request
 
-from kvboost_hf.server.encoding import ANSWERED, Encoder, Rendering
+from kvboost_hf.server.chat_messages import Message
+from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import ApiError, refused
 from kvboost_hf.server.grammars import Grammars
 from kvboost_hf.server.jobs import (
@@ -26,8 +27,9 @@ from kvboost_hf.server.jobs import (
 from kvboost_hf.server.json_text import LargeJsonError, require_few_parts
 from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.metrics import Meter
+from kvboost_hf.server.rendering import Rendering
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
-from kvboost_hf.server.schema import Message, Sampled, Tool
+from kvboost_hf.server.schema import ChatRequest, Sampled, Tool
 from kvboost_hf.server.schema import Request as Asked
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.turns import Turns, in_thread
@@ -85,20 +87,37 @@ class RouteContext:
             )
         return name or self.settings.model_name
 
-    async def encode(self, text: str, request: Request, *, new: int = 1, whole: bool = False) -> list[int]:
+    async def encode(
+        self,
+        text: str,
+        request: Request,
+        *,
+        new: int = 1,
+        whole: bool = False,
+        truncates: bool = False,
+        special: bool = True,
+    ) -> list[int]:
         """Encode a text of a request, as `Encoder.text` does, unless the client disconnects."""
         with self._refusals():
-            work = self.encoder.text(text, client(request), new=new, whole=whole)
+            work = self.encoder.text(text, client(request), new=new, whole=whole, truncates=truncates, special=special)
             return await unless_gone(request, None, work)
 
     async def tokens(
-        self, text: str | list[int], request: Request, param: str, *, new: int = 1, whole: bool = False
+        self,
+        text: str | list[int],
+        request: Request,
+        param: str,
+        *,
+        new: int = 1,
+        whole: bool = False,
+        truncates: bool = False,
+        special: bool = True,
     ) -> list[int]:
         """Encode a text of the field `param`, or check the tokens that the request has in its place."""
         if isinstance(text, str):
-            return await self.encode(text, request, new=new, whole=whole)
+            return await self.encode(text, request, new=new, whole=whole, truncates=truncates, special=special)
         with self._refusals():
-            ids = await self.encoder.tokens(text, new=new, whole=whole)
+            ids = await self.encoder.tokens(text, new=new, whole=whole, truncates=truncates)
         wrong = next(
             (token for token in (min(ids, default=0), max(ids, default=0)) if not self._is_token(token)), None
         )
@@ -113,8 +132,8 @@ class RouteContext:
         request: Request,
         *,
         new: int = 1,
-        rendering: Rendering = ANSWERED,
-        salt: bytes = b"",
+        rendering: Rendering,
+        salt: bytes,
         truncates: bool = False,
     ) -> list[int]:
         """Encode a chat, as `Encoder.chat` does, unless the client disconnects."""
@@ -123,6 +142,19 @@ class RouteContext:
         with self._refusals():
             work = self.encoder.chat(told, shown, owner, new=new, rendering=rendering, truncates=truncates)
             return await unless_gone(request, None, work)
+
+    async def encode_asked(self, body: ChatRequest, request: Request, *, new: int = 1) -> list[int]:
+        """Encode the chat of a request, as its fields say."""
+        ids = await self.encode_chat(
+            body.messages,
+            body.offered,
+            request,
+            new=new,
+            rendering=body.rendering,
+            salt=self.salt(request, body.prompt_cache_key),
+            truncates=body.truncates,
+        )
+        return body.truncated(ids)
 
     async def read(self, request: Request, work: Callable[[], T]) -> T:
         """Run `work` in a thread when it is the client's turn, unless the client disconnects."""
@@ -290,7 +322,8 @@ class RouteContext:
         try:
             return RequestJobs(self.engine, jobs, self.meter, figures)
         except TooLongError as error:
-            if not self.settings.auto_truncate or error.max_prompt_tokens < 1:
+            truncates = self.settings.auto_truncate or (isinstance(asked, Sampled) and asked.truncates)
+            if not truncates or error.max_prompt_tokens < 1:
                 raise
             shorter = [replace(job, ids=job.ids[-error.max_prompt_tokens :]) for job in jobs]
             return RequestJobs(self.engine, shorter, self.meter, figures)
@@ -313,7 +346,7 @@ def _as_templates_have_them(
     messages: Sequence[Message], tools: Sequence[Tool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     try:
-        calls = [call for message in messages for call in message.tool_calls or ()]
+        calls = [call for message in messages for call in message.calls]
         require_few_parts([call.function.arguments.encode() for call in calls])
         return [_as_template_has_it(message) for message in messages], [tool.body for tool in tools]
     except LargeJsonError as error:
@@ -322,16 +355,18 @@ def _as_templates_have_them(
 
 def _as_template_has_it(message: Message) -> dict[str, Any]:
     """Contents as one text, and arguments of calls as the objects that chat templates expect."""
-    role = "system" if message.role == "developer" else message.role
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     told: dict[str, Any] = {"role": role, "content": message.text}
-    if message.tool_calls:
+    if role == "assistant" and message.thoughts:
+        told["reasoning_content"] = message.thoughts
+    if message.calls:
         told["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
                 "function": {"name": call.function.name, "arguments": call.function.parsed},
             }
-            for call in message.tool_calls
+            for call in message.calls
         ]
     told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
     return told

@@ -1,9 +1,9 @@
 """Encodes texts and chats in threads, each with a tokenizer of its own; clients take turns."""
 
 import copy
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio.lowlevel
@@ -13,6 +13,7 @@ from kvboost_hf.server.errors import refused
 from kvboost_hf.server.jobs import TooLongError
 from kvboost_hf.server.lengths import Reach, reach_of
 from kvboost_hf.server.markers import CutText, ForgedMarkerError, Markers, texts_in
+from kvboost_hf.server.rendering import Rendering
 from kvboost_hf.server.token_cache import Owner, TokenCache
 from kvboost_hf.server.turns import Turns, in_thread
 
@@ -24,24 +25,6 @@ _TRIED = 8  # characters for each token of the context: most texts have more tok
 _SEAM = 64  # tokens that may become fewer when a text goes on
 _KEPT_BYTES = 2**26  # of tokens of known parts of chats, for all clients together
 _ERROR_CHARS = 300  # of a template's error, which may quote the whole chat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendering:
-    """How a chat template writes a chat.
-
-    Args:
-        answer: Whether the start of an answer is at its end.
-        continues: The field of the last message that the answer continues, such as `"content"`; None for none.
-        arguments: Other arguments of the template.
-    """
-
-    answer: bool = True
-    continues: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-ANSWERED = Rendering()
 
 
 class Encoder:

@@ -14,7 +14,6 @@ from kvboost_hf.ngrams import common_prefix
 from kvboost_hf.server.answers import CallReaders, deltas
 from kvboost_hf.server.chat import start_chat
 from kvboost_hf.server.context import RouteContext
-from kvboost_hf.server.encoding import Rendering
 from kvboost_hf.server.errors import ApiError
 from kvboost_hf.server.jobs import Keep, TooLongError
 from kvboost_hf.server.messages_schema import Breakpoint, CountRequest, MessagesRequest
@@ -47,8 +46,7 @@ def message_routes(context: RouteContext) -> APIRouter:
     async def count(body: CountRequest, request: Request) -> dict[str, int]:
         context.require_model(body.model)
         chat = await context.read(request, lambda: body.chat)
-        salt = context.salt(request, chat.prompt_cache_key)
-        return {"input_tokens": len(await context.encode_chat(chat.messages, chat.offered, request, salt=salt))}
+        return {"input_tokens": len(await context.encode_asked(chat, request))}
 
     return router
 
@@ -92,9 +90,9 @@ async def _marks(context: RouteContext, body: MessagesRequest, chat: ChatRequest
             found.append(_Mark(ttl, None))
             continue
         messages = await context.read(request, partial(body.up_to, point))
+        part = chat.model_copy(update={"messages": messages, "add_generation_prompt": False})
         try:
-            work = context.encode_chat(messages, chat.offered, request, rendering=Rendering(answer=False), salt=salt)
-            found.append(_Mark(ttl, await work))
+            found.append(_Mark(ttl, await context.encode_asked(part, request)))
         except ApiError:  # templates may refuse half of a chat: then this one is not kept
             continue
     return found

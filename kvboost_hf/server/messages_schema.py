@@ -8,8 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError, model_validator
 
+from kvboost_hf.server.chat_messages import CalledFunction, MadeCall, Message
 from kvboost_hf.server.fields import Body, Many, Refusal, replaced
-from kvboost_hf.server.schema import MAX_STOPS, MAX_TOOLS, CalledFunction, ChatRequest, MadeCall, Message, ToolName
+from kvboost_hf.server.schema import MAX_STOPS, MAX_TOOLS, ChatRequest, ToolName
 
 _BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's with a number that changes with each request
 _BETWEEN = "\n\n"  # texts of several blocks
@@ -239,6 +240,13 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+class Thinking(Body):
+    """Whether the model reasons before its answer."""
+
+    place: ClassVar = "thinking"
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
 class Breakpoint(NamedTuple):
     """Where `cache_control` stands."""
 
@@ -260,6 +268,8 @@ class CountRequest(Body):
     tools: Annotated[Many[Annotated[OwnTool, replaced(_own_tool)]], Field(max_length=MAX_TOOLS)] | None = None
     """Tools that the client runs; those that Anthropic defines or runs are refused."""
     tool_choice: UseChoice | None = None
+    thinking: Thinking | None = None
+    """Switches reasoning on or off, where the chat template has a switch."""
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The older place of `output_config.format`."""
@@ -286,6 +296,8 @@ class CountRequest(Body):
             "messages": [message.model_dump() for message in self._messages(self.messages)],
             "tools": [tool.body for tool in self.tools or ()] or None,
         }
+        if self.thinking is not None:
+            fields["enable_thinking"] = self.thinking.type != "disabled"
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.body
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 
 from kvboost_hf.server.answers import Answer, CallReaders, Delta, deltas, large, whole
 from kvboost_hf.server.chat import start_chat
+from kvboost_hf.server.chat_messages import Message
 from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.embeddings import embed, require_embeddings
 from kvboost_hf.server.errors import refused
@@ -23,7 +24,7 @@ from kvboost_hf.server.ollama_schema import (
 )
 from kvboost_hf.server.posted import UntypedRoute
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
-from kvboost_hf.server.schema import ChatRequest, Message
+from kvboost_hf.server.schema import ChatRequest
 from kvboost_hf.server.sse import JSON_LINES, EventStream
 from kvboost_hf.server.tools import ToolCall
 
@@ -81,16 +82,16 @@ async def _prompt_ids(
         return await context.tokens(body.prompt or "", request, "prompt", new=new)
     if not body.context:
         return None
-    turn = await _turn(context, asked.messages[-1], request, new)
+    turn = await _turn(context, asked, request, new)
     return await context.tokens([*body.context, *turn], request, "context", new=new)
 
 
-async def _turn(context: RouteContext, message: Message, request: Request, new: int) -> list[int]:
+async def _turn(context: RouteContext, asked: ChatRequest, request: Request, new: int) -> list[int]:
     """The tokens that the chat template has from the end of an answer to the beginning of the next one."""
     before = [Message(role="user", content=".")]
-    opened = await context.encode_chat(before, (), request)
-    talk = [*before, Message(role="assistant", content=""), message]
-    ids = await context.encode_chat(talk, (), request, new=new)
+    opened = await context.encode_asked(asked.model_copy(update={"messages": before}), request)
+    talk = [*before, Message(role="assistant", content=""), asked.messages[-1]]
+    ids = await context.encode_asked(asked.model_copy(update={"messages": talk}), request, new=new)
     if ids[: len(opened)] != opened:
         raise refused(
             "context",

@@ -1,47 +1,13 @@
-"""Reasoning: what chat templates are told about it, and how it is found in answers by the marks around it."""
+"""Finds the reasoning of an answer by the marks around it, and lets a grammar begin behind it."""
 
-import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvboost_hf.server.jobs import Constraint
 from kvboost_hf.server.tools import Parsed, joined
-
-_NO_EFFORT = ("none", "minimal")
-# What clients must not give to a template: the arguments of its renderer, and the texts of special tokens.
-RESERVED = frozenset(
-    {
-        "messages",
-        *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-        *inspect.signature(render_jinja_template).parameters,
-        *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
-    }
-)
-
-
-def template_arguments(
-    *, thinks: bool | None, effort: str | None, given: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The arguments of a chat template that switch reasoning, as all families of models spell them.
-
-    A template ignores those that it does not read.
-
-    Args:
-        thinks: Whether the model is to reason; None to decide it by `effort`.
-        effort: How much; "none" and "minimal" switch reasoning off. None for what the template does.
-        given: Other arguments, which take precedence.
-    """
-    found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if thinks is None and effort is not None:
-        thinks = effort not in _NO_EFFORT
-    if thinks is not None:
-        found |= {"enable_thinking": thinks, "thinking": thinks}  # Qwen 3, SmolLM 3, GLM; DeepSeek, Granite
-    return found | dict(given or {})
 
 
 class Marks(NamedTuple):

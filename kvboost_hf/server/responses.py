@@ -2,14 +2,14 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvboost_hf.server.answers import CallReaders, Usage, deltas
+from kvboost_hf.server.answers import CallReaders, Delta, Usage, deltas
 from kvboost_hf.server.chat import start_chat
 from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.posted import PostedRoute
@@ -48,7 +48,9 @@ class _Reply:
     created: float = field(default_factory=time.time)
     output: list[dict[str, Any]] = field(default_factory=list)
     sequence: int = 0
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of the message that is open
+    open: str | None = None  # the type of the last item, where it may grow
+    text: str = ""  # of that one, and
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     async def whole(self) -> dict[str, Any]:
         """The whole response, as the last event has it."""
@@ -61,34 +63,25 @@ class _Reply:
         """The events of a stream."""
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
-        text: str | None = None  # of the message that is open
         reason = None
         async for delta in deltas(self.jobs, self.readers):
             reason = delta.reason or reason
-            logprobs = [self.context.logprob_body(one) for one in delta.logprobs]
-            if delta.text or logprobs:
-                if text is None:
-                    for event in self._open_message():
-                        yield event
-                text = (text or "") + delta.text
-                self.logprobs += logprobs
-                yield self._event("response.output_text.delta", **self._here, delta=delta.text, logprobs=logprobs)
-            for call in delta.calls:
-                if text is not None:
-                    for event in self._close_message(text, "completed"):
-                        yield event
-                    text = None
-                for event in self._call(call):
-                    yield event
+            for event in self._step(delta):
+                yield event
         status = "incomplete" if reason == "length" else "completed"
-        if text is None and not self.output:
-            for event in self._open_message():
-                yield event
-            text = ""
-        if text is not None:
-            for event in self._close_message(text, status):
-                yield event
+        for event in (*(() if self.output else self._open("message")), *self._close(status)):
+            yield event
         yield self._event(f"response.{status}", response=self._response(status))
+
+    def _step(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        logprobs = [self.context.logprob_body(one) for one in delta.logprobs]
+        thinking = self.open == "reasoning" or any(stream.thinking for stream in self.readers.streams)
+        yield from self._grow("reasoning", delta.reasoning)
+        if delta.text or (logprobs and not thinking):  # those of reasoning have no place
+            yield from self._grow("message", delta.text, logprobs)
+        for call in delta.calls:
+            yield from self._close("completed")
+            yield from self._call(call)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self.sequence += 1
@@ -98,25 +91,54 @@ class _Reply:
     def _here(self) -> dict[str, Any]:
         return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, "content_index": 0}
 
-    def _open_message(self) -> Iterator[dict[str, Any]]:
-        item = {
-            "id": f"msg_{uuid.uuid4().hex}",
-            "type": "message",
-            "role": "assistant",
-            "status": "in_progress",
-            "content": [],
-        }
+    def _grow(
+        self, kind: str, text: str, logprobs: Sequence[dict[str, Any]] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Add text to the last item, or to a new one where that is of another kind."""
+        if not text and not logprobs:
+            return
+        if self.open != kind:
+            yield from self._close("completed")
+            yield from self._open(kind)
+        self.text += text
+        if kind == "message":
+            self.logprobs += logprobs or ()
+            yield self._event("response.output_text.delta", **self._here, delta=text, logprobs=list(logprobs or ()))
+        else:
+            yield self._event("response.reasoning_text.delta", **self._here, delta=text)
+
+    def _open(self, kind: str) -> Iterator[dict[str, Any]]:
+        prefix, more = ("msg", {"role": "assistant"}) if kind == "message" else ("rs", {"summary": []})
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **more, "status": "in_progress", "content": []}
+        self.open, self.text, self.logprobs = kind, "", []
         self.output.append(item)
         yield self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
-        yield self._event("response.content_part.added", **self._here, part=_part("", []))
+        yield self._event("response.content_part.added", **self._here, part=self._part)
 
-    def _close_message(self, text: str, status: str) -> Iterator[dict[str, Any]]:
-        logprobs, self.logprobs = self.logprobs, []
-        part = _part(text, logprobs)
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        if self.open is None:
+            return
+        part = self._part
         self.output[-1] |= {"status": status, "content": [part]}
-        yield self._event("response.output_text.done", **self._here, text=text, logprobs=logprobs)
+        if self.open == "message":
+            yield self._event("response.output_text.done", **self._here, text=self.text, logprobs=self.logprobs)
+        else:
+            yield self._event("response.reasoning_text.done", **self._here, text=self.text)
+        self.open = None
         yield self._event("response.content_part.done", **self._here, part=part)
         yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=self.output[-1])
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        """The content of the item that is open."""
+        if self.open == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    @property
+    def _reasoning(self) -> dict[str, Any]:
+        options = self.asked.reasoning
+        return {"effort": options and options.effort, "summary": options and options.summary}
 
     def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
         item = {
@@ -161,8 +183,9 @@ class _Reply:
             "tool_choice": asked["tool_choice"] or "auto",
             "tools": asked["tools"] or [],
             "top_p": _or(self.asked.top_p, self.context.sampling.top_p),
-            "truncation": "disabled",
-            "usage": _usage(Usage.of(self.jobs.finished, 1)) if ended else None,
+            "truncation": self.asked.truncation or "disabled",
+            "reasoning": self._reasoning,
+            "usage": _usage(Usage.of(self.jobs.finished, 1, self.readers)) if ended else None,
         }
 
 
@@ -170,15 +193,11 @@ def _or(asked: float | None, default: float) -> float:
     return default if asked is None else asked
 
 
-def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
 def _usage(found: Usage) -> dict[str, Any]:
     return {
         "input_tokens": found.prompt,
         "input_tokens_details": found.details,
         "output_tokens": found.completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": found.reasoning or 0},
         "total_tokens": found.prompt + found.completion,
     }

@@ -6,19 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
+from kvboost_hf.server.chat_messages import CalledFunction, Content, MadeCall, Message
 from kvboost_hf.server.fields import Body, Many, Named, Refusal, note_ignored, replaced
-from kvboost_hf.server.schema import (
-    MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
-    CalledFunction,
-    ChatRequest,
-    Content,
-    Function,
-    Length,
-    MadeCall,
-    Message,
-    Request,
-)
+from kvboost_hf.server.schema import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Function, Length, Request
+from kvboost_hf.server.template_fields import ReasoningFields
 
 
 class SaidItem(Body):
@@ -179,7 +170,7 @@ def _with_one_head(messages: list[Message]) -> list[Message]:
     return [Message(role="system", content="\n\n".join(head.text for head in heads)), *messages[len(heads) :]]
 
 
-class ResponseRequest(Request):
+class ResponseRequest(ReasoningFields, Request):
     """A request to `/v1/responses`."""
 
     input: str | Annotated[Many[Item], Field(min_length=1)]
@@ -206,6 +197,8 @@ class ResponseRequest(Request):
     """`message.output_text.logprobs` is served; there is nothing for the others."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """More than 0 asks for log probabilities, too."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """`auto` leaves out the beginning of a prompt that is too long."""
     store: bool | None = None
     """Responses are never stored."""
     background: Annotated[Any, Refusal("responses are not stored; leave background out, and wait or stream")] = None
@@ -225,7 +218,8 @@ class ResponseRequest(Request):
             choice = {"type": "function", "function": {"name": choice.name}}
         functions = [tool.model_dump(exclude={"type"}) for tool in self.functions]
         fields = {
-            **self.model_dump(include=set(Request.model_fields)),
+            **self.model_dump(include=set(Request.model_fields) | set(ReasoningFields.model_fields)),
+            "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
             "messages": [message.model_dump() for message in _with_one_head(self._messages())],
             "max_completion_tokens": self.max_output_tokens,
             "tools": [{"type": "function", "function": function} for function in functions] or None,

@@ -1,14 +1,15 @@
 """The schemas of requests. Fields that are not here are ignored and named in a header, or refused: see `Body`."""
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvboost_hf.server.answer_form import FormFields
+from kvboost_hf.server.chat_messages import Content, Message, text_of
 from kvboost_hf.server.fields import Body, Many, Refusal, absent, replaced
 from kvboost_hf.server.jobs import Reuse
-from kvboost_hf.server.json_text import read_json
+from kvboost_hf.server.rendering import Rendering
+from kvboost_hf.server.template_fields import ReasoningFields
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
@@ -32,94 +33,6 @@ _Bias = Annotated[dict[_Token, _Added], Field(max_length=MAX_BIASES, fail_fast=T
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
-
-
-def _as_text_part(part: Any) -> Any:
-    """A part of a content as a part with text."""
-    if not isinstance(part, dict):
-        return part
-    match part.get("type"):
-        case "text" | "input_text" | "output_text" | None:
-            return part
-        case "refusal":
-            return {"text": part.get("refusal")}
-        case kind:
-            raise ValueError(f"content parts of type {kind!a} are not served; send text")
-
-
-class TextPart(Body):
-    """A piece of a message."""
-
-    place: ClassVar = "messages.content"
-    type: str | None = None
-    text: str
-    prompt_cache_breakpoint: Any = None
-    """Changes nothing: all of a prompt is stored, and found again up to the token where another one parts from it."""
-    annotations: Any = None
-    """Of an answer that is sent back; not part of the prompt."""
-    logprobs: Any = None
-    """Of an answer that is sent back; not part of the prompt."""
-
-
-Content = str | Many[Annotated[TextPart, replaced(_as_text_part)]]
-
-
-def _joined(content: Content) -> str:
-    return "".join(part.text for part in content) if isinstance(content, list) else content
-
-
-class CalledFunction(Body):
-    """The name of a called function, and its arguments as JSON text."""
-
-    place: ClassVar = "messages.tool_calls.function"
-    name: str
-    arguments: Annotated[str, replaced(lambda given: json.dumps(given) if isinstance(given, dict) else given)] = ""
-
-    @property
-    def parsed(self) -> dict[str, Any] | str:
-        """The arguments as an object; as text if they are none, as a model may have written them.
-
-        Raises:
-            LargeJsonError: they have too many parts, or too deep ones.
-        """
-        try:
-            found = read_json(self.arguments.encode())
-        except json.JSONDecodeError:
-            return self.arguments
-        return found if isinstance(found, dict) else self.arguments
-
-
-class MadeCall(Body):
-    """A call of an earlier answer."""
-
-    place: ClassVar = "messages.tool_calls"
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None
-
-
-class Message(Body):
-    """One message of a chat. Of an answer that is sent back, any other field is ignored."""
-
-    place: ClassVar = "messages"
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: Many[MadeCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="after")
-    def _said_something(self) -> "Message":
-        if self.content is None and self.role == "user":
-            raise ValueError(f"a message of role {self.role!r} must have content")
-        return self
-
-    @property
-    def text(self) -> str:
-        """The content in one piece; empty for none."""
-        return _joined(self.content or "")
 
 
 class Function(Body):
@@ -158,6 +71,22 @@ class ToolChoice(Body):
     place: ClassVar = "tool_choice"
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedNames(Body):
+    """Names the tools that may be called."""
+
+    place: ClassVar = "tool_choice.allowed_tools"
+    mode: Literal["auto", "required"]
+    tools: Annotated[Many[ToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Body):
+    """The tools that may be called; the model is told of no others."""
+
+    place: ClassVar = "tool_choice"
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
 
 
 class StreamOptions(Body):
@@ -220,6 +149,18 @@ class Sampled(FormFields, Request):
     """0 and -1 for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """Leave out the beginning of a prompt that has more tokens; -1 for as many as the context has."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the beginning of a prompt that is too long is left out."""
+        return self.truncate_prompt_tokens is not None
+
+    def truncated(self, ids: list[int]) -> list[int]:
+        """The last tokens of a prompt, as many as are asked for."""
+        most = self.truncate_prompt_tokens or 0
+        return ids[-most:] if most > 0 else ids
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -243,10 +184,31 @@ class Prediction(Body):
     @property
     def text(self) -> str:
         """The content in one piece."""
-        return _joined(self.content)
+        return text_of(self.content)
 
 
-class ChatRequest(Sampled):
+def _as_tools(given: Any) -> Any:
+    """A chat with `functions` and `function_call` as one with `tools` and `tool_choice`, besides."""
+    if not isinstance(given, dict):
+        return given
+    functions, call = given.get("functions"), given.get("function_call")
+    for older, newer in (("functions", "tools"), ("function_call", "tool_choice")):
+        if given.get(older) is not None and given.get(newer) is not None:
+            raise ValueError(f"{older} is the older form of {newer}; leave one of them out")
+    if call is not None and not functions:
+        raise ValueError("function_call needs functions")
+    found = dict(given)
+    if isinstance(functions, list):
+        found["tools"] = [{"type": "function", "function": function} for function in functions]
+    if call is not None:
+        found["tool_choice"] = {"type": "function", "function": call} if isinstance(call, dict) else call
+    return found
+
+
+_Choice = Literal["none", "auto", "required"] | ToolChoice | AllowedTools
+
+
+class ChatRequest(ReasoningFields, Sampled):
     """A request to `/v1/chat/completions`."""
 
     messages: Annotated[Many[Message], Field(min_length=1)]
@@ -255,22 +217,57 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """More than 0 asks for `logprobs`, too."""
+    functions: Annotated[Many[Function], Field(max_length=MAX_TOOLS)] | None = None
+    """An older form of `tools`: the answer has a `function_call` then."""
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+    """An older form of `tool_choice`."""
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions; other types of tools are refused."""
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Annotated[_Choice | None, replaced(lambda given: "required" if given == "any" else given)] = None
+    """`any` is another name of `required`."""
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     """Parts of it that are in the answer come faster, while the request runs alone; the answer is the same."""
+    add_generation_prompt: bool | None = None
+    """`false` leaves out the start of an answer at the end of the prompt."""
+    continue_final_message: bool | None = None
+    """The answer continues the last message, which is the assistant's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _modern(cls, given: Any) -> Any:
+        return _as_tools(given)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatRequest":
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice needs tools")
-        if isinstance(self.tool_choice, ToolChoice):
-            name = self.tool_choice.function.name
-            if name not in [tool.function.name for tool in self.tools or ()]:
-                raise ValueError(f"tool_choice must name one of tools, got {name!r}")
+        known = [tool.function.name for tool in self.tools or ()]
+        wrong = next((name for name in self._chosen if name not in known), None)
+        if wrong is not None:
+            raise ValueError(f"tool_choice must name one of tools, got {wrong!r}")
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise ValueError("continue_final_message needs add_generation_prompt to be false; leave that out")
+            if self.messages[-1].role != "assistant" or self.messages[-1].calls:
+                raise ValueError("continue_final_message needs a last message of the assistant, without calls")
         return self
+
+    @property
+    def _chosen(self) -> list[str]:
+        """The tools that `tool_choice` names."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return [self.tool_choice.function.name] if isinstance(self.tool_choice, ToolChoice) else []
+
+    @property
+    def rendering(self) -> Rendering:
+        """How the chat template writes this chat."""
+        continues, last = None, self.messages[-1]
+        if self.continue_final_message:
+            continues = "reasoning_content" if last.thoughts and not last.text else "content"
+        answer = continues is None and self.add_generation_prompt is not False
+        return Rendering(answer=answer, continues=continues, arguments=self.template_arguments)
 
     @property
     def reported(self) -> int | None:
@@ -280,11 +277,15 @@ class ChatRequest(Sampled):
     @property
     def must_call(self) -> bool:
         """Whether the answer has to be a call of a tool."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice not in (None, "none", "auto")
 
     @property
     def offered(self) -> list[Tool]:
         """The tools that the model is told of."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool for tool in self.tools or () if tool.function.name in self._chosen]
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
 
@@ -328,6 +329,10 @@ class CompletionRequest(Sampled):
     echo: bool | None = None
     """Begin the answer with the prompt; with `logprobs`, with the log probabilities of its tokens, too: all of it is
     computed then, without reuse."""
+    suffix: str | None = None
+    """The text behind the answer, for models with tokens to fill in the middle; not with prompts of tokens."""
+    add_special_tokens: bool | None = None
+    """`false` leaves out what the tokenizer puts around a text, such as a token that begins it."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Compute so many answers, and return the `n` with the highest mean log probability of their tokens."""
 
@@ -341,6 +346,8 @@ class CompletionRequest(Sampled):
             raise ValueError(f"best_of must be n, {self.answers}, in a stream, got {self.best_of}; leave one out")
         if not self.prompts:
             raise ValueError("prompt must not be an empty list")
+        if self.suffix and not isinstance(self.prompts[0], str):
+            raise ValueError("suffix needs prompts of text, got tokens")
         return self
 
     @property

@@ -217,8 +217,11 @@ class ToolCallStream:
 
     Args:
         tokenizer: Of the model.
-        tools: That were offered.
+        tools: That were offered. Without any, calls of a response template stay text.
         prefix: The prompt's text; a response template needs it where the prompt begins the answer.
+
+    Attributes:
+        thinking: Whether the next text is reasoning, as a response template marks it.
 
     Raises:
         ValueError: the chat template has no place for tools, or it is not known how the model writes calls.
@@ -236,13 +239,17 @@ class ToolCallStream:
             prefix, self._marker = "", known.marker
             if not known.marked:
                 self._names = {tool["function"]["name"] for tool in tools}
-        else:
+        elif tools:
             _chat_template(tokenizer, tools)
+        else:
+            self._template = _without_calls(tokenizer.response_template)
         self._parser = self._new_parser(prefix)
         self._untold = ""  # what came since, as it is
         self._spaces = ""  # held back
         self._called = False  # nothing but space since the last call
         self._calling = False  # in a call that has not ended
+        self.thinking = False
+        self._follow(self._parser.initial_events)
 
     def push(self, text: str) -> Parsed:
         """Add text; returns what is certain now and was not before."""
@@ -295,6 +302,7 @@ class ToolCallStream:
         content, reasoning, calls = "", "", list[ToolCall]()
         for event in events:
             kind, field = event["type"], event["field"]
+            self._follow([event])
             if field.endswith("tool_calls"):
                 self._calling = kind != "region_close"
             if kind == "region_chunk" and field == "content":
@@ -308,6 +316,10 @@ class ToolCallStream:
             if kind == "region_close" and field != "content":  # which the next call may bring about
                 self._untold = self._marker if self._marker and self._untold.endswith(self._marker) else ""
         return Parsed(content, tuple(calls), reasoning)
+
+    def _follow(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            self.thinking = event["field"] in _REASONING_FIELDS and event["type"] != "region_close"
 
     def _content(self, text: str) -> str:
         """`text` behind the white space that was held back, but for the white space at its end."""
@@ -336,6 +348,11 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) ->
             "Leave `tools` out, or load a tokenizer with such a template."
         )
     return template
+
+
+def _without_calls(template: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {name: field for name, field in template["fields"].items() if not name.endswith("tool_calls")}
+    return {**template, "fields": fields}
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import anyio
 from fastapi import APIRouter, Request
 
 from kvboost_hf.server.context import RouteContext
-from kvboost_hf.server.encoding import Rendering
 from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions
 from kvboost_hf.server.posted import PostedRoute
+from kvboost_hf.server.rendering import Rendering
 from kvboost_hf.server.request_jobs import RequestJobs, unless_gone
 from kvboost_hf.server.schema import WarmRequest
 

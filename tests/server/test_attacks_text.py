@@ -19,11 +19,12 @@ from transformers import PreTrainedTokenizerFast
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.server import encoding
-from kvboost_hf.server.encoding import Encoder, Rendering
+from kvboost_hf.server.encoding import Encoder
 from kvboost_hf.server.errors import ApiError
 from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions, TooLongError
 from kvboost_hf.server.lengths import UNSURE_CHARS, Reach, reach_of
 from kvboost_hf.server.markers import Markers
+from kvboost_hf.server.rendering import Rendering
 from kvboost_hf.server.turns import Turns
 from kvboost_hf.server.worker import ModelEngine
 from tests.server.conftest import Listening, Serve
