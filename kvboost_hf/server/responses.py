@@ -109,7 +109,13 @@ class _Reply:
 
     def _open(self, kind: str) -> Iterator[dict[str, Any]]:
         prefix, more = ("msg", {"role": "assistant"}) if kind == "message" else ("rs", {"summary": []})
-        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **more, "status": "in_progress", "content": []}
+        item: dict[str, Any] = {
+            "id": f"{prefix}_{uuid.uuid4().hex}",
+            "type": kind,
+            **more,
+            "status": "in_progress",
+            "content": [],
+        }
         self.open, self.text, self.logprobs = kind, "", []
         self.output.append(item)
         yield self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
@@ -133,7 +139,7 @@ class _Reply:
         """The content of the item that is open."""
         if self.open == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     @property
     def _reasoning(self) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""The reasoning of an answer is found however its text is cut, and a grammar begins behind it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvboost_hf.server.reasoning import AfterReasoning, Marks, ReasoningReader
+from kvboost_hf.server.tools import Parsed, ToolCallStream, joined
+from tests.unit.test_server_tools import ADD, TEMPLATES, TOOLS, cuts, tokenizer_for, told
+
+THINK = Marks("<think>", "</think>")
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("opened", "text", "reasoning", "content"),
+    [
+        (False, "<think>\nSo.\n\nIt is.\n</think>\n\nYes. ", "So.\n\nIt is.", "Yes. "),
+        (False, " \n<think></think>Yes.", "", "Yes."),
+        (False, "<think>So", "So", ""),
+        (False, "<think>a </thin", "a </thin", ""),
+        (False, "Yes.", "", "Yes."),
+        (False, "  Yes. <think>no</think>", "", "  Yes. <think>no</think>"),  # what comes later is text
+        (False, "<thing>", "", "<thing>"),
+        (False, "<thi", "", "<thi"),
+        (False, "", "", ""),
+        (True, "\nSo.</think>Yes.</think>", "So.", "Yes.</think>"),
+        (True, "a < b </think>\n<think>", "a < b", "<think>"),
+        (True, "", "", ""),
+    ],
+)
+def test_reasoning_and_the_text_behind_it(opened: bool, text: str, reasoning: str, content: str) -> None:
+    for pieces in cuts(text):
+        reader = ReasoningReader(THINK, opened=opened)
+        parts = [*map(reader.push, pieces), reader.finish(cut=True)]
+        assert joined(parts) == Parsed(content, (), reasoning)
+
+
+def test_reasoning_comes_as_early_as_it_is_sure() -> None:
+    reader = ReasoningReader(THINK, opened=False)
+    found = [
+        (reader.push(text)[::2], reader.thinking) for text in ("<th", "ink>", "\n So", " it </", "b>", "</think>")
+    ]
+    assert found == [
+        (("", ""), False),
+        (("", ""), True),
+        (("", "So"), True),
+        (("", " it"), True),
+        (("", " </b>"), True),
+        (("", ""), False),
+    ]
+
+
+def test_calls_behind_reasoning() -> None:
+    """A call in the reasoning is none."""
+    tokenizer = tokenizer_for(TEMPLATES["hermes"])
+    for pieces in cuts(f"I could {CALL}, so:</think>\nI add. {CALL}"):
+        reader = ReasoningReader(THINK, opened=True, rest=ToolCallStream(tokenizer, TOOLS))
+        parsed = joined([*map(reader.push, pieces), reader.finish()])
+        assert told(parsed) == ("I add.", [ADD])
+        assert parsed.reasoning == f"I could {CALL}, so:"
+
+
+class _Yes:
+    """Allows token 3, once."""
+
+    finished = False
+
+    def allowed(self) -> Tensor:
+        return torch.arange(8) == 3
+
+    def advance(self, token: int) -> None:
+        assert token == 3
+        self.finished = True
+
+
+def test_a_grammar_begins_behind_the_reasoning() -> None:
+    constraint = AfterReasoning(_Yes(), close=5, ends=[7], vocab_size=8)
+    for token in (1, 3, 0):
+        assert constraint.allowed().tolist() == [True] * 7 + [False]  # reasoning must end
+        constraint.advance(token)
+        assert not constraint.finished
+    constraint.advance(5)
+    assert constraint.allowed().nonzero().tolist() == [[3]]
+    constraint.advance(3)
+    assert constraint.finished
