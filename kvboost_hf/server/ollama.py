@@ -15,6 +15,7 @@ from kvboost_hf.server.chat_messages import Message
 from kvboost_hf.server.context import RouteContext
 from kvboost_hf.server.embeddings import embed, require_embeddings
 from kvboost_hf.server.errors import refused
+from kvboost_hf.server.infilling import filled
 from kvboost_hf.server.jobs import Finished
 from kvboost_hf.server.ollama_schema import (
     OllamaChatRequest,
@@ -77,9 +78,10 @@ async def _prompt_ids(
     context: RouteContext, body: OllamaGenerateRequest, asked: ChatRequest, request: Request
 ) -> list[int] | None:
     """The tokens of a prompt that is no whole chat; None for one that is."""
-    new = asked.max_tokens or 1
-    if body.raw:
-        return await context.tokens(body.prompt or "", request, "prompt", new=new)
+    new, prompt = asked.max_tokens or 1, body.prompt or ""
+    if body.raw or body.suffix:
+        prompt = filled(context.tokenizer, prompt, body.suffix) if body.suffix else prompt
+        return await context.tokens(prompt, request, "prompt", new=new)
     if not body.context:
         return None
     turn = await _turn(context, asked, request, new)
@@ -138,7 +140,7 @@ class _Reply:
     def _end(self, reason: str | None) -> dict[str, Any]:
         finished = self.jobs.finished[0]
         told = {"done": True, "done_reason": "length" if reason == "length" else "stop"} | _figures(finished)
-        if isinstance(self.asked, OllamaGenerateRequest) and not self.asked.raw:
+        if isinstance(self.asked, OllamaGenerateRequest) and not (self.asked.raw or self.asked.suffix):
             answer = finished.ids[:-1] if finished.ids and finished.ids[-1] in self.context.ends else finished.ids
             told["context"] = [*self.jobs.first.ids, *answer]
         return told

@@ -142,12 +142,13 @@ class OllamaGenerateRequest(_Asked):
     """Take the prompt as it is, without the chat template."""
     images: _Images = None
     template: Annotated[Any, Refusal("the model's chat template is used; pass raw to write your own")] = None
-    suffix: Annotated[Any, Refusal("answers continue the prompt; leave suffix out")] = None
+    suffix: str | None = None
+    """The text behind the answer, for models with tokens to fill in the middle; without the chat template."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "OllamaGenerateRequest":
-        if self.raw and (self.system or self.context):
-            raise ValueError("a raw prompt has all text itself; leave out system and context, or raw")
+        if (self.raw or self.suffix) and (self.system or self.context):
+            raise ValueError("a raw prompt has all text itself; leave out system and context, or raw and suffix")
         return self
 
     @property

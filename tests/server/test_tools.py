@@ -241,3 +241,74 @@ def test_a_constraint_knows_all_columns_of_the_logits(at: Listening, engine: Fak
     constraint = engine.job.options.constraint
     assert constraint is not None
     assert len(constraint.allowed()) == engine.vocab_size == 1472
+
+
+OLDER = [tool["function"] for tool in TOOLS]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_are_an_older_form_of_tools(at: Listening, engine: FakeEngine, tokenizer: Any, stream: bool) -> None:
+    engine.says = ("I look. ", LOOK, TOUCH)
+    told = _ask(at, functions=OLDER, function_call="auto", stream=stream)
+    choices = [chunk.choices[0] for chunk in told] if stream else [told.choices[0]]
+    messages = [choice.delta if stream else choice.message for choice in choices]
+    [call] = [message.function_call for message in messages if message.function_call]
+    assert (call.name, json.loads(call.arguments)) == ("look", {"at": "lamp"})
+    assert not any(message.tool_calls for message in messages)
+    assert choices[-1].finish_reason == "function_call"
+    assert list(engine.job.ids) == tokenizer.apply_chat_template(
+        ASK, tools=TOOLS, add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_functions_in_the_history(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    made: list[Any] = [
+        {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}},
+        {"role": "function", "name": "look", "content": "it is on"},
+    ]
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = "{% for m in messages %}{{ m }}\n{% endfor %}{{ tools }}<tool_call>{name}"
+    try:
+        _ask(at, messages=[*ASK, *made], functions=OLDER)
+    finally:
+        tokenizer.chat_template = plain
+    text = tokenizer.decode(engine.job.ids)
+    assert "'function': {'name': 'look', 'arguments': {}}" in text
+    assert "{'role': 'tool', 'content': 'it is on', 'name': 'look'}" in text
+
+
+def test_a_function_that_must_be_called(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    engine.says = (TOUCH,)
+    assert _ask(at, functions=OLDER, function_call={"name": "touch"}).choices[0].message.function_call.name == "touch"
+    assert _follow(engine.job.options.constraint, tokenizer, TOUCH)
+    _ask(at, functions=OLDER, function_call="none")
+    assert engine.job.options.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"functions": OLDER, "tools": TOOLS}, "functions is the older form of tools"),
+        ({"functions": OLDER, "function_call": "auto", "tool_choice": "auto"}, "older form of tool_choice"),
+        ({"function_call": "auto"}, "function_call needs functions"),
+        ({"functions": OLDER, "function_call": {"name": "taste"}}, "got 'taste'"),
+        ({"functions": [{"name": "a b"}]}, "functions.0.name"),
+    ],
+)
+def test_older_forms_that_do_not_fit(at: Listening, change: Any, says: str) -> None:
+    with pytest.raises(openai.BadRequestError) as told:
+        _ask(at, **change)
+    assert says in told.value.message
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_are_allowed(at: Listening, engine: FakeEngine, tokenizer: Any, mode: str) -> None:
+    engine.says = (TOUCH,)
+    named = [{"type": "function", "function": {"name": "touch"}}]
+    _ask(at, tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}})
+    shown = tokenizer.apply_chat_template(ASK, tools=TOOLS[1:], add_generation_prompt=True, return_dict=False)
+    assert list(engine.job.ids) == shown
+    if mode == "required":
+        assert _follow(engine.job.options.constraint, tokenizer, TOUCH)
+        _ask(at, tools=TOOLS, tool_choice="any")
+        assert _follow(engine.job.options.constraint, tokenizer, LOOK)
