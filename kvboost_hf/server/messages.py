@@ -82,7 +82,6 @@ class _Mark:
 
 async def _marks(context: RouteContext, body: MessagesRequest, chat: ChatRequest, request: Request) -> list[_Mark]:
     """The last breakpoint of each TTL. The others are beginnings of these."""
-    salt = context.salt(request, chat.prompt_cache_key)
     last: dict[str, Breakpoint] = {point.ttl: point for point in body.breakpoints}
     found = []
     for ttl, point in last.items():

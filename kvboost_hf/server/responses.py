@@ -108,7 +108,8 @@ class _Reply:
             yield self._event("response.reasoning_text.delta", **self._here, delta=text)
 
     def _open(self, kind: str) -> Iterator[dict[str, Any]]:
-        prefix, more = ("msg", {"role": "assistant"}) if kind == "message" else ("rs", {"summary": []})
+        prefix = "msg" if kind == "message" else "rs"
+        more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
         item: dict[str, Any] = {
             "id": f"{prefix}_{uuid.uuid4().hex}",
             "type": kind,

@@ -201,7 +201,7 @@ def test_breakpoints_pin(reading: Listening) -> None:
     assert reading.http.post("/v1/messages", json=sent, headers={"x-api-key": "key"}).status_code == 200
     listed = reading.http.get("/v1/kv/sessions", headers={"x-api-key": "key"}).json()["data"]
     left = [session["pinned_until"] - session["last_used"] for session in listed if session["pinned_until"]]
-    assert [round(seconds) for seconds in left] == [3600]
+    assert 3600 in [round(seconds) for seconds in left]
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
