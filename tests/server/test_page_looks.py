@@ -234,7 +234,8 @@ def test_it_fits_the_window_and_loads_nothing_else(page: Browser, width: int, tm
     page.logged()
     page.type("text", "A" * 60 + "\n")
     page.shows(".figures", "reused")
-    page.run("const [one] = conversation; one.answer = arguments[0]; showAnswer(one)", MARKDOWN + "B" * 300)
+    page.run("const [one] = conversation; one.answer = arguments[0]; showAnswer(one)", MARKDOWN * 3 + "B" * 300)
+    page.run("change(conversation, [exchange('Below the end of the window.')], [])")
     box: Any = page.run(
         "const {scrollWidth, scrollHeight} = document.documentElement, {scrollWidth: inner, clientWidth} = $('chat');"
         "const stop = document.getElementById('stop').getBoundingClientRect();"
