@@ -95,7 +95,7 @@ def test_the_middle_of_a_text(engine: FakeEngine, marks: tuple[str, ...], filled
     with listening(make_app(engine, tokenizer, SETTINGS)) as at:
         body = {"prompt": "def {x}", "suffix": " end", "echo": True}
         told = at.http.post("/v1/completions", json=body).json()
-    assert tokenizer.decode(engine.job.ids) == filled
+    assert tokenizer.decode([*engine.job.ids]) == filled
     assert sum(token in tokenizer.convert_tokens_to_ids(list(marks)) for token in engine.job.ids) == len(marks)
     assert told["choices"][0]["text"].startswith("def {x}Anna")
 

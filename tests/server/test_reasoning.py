@@ -83,7 +83,7 @@ def _prompt(engine: FakeEngine) -> str:
 
 
 def test_reasoning_is_apart(family: Family, engine: FakeEngine) -> None:
-    for tools in ([], TOOLS):
+    for tools in list[Any]([]), TOOLS:
         told = _chat(family("qwen"), tools=tools)
         message = told["choices"][0]["message"]
         assert (message["content"], message["reasoning_content"]) == ("Anna.", "So it is.")
