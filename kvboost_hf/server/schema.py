@@ -205,7 +205,7 @@ def _as_tools(given: Any) -> Any:
     return found
 
 
-_Choice = Literal["none", "auto", "required"] | ToolChoice | AllowedTools
+_Choice = Literal["none", "auto", "required"] | Annotated[ToolChoice | AllowedTools, Field(discriminator="type")]
 
 
 class ChatRequest(ReasoningFields, Sampled):

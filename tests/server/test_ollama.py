@@ -193,7 +193,7 @@ def test_requests_without_a_prompt_load_and_unload(
         ("/api/chat", CHAT | {"format": "yaml"}, 400, "format"),
         ("/api/chat", CHAT | {"format": {"type": "object", "not": {}}}, 400, "not"),
         ("/api/chat", CHAT | {"tools": [{"type": "web"}]}, 400, "tools.0.type"),
-        ("/api/generate", GENERATE | {"suffix": "s"}, 400, "suffix: "),
+        ("/api/generate", GENERATE | {"suffix": "s"}, 400, "Leave suffix out"),
         ("/api/generate", GENERATE | {"template": "t"}, 400, "template: "),
         ("/api/generate", GENERATE | {"context": [1, 10**6]}, 400, "Tokens must be from 0 to 1471, got 1000000"),
         ("/api/generate", GENERATE | {"context": ["a"]}, 400, "context.0"),
