@@ -60,7 +60,7 @@ async def start_chat(
     context.require_model(body.model)
     choices = context.require_choices(body.n or 1)
     asked = body.max_completion_tokens or body.max_tokens
-    salt = context.salt(request, body.prompt_cache_key)
+    salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
     if ids is None:
         ids = await context.encode_asked(body, request, new=asked or 1)
     reading = reading_of(context, body, ids)

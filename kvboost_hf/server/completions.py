@@ -44,7 +44,7 @@ async def _jobs(context: RouteContext, body: CompletionRequest, request: Request
     prompts = [await _prompt(context, body, prompt, request, most) for prompt in body.prompts]
     told = sum(len(ids) for ids in prompts) if body.echo else 0
     context.require_few_logprobs(answers * (told + len(prompts) * most), body.logprobs)
-    salt = context.salt(request, body.prompt_cache_key)
+    salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
     constraints = iter(await constraints_of(context, body, request, salt, answers * len(prompts)))
     jobs = []
     for ids in prompts:

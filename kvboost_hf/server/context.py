@@ -151,7 +151,7 @@ class RouteContext:
             request,
             new=new,
             rendering=body.rendering,
-            salt=self.salt(request, body.prompt_cache_key),
+            salt=self.salt(request, body.prompt_cache_key, body.cache_salt),
             truncates=body.truncates,
         )
         return body.truncated(ids)
@@ -229,9 +229,9 @@ class RouteContext:
         most = self.engine.max_model_len if self.settings.max_model_len is None else self.settings.max_model_len
         return min(wanted, max(1, most - len(ids)))
 
-    def salt(self, request: Request, cache_key: str | None) -> bytes:
-        """The salt of a request, which separates K/V by API key and `prompt_cache_key`."""
-        return prompt_salt(self.settings.salt, request.scope.get("api_key"), cache_key)
+    def salt(self, request: Request, cache_key: str | None, cache_salt: str | None = None) -> bytes:
+        """The salt of a request, which separates K/V by API key, `prompt_cache_key` and `cache_salt`."""
+        return prompt_salt(self.settings.salt, request.scope.get("api_key"), cache_key, cache_salt)
 
     def job(
         self,

@@ -47,18 +47,21 @@ def require_closed(path: Path, what: str) -> None:
         )
 
 
-def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None) -> bytes:
+def prompt_salt(salt: str, api_key: str | None, cache_key: str | None = None, cache_salt: str | None = None) -> bytes:
     """The salt that separates the K/V of clients who must not find each other's prompts.
 
     Args:
         salt: Of the server, or of what is warmed for it.
         api_key: Who asks; None where nobody needs a key.
         cache_key: A request's `prompt_cache_key`.
+        cache_salt: A request's `cache_salt`.
 
     Returns:
         For caches and stores; that of a `ChunkStore` without one if there is nothing to tell apart.
     """
-    if api_key is None and cache_key is None:
+    if api_key is None and cache_key is None and cache_salt is None:
         return salt.encode()
-    told = (api_key, cache_key, salt) if salt else (api_key, cache_key)
+    told: tuple[str | None, ...] = (api_key, cache_key, salt) if salt else (api_key, cache_key)
+    if cache_salt is not None:
+        told = (*told, "cache_salt", cache_salt)  # K/V that was stored without one stays found
     return hashlib.sha256(repr(told).encode()).digest()

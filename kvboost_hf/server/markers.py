@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, Unigram, WordLevel
 
 Span = tuple[int, int]  # from, up to
 
@@ -187,6 +187,23 @@ def texts_in(given: Any) -> Iterator[str]:
             yield from texts_in(one)
 
 
+def forget_words(tokenizer: Any) -> bool:
+    """Empty the memory of a tokenizer. It encodes words faster that it has encoded before, so that time tells them.
+
+    Args:
+        tokenizer: Of transformers, or of the tokenizers package.
+
+    Returns:
+        False where it cannot be emptied.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(backend, Tokenizer):
+        return False
+    if isinstance(backend.model, BPE | Unigram):  # the others have none
+        backend.model._clear_cache()
+    return True
+
+
 class _Apart:
     """A tokenizer for which special tokens are text, and other texts, that nobody can guess, those tokens."""
 
@@ -216,6 +233,7 @@ class _Apart:
         for start, stop in markers:
             pieces += [text[end:start], self._names[text[start:stop]]]
             end = stop
+        forget_words(self._backend)
         found = self._backend.encode_batch(["".join([*pieces, text[end:]])], add_special_tokens=False)[0]
         return [self._ids.get(token, token) for token in found.ids]
 

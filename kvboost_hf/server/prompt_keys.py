@@ -16,7 +16,7 @@ def prompt_keys(body: bytes, authorization: str = "") -> list[bytes]:
 
     Args:
         body: Of a request to any route of the server.
-        authorization: What clients are told apart by, besides the body's `prompt_cache_key`.
+        authorization: What clients are told apart by, besides the body's `prompt_cache_key` and `cache_salt`.
 
     Returns:
         One for each 256 characters; none for what is no JSON object, which the server will refuse.
@@ -29,7 +29,8 @@ def prompt_keys(body: bytes, authorization: str = "") -> list[bytes]:
         return []
     text = json.dumps([asked[name] for name in _FIELDS if asked.get(name) is not None])
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-    key = root_key(b"text", repr((authorization, asked.get("prompt_cache_key"))).encode())
+    owner = (authorization, *(asked.get(name) for name in ("prompt_cache_key", "cache_salt")))
+    key = root_key(b"text", repr(owner).encode())
     keys: list[bytes] = []
     start = 0
     while (cut := _CUTS.next_cut(tokens, start)) is not None:

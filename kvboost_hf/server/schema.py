@@ -109,6 +109,8 @@ class Request(Body):
     """Server-sent events."""
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     """Requests share K/V only with requests of the same key."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Requests share K/V only with requests of the same salt, as in vLLM."""
     modalities: Annotated[Any, Refusal("answers are text; leave modalities out, or pass ['text']", ["text"])] = None
     audio: Annotated[Any, Refusal("answers are text; leave audio out")] = None
     web_search_options: Annotated[Any, Refusal("the server searches nothing; offer a tool that does")] = None
@@ -387,6 +389,8 @@ class WarmRequest(Body):
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """As in requests for answers."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "WarmRequest":

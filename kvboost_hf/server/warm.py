@@ -21,7 +21,7 @@ def warm_routes(context: RouteContext) -> APIRouter:
 
     @router.post("/v1/warm")
     async def warm(body: WarmRequest, request: Request) -> dict[str, Any]:
-        salt = context.salt(request, body.prompt_cache_key)
+        salt = context.salt(request, body.prompt_cache_key, body.cache_salt)
         if body.messages is not None:
             rendering = Rendering(answer=False)
             work = context.encode_chat(body.messages, body.tools or (), request, new=0, rendering=rendering, salt=salt)

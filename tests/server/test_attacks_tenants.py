@@ -1,5 +1,6 @@
 """Attacks by one who has a key on those who have others: none reads their prompts, or keeps them from being served."""
 
+import asyncio
 import json
 import random
 import statistics
@@ -12,9 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.server.encoding import Encoder
+from kvboost_hf.server.markers import Markers
 from kvboost_hf.server.worker import ModelEngine
 from tests.server.conftest import Listening, Serve
 
@@ -206,6 +213,82 @@ def test_time_to_compile_tells_nothing(tenants: Tenants) -> None:
 
     assert told(own, 3) > 0.8
     assert 0.2 < told(trial, 4) < 0.8
+
+
+def test_what_another_key_has_sent_is_cold(tenants: Tenants) -> None:
+    """The same prompt and schema, counted: nothing reused, and as many tokens computed, as if nobody had sent it."""
+    one, two, engine = tenants()
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string", "maxLength": 4}}}
+    messages = [{"role": "user", "content": text(random.Random(9))}]
+    counts = []
+    for key in (one, two, two):
+        before = engine.stats()
+        answer = key.chat(messages=messages, response_format=schema).json()
+        after = engine.stats()
+        computed, cached = (after[name] - before[name] for name in ("computed_tokens", "cached_tokens"))
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        counts.append((computed, cached))
+    assert counts[0] == counts[1]
+    assert counts[0][1] == 0
+    assert counts[2][1] > 200  # its own it finds
+
+
+LETTERS = "abcdefgh"
+
+
+def many_merges() -> PreTrainedTokenizerFast:
+    """A tokenizer with all words of two and four of eight letters."""
+    pairs = [(one, other) for one in LETTERS for other in LETTERS]
+    words_of_two = ["".join(pair) for pair in pairs]
+    merges = pairs + [(one, other) for one in words_of_two for other in words_of_two]
+    words = ["<s>", *LETTERS, *("".join(merge) for merge in merges)]
+    made = Tokenizer(BPE({word: n for n, word in enumerate(words)}, merges, unk_token="<s>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<s>")
+
+
+def test_time_to_encode_tells_nothing() -> None:
+    """Tokenizers remember some thousands of words that they have encoded."""
+    tokenizer = many_merges()
+
+    def words(secret: str) -> str:
+        rng = random.Random(secret)
+        return " ".join("".join(rng.choices(LETTERS, k=12)) for _ in range(150))
+
+    def seconds(encode: Callable[[str], object], guess: str) -> float:
+        asked = words(guess)
+        start = time.perf_counter()
+        encode(asked)
+        return time.perf_counter() - start
+
+    def told_to(client: bytes, seed: int) -> float:
+        encoder = Encoder(tokenizer, context=2**31, truncates=False, max_waiting=8)
+
+        async def encoded(guess: str, client: bytes) -> float:
+            async with encoder._place(client, 0) as found:
+                return seconds(found.encode, guess)
+
+        def trial(secret: str, guess: str) -> float:
+            asyncio.run(encoded(secret, b"one"))
+            asyncio.run(encoded(secret + guess, client))  # what the processor itself remembers is not measured
+            return asyncio.run(encoded(guess, client))
+
+        return told(trial, seed)
+
+    def told_apart(seed: int) -> float:
+        """Texts with special tokens, which another tokenizer encodes."""
+        encode = partial(Markers(tokenizer).encode, markers=[])
+
+        def trial(secret: str, guess: str) -> float:
+            seconds(encode, secret)
+            seconds(encode, secret + guess)
+            return seconds(encode, guess)
+
+        return told(trial, seed)
+
+    assert told_to(b"one", 1) > 0.65  # it would be noticed
+    assert 0.2 < told_to(b"two", 2) < 0.8
+    assert 0.2 < told_apart(3) < 0.8
 
 
 def test_the_order_of_answers_tells_nothing(tenants: Tenants) -> None:

@@ -175,6 +175,28 @@ def test_an_answer_goes_back_as_it_came(at: Listening, engine: FakeEngine) -> No
     assert at.openai.chat.completions.create(model="reader", messages=again).choices[0].message.content
 
 
+def test_cache_salts_keep_caches_apart(serve: Serve, engine: FakeEngine) -> None:
+    """As vLLM's field of the name, in all routes for text; beside `prompt_cache_key`, which is told from it."""
+    at = serve(engine, salt="server")
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": ASK},
+        "completions": {"prompt": "Who?"},
+        "responses": {"input": "Who?"},
+        "warm": {"texts": ["Who?"]},
+    }
+    for route, body in bodies.items():
+        salts = set()
+        for more in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"prompt_cache_key": "a"}):
+            model = {} if route == "warm" else {"model": "reader"}
+            assert at.http.post(f"/v1/{route}", json={**model, **body, **more}).status_code == 200
+            salts.add(engine.job.salt)
+        assert len(salts) == 4, route
+        assert b"server" in salts
+    refused = at.http.post("/v1/completions", json={"model": "reader", "prompt": "Who?", "cache_salt": ""})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "cache_salt"
+
+
 def test_prompt_cache_keys_and_api_keys_keep_caches_apart(serve: Serve, engine: FakeEngine) -> None:
     at = serve(engine, api_keys=("one", "two"))
     salts = set()

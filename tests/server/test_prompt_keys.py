@@ -25,6 +25,7 @@ def test_what_is_apart_for_the_store_is_apart() -> None:
     keys = [
         prompt_keys(_chat("a" * 600)),
         prompt_keys(_chat("a" * 600, prompt_cache_key="k")),
+        prompt_keys(_chat("a" * 600, cache_salt="k")),
         prompt_keys(_chat("a" * 600), "Bearer one"),
         prompt_keys(_chat("a" * 600, tools=[{"type": "function"}])),
     ]
