@@ -238,6 +238,8 @@ class OutputConfig(Body):
 
     place: ClassVar = "output_config"
     format: OutputFormat | None = None
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    """Given to the chat template as `reasoning_effort`."""
 
 
 class Thinking(Body):
@@ -296,6 +298,8 @@ class CountRequest(Body):
             "messages": [message.model_dump() for message in self._messages(self.messages)],
             "tools": [tool.body for tool in self.tools or ()] or None,
         }
+        if self.output_config is not None:
+            fields["reasoning_effort"] = self.output_config.effort
         if self.thinking is not None:
             fields["enable_thinking"] = self.thinking.type != "disabled"
         if self.tool_choice is not None:
