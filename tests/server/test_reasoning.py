@@ -83,8 +83,8 @@ def _prompt(engine: FakeEngine) -> str:
 
 
 def test_reasoning_is_apart(family: Family, engine: FakeEngine) -> None:
-    for tools in list[Any]([]), TOOLS:
-        told = _chat(family("qwen"), tools=tools)
+    for change in ({}, {"tools": TOOLS}):
+        told = _chat(family("qwen"), **change)
         message = told["choices"][0]["message"]
         assert (message["content"], message["reasoning_content"]) == ("Anna.", "So it is.")
         assert message["reasoning"] == message["reasoning_content"]
