@@ -272,9 +272,9 @@ def test_time_to_encode_tells_nothing() -> None:
         markers = Markers(tokenizer)  # they encode texts with special tokens, for all keys
         for name in ("apart, first", "apart, again"):
             times[name].append(seconds(partial(markers.encode, markers=[]), asked))
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    assert medians["sent by another key"] > 1.6 * medians["sent by the same key"]
-    assert medians["apart, again"] > 1.6 * medians["sent by the same key"]
+    least = {name: min(found) for name, found in times.items()}
+    assert least["sent by another key"] > 1.3 * least["sent by the same key"]
+    assert least["apart, again"] > 1.3 * least["sent by the same key"]
 
 
 def test_the_order_of_answers_tells_nothing(tenants: Tenants) -> None:

@@ -3,6 +3,7 @@
 import os
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -12,15 +13,17 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
+from kvboost_hf.cache.tiers.base import Entry, Tier
 from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cache.tiers.filesystem import FilesystemTier
+from kvboost_hf.cache.tiers.record import Blob
 from kvboost_hf.cache.tiers.sealed import SealedTier, read_tier_key
 from kvboost_hf.cli import main
 from kvboost_hf.engine.settings import EngineSettings
 from tests.conftest import as_inputs
 from tests.forged import Forged, change_all
 from tests.parity.test_tiers import BASE, fill, generate, restart, serve
-from tests.tier_contract import OpenTier, TierContract, make_blob, make_entry
+from tests.tier_contract import OTHER_MODEL, OpenTier, TierContract, make_blob, make_entry
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 COUNT = 5  # chunks of `BASE`
@@ -69,14 +72,56 @@ def test_what_has_no_seal_is_deleted(inner: DiskTier, size: int) -> None:
     assert tier.stats()["forged"] == 1
 
 
-def test_a_blob_is_sealed_for_its_own_key(inner: DiskTier) -> None:
-    tier, one, other = SealedTier(inner, KEY), make_entry(1), make_entry(2)
+@pytest.mark.parametrize("other", [make_entry(2), make_entry(2, model=OTHER_MODEL, root=b"other" * 4)])
+def test_a_blob_is_sealed_for_its_own_key(inner: DiskTier, other: Entry) -> None:
+    """Another chunk, of the same model or of another one."""
+    tier, one = SealedTier(inner, KEY), make_entry(1)
     tier.write(one, make_blob(one))
     sealed = inner.read(one.key)
     assert sealed is not None
     inner.write(other, [sealed])
     assert tier.read(other.key) is None
+    assert tier.stats()["forged"] == 1
     assert tier.read(one.key) is not None
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+@pytest.mark.parametrize("size", [0, 31, 32, 100, 3000, 3031])
+def test_a_part_of_a_sealed_blob_is_refused(tmp_path: Path, place: str, size: int) -> None:
+    """Whoever shortens blobs may shorten what a tier notes of their size, too."""
+    url = f"memory://{uuid4().hex}/kv"
+    inner: Tier = FilesystemTier(url, max_bytes=None) if place == "memory" else DiskTier(tmp_path / "tier", 10**9)
+    tier, entry = SealedTier(inner, KEY), make_entry(1)
+    tier.write(entry, make_blob(entry))
+    whole = inner.read(entry.key)
+    assert whole is not None
+    cut = bytes(whole[:size])
+    del whole
+    inner.delete([entry.key])
+    inner.write(replace(entry, nbytes=size), [cut])
+    assert tier.read(entry.key) is None
+    assert inner.read(entry.key) is None
+    assert tier.stats()["forged"] == 1
+
+
+def test_of_a_forged_blob_not_even_the_header_is_read(disk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill("llama", disk, BASE, tier_key=KEY)
+    read: list[int] = []
+
+    def blob(data: memoryview) -> Blob:
+        read.append(len(data))
+        return Blob(data)
+
+    monkeypatch.setattr("kvboost_hf.cache.tiers.below.Blob", blob)
+    for key, blobs in ((OTHER_KEY, 0), (KEY, COUNT)):
+        read.clear()
+        model, store, cache = restart("llama", disk, tier_key=key)
+        generate(model, as_inputs(BASE), cache)
+        assert sum(size < 2**20 for size in read) == blobs  # a larger one measures the speed of the tier
+        store.close()
+        if key is OTHER_KEY:
+            assert cache.report.reused_tokens == 0
+            fill("llama", disk, BASE, tier_key=KEY)  # what was refused was deleted
 
 
 def test_what_was_compared_with_its_seal_does_not_change(inner: DiskTier, tmp_path: Path) -> None:
