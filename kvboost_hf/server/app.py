@@ -159,7 +159,7 @@ def _model_routes(context: RouteContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        names = [settings.model_name, *(alias for alias in settings.model_aliases if alias != "*")]
+        names = settings.model_names
         page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
         return {"object": "list", "data": [described(name) for name in names]} | page
 

@@ -76,9 +76,8 @@ class RouteContext:
 
     def require_model(self, name: str | None) -> str:
         """Return the name that an answer gives the model, or raise an `ApiError` for the name of another model."""
-        known = (self.settings.model_name, *self.settings.model_aliases)
         # Ollama's clients add the tag.
-        if name is not None and not {name, name.removesuffix(":latest"), "*"} & set(known):
+        if name is not None and not any(map(self.settings.is_name, (name, name.removesuffix(":latest")))):
             raise ApiError(
                 404,
                 f"There is no model {name!a}. This server has {self.settings.model_name!r}.",

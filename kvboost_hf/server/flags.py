@@ -171,7 +171,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="another name of it; '*' takes any",
+        help="another name of it, in which * stands for any characters",
     )
     group.add_argument(
         "--strict-requests",

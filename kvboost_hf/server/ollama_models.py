@@ -32,8 +32,7 @@ def ollama_model_routes(context: RouteContext) -> APIRouter:
 
     @router.get("/api/tags")
     async def tags() -> dict[str, Any]:
-        names = [context.settings.model_name, *context.settings.model_aliases]
-        return {"models": [_listed(context, name) for name in names if name != "*"]}
+        return {"models": [_listed(context, name) for name in context.settings.model_names]}
 
     @router.get("/api/ps")
     async def loaded() -> dict[str, Any]:

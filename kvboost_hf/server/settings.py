@@ -1,6 +1,7 @@
 """`ServerSettings`: the settings of a server."""
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from kvboost_hf.server.tls import TlsFiles
 
@@ -11,7 +12,7 @@ class ServerSettings:
 
     Args:
         model_name: What `/v1/models` and answers call the model; requests must name it.
-        model_aliases: Other names that requests may give the model; `"*"` takes all.
+        model_aliases: Other names that requests may give the model; `*` in one stands for any characters.
         host: Address to listen at.
         port: And its port; 0 for any free one.
         api_keys: Any of these opens all routes; without one they are open to everybody who reaches the address.
@@ -79,6 +80,15 @@ class ServerSettings:
     max_connections: int | None = None
     max_choices: int = 16
     strict_requests: bool = False
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the model, without those that have a `*`."""
+        return (self.model_name, *(alias for alias in self.model_aliases if "*" not in alias))
+
+    def is_name(self, name: str) -> bool:
+        """Whether requests may give the model this name."""
+        return name == self.model_name or any(fnmatchcase(name, alias) for alias in self.model_aliases)
 
     def __post_init__(self) -> None:
         if not self.model_name:

@@ -145,6 +145,10 @@ def test_other_names_of_the_model(serve: Serve, engine: FakeEngine) -> None:
     assert at.http.post("/v1/chat/completions", json={"messages": ASK}).json()["model"] == "reader"
     assert at.http.post("/v1/responses", json={"input": "a", "model": "gpt-4o"}).json()["model"] == "gpt-4o"
     assert at.http.post("/v1/chat/completions", json=CHAT | {"model": "gpt-5"}).status_code == 404
+    some = serve(engine, model_aliases=("claude-*",))
+    assert [model["id"] for model in some.http.get("/v1/models").json()["data"]] == ["reader"]
+    for name, status in (("claude-sonnet", 200), ("gpt-5", 404)):
+        assert some.http.post("/v1/chat/completions", json=CHAT | {"model": name}).status_code == status
     anything = serve(engine, model_aliases=("*",))
     assert anything.http.post("/v1/completions", json={"model": "gpt-5", "prompt": "a"}).json()["model"] == "gpt-5"
     assert len(anything.http.get("/v1/models").json()["data"]) == 1
