@@ -273,8 +273,8 @@ def test_time_to_encode_tells_nothing() -> None:
         for name in ("apart, first", "apart, again"):
             times[name].append(seconds(partial(markers.encode, markers=[]), asked))
     least = {name: min(found) for name, found in times.items()}
-    assert least["sent by another key"] > 1.3 * least["sent by the same key"]
-    assert least["apart, again"] > 1.3 * least["sent by the same key"]
+    for name in ("sent by another key", "apart, again"):
+        assert least[name] > 1.2 * least["sent by the same key"]  # more than 2, where nothing else runs
 
 
 def test_the_order_of_answers_tells_nothing(tenants: Tenants) -> None:

@@ -57,7 +57,7 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
         self._adopt(index, new)
 
     @abstractmethod
-    def _hand_out_tensor(self, index: int) -> torch.Tensor:
+    def _hand_out_tensor(self, index: int) -> torch.Tensor | None:
         """The keys (0) or values (1), for somebody who may do anything with them."""
 
     @abstractmethod
@@ -260,8 +260,9 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         """The column at which keys (0) or values (1) end that somebody else has set."""
         return new.shape[2]
 
-    def _hand_out_tensor(self, index: int) -> torch.Tensor:
-        return self._tensors[index].hand_out(self._shown_from())
+    def _hand_out_tensor(self, index: int) -> torch.Tensor | None:
+        held = self._tensors[index]
+        return held.hand_out(self._shown_from()) if held.buffer is not None else None  # somebody has set None
 
     def _adopt(self, index: int, new: torch.Tensor | None) -> None:
         if new is None:

@@ -225,7 +225,7 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         self._view()
         return self._held if self._held is not None else super()._visible(held)
 
-    def _hand_out_tensor(self, index: int) -> torch.Tensor:
+    def _hand_out_tensor(self, index: int) -> torch.Tensor | None:
         self._settle()
         return super()._hand_out_tensor(index)
 
