@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from kvboost_hf.server.fields import Body, Many, Refusal, replaced
+from kvboost_hf.server.fields import Body, Many, Refusal
 from kvboost_hf.server.json_text import read_json
 
 Kind = Literal["json", "regex", "choice", "grammar"]
@@ -30,7 +30,7 @@ class AnswerForm:
 
 
 _Schema = Annotated[
-    dict[str, Any], replaced(lambda given: read_json(given.encode()) if isinstance(given, str) else given)
+    dict[str, Any], BeforeValidator(lambda given: read_json(given.encode()) if isinstance(given, str) else given)
 ]
 _Choice = Annotated[Many[str], Field(min_length=1)]
 

@@ -3,9 +3,9 @@
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
-from kvboost_hf.server.fields import Body, Many, replaced
+from kvboost_hf.server.fields import Body, Many
 from kvboost_hf.server.json_text import read_json
 
 
@@ -47,7 +47,7 @@ class TextPart(Body):
     """Of an answer that is sent back; not part of the prompt."""
 
 
-Content = str | Many[Annotated[TextPart, replaced(_as_text_part)]]
+Content = str | Many[Annotated[TextPart, BeforeValidator(_as_text_part)]]
 
 
 def text_of(content: Content) -> str:
@@ -64,7 +64,9 @@ class CalledFunction(Body):
 
     place: ClassVar = "messages.tool_calls.function"
     name: str
-    arguments: Annotated[str, replaced(lambda given: json.dumps(given) if isinstance(given, dict) else given)] = ""
+    arguments: Annotated[
+        str, BeforeValidator(lambda given: json.dumps(given) if isinstance(given, dict) else given)
+    ] = ""
 
     @property
     def parsed(self) -> dict[str, Any] | str:
@@ -103,7 +105,7 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     """Of an earlier answer: part of the prompt where the chat template reads it."""
-    reasoning: Annotated[str | None, replaced(lambda given: given if isinstance(given, str) else None)] = None
+    reasoning: Annotated[str | None, BeforeValidator(lambda given: given if isinstance(given, str) else None)] = None
     """Another name of `reasoning_content`."""
 
     @model_validator(mode="after")

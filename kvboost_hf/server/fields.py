@@ -1,6 +1,6 @@
 """`Body`: a JSON object of a request. Unknown fields are ignored and noted, or refused where the operator says so."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -111,11 +111,6 @@ class Refusal:
 def absent(*values: Any) -> BeforeValidator:
     """Take some values for a field that was left out, such as -1 for a length without a limit."""
     return BeforeValidator(lambda given: None if given in values and not isinstance(given, bool) else given)
-
-
-def replaced(change: Callable[[Any], Any]) -> BeforeValidator:
-    """Change a value before it is validated."""
-    return BeforeValidator(change)
 
 
 @cache

@@ -6,10 +6,10 @@ from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from kvboost_hf.server.chat_messages import CalledFunction, MadeCall, Message
-from kvboost_hf.server.fields import Body, Many, Refusal, replaced
+from kvboost_hf.server.fields import Body, Many, Refusal
 from kvboost_hf.server.schema import MAX_STOPS, MAX_TOOLS, ChatRequest, ToolName
 
 _BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's with a number that changes with each request
@@ -81,7 +81,7 @@ class ResultBlock(_Marked):
     place: ClassVar = "messages.content"
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[Annotated[TextBlock, replaced(_text_block)]] | None = None
+    content: str | Many[Annotated[TextBlock, BeforeValidator(_text_block)]] | None = None
     is_error: bool | None = None
     """Puts `Error: ` before the result."""
 
@@ -107,7 +107,7 @@ def _known_block(block: Any) -> Any:
 
 Block = Annotated[
     Annotated[TextBlock | ThinkingBlock | HiddenThinkingBlock | UseBlock | ResultBlock, Field(discriminator="type")],
-    replaced(_known_block),
+    BeforeValidator(_known_block),
 ]
 
 
@@ -265,9 +265,9 @@ class CountRequest(Body):
     """The model's name, or one of `--model-alias`; the only model where it is left out."""
     messages: Annotated[Many[Turn], Field(min_length=1)]
     """Text, thinking, calls and their results; other blocks are refused."""
-    system: str | Many[Annotated[TextBlock, replaced(_text_block)]] | None = None
+    system: str | Many[Annotated[TextBlock, BeforeValidator(_text_block)]] | None = None
     """Claude Code's block `x-anthropic-billing-header` is left out: it changes with each request."""
-    tools: Annotated[Many[Annotated[OwnTool, replaced(_own_tool)]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Many[Annotated[OwnTool, BeforeValidator(_own_tool)]], Field(max_length=MAX_TOOLS)] | None = None
     """Tools that the client runs; those that Anthropic defines or runs are refused."""
     tool_choice: UseChoice | None = None
     thinking: Thinking | None = None

@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from kvboost_hf.server.chat_messages import CalledFunction, Content, MadeCall, Message
-from kvboost_hf.server.fields import Body, Many, Named, Refusal, note_ignored, replaced
+from kvboost_hf.server.fields import Body, Many, Named, Refusal, note_ignored
 from kvboost_hf.server.schema import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatRequest, Function, Length, Request
 from kvboost_hf.server.template_fields import ReasoningFields
 
@@ -181,7 +181,7 @@ class ResponseRequest(ReasoningFields, Request):
         Annotated[
             Many[Annotated[FlatFunction | Namespace, Field(discriminator="type")]],
             Field(max_length=MAX_TOOLS),
-            replaced(_without_search),
+            BeforeValidator(_without_search),
         ]
         | None
     ) = None

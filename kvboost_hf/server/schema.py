@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kvboost_hf.server.answer_form import FormFields
 from kvboost_hf.server.chat_messages import Content, Message, text_of
-from kvboost_hf.server.fields import Body, Many, Refusal, absent, replaced
+from kvboost_hf.server.fields import Body, Many, Refusal, absent
 from kvboost_hf.server.jobs import Reuse
 from kvboost_hf.server.rendering import Rendering
 from kvboost_hf.server.template_fields import ReasoningFields
@@ -29,7 +29,7 @@ def _as_biases(given: Any) -> Any:
 _Id = Annotated[int, Field(strict=True)]
 _Token = Annotated[int, Field(ge=0)]
 _Added = Annotated[float, Field(ge=-100, le=100)]
-_Bias = Annotated[dict[_Token, _Added], Field(max_length=MAX_BIASES, fail_fast=True), replaced(_as_biases)]
+_Bias = Annotated[dict[_Token, _Added], Field(max_length=MAX_BIASES, fail_fast=True), BeforeValidator(_as_biases)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
@@ -147,7 +147,9 @@ class Sampled(FormFields, Request):
     logit_bias: _Bias | None = None
     """By token id, or a list of pairs; `false` in a pair for a token that must not come."""
     stream_options: StreamOptions | None = None
-    top_k: Annotated[Annotated[int, Field(ge=0)] | None, replaced(lambda given: 0 if given == -1 else given)] = None
+    top_k: Annotated[
+        Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda given: 0 if given == -1 else given)
+    ] = None
     """0 and -1 for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -225,7 +227,9 @@ class ChatRequest(ReasoningFields, Sampled):
     """An older form of `tool_choice`."""
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions; other types of tools are refused."""
-    tool_choice: Annotated[_Choice | None, replaced(lambda given: "required" if given == "any" else given)] = None
+    tool_choice: Annotated[_Choice | None, BeforeValidator(lambda given: "required" if given == "any" else given)] = (
+        None
+    )
     """`any` is another name of `required`."""
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
