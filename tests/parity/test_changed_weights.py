@@ -16,6 +16,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_com
 from kvboost_hf.cache.identity.aliases import Memories, _memory
 from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
+from kvboost_hf.cache.identity.weights import _HostSample, _window
 from tests.conftest import make_model, random_ids
 from tests.parity.compare import same_as_plain
 
@@ -337,3 +338,50 @@ def test_saved_and_loaded(llama: PreTrainedModel, store: ChunkStore, tmp_path: A
         cache = ChunkReuseCache(halved, ChunkStore(halved, chunk_size=32))
         check_model_compatibility(halved)
         assert [same_as_plain(halved, cache, BASE, atol=5e-2) for _ in range(2)] == [0, 99]
+
+
+def _misaligned() -> torch.Tensor:
+    return torch.arange(1024, dtype=torch.uint8)[3:1003].view(torch.int8)
+
+
+SAMPLED: dict[str, Callable[[], torch.Tensor]] = {
+    "a matrix": lambda: torch.randn(64, 96),
+    "a short vector": lambda: torch.randn(12)[::3],
+    "a long vector": lambda: torch.randn(5000),
+    "transposed": lambda: torch.randn(64, 96).t(),
+    "part of another": lambda: torch.randn(64, 96)[3:40, 5:50],
+    "bfloat16": lambda: torch.randn(64, 96).bfloat16(),
+    "complex": lambda: torch.randn(40, 30, dtype=torch.complex128),
+    "not at a multiple of its size": _misaligned,
+    "one value": lambda: torch.tensor(3.0),
+    "repeated": lambda: torch.randn(1, 40).expand(30, 40),
+}
+
+
+class TestHostSample:
+    """Values that are read at their addresses are those that views of the tensors have."""
+
+    @pytest.mark.parametrize("kind", SAMPLED)
+    def test_as_views(self, kind: str) -> None:
+        tensor = SAMPLED[kind]()
+        offset, sizes, strides = _window(tensor) or (tensor.storage_offset(), tensor.shape, tensor.stride())
+        view = tensor.as_strided(sizes, strides, offset).contiguous()
+        assert _HostSample([tensor], [tensor.data_ptr()]).read() == view.flatten().view(torch.uint8).numpy().tobytes()
+
+    def test_all_at_once(self) -> None:
+        tensors = [make() for make in SAMPLED.values()]
+        sample = _HostSample(tensors, [tensor.data_ptr() for tensor in tensors])
+        before = sample.read()
+        assert sample.read() == before
+        for tensor in tensors:
+            first = tensor.as_strided((1,), (1,), tensor.storage_offset())
+            now = sample.read()
+            first.copy_(first + 1)
+            assert sample.read() != now
+
+    def test_without_memory(self) -> None:
+        """FSDP takes memory from weights between their forwards; meta tensors and empty ones have none."""
+        freed = torch.randn(64, 96)
+        freed.untyped_storage().resize_(0)
+        tensors = [torch.empty(0, 3), freed, torch.ones(3)]
+        assert len(_HostSample(tensors, [tensor.data_ptr() for tensor in tensors]).read()) == 12

@@ -1,12 +1,16 @@
 """Detects changed weights without reading all of them, and without keeping any of them in memory."""
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
+from math import gcd
 from operator import attrgetter, methodcaller
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -18,6 +22,7 @@ _READ_WHOLE = 128  # tensors of up to this many values
 _GOLDEN = 0.6180339887
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _MAX_DEPTH = 3
+_HOST = "cpu"
 
 # Storage offset, size and stride of the values that are read; None for all of a short vector.
 Window = tuple[int, tuple[int, ...], tuple[int, ...]] | None
@@ -39,8 +44,10 @@ class WeightsWatch:
         self._marks: Marks | None = None
         self._memories = Memories([])
         self._writes: int | None = None
-        # By device and dtype: indices of tensors, and which of their values are read.
+        self._on_host = _HostSample([], [])
+        # Of tensors on devices, by device and dtype: their indices, and which of their values are read.
         self._windows: list[list[tuple[int, Window]]] = []
+        self._read_on_host = b""
         self._samples: list[torch.Tensor] = []  # by device and dtype
 
     def epoch(self, tensors: list[torch.Tensor]) -> int:
@@ -49,18 +56,19 @@ class WeightsWatch:
             marks = _marks(tensors)
             same = marks == self._marks and self._memories.writes(tensors) == self._writes
             if not same:
-                self._marks, self._windows, self._memories = marks, _windows(tensors), Memories(tensors)
+                self._marks, self._memories = marks, Memories(tensors)
                 self._writes = self._memories.writes(tensors)
-            samples = _read(tensors, self._windows)
-            if not same or not all(map(torch.equal, samples, self._samples)):
+                self._on_host, self._windows = _HostSample(tensors, marks[0]), _windows(tensors)
+            on_host, samples = self._on_host.read(), _read(tensors, self._windows)
+            if not same or on_host != self._read_on_host or not all(map(torch.equal, samples, self._samples)):
                 self.last_epoch += 1
-                self._samples = samples
+                self._read_on_host, self._samples = on_host, samples
         return self.last_epoch
 
     @property
     def sample(self) -> bytes:
         """A hash of the values that were read last."""
-        digest = blake2b(digest_size=20)
+        digest = blake2b(self._read_on_host, digest_size=20)
         for sample in self._samples:
             digest.update(sample.cpu().numpy().tobytes())
         return digest.digest()
@@ -116,10 +124,56 @@ def _marks(tensors: list[torch.Tensor]) -> Marks:
     return list(map(_ADDRESS, tensors)), versions, list(map(_SHAPE, tensors)), list(map(_STRIDE, tensors))
 
 
+class _HostSample:
+    """Values of tensors in host memory, which are read at their addresses: a view of each tensor would take PyTorch
+    longer than all of them together.
+
+    Args:
+        tensors: The tensors, of any device.
+        addresses: Theirs. `read` is to be called only while tensors with these addresses are alive.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+        found: dict[int, list[NDArray[np.int64]]] = {}  # addresses of words, by their size
+        for tensor, address in zip(tensors, addresses, strict=True):
+            if tensor.device.type == _HOST and _is_in_memory(tensor):
+                word = gcd(tensor.element_size(), address, 8)
+                inside = np.arange(0, tensor.element_size(), word)
+                values = address + tensor.element_size() * _places(tensor)
+                found.setdefault(word, []).append((values[:, None] + inside).ravel())
+        self._words: list[tuple[NDArray[Any], NDArray[np.int64]]] = []  # memory as words, and which of them
+        for word, groups in found.items():
+            at = np.concatenate(groups)
+            first, last = int(at.min()), int(at.max())
+            memory = (ctypes.c_char * (last - first + word)).from_address(first)
+            self._words.append((np.frombuffer(memory, dtype=f"u{word}"), (at - first) // word))
+
+    def read(self) -> bytes:
+        """The values."""
+        return b"".join([memory.take(at).tobytes() for memory, at in self._words])
+
+
+def _is_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values, and memory for them, which FSDP takes from its weights between their forwards."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return bool(tensor.numel()) and tensor.untyped_storage().nbytes() >= end
+
+
+def _places(tensor: torch.Tensor) -> NDArray[np.int64]:
+    """Which values of a tensor are read, counted in its memory from its first one on."""
+    window = _window(tensor)
+    sizes, strides = window[1:] if window is not None else (tuple(tensor.shape), tensor.stride())
+    at = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        at = (at[:, None] + stride * np.arange(size)).ravel()
+    return at
+
+
 def _windows(tensors: list[torch.Tensor]) -> list[list[tuple[int, Window]]]:
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Window]]] = {}
     for idx, tensor in enumerate(tensors):
-        if tensor.numel():
+        if tensor.numel() and tensor.device.type != _HOST:
             groups.setdefault((tensor.device, tensor.dtype), []).append((idx, _window(tensor)))
     return list(groups.values())
 
