@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs.prompt_costs import PIECE, Costs
-from kvboost_hf.cache.forward.fill import stored_chunk
 from kvboost_hf.cache.forward.moved_probe import blend_reason, repair_for
 from kvboost_hf.cache.forward.running import CacheParts, Request
+from kvboost_hf.cache.forward.spans import stored_chunk
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_own
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED

@@ -2,8 +2,9 @@
 through the model first.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,18 +12,20 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.costs.prompt_costs import pieces
-from kvboost_hf.cache.kv.blocks import Groups
-from kvboost_hf.cache.kv.layer_kv import JoinedKVReader, LayerKVReader
+from kvboost_hf.cache.forward.spans import Span, Spans, parts_of, pieces_of, spans_of
+from kvboost_hf.cache.kv.layer_kv import LayerKVReader, Place
 from kvboost_hf.cache.layers.base import LayerState, Piece, ReuseLayer
+from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.growing_tensor import buffers_for
 from kvboost_hf.cache.layers.hidden_states import private_cache
-from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, SavedState, Segment
+from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.planning.stems import Stem
 from kvboost_hf.cache.prompt.inputs import ForwardInputs, without_router_logits
 from kvboost_hf.cache.prompt.positions import take_positions
-from kvboost_hf.cache.store.chunk_store import StoredChunk, StoredStates
+from kvboost_hf.cache.store.chunk_store import StoredStates
 from kvboost_hf.compat import cache_argument
 
-_JOINED = 16  # chunks at most: while they are copied together, they are on the device twice
+_TOGETHER_BYTES = 2**24  # of the buffers that are made together: larger ones are new to the process each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +85,6 @@ class StemReader:
         return self._ahead.state(self._stem.rows[0], layer_idx)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Row tokens [start, stop), which a reader has from row token `origin` on."""
-
-    reader: LayerKVReader | JoinedKVReader | StemReader
-    origin: int
-    start: int
-    stop: int
-
-
-Spans = Sequence[Sequence[Span]]  # of each row, in order
-
-
 def fill_layers(
     model: PreTrainedModel, layers: Sequence[ReuseLayer], plan: ReusePlan, inputs: ForwardInputs, first: int
 ) -> int:
@@ -128,7 +118,10 @@ def fill_layers(
         computed += sum(part.stop - part.start for part in parts)
     # A window may be shorter than what a chunk needs. Rows that were computed ahead have no more than their window.
     chunk_start = plan.filled if cold else plan.last_border
+    done = _fill_together(layers, plan, source.spans) if not (cold or plan.held) else set()
     for idx, layer in enumerate(layers):
+        if idx in done:
+            continue
         start = max(plan.held, min(layer.needed_from(plan.filled), chunk_start))
         pieces: list[list[Piece]] = []
         states: list[LayerState | None] = []
@@ -147,87 +140,49 @@ def fill_layers(
     return computed
 
 
-def spans_of(plan: ReusePlan, groups: Groups | None = None) -> list[list[Span]]:
-    """Readers for the segments of a plan whose chunks are loaded. Rows share the readers of chunks that they share.
+def _fill_together(layers: Sequence[ReuseLayer], plan: ReusePlan, spans: Spans) -> set[int]:
+    """Give layers that hold nothing their columns, many layers at once: a chunk has them in one tensor.
 
-    On a GPU, consecutive chunks that the same rows have are one span: its host takes longer to launch what there is to
-    do for each chunk and layer than the GPU to do it.
-
-    Args:
-        plan: What comes from where.
-        groups: See `LayerKV.reader`.
+    Returns:
+        The layers that have them now. There are none if chunks are not alike, or have to be moved, decoded or checked.
     """
-    users: dict[bytes, list[int]] = {}  # of each chunk, the rows
-    for number, row in enumerate(plan.rows):
-        for segment in row.segments:
-            users.setdefault(stored_chunk(segment).key, []).append(number)
-    readers: dict[tuple[bytes, ...], LayerKVReader | JoinedKVReader] = {}  # by the chunks that they read
-    spans: list[list[Span]] = []
-    for row in plan.rows:
-        spans.append([])
-        for run in _runs([each for each in row.segments if stored_chunk(each).loaded is not None], users):
-            keys = tuple(stored_chunk(segment).key for segment in run)
-            if keys not in readers:
-                own = [stored_chunk(segment).kv.reader(groups) for segment in run]
-                readers[keys] = own[0] if len(own) == 1 else JoinedKVReader(own)
-            spans[-1].append(Span(readers[keys], run[0].origin, run[0].start, run[-1].stop))
-    return spans
-
-
-def _runs(segments: Sequence[Segment], users: Mapping[bytes, list[int]]) -> list[list[Segment]]:
-    """Segments that one reader can have, together."""
-    runs: list[list[Segment]] = []
-    for segment in segments:
-        last = runs[-1][-1] if runs else None
-        if (
-            last is not None
-            and len(runs[-1]) < _JOINED
-            and last.stop == segment.start == segment.origin
-            and last.stop - last.origin == len(stored_chunk(last).tokens)
-            and users[stored_chunk(last).key] == users[stored_chunk(segment).key]
-            and stored_chunk(segment).kv.can_follow(stored_chunk(last).kv)
-        ):
-            runs[-1].append(segment)
+    readers = {id(span.reader): span.reader for row in spans for span in row}.values()
+    chunks = [reader.kv for reader in readers if isinstance(reader, LayerKVReader) and reader.kv.is_read_in_place]
+    if not chunks or len(chunks) < len(readers) or not all(kv.is_like(chunks[0]) for kv in chunks[1:]):
+        return set()
+    blocks, places = chunks[0].blocks, chunks[0].places
+    taking: dict[int, GrowingLayer] = {}
+    for idx, layer in enumerate(layers):
+        if isinstance(layer, GrowingLayer) and places[idx] and layer.can_take(blocks[0].device):
+            taking[idx] = layer
+    tensors = Counter(number for idx in taking for number, _ in places[idx] or ())
+    buffers: dict[Place, torch.Tensor] = {}
+    for number, block in enumerate(blocks):
+        if tensors[number] == len(block.rotations):  # else other layers have a part of it
+            heads, _, dim = block.shape
+            shape = (len(spans), heads, plan.filled, dim)
+            for run, made in buffers_for(len(block.rotations), shape, block.dtype, _TOGETHER_BYTES):
+                for row, (own, pad) in enumerate(zip(spans, plan.pads, strict=True)):
+                    _copy(made[:, row], own, number, run, pad, plan.filled)
+                # Each counts its own writes.
+                buffers |= {(number, at): buffer.data for at, buffer in zip(run, made.unbind(0), strict=True)}
+    for idx in list(taking):
+        own_buffers = [buffers[place] for place in places[idx] or () if place in buffers]
+        if len(own_buffers) == len(places[idx] or ()):
+            taking[idx].take(own_buffers, plan.filled)
         else:
-            runs.append([segment])
-    return runs
+            del taking[idx]
+    return set(taking)
 
 
-def needed_for(plan: ReusePlan) -> list[StoredChunk | StoredStates]:
-    """The chunks and states that must be loaded to carry out a plan."""
-    found: list[StoredChunk | StoredStates] = []
-    for row, (row_plan, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
-        reach = plan.starts(row) - pad
-        found += [stored_chunk(segment) for segment in row_plan.segments if segment.start < reach]
-        # Where a state comes from the store, either the row or what is computed of it begins.
-        at = {reach, *(stem.start for stem in plan.path(row))}
-        for saved in [saved for point, saved in (row_plan.states or {}).items() if point in at]:
-            assert isinstance(saved, StoredStates)
-            found.append(saved)
-    return found
-
-
-def with_loaded(plan: ReusePlan, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> ReusePlan:
-    """The plan with what is loaded, by key, in place of what was not."""
-    rows: list[RowPlan] = []
-    for row in plan.rows:
-        segments = tuple(_with_chunk(segment, loaded) for segment in row.segments)
-        states = row.states
-        if states is not None:
-            states = {at: _loaded_states(saved, loaded) for at, saved in states.items()}
-        rows.append(replace(row, segments=segments, states=states))
-    return replace(plan, rows=tuple(rows))
-
-
-def _with_chunk(segment: Segment, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> Segment:
-    chunk = loaded.get(stored_chunk(segment).key)
-    return replace(segment, chunk=chunk) if isinstance(chunk, StoredChunk) else segment
-
-
-def _loaded_states(saved: SavedState, loaded: Mapping[bytes, StoredChunk | StoredStates]) -> SavedState:
-    assert isinstance(saved, StoredStates)
-    found = loaded.get(saved.key)
-    return found if isinstance(found, StoredStates) else saved
+def _copy(out: torch.Tensor, spans: Sequence[Span], number: int, run: range, pad: int, stop: int) -> None:
+    """Copy a row's columns up to `stop` of some tensors of a block to [tensors, heads, columns, dim]; zeros before."""
+    column = stop
+    for span, at, length in reversed(list(parts_of(spans, 0, stop - pad))):
+        assert isinstance(span.reader, LayerKVReader)
+        column -= length
+        out.narrow(2, column, length).copy_(span.reader.kv.blocks[number].move(run).narrow(2, at, length))
+    out.narrow(2, 0, column).zero_()
 
 
 class _Source:
@@ -373,23 +328,3 @@ def compute_columns(
         pieces = [ahead.tokens(part.row, idx, part.start, part.stop) for part in parts]
         found.append([piece for piece in pieces if piece is not None])
     return found
-
-
-def pieces_of(spans: Sequence[Span], layer_idx: int, start: int, stop: int) -> list[Piece]:
-    """K/V of a row's tokens [start, stop), as far as it has them, as pieces of what is stored."""
-    pieces: list[Piece] = []
-    for span in spans:
-        begin, end = max(span.start, start), min(span.stop, stop)
-        if begin < end:
-            piece = span.reader.layer(layer_idx)
-            if piece is not None:
-                at, length = begin - span.origin, end - begin
-                whole = piece[0].shape[1] == length  # all of them have as many tokens
-                pieces.append(piece if whole else tuple([kv.narrow(1, at, length) for kv in piece]))
-    return pieces
-
-
-def stored_chunk(segment: Segment) -> StoredChunk:
-    """The chunk that serves a segment of a plan made from a store."""
-    assert isinstance(segment.chunk, StoredChunk)
-    return segment.chunk

@@ -31,12 +31,12 @@ from kvboost_hf.cache.forward.admission import (
     reason_against_short_hits,
     reason_for_stock_layers,
 )
-from kvboost_hf.cache.forward.fill import needed_for, with_loaded
 from kvboost_hf.cache.forward.loading import can_overlap
 from kvboost_hf.cache.forward.moved_forward import plan_moved
 from kvboost_hf.cache.forward.repair_later import columns_per_token, may_repair, repair_more
 from kvboost_hf.cache.forward.reused import PromptColumns, Reused
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, Step, Unrecorded
+from kvboost_hf.cache.forward.spans import needed_for, with_loaded
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.live.live_kv import CHANGED
 from kvboost_hf.cache.planning.fixed_pieces import piece_ends, whole_pieces

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 import torch
 
-from kvboost_hf.cache.forward.fill import pieces_of, spans_of, stored_chunk
+from kvboost_hf.cache.forward.spans import pieces_of, spans_of, stored_chunk
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Groups
 from kvboost_hf.cache.kv.records import StoredChunk

@@ -43,13 +43,22 @@ class LayerKV:
         """Bytes of all planes."""
         return sum(block.nbytes for block in self.blocks)
 
-    def can_follow(self, other: "LayerKV") -> bool:
-        """Whether both can be copied together: on a GPU, not encoded, and different in nothing but their tokens."""
+    def is_like(self, other: "LayerKV") -> bool:
+        """Whether neither is encoded, and they differ in nothing but their tokens."""
         return (
             self.places == other.places
             and len(self.blocks) == len(other.blocks)
             and all(map(_alike, self.blocks, other.blocks))
         )
+
+    def can_follow(self, other: "LayerKV") -> bool:
+        """Whether both can be copied together: they are alike, and on a GPU."""
+        return all(are_joined_on(block.device) for block in self.blocks) and self.is_like(other)
+
+    @property
+    def is_read_in_place(self) -> bool:
+        """Whether the tensors of all layers are where the model computes, and need neither be decoded nor checked."""
+        return all(block.is_viewed and block.blob is None for block in self.blocks)
 
     @property
     def nbytes_elsewhere(self) -> int:
@@ -98,7 +107,6 @@ class LayerKV:
 def _alike(block: Block, other: Block) -> bool:
     return (
         block.device == other.device
-        and are_joined_on(block.device)
         and block.codec.lossless
         and other.codec.lossless
         and block.dtype == other.dtype
@@ -110,20 +118,16 @@ class LayerKVReader:
     """Columns of a chunk where the model computes: views on a CPU, else copies of several layers at once."""
 
     def __init__(self, kv: LayerKV, groups: Groups | None = None) -> None:
-        self._kv, self._groups = kv, groups
+        self.kv, self._groups = kv, groups
         self._decoded: dict[int, tuple[range, Sequence[torch.Tensor]]] = {}
         self._last: tuple[int, Piece | None] | None = None  # pieces of one chunk are read one after the other
-        self._views = self._all_views()
+        self._views: list[Piece | None] | None = None  # of all layers
 
-    def _all_views(self) -> list[Piece | None] | None:
-        """The tensors of all layers, where they need neither be moved, decoded nor checked."""
-        blocks = self._kv.blocks
-        if not all(block.is_viewed and block.blob is None for block in blocks):
-            return None
-        decoded = [block.move(range(len(block.rotations))).unbind(0) for block in blocks]
+    def _all_views(self) -> list[Piece | None]:
+        decoded = [block.move(range(len(block.rotations))).unbind(0) for block in self.kv.blocks]
         return [
             tuple([decoded[number][at] for number, at in places]) if places is not None else None
-            for places in self._kv.places
+            for places in self.kv.places
         ]
 
     def layer(self, index: int) -> Piece | None:
@@ -132,6 +136,8 @@ class LayerKVReader:
         Raises:
             DamagedBlobError: if they are not what was stored.
         """
+        if self._views is None and self.kv.is_read_in_place:
+            self._views = self._all_views()
         if self._views is not None:
             return self._views[index]
         if self._last is None or self._last[0] != index:
@@ -141,15 +147,15 @@ class LayerKVReader:
 
     def places(self, index: int) -> tuple[Place, ...] | None:
         """Places of the tensors of a layer."""
-        return self._kv.places[index]
+        return self.kv.places[index]
 
     def run(self, number: int, at: int) -> range:
         """Tensors of a block that are moved together, from one on."""
-        return self._kv.blocks[number].run(at, self._groups)
+        return self.kv.blocks[number].run(at, self._groups)
 
     def move(self, number: int, run: range) -> torch.Tensor:
         """Tensors of a block where the model computes, as `Block.move` gives them."""
-        return self._kv.blocks[number].move(run)
+        return self.kv.blocks[number].move(run)
 
     def _tensor(self, number: int, at: int) -> torch.Tensor:
         run, decoded = self._decoded.get(number, (range(0), ()))
@@ -157,7 +163,7 @@ class LayerKVReader:
             run = self.run(number, at)
             decoded = self.move(number, run).unbind(0)
             self._decoded[number] = run, decoded
-        block = self._kv.blocks[number]
+        block = self.kv.blocks[number]
         if block.is_viewed:  # from a file, the others need not be there yet
             block.check(at)
         return decoded[at - run.start]

@@ -204,6 +204,19 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         for i, tensor in enumerate(self._tensors[: len(like)]):
             tensor.fill(start, stop, [[piece[i] for piece in pieces] for pieces in rows])
 
+    def can_take(self, device: torch.device) -> bool:
+        """Whether it holds nothing, and may be given all columns in buffers on a device that were made for it."""
+        return type(self) is GrowingLayer and self.length == 0
+
+    def take(self, buffers: Sequence[torch.Tensor], stop: int) -> None:
+        """Hold columns [0, stop) of buffers [batch, heads, at least `stop`, dim], of which each is as `buffers_for`
+        makes them.
+        """
+        self.lazy_initialization(buffers[0], buffers[1])
+        self.version += 1
+        for tensor, buffer in zip(self._tensors, buffers, strict=True):
+            tensor.take(buffer, stop)
+
     def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
         """Make room for columns up to `stop`, of the shapes and types of `like`; returns the new ones of each tensor.
 

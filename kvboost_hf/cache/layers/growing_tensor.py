@@ -6,8 +6,8 @@ PyTorch's version counter, which a buffer shares with its views. What is handed 
 them, as stock layers do.
 """
 
-from collections.abc import Callable, Sequence
-from math import gcd
+from collections.abc import Callable, Iterator, Sequence
+from math import gcd, prod
 
 import torch
 
@@ -32,7 +32,7 @@ class GrowingTensor:
         room: How many columns a buffer for so many is given.
     """
 
-    __slots__ = ("_seen", "_uncounted", "_version", "buffer", "first", "room", "shared", "stop", "tampered")
+    __slots__ = ("_seen", "_taken", "_uncounted", "_version", "buffer", "first", "room", "shared", "stop", "tampered")
 
     def __init__(self, room: Callable[[int], int] = capacity) -> None:
         self.room = room
@@ -40,6 +40,7 @@ class GrowingTensor:
         self.first = 0
         self.stop = 0
         self.shared = False  # somebody else reads the same buffer: copy before the next write
+        self._taken = False  # the buffer's memory has those of other layers, too
         self._version = 0  # of the buffer after our last write
         self.tampered = False  # somebody else has written to it
         self._uncounted = False  # a graph has: its writes are ours, but not counted one by one
@@ -101,6 +102,12 @@ class GrowingTensor:
             write_behind_padding(opened[row], pieces)
         self.seal()
 
+    def take(self, buffer: torch.Tensor, stop: int) -> None:
+        """Hold columns [0, stop) of a buffer from `buffers_for`, which has them already."""
+        self.first, self.stop = 0, stop
+        self._replace(buffer)
+        self._taken = True
+
     def truncate(self, length: int) -> None:
         """Forget all columns from `length` on."""
         self.stop = max(min(self.stop, length), self.first)
@@ -135,7 +142,7 @@ class GrowingTensor:
         twin = GrowingTensor(self.room)
         self.note_changes()
         twin.buffer, twin.first, twin.stop = self.buffer, self.first, self.stop
-        twin._version, twin.tampered = self._version, self.tampered
+        twin._version, twin.tampered, twin._taken = self._version, self.tampered, self._taken
         if self._seen is not None and self.buffer is not None:  # somebody has a view, and what they do is not for both
             twin._reallocate(self.buffer, self.stop, self.first)
         else:
@@ -145,7 +152,9 @@ class GrowingTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer, room to spare included."""
-        return self.buffer.untyped_storage().nbytes() if self.buffer is not None else 0
+        if self.buffer is None:
+            return 0
+        return self.buffer.nbytes if self._taken else self.buffer.untyped_storage().nbytes()
 
     def make_writable(self, like: torch.Tensor, held: int, keep_from: int) -> None:
         """Make room for columns up to `stop` in a buffer that nobody else reads."""
@@ -187,7 +196,7 @@ class GrowingTensor:
 
     def hand_out(self, start: int) -> torch.Tensor:
         """Columns from `start` on, for somebody who may do anything with them, up to our next write."""
-        if self.shared:  # with others, whom it would reach
+        if self.shared or self._taken:  # with others, whom it would reach
             assert self.buffer is not None
             self.note_changes()
             self._reallocate(self.buffer, self.stop, self.first)
@@ -206,7 +215,7 @@ class GrowingTensor:
 
     def _replace(self, buffer: torch.Tensor, *, shared: bool = False) -> None:
         """Go on with another buffer."""
-        self.buffer, self.shared, self._seen = buffer, shared, None
+        self.buffer, self.shared, self._taken, self._seen = buffer, shared, False, None
         self.seal()
 
     def _reallocate(self, like: torch.Tensor, held: int, keep_from: int) -> None:
@@ -224,12 +233,41 @@ class GrowingTensor:
     def _grown(self, like: torch.Tensor, held: int, first: int) -> torch.Tensor:
         """A buffer for columns [first, stop), with a copy of those before `held`."""
         batch, heads, _, dim = like.shape
-        columns, step = self.room(self.stop - first), _ALIGNED_BYTES // gcd(_ALIGNED_BYTES, dim * like.element_size())
-        shape = (batch, heads, -(-columns // step) * step, dim)
-        grown = torch.empty(shape, dtype=like.dtype, device=like.device)
+        columns = _aligned(self.room(self.stop - first), dim * like.element_size())
+        grown = torch.empty((batch, heads, columns, dim), dtype=like.dtype, device=like.device)
         if self.buffer is not None and held > first:
             grown[:, :, : held - first].copy_(self.buffer[:, :, first - self.first : held - self.first])
         return grown
+
+
+def _aligned(columns: int, nbytes: int) -> int:
+    """Columns of so many bytes each, rounded up so that heads behind each other are aligned."""
+    step = _ALIGNED_BYTES // gcd(_ALIGNED_BYTES, nbytes)
+    return -(-columns // step) * step
+
+
+def buffers_for(
+    count: int, shape: tuple[int, int, int, int], dtype: torch.dtype, at_once: int
+) -> Iterator[tuple[range, torch.Tensor]]:
+    """Make buffers in host memory for `count` tensors of one shape, several at a time: with room to spare, not zeroed.
+
+    Args:
+        count: How many.
+        shape: batch, heads, columns and dim of each.
+        dtype: Of each.
+        at_once: Bytes of those that are made together, at most, unless it is only one.
+
+    Yields:
+        Which ones, and their buffers [tensors, batch, heads, columns and room, dim].
+    """
+    batch, heads, columns, dim = shape
+    one = (batch, heads, _aligned(capacity(columns), dim * dtype.itemsize), dim)
+    step = max(1, at_once // max(1, prod(one) * dtype.itemsize))
+    for start in range(0, count, step):
+        run = range(start, min(start + step, count))
+        with torch.inference_mode(False):  # see `GrowingTensor`
+            made = torch.empty((len(run), *one), dtype=dtype)
+        yield run, made
 
 
 def write_behind_padding(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:

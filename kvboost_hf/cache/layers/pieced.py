@@ -131,6 +131,10 @@ class PiecedLayer(GrowingLayer):  # type: ignore[no-untyped-call]
         self._empty_from(stop)
         self._place(placed, stop)
 
+    def can_take(self, device: torch.device) -> bool:
+        """See `GrowingLayer.can_take`."""
+        return self.length == 0 and not self._may_hand_out(device)
+
     def open(self, stop: int, like: Piece, batch: int) -> tuple[torch.Tensor, ...]:
         """See `GrowingLayer.open`."""
         self._settle()
