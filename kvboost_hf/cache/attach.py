@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.walk import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
-from kvboost_hf.cache.prompt.generate_call import calling, running_config
+from kvboost_hf.cache.prompt.generate_call import calling, is_inside_of_us, running_config
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
@@ -181,7 +181,7 @@ class _Attachment:
     def _call_has_ended(self, ended: "weakref.ref[ChunkReuseCache]") -> None:
         """Called when nobody refers to a call's configuration any more: as a rule, by the return of generate()."""
         cache = ended()
-        if cache is None or _is_inside_of_us(sys._getframe(1)):
+        if cache is None or is_inside_of_us(sys._getframe(1)):
             return  # a collection of garbage in the middle of our work: the thread's next call will do it
         with contextlib.suppress(Exception):  # a finalizer could only print it
             self._store_tails(cache)
@@ -257,15 +257,6 @@ def _size(theirs: Cache) -> int:
     pairs = zip(theirs.layers, theirs.is_sliding, strict=True)
     sizes = [layer.get_max_length() for layer, is_sliding in pairs if not is_sliding]
     return max(sizes, default=call - 1 if call is not None else 0)
-
-
-def _is_inside_of_us(frame: FrameType | None) -> bool:
-    """Whether some function of this package, which may hold locks, is under way in this thread."""
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == _PACKAGE:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def attach(

@@ -22,13 +22,13 @@ from kvboost_hf.cache.forward import lend
 from kvboost_hf.cache.forward.flow import next_forward
 from kvboost_hf.cache.forward.moved_forward import movable_spans
 from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more
-from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request, note_hooks
+from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request, SettledLater, note_hooks
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
-from kvboost_hf.cache.prompt.generate_call import GenerateCall, calling, in_generate, in_prefill
+from kvboost_hf.cache.prompt.generate_call import GenerateCall, calling, in_generate, in_prefill, running_config
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
@@ -102,6 +102,7 @@ class ChunkReuseCache(Cache):
         self._parts = CacheParts(binding, live, StoreWriter(binding, live))
         self._binding, self._live, self._writer = binding, live, self._parts.writer
         self._forward: Forward | None = None  # the one under way
+        self._unsettled: SettledLater | None = None  # the last one, while its token is being handed out
         self._call: GenerateCall | None = None  # the generate() call that has armed the cache
         self._user_defined = self._begins_anew = False
         self._hides_padding_only = True  # the mask of the last generate() call, if it went on from what is held
@@ -127,6 +128,7 @@ class ChunkReuseCache(Cache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
+        self._settle_last()
         call, live, static = calling(), self._live, self._live.static
         if static is not None:
             self._settle()
@@ -283,7 +285,11 @@ class ChunkReuseCache(Cache):
             self.judge(output)
         changed = forward.record(output)
         self._forward, live.in_forward = None, False  # only now: an interrupt before this undoes the forward
-        forward.settle()
+        config = running_config() if forward.can_settle_later and live.static is None else None
+        if config is None:
+            forward.settle()
+        else:
+            self._unsettled = SettledLater(forward, config)
         return changed
 
     @property
@@ -294,11 +300,17 @@ class ChunkReuseCache(Cache):
         return self._forward.take_hidden_states
 
     def _recover(self) -> None:
-        """After a forward that raised or was interrupted, forget what it may have left."""
+        """Settle the last forward; after one that raised or was interrupted, forget what it may have left."""
+        self._settle_last()
         forward, self._forward = self._forward, None
         self._live.in_forward = False
         if forward is not None:
             forward.abandon()
+
+    def _settle_last(self) -> None:
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None:
+            unsettled.settle()
 
     def _settle(self) -> None:
         """Before a change from outside: no interrupted forward, and no compiled step that is not taken over."""
@@ -310,10 +322,12 @@ class ChunkReuseCache(Cache):
     @property
     def store(self) -> ChunkStore:
         """Where K/V outlives this cache."""
+        self._settle_last()
         return self._binding.store
 
     @store.setter
     def store(self, store: ChunkStore) -> None:
+        self._settle_last()
         self._binding.store = store
 
     @property
@@ -327,6 +341,7 @@ class ChunkReuseCache(Cache):
             before, new = getattr(self.policy, name), getattr(policy, name)
             if new != before:
                 raise ValueError(f"`{name}` of a cache must stay {before}, got {new}. Make a new ChunkReuseCache.")
+        self._settle_last()
         self._binding.policy = policy
 
     @property
@@ -349,11 +364,13 @@ class ChunkReuseCache(Cache):
     @property
     def content_keys(self) -> frozenset[bytes]:
         """Keys of what was stored to be found by its content only, as it was computed behind moved K/V."""
+        self._settle_last()
         return frozenset(self._live.ledger.content_keys) if self._live.ledger is not None else frozenset()
 
     @property
     def report(self) -> ReuseReport:
         """Counts for the last prompt."""
+        self._settle_last()
         return self._live.tally.report()
 
     @property
@@ -395,6 +412,7 @@ class ChunkReuseCache(Cache):
 
     def store_all(self, *, pinned: bool = False) -> list[Put]:
         """Offer everything that the cache holds to the store, unfinished chunks included."""
+        self._settle_last()
         return self._writer.offer_all(pinned=pinned)
 
     def store_content(self, store: ChunkStore, start: int, *, pinned: bool = False) -> list[Put]:
@@ -402,10 +420,12 @@ class ChunkReuseCache(Cache):
 
         It is cut as if it were all there is, so that it is cut in the same way behind any other text.
         """
+        self._settle_last()
         return self._writer.offer_content(store, start, pinned=pinned)
 
     def store_tails(self) -> None:
         """Offer the tokens that fill no chunk to the store, before the cache lets go of them."""
+        self._settle_last()
         self._writer.offer_tails()
 
     def fork(self) -> "ChunkReuseCache":
@@ -503,6 +523,7 @@ class ChunkReuseCache(Cache):
 
     def stored_tokens(self, ids: torch.Tensor) -> int:
         """How many first tokens of a prompt [1, tokens], whose last one is left to compute, the store holds now."""
+        self._settle_last()
         return lend.stored_tokens(self._parts, ids)
 
     def movable_spans(self, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:
@@ -510,6 +531,7 @@ class ChunkReuseCache(Cache):
 
         None with mode `"exact"`.
         """
+        self._settle_last()
         return movable_spans(self._parts, ids, start)
 
     def __reduce__(self) -> Any:

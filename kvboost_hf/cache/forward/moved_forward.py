@@ -106,6 +106,8 @@ class Moved(Forward):
         stores_whole: Store all of the prompt when it is done.
     """
 
+    can_settle_later = True
+
     def __init__(
         self,
         parts: CacheParts,

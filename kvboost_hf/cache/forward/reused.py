@@ -12,9 +12,10 @@ from transformers.utils.generic import ModelOutput
 
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cache.forward.audit import audit, put_right
-from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead, stored_chunk
+from kvboost_hf.cache.forward.fill import compute_columns, fill_layers, run_ahead
 from kvboost_hf.cache.forward.loading import Loading
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
+from kvboost_hf.cache.forward.spans import stored_chunk
 from kvboost_hf.cache.layers.base import Piece
 from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.chunks import Tokens
@@ -72,6 +73,8 @@ class Reused(Forward):
         share_from: Tokens that computing once what rows have alike must save; None if it may not be done.
         stores_whole: Store all of the prompt when it is done.
     """
+
+    can_settle_later = True
 
     def __init__(
         self,

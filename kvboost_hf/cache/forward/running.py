@@ -4,6 +4,10 @@ A cache has one forward under way at most. `begin` puts K/V in place and gives t
 with; `record` and `settle` follow when the model has returned; `abandon` follows where it did not.
 """
 
+import logging
+import sys
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +20,12 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
+from kvboost_hf.cache.prompt.generate_call import is_inside_of_us
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.token_log import MaskShape
+
+_log = logging.getLogger("kvboost_hf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,8 @@ class Forward(ABC):
         length: Columns of the layers that stay right whatever happens: what to fall back to.
     """
 
+    can_settle_later = False  # its K/V, and what there is to offer of it, stay as they are until the next forward
+
     def __init__(self, parts: CacheParts, length: int) -> None:
         self.parts, self.length = parts, length
 
@@ -111,6 +120,36 @@ class Forward(ABC):
     def abandon(self) -> None:
         """Forget what the forward may have left in some of the layers."""
         self.parts.live.fall_back(self.length)
+
+
+class SettledLater:
+    """A forward of a generate() call that is settled when its token has been handed out.
+
+    That is before the next forward, when the cache is used otherwise, or when the call returns, whichever comes first.
+
+    Args:
+        forward: The forward, recorded.
+        config: The configuration that the generate() call has made for itself, and lets go of when it returns.
+    """
+
+    def __init__(self, forward: Forward, config: Any) -> None:
+        self._forward: Forward | None = forward
+        self._thread = threading.get_ident()
+        weakref.finalize(config, self._call_has_ended).atexit = False
+
+    def settle(self) -> None:
+        """Settle it, once."""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            forward.settle()
+
+    def _call_has_ended(self) -> None:
+        if self._thread != threading.get_ident() or is_inside_of_us(sys._getframe(1)):
+            return  # a collection of garbage, at any time: the cache's next use will do it
+        try:
+            self.settle()
+        except Exception:  # a finalizer could only print it
+            _log.exception("K/V of a prompt could not be stored. It is computed again when the prompt comes again.")
 
 
 class Unrecorded(Forward):

@@ -22,6 +22,7 @@ from kvboost_hf.compat import MAX_DEPTH, generate_frame, is_generate
 # What generate() may call to decode, and the code that runs forwards then.
 _LAST_LOGITS = (GenerationMixin._sample, GenerationMixin._beam_search)  # they read no others
 _LOOPS = (*_LAST_LOGITS, GenerationMixin._assisted_decoding)
+_HOLDING = tuple(f"{__name__.partition('.')[0]}.{part}." for part in ("cache", "assisted"))
 _CODE = {loop.__code__ for loop in (*_LOOPS, GenerationMixin._prefill)}
 
 
@@ -143,6 +144,15 @@ def reads_last_logits(ids: torch.Tensor) -> bool:
     call = generate_frame(sys._getframe(1))
     decoding = call.f_locals.get("decoding_method") if call is not None else None
     return decoding in _LAST_LOGITS and outputs_read(ids) is not None
+
+
+def is_inside_of_us(frame: FrameType | None) -> bool:
+    """Whether a function of this package that may hold locks, or layers, is under way in this thread."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(_HOLDING):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _arguments(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,200 @@
+"""Prompts go to the store when their first token has been handed out, and never later than generate() returns."""
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, detach
+from kvboost_hf.cache.forward.reused import Reused
+from tests.conftest import as_inputs, make_model, random_ids
+from tests.parity.compare import same_as_plain
+
+PROMPT = random_ids(300)
+
+
+class Watching(BaseStreamer):
+    """Counts the store's chunks when the prompt comes, and at each token."""
+
+    def __init__(self, store: ChunkStore, fails_at: int | None = None) -> None:
+        self.store, self.fails_at = store, fails_at
+        self.chunks: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.chunks.append(self.store.stats()["chunks"])
+        if len(self.chunks) - 1 == self.fails_at:
+            raise RuntimeError("the client is gone")
+
+    def end(self) -> None:
+        pass
+
+
+def generate(model: PreTrainedModel, cache: ChunkReuseCache | None, new: int = 3, **kwargs: Any) -> Any:
+    given = {"past_key_values": cache} if cache is not None else {}
+    return model.generate(**as_inputs(PROMPT), **given, **kwargs, max_new_tokens=new, do_sample=False)
+
+
+@pytest.fixture
+def store(llama: PreTrainedModel) -> ChunkStore:
+    check_model_compatibility(llama)  # the first hit of a model would be preceded by probes, which count
+    return ChunkStore(llama, chunk_size=64)
+
+
+def test_after_the_first_token(llama: PreTrainedModel, store: ChunkStore) -> None:
+    watching = Watching(store)
+    generate(llama, ChunkReuseCache(llama, store), streamer=watching)
+    assert watching.chunks == [0, 0, 4, 4]  # with the prompt, and with each token
+    assert store.stats()["chunks"] == 4
+
+
+def test_a_call_of_one_token(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """Also where nobody keeps the cache."""
+    generate(llama, ChunkReuseCache(llama, store), 1)
+    assert store.stats()["chunks"] == 4
+    cache = ChunkReuseCache(llama, store)
+    generate(llama, cache, 1)
+    assert cache.report.reused_tokens >= 256
+
+
+def test_a_call_that_fails(llama: PreTrainedModel, store: ChunkStore) -> None:
+    cache = ChunkReuseCache(llama, store)
+    with pytest.raises(RuntimeError, match="the client is gone"):
+        generate(llama, cache, streamer=Watching(store, fails_at=1))
+    assert store.stats()["chunks"] == 4
+    assert same_as_plain(llama, cache, PROMPT) == 299
+
+
+def test_while_somebody_keeps_the_failed_call(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """The cache's next use stores what it left, whatever that is."""
+    caught: list[BaseException] = []
+    for look in (
+        lambda cache: cache.report,
+        lambda cache: cache.store,
+        lambda cache: cache.store_tails(),
+        lambda cache: cache.fork(),
+        lambda cache: cache.reset(),
+        lambda cache: generate(llama, cache),
+    ):
+        store.clear()
+        cache = ChunkReuseCache(llama, store)
+        try:
+            generate(llama, cache, streamer=Watching(store, fails_at=1))
+        except RuntimeError as error:
+            caught.append(error)
+        assert store.stats()["chunks"] == 0
+        look(cache)
+        assert store.stats()["chunks"] >= 4
+
+
+def test_beams_assistants_and_pieces(llama: PreTrainedModel, store: ChunkStore) -> None:
+    plain = generate(llama, None, num_beams=3)
+    assert torch.equal(generate(llama, ChunkReuseCache(llama, store), num_beams=3), plain)
+    assert store.stats()["chunks"] == 4
+    store.clear()
+    plain = generate(llama, None, prompt_lookup_num_tokens=3)
+    assert torch.equal(generate(llama, ChunkReuseCache(llama, store), prompt_lookup_num_tokens=3), plain)
+    assert store.stats()["chunks"] == 4
+    store.clear()
+    watching = Watching(store)
+    generate(llama, ChunkReuseCache(llama, store), prefill_chunk_size=100, streamer=watching)
+    assert watching.chunks[:3] == [0, 3, 4]  # the last piece is not stored yet
+
+
+def test_other_calls_store_at_once(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """Nobody tells when a loop by hand has handed out its token."""
+    with torch.no_grad():
+        llama(input_ids=PROMPT, past_key_values=ChunkReuseCache(llama, store), use_cache=True, logits_to_keep=1)
+    assert store.stats()["chunks"] == 4
+
+
+def test_attached(llama: PreTrainedModel, store: ChunkStore) -> None:
+    attach(llama, store)
+    try:
+        watching = Watching(store)
+        generate(llama, None, streamer=watching)
+    finally:
+        detach(llama)
+    assert watching.chunks == [0, 0, 4, 4]
+    assert store.stats()["chunks"] == 5  # and the tail
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3_next"])
+def test_windows_and_states(name: str) -> None:
+    model = make_model(name)
+    check_model_compatibility(model)
+    store = ChunkStore(model, chunk_size=64)
+    generate(model, ChunkReuseCache(model, store))
+    cache = ChunkReuseCache(model, store)
+    assert torch.equal(generate(model, cache), generate(model, None))
+    assert cache.report.reused_tokens >= 256
+
+
+def test_moved_chunks() -> None:
+    model = make_model("deep_llama")
+    store = ChunkStore(model, chunk_size=64)
+    generate(model, ChunkReuseCache(model, store, ReusePolicy(mode="blend")), 1)
+    moved = torch.cat([random_ids(40, seed=9), PROMPT, random_ids(80, seed=8)], dim=1)
+    cache = ChunkReuseCache(model, store, ReusePolicy(mode="blend", progressive=False))
+    model.generate(**as_inputs(moved), past_key_values=cache, max_new_tokens=1)
+    assert cache.report.moved_tokens > 200
+    assert store.stats()["content_only"] > 0
+
+
+def test_what_is_edited_meanwhile_is_not_stored(llama: PreTrainedModel, store: ChunkStore) -> None:
+    cache = ChunkReuseCache(llama, store)
+
+    class Editing(Watching):
+        def put(self, value: torch.Tensor) -> None:
+            if len(self.chunks) == 1:
+                cache.layers[1].values.data[:, :, 70] = 1
+            super().put(value)
+
+    generate(llama, cache, 1, streamer=Editing(store))
+    assert store.stats()["chunks"] == 0
+    assert same_as_plain(llama, cache, PROMPT) == 0
+
+
+def test_a_store_that_is_closed_meanwhile(
+    llama: PreTrainedModel, store: ChunkStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Closing(Watching):
+        def put(self, value: torch.Tensor) -> None:
+            if len(self.chunks) == 1:
+                store.close()
+            self.chunks.append(0)
+
+    plain = generate(llama, None, 1)
+    assert torch.equal(generate(llama, ChunkReuseCache(llama, store), 1, streamer=Closing(store)), plain)
+
+
+def test_garbage_of_other_threads(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """A collection elsewhere does not touch a cache that its own thread may be using."""
+    cache = ChunkReuseCache(llama, store)
+    try:
+        generate(llama, cache, streamer=Watching(store, fails_at=1))
+    except RuntimeError as error:
+        error.add_note("kept in a circle")
+        circle: list[Any] = [error]
+        circle.append(circle)
+    del circle
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    thread.join()
+    assert store.stats()["chunks"] == 0
+    assert cache.report.prompt_tokens == 300
+    assert store.stats()["chunks"] == 4
+
+
+def test_once(llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[Reused] = []
+    settle = Reused.settle
+    monkeypatch.setattr(Reused, "settle", lambda self: (settled.append(self), settle(self)))
+    cache = ChunkReuseCache(llama, store)
+    generate(llama, cache)
+    generate(llama, cache, 1)
+    assert cache.report.prompt_tokens == 300
+    assert len(settled) == len(set(settled)) == 2
