@@ -89,7 +89,8 @@ async def _marks(context: RouteContext, body: MessagesRequest, chat: ChatRequest
             found.append(_Mark(ttl, None))
             continue
         messages = await context.read(request, partial(body.up_to, point))
-        part = chat.model_copy(update={"messages": messages, "add_generation_prompt": False})
+        whole = {"add_generation_prompt": False, "continue_final_message": None}
+        part = chat.model_copy(update={"messages": messages, **whole})
         try:
             found.append(_Mark(ttl, await context.encode_asked(part, request)))
         except ApiError:  # templates may refuse half of a chat: then this one is not kept

@@ -264,7 +264,8 @@ class CountRequest(Body):
     model: str | None = None
     """The model's name, or one of `--model-alias`; the only model where it is left out."""
     messages: Annotated[Many[Turn], Field(min_length=1)]
-    """Text, thinking, calls and their results; other blocks are refused."""
+    """Text, thinking, calls and their results; other blocks are refused. The answer continues a last message of the
+    assistant."""
     system: str | Many[Annotated[TextBlock, BeforeValidator(_text_block)]] | None = None
     """Claude Code's block `x-anthropic-billing-header` is left out: it changes with each request."""
     tools: Annotated[Many[Annotated[OwnTool, BeforeValidator(_own_tool)]], Field(max_length=MAX_TOOLS)] | None = None
@@ -279,6 +280,13 @@ class CountRequest(Body):
     """The same as at the last block."""
     mcp_servers: Annotated[Any, Refusal("the server calls no others; offer their tools as tools")] = None
     container: Annotated[Any, Refusal("the server runs no code; leave container out")] = None
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> "CountRequest":
+        last = self.messages[-1].messages[-1:]
+        if last and last[0].calls:
+            raise ValueError("the last message must not be a call of the assistant; send the result of the call")
+        return self
 
     @property
     def chat(self) -> ChatRequest:
@@ -297,6 +305,7 @@ class CountRequest(Body):
             "model": self.model,
             "messages": [message.model_dump() for message in self._messages(self.messages)],
             "tools": [tool.body for tool in self.tools or ()] or None,
+            "continue_final_message": self.messages[-1].role == "assistant" or None,
         }
         if self.output_config is not None:
             fields["reasoning_effort"] = self.output_config.effort
@@ -355,12 +364,6 @@ class MessagesRequest(CountRequest):
     """0 takes the likeliest token."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-
-    @model_validator(mode="after")
-    def _asks_something(self) -> "MessagesRequest":
-        if self.messages[-1].role == "assistant":
-            raise ValueError("the last message must be the user's: an answer that has begun is not continued")
-        return self
 
     def _chat_fields(self) -> dict[str, Any]:
         asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}

@@ -52,6 +52,17 @@ def test_an_answer(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
     assert _ask(at, path="/count_tokens", system="Be short.\n\nBe kind.") == {"input_tokens": len(engine.job.ids)}
 
 
+def test_an_answer_that_has_begun(at: Listening, engine: FakeEngine, tokenizer: Any) -> None:
+    """Clients begin an answer to give it a form, and are given what follows."""
+    engine.says = (" plays.",)
+    begun = {"role": "assistant", "content": [_block("Anna", {"type": "ephemeral"})]}
+    for said in ({"role": "assistant", "content": "Anna"}, begun):
+        answer = _ask(at, messages=[*ASK, said])
+        assert answer["content"] == [{"type": "text", "text": " plays."}]
+        assert _prompt(engine, tokenizer).endswith("Anna")
+        assert _ask(at, path="/count_tokens", messages=[*ASK, said]) == {"input_tokens": len(engine.job.ids)}
+
+
 def test_events_of_a_stream(at: Listening, engine: FakeEngine) -> None:
     engine.says = ("I look. ", CALL[:20], CALL[20:])
     events = _events(at, tools=[TOOL])
@@ -207,6 +218,7 @@ def test_breakpoints_pin(reading: Listening) -> None:
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 RESULT = {"type": "tool_result", "tool_use_id": "a"}
 THOUGHT = {"type": "thinking", "thinking": "a"}
+USE = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
 
 
 @pytest.mark.parametrize(
@@ -223,7 +235,7 @@ THOUGHT = {"type": "thinking", "thinking": "a"}
         ),
         ({"messages": [{"role": "user", "content": [{"type": {}}]}]}, "messages.0.content.0: blocks of type {}"),
         ({"messages": []}, "messages"),
-        ({"messages": [*ASK, {"role": "assistant", "content": "It is"}]}, "the last message must be the user's"),
+        ({"messages": [*ASK, {"role": "assistant", "content": [USE]}]}, "send the result of the call"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools of type 'web_search_20250305'"),
