@@ -312,6 +312,11 @@ class ChunkReuseCache(Cache):
         if unsettled is not None:
             unsettled.settle()
 
+    def _settle_here(self) -> None:
+        """For whoever only reads, and may do so in another thread than the call's."""
+        if self._unsettled is not None:
+            self._unsettled.settle_here()
+
     def _settle(self) -> None:
         """Before a change from outside: no interrupted forward, and no compiled step that is not taken over."""
         self._recover()
@@ -322,7 +327,7 @@ class ChunkReuseCache(Cache):
     @property
     def store(self) -> ChunkStore:
         """Where K/V outlives this cache."""
-        self._settle_last()
+        self._settle_here()
         return self._binding.store
 
     @store.setter
@@ -364,13 +369,13 @@ class ChunkReuseCache(Cache):
     @property
     def content_keys(self) -> frozenset[bytes]:
         """Keys of what was stored to be found by its content only, as it was computed behind moved K/V."""
-        self._settle_last()
+        self._settle_here()
         return frozenset(self._live.ledger.content_keys) if self._live.ledger is not None else frozenset()
 
     @property
     def report(self) -> ReuseReport:
         """Counts for the last prompt."""
-        self._settle_last()
+        self._settle_here()
         return self._live.tally.report()
 
     @property

@@ -189,6 +189,26 @@ def test_garbage_of_other_threads(llama: PreTrainedModel, store: ChunkStore) -> 
     assert store.stats()["chunks"] == 4
 
 
+def test_a_report_in_another_thread(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """Who streams an answer may look at the report meanwhile; the thread of the call stores."""
+    cache = ChunkReuseCache(llama, store)
+    threads: list[int] = []
+    put = store.records.put
+
+    class Reading(Watching):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            reader = threading.Thread(target=lambda: (cache.report, cache.store.stats()))
+            reader.start()
+            reader.join()
+
+    store.records.put = lambda *given, **more: (threads.append(threading.get_ident()), put(*given, **more))[1]
+    reading = Reading(store)
+    generate(llama, cache, streamer=reading)
+    assert reading.chunks == [0, 0, 4, 4]
+    assert set(threads) == {threading.get_ident()}
+
+
 def test_once(llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
     settled: list[Reused] = []
     settle = Reused.settle

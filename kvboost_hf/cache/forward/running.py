@@ -143,11 +143,16 @@ class SettledLater:
         if forward is not None:
             forward.settle()
 
+    def settle_here(self) -> None:
+        """Settle it, unless another thread may be running the call."""
+        if self._thread == threading.get_ident():
+            self.settle()
+
     def _call_has_ended(self) -> None:
-        if self._thread != threading.get_ident() or is_inside_of_us(sys._getframe(1)):
+        if is_inside_of_us(sys._getframe(1)):
             return  # a collection of garbage, at any time: the cache's next use will do it
         try:
-            self.settle()
+            self.settle_here()
         except Exception:  # a finalizer could only print it
             _log.exception("K/V of a prompt could not be stored. It is computed again when the prompt comes again.")
 
