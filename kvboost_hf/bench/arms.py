@@ -1,14 +1,12 @@
 """The arms of the benchmark: ways in which this package serves prompts. A new arm is a line in `ARMS`."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from kvboost_hf.assisted.load import load_assistant
 from kvboost_hf.assisted.lookup import lookup_assistant
-from kvboost_hf.attention.backends import Backend, use_tier
 from kvboost_hf.bench.models import Models
 from kvboost_hf.bench.served import Served, served
 from kvboost_hf.cache.planning.cutting import ContentChunker
@@ -32,7 +30,6 @@ class Arm:
         policy: How stored K/V may be used; None for plain generate().
         codec: How K/V is stored.
         attention: Attention implementation; None for the default one.
-        tier: Of `kvboost_fa2`, kernels to run in place of those that it would choose.
         streamed: Whether layers are streamed.
         drafts: What proposes tokens.
         kept: Whether one cache serves all prompts; if not, each gets a new one on the same store, as in a server.
@@ -42,7 +39,6 @@ class Arm:
     policy: ReusePolicy | None = _EXACT
     codec: str = "raw"
     attention: str | None = None
-    tier: Backend | None = None
     streamed: bool = False
     drafts: Literal["model", "lookup"] | None = None
     kept: bool = False
@@ -91,9 +87,7 @@ ARMS: dict[str, Arm] = {
         Arm(name="int4", codec="int4"),
         Arm(name="int2", codec="int2"),
         Arm(name="turboquant", codec="turboquant"),
-        Arm(name="eager", attention="eager"),
         Arm(name="kvboost_fa2", attention="kvboost_fa2"),
-        Arm(name="kvboost_fa2-sdpa", attention="kvboost_fa2", tier="sdpa"),
         Arm(name="streamed", streamed=True),
         Arm(name="draft", drafts="model"),
         Arm(name="lookup", drafts="lookup"),
@@ -109,7 +103,7 @@ class OurServer:
 
     def __init__(self, arm: Arm, models: Models, tokenizer: Any, folder: Path | None) -> None:
         self._model, self._count = models.get(arm.attention, streamed=arm.streamed)
-        self._policy, self._kept, self._tier = arm.policy, arm.kept, arm.tier
+        self._policy, self._kept = arm.policy, arm.kept
         self._cache: ChunkReuseCache | None = None
         self._kwargs: dict[str, Any] = {}
         self.store: ChunkStore | None = None
@@ -130,8 +124,7 @@ class OurServer:
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> Served:
         """See `Server.answer`."""
-        with use_tier(self._tier) if self._tier is not None else nullcontext():
-            found = served(self._model, self._count, ids, max_new_tokens, self._arguments)
+        found = served(self._model, self._count, ids, max_new_tokens, self._arguments)
         if self.store is None or self._cache is None:
             return replace(found, reused=0, store_bytes=0)
         kept = sum(tier["bytes"] for tier in self.store.stats()["tiers"].values())
