@@ -11,7 +11,8 @@ _OPENING = """# Every file
 
 <!-- Written by `python docs/files.py > docs/files.md`: change the docstrings. -->
 
-Each file of the package, with the first sentence of its docstring. [Design](design.md) says how they belong together.
+**Who needs this:** you look for a file. Each file of the package has the first sentence of its docstring here.
+[Design](design.md) says how they belong together.
 """
 
 

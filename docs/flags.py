@@ -10,6 +10,9 @@ _OPENING = """# Every flag
 
 <!-- Written by `python docs/flags.py > docs/flags.md`: change the parser. -->
 
+**Who needs this:** you look a flag up. [The few that matter](server.md#the-flags-that-matter) are on the
+server's page.
+
 The command is `kvboost-hf`, with one of the words below behind it. `kvboost-server` is `kvboost-hf serve` by another
 name. `kvboost-hf COMMAND --help` prints what is here. Where no model is named, the small one that comes with the
 package runs.

@@ -22,7 +22,7 @@ _OPENING = """# Migrating from kvboost
 
 <!-- Written by `python docs/migration.py > docs/migrating-from-kvboost.md`: change the table. -->
 
-What the names of kvboost 0.9.0 are here. Most programs need another import, and nothing else:
+**Who needs this:** your program was written for kvboost 0.9.0. Most programs need another import, and nothing else:
 
 ```python
 from kvboost_hf import KVBoost

@@ -38,6 +38,8 @@ _OPENING = """# Every field of a request
 
 <!-- Written by `python docs/server_fields.py > docs/server-fields.md`: change the schemas. -->
 
+**Who needs this:** you write a client, and want to know whether [the server](server.md) takes a field.
+
 Each route with the fields that it **serves**, and with those that it **refuses** (status 400) because ignoring them
 would give another answer than the client asked for. Every other field is **ignored**: the header `x-kvboost-ignored`
 of the answer names it, and so do the log and `/metrics`. With `--strict-requests` such a field is refused, too. A

@@ -17,9 +17,8 @@ from kvboost_hf.cache.prompt.media import read_prompt
 from kvboost_hf.compat import key_rotation, known_reason, padding_reason, probe_reason, training_reason
 from tests.docs.pages import ROOT
 
-PAGE = (ROOT / "docs" / "reuse.md").read_text("utf-8")
-SECTION = PAGE.split("\n## When reuse is off\n")[1].split("\n## ")[0]
-ROWS = [row.split(" | ")[0][2:] for row in SECTION.splitlines() if row.startswith("| ")]
+PAGE = (ROOT / "docs" / "reasons.md").read_text("utf-8")
+ROWS = [row.split(" | ")[0][2:] for row in PAGE.splitlines() if row.startswith("| ")]
 REASONS = [row for row in ROWS if row not in ("reason", "---")]
 CONSTANTS = [
     text for name, text in vars(admission).items() if name.isupper() and isinstance(text, str) and " " in text
