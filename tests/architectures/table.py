@@ -37,16 +37,16 @@ _INTRODUCTION = """\
 
 <!-- Written by `make architectures`. -->
 
-A language model keeps something of each token that it has read: *keys and values* in layers with attention, a *state*
-in recurrent ones. `kvboost_hf` keeps these between calls, so that a prompt which begins like an earlier one is not
-computed again. Whether that gives the right answer depends on how a model is built. This page says for which
-architectures it does. It covers {types} types of causal language models in transformers {version},
-and {multimodal} multimodal models besides (with text; images, sound and video have tests of their own), which are
+**Who needs this:** you want to know whether your model works. [MoE models](recipes/moe.md) and
+[hybrids](recipes/hybrids.md) have pages of their own; `kvboost-hf check --model NAME` tests your model itself.
+
+Whether reuse gives the right answer depends on how a model is built. This page covers {types} types of causal
+language models in transformers {version}, and {multimodal} multimodal models besides (with text; images, sound and
+video have tests of their own), which are
 {classes} classes; several types can share one.
 
-It is not a list of intentions. For each row a tiny random model was built that has all kinds of layers that the real
-one has. It answered prompts with and without reuse: the same again, longer ones, shorter ones, unrelated ones, and a
-padded batch.
+For each row a tiny random model was built that has all kinds of layers of the real one. It answered prompts with and
+without reuse: the same again, longer ones, shorter ones, unrelated ones, and a padded batch.
 
 - **yes**: the answers were those of plain `generate()`, token by token and in their logits, and fewer tokens were
   computed, as `cache.report` says.
@@ -57,15 +57,11 @@ padded batch.
 
 {counts}. `generate()` is given the cache as `past_key_values`, for Mamba-2 as `cache_params`.
 
-The column *moved* tells whether keys and values can also be used at other positions than those they were computed for:
-keys are rotated to their new positions then, as rotary embeddings would have done. How, is found out by running the
-model on a few tokens at several positions. Here it was compared with what the model computes for a text 300 positions
-further on, layer by layer. Then prompts were answered over moved chunks: such as need no repair, with some of them
-computed again or none, and such as are computed again in full. The answers were those of plain `generate()`.
+The column *moved* says whether keys and values can also be used at other positions than those they were computed for
+([moved chunks](moved.md)). Rotated keys were compared, layer by layer, with what the model computes for a text 300
+positions further on. Then prompts were answered over moved chunks: some that need no repair, and some that are
+computed again in full. The answers were those of plain `generate()`.
 {moved} classes allow it. Where reuse is possible and moving is not, the last column says why.
-
-What a model of yours gets is always found out from the model itself, not looked up here: `kvboost-hf check --model
-NAME` tells you.
 
 The column *keeps* is what the cache that transformers makes for the architecture consists of:
 

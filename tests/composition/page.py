@@ -62,12 +62,12 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m tests.composition --write`. -->
 
-Reuse, codecs, attention, streamed layers and drafts are made to be used together. This page says which of them go
-together, and what happens where two do not: they are refused with an error, or the cache steps aside and its report
+**Who needs this:** you want to combine two options, such as a codec with drafts. Nearly all go together. [The second
+table](#what-does-not-go-together) has those that do not, with what happens: an error, or a plain answer whose report
 says why.
 
-It is not a list of intentions. There are {pairs} pairs of choices that go together, and any of them meets in one of
-{cells} calls of `generate()` on tiny models, each with a choice from every group. Each call comes after a history that
+All of this is tested. There are {pairs} pairs of choices that go together, and any of them meets in one of {cells}
+calls of `generate()` on tiny models, each with a choice from every group. Each call comes after a history that
 knows its prompt, or a part of it, and must be right in three things:
 
 - **Tokens** are those of plain `generate()` with the same model and attention. Where a choice may change answers, they
@@ -80,8 +80,8 @@ The other {limits} pairs are in the second table, and each of them is tried, too
 
 ## The table
 
-A column tells with which choices of a group a choice does not go; "yes" stands for all of them. The answer is that of
-plain `generate()`, or may differ from it.
+A cell names the choices of its column that do not go with the choice of its row; "yes" stands for all of them.
+*Answer*: that of plain `generate()`, or it may differ.
 
 """
 _OUTSIDE = """

@@ -11,35 +11,35 @@ from tests.libraries.outcome import Outcome
 
 _HEAD = """# Inside other libraries
 
-`attach(model)` serves every library that calls the model's own `generate()`: no setting of the library changes. This
-page lists libraries and the ways through them that were run over SmolLM2-135M-Instruct (float32, greedy, 12 new tokens
-for each call), and how many tokens went through the model.
-
-- **Plain**: without this library. **Ours**: after `attach(model)`. Both count new tokens, too.
-- **Ideal**: every token is computed once. Ours includes about 20 tokens that are computed once for each model, to find
-  out whether it gives the same logits for a prompt in two parts.
-- **Same**: all answers are token by token those of the plain run.
+**Who needs this:** a library calls `generate()` for you, such as LangChain, LlamaIndex, smolagents, outlines or TRL,
+and you want to know whether [`attach(model)`](recipes/pipelines.md) works inside it. It serves every library that
+calls the model's own `generate()`, and no setting of the library changes.
 
 ## What to know
 
-- **Threads.** Each call has a cache of its own, and the store is shared. When `generate()` returns, its last tokens
-  are stored, so that the next request finds them in any thread. `last_cache(model).report` tells of the thread's own
-  last call, and in a thread that has made none, of the last call of any thread.
-- **Code that is given the cache.** While a forward hook that gets keyword arguments sits on a module that is given
-  the cache (as kvpress puts them on the attention), or such a module's forward was replaced, calls run on
-  transformers' own cache, whole prompts and all: the hook sees what it would see without this library. The report
-  says so. A hook that only looks can say so by an attribute, `hook.leaves_kv_alone = True`; then prompts are reused.
+- **Threads.** Each call has its own cache, and the store is shared. When `generate()` returns, its last tokens are
+  stored, so that the next request finds them in any thread. `last_cache(model).report` is that of the thread's own
+  last call; in a thread that has made none, that of the last call of any thread.
+- **Code that is given the cache** (a forward hook with keyword arguments on the attention, as kvpress has it, or a
+  replaced forward): calls run on transformers' own cache and compute whole prompts, so the hook sees what it would see
+  without this library. The report says so. A hook that only looks can set `hook.leaves_kv_alone = True`; then prompts
+  are reused.
 - **Other hooks.** Hooks that count or record do not matter, once they are in place. While a hook changes what is
   computed (steering), nothing is reused or stored, and the report names it.
-- **Patches** of functions and methods are part of what stored K/V is found by.
-- **Edits.** Whatever is written to `layer.keys` and `layer.values`, or put in their place, reaches nothing that is
-  stored. A new prompt is then answered from the store, or computed; a text that goes on goes on with the edit.
-- **Scoring.** `model(ids, logits_to_keep=k)` without a cache is served, too. Without `logits_to_keep`, all logits are
-  wanted, and nothing can be left out but with [`ReusePolicy(keep_logprobs=True)`](reuse.md#logits-of-all-tokens).
-  [`score` and lm_eval](scoring.md) ask for as many as they need.
+- **Patches** of functions and methods are part of the key of stored K/V.
+- **Edits** of `layer.keys` and `layer.values` never reach the store. A new prompt is then answered from the store, or
+  computed. A text under way continues with the edit.
+- **Scoring.** `model(ids, logits_to_keep=k)` without a cache is served, too. Without `logits_to_keep` all logits are
+  wanted, and all tokens are computed, except with [`ReusePolicy(keep_logprobs=True)`](reuse.md#logits-of-all-tokens).
+  [`score` and lm_eval](scoring.md) ask for as many logits as they need.
 - **Static caches.** `generate(cache_implementation="static")` is served for models with full attention alone.
 
 ## What was run
+
+The numbers are tokens that went through SmolLM2-135M-Instruct (float32, greedy, 12 new tokens for each call), new
+tokens included. *Plain* is without this library, *Ours* after `attach(model)`. *Ideal* computes every token once; ours
+has about 20 more for each model, to find out whether it gives the same logits for a prompt in two parts. *Same*: all
+answers are token by token those of the plain run.
 
 `make libraries` measures this again. Here: transformers {transformers}, torch {torch}, commit {commit}.
 
