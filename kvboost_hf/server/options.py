@@ -138,6 +138,8 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
 def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
     """The `StreamingConfig` of the parsed flags; None without `--awq-streaming`.
 
+    A budget makes room for as much K/V as requests may take, where flags say how much that is.
+
     Raises:
         ValueError: A value is out of its range, or given without `--awq-streaming`.
     """
@@ -148,6 +150,9 @@ def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
             raise ValueError(f"{flags} must be left out without `--awq-streaming`.")
         return None
     mode = given.pop("streaming_mode", StreamingConfig().residency_mode)
+    live_tokens = getattr(options, "max_live_tokens", None) or getattr(options, "max_model_len", None)
+    if live_tokens is not None:
+        given |= {"max_tokens": live_tokens, "prefill_chunk_size": options.prefill_chunk_size}
     return StreamingConfig(residency_mode=mode, **given)
 
 

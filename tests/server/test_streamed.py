@@ -56,6 +56,19 @@ def ask(engine: ModelEngine, question: str) -> tuple[str, Finished]:
     return told.text, told.end
 
 
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [("", 4096), ("--max-model-len 900", 900), ("--max-model-len 900 --max-live-tokens 1800", 1800)],
+)
+def test_a_budget_has_room_for_the_requests(flags: str, tokens: int) -> None:
+    options = command_line().parse_args(
+        ["serve", "--model", "x", "--awq-streaming", "--vram-budget", "1GB", *flags.split()]
+    )
+    found = streaming_config(options)
+    assert found.max_tokens == tokens
+    assert found.prefill_chunk_size == (256 if flags else None)
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
     model, tokenizer = load_embedded(torch.float32)

@@ -128,7 +128,8 @@ def find_moved(
     Of all covers by whole chunks and by leading parts of chunks, the one that serves most tokens is chosen, with as
     few and as whole chunks as possible; other parts of chunks fill what it leaves. Of several chunks with the same
     tokens, the one computed directly behind the chunk before is preferred, since it has seen the same history; else
-    the one with the fewest tokens before it, most of which are foreign to this prompt.
+    the one with the most tokens before it: a chunk that has seen other text of the kind serves better than one that
+    stood first.
 
     Args:
         tokens: All tokens of the row.
