@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.cache.forward import fill
 from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.layers.growing_tensor import GrowingTensor
 from tests.conftest import EOS, FULL_ATTENTION, as_inputs, left_pad, make_model, random_ids
 
 TOKENS = 400
@@ -32,6 +33,14 @@ def served(model: PreTrainedModel, store: ChunkStore, inputs: dict[str, torch.Te
         output_logits=True,
     )
     return out, cache
+
+
+def tensors(cache: ChunkReuseCache) -> list[GrowingTensor]:
+    found = []
+    for layer in cache._live.layers:
+        assert isinstance(layer, GrowingLayer)
+        found += layer._tensors
+    return found
 
 
 def held(cache: ChunkReuseCache) -> list[torch.Tensor]:
@@ -62,9 +71,7 @@ def test_layer_by_layer_gives_the_same(name: str, rows: str, monkeypatch: pytest
     assert cache.report.reused_tokens == other.report.reused_tokens > 190
     assert torch.equal(together.sequences, alone.sequences)
     # Matrix products round by where heads begin, and so by the room that buffers have.
-    assert [layer._tensors[0].buffer.shape for layer in cache._live.layers] == [
-        layer._tensors[0].buffer.shape for layer in other._live.layers
-    ]
+    assert [tensor.buffer.shape for tensor in tensors(cache)] == [tensor.buffer.shape for tensor in tensors(other)]
     for found, expected in zip(held(cache), held(other), strict=True):
         assert torch.equal(found, expected)
     for found, expected in zip(together.logits, alone.logits, strict=True):
@@ -79,13 +86,12 @@ class TestApart:
         ids = random_ids(TOKENS)
         store = stored(llama, ids)
         cache = served(llama, store, as_inputs(ids))[1]
-        assert all(tensor._taken for layer in cache._live.layers for tensor in layer._tensors)
+        assert all(tensor._taken for tensor in tensors(cache))
         return llama, store, cache
 
     def test_a_write_is_that_of_one_layer(self, filled: tuple[PreTrainedModel, ChunkStore, ChunkReuseCache]) -> None:
-        layers = filled[2]._live.layers
-        layers[0]._tensors[1].buffer.add_(1)
-        assert [layer.intact for layer in layers] == [False, True]
+        tensors(filled[2])[1].buffer.add_(1)
+        assert [layer.intact for layer in filled[2]._live.layers] == [False, True]
 
     def test_memory_that_is_handed_out(self, filled: tuple[PreTrainedModel, ChunkStore, ChunkReuseCache]) -> None:
         """Not even who writes to the memory behind `keys` reaches another tensor."""
@@ -100,9 +106,8 @@ class TestApart:
         assert cache.report.dropped_reason
 
     def test_bytes(self, filled: tuple[PreTrainedModel, ChunkStore, ChunkReuseCache]) -> None:
-        tensors = [tensor for layer in filled[2]._live.layers for tensor in layer._tensors]
-        columns = tensors[0].buffer.shape[2]
-        assert filled[2].nbytes == len(tensors) * columns * 2 * 16 * 4
+        columns = tensors(filled[2])[0].buffer.shape[2]
+        assert filled[2].nbytes == 4 * columns * 2 * 16 * 4
         assert TOKENS < columns < TOKENS + 300
 
     def test_growing_beyond_the_room(self, filled: tuple[PreTrainedModel, ChunkStore, ChunkReuseCache]) -> None:
@@ -110,7 +115,7 @@ class TestApart:
         ids = torch.cat([random_ids(TOKENS), random_ids(300, seed=3)], dim=1)
         plain = model.generate(**as_inputs(ids), max_new_tokens=4, do_sample=False)
         assert torch.equal(model.generate(**as_inputs(ids), past_key_values=cache, max_new_tokens=4), plain)
-        assert not any(tensor._taken for layer in cache._live.layers for tensor in layer._tensors)
+        assert not any(tensor._taken for tensor in tensors(cache))
 
     def test_a_fork(self, filled: tuple[PreTrainedModel, ChunkStore, ChunkReuseCache]) -> None:
         model, _, cache = filled

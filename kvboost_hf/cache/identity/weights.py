@@ -145,7 +145,7 @@ class _HostSample:
         for word, groups in found.items():
             at = np.concatenate(groups)
             first, last = int(at.min()), int(at.max())
-            memory = (ctypes.c_char * (last - first + word)).from_address(first)
+            memory: Any = (ctypes.c_char * (last - first + word)).from_address(first)
             self._words.append((np.frombuffer(memory, dtype=f"u{word}"), (at - first) // word))
 
     def read(self) -> bytes:
