@@ -19,6 +19,7 @@ from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
 from kvboost_hf.engine.settings import EngineSettings
+from kvboost_hf.progress import Progress
 from kvboost_hf.server.guard import JsonLines
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.tier_check import LOOKED_AT, InTiers
@@ -238,7 +239,10 @@ class Startup:
         start = time.perf_counter()
         if self._terminal:
             sys.stderr.write(f"{what[0].upper()}{what[1:]} …\n")
-        yield
+            yield
+        else:
+            with Progress(what, lambda line: _log.info("%s", line, extra={"fields": {"stage": what}})):
+                yield
         seconds = round(time.perf_counter() - start, 3)
         if self._terminal:
             sys.stderr.write(f"  took {seconds:.1f} s\n")
