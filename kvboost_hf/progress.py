@@ -81,9 +81,11 @@ class Progress:
         self._stderr.flush()
 
     def _rewrite(self, text: str) -> None:
+        columns, lines = shutil.get_terminal_size()
         if self._bar is None:  # of tqdm, which keeps it apart from the bars of downloads
-            self._bar = tqdm(bar_format="{desc}", leave=False, file=self._stderr)
-        self._bar.set_description_str(text[: shutil.get_terminal_size().columns - 1])
+            # The size is given because tqdm takes that of a terminal of unknown size, such as `script` makes, to be 0.
+            self._bar = tqdm(bar_format="{desc}", leave=False, file=self._stderr, ncols=columns, nrows=lines)
+        self._bar.set_description_str(text[: columns - 1])
 
 
 def duration(seconds: float) -> str:

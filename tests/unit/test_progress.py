@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import shlex
 import sys
@@ -107,6 +108,18 @@ def test_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in told
     assert max(map(len, told.split("\r"))) < 40
     assert not told.rpartition("\r")[2].strip()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="a terminal of Unix")
+def test_a_terminal_of_unknown_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `script` and containers make one: 0 columns and 0 lines."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as stderr, os.fdopen(ours, "rb", buffering=0) as screen:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with Progress("loading it"):
+            assert b"loading it" in b"".join(screen.read(20) for _ in range(3))
 
 
 @pytest.mark.usefixtures("quick")
