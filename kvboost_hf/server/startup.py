@@ -232,6 +232,7 @@ class Startup:
     def __init__(self, *, terminal: bool | None = None) -> None:
         told = _log.isEnabledFor(logging.INFO)
         self._terminal = told and (sys.stderr.isatty() if terminal is None else terminal)
+        self._shown = Progress()
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
@@ -241,7 +242,7 @@ class Startup:
             sys.stderr.write(f"{what[0].upper()}{what[1:]} …\n")
             yield
         else:
-            with Progress(what, lambda line: _log.info("%s", line, extra={"fields": {"stage": what}})):
+            with Progress(what, lambda line: _log.info("%s", line, extra={"fields": {"stage": what}})) as self._shown:
                 yield
         seconds = round(time.perf_counter() - start, 3)
         if self._terminal:
@@ -251,9 +252,19 @@ class Startup:
 
     @contextmanager
     def progress(self, tokens: int) -> Iterator[Callable[[int], object]]:
-        """A bar of so many tokens on a terminal; yields what is called with each number of tokens more."""
-        with tqdm(total=tokens, unit=" tokens", unit_scale=True, leave=False, disable=not self._terminal) as bar:
-            yield bar.update
+        """Show in a stage how many of its tokens are done; yields what is called with each number of tokens more."""
+        if self._terminal:
+            with tqdm(total=tokens, unit=" tokens", unit_scale=True, leave=False) as bar:
+                yield bar.update
+            return
+        done = 0
+
+        def update(more: int) -> None:
+            nonlocal done
+            done += more
+            self._shown.show("warming tokens", done, tokens)
+
+        yield update
 
     def ended(self, chosen: Chosen, urls: Sequence[str]) -> None:
         """Report what was chosen, and the addresses that the server listens at."""
