@@ -116,7 +116,8 @@ def _warm_documents(
     shown: Progress,
 ) -> _Warmed:
     name = f"{len(texts)} documents"
-    progress = partial(shown.show, f"tokens of {name}")
+    progress = partial(shown.show, f"computing tokens of {name}")
+    progress()
     return [
         (name, store.warm(documents=texts, prefix=prefix, salt=salt, progress=progress, **given))
         for salt in _salts(options)
@@ -133,7 +134,8 @@ def _warm_starts(
     reports: _Warmed = []
     for salt in _salts(options):
         for path, text in zip(options.files, texts, strict=True):
-            progress = partial(shown.show, f"tokens of {path.name}")
+            progress = partial(shown.show, f"computing tokens of {path.name}")
+            progress()
             start = _system_message(given["tokenizer"], text) if options.system else text
             reports.append((path.name, store.warm(start, salt=salt, progress=progress, **given)))
     return reports

@@ -224,6 +224,16 @@ def test_what_does_not_load_is_named_with_the_remedy(tmp_path: Path, capsys: pyt
     assert "must be a whole positive number, got many" in capsys.readouterr().err
 
 
+def test_who_stops_reading_sees_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `kvboost-hf check | head -1` does."""
+    read, write = os.pipe()
+    os.close(read)
+    with monkeypatch.context() as patch, os.fdopen(write, "w") as pipe:
+        patch.setattr(sys, "stdout", pipe)
+        assert main(["check"]) == 141
+    assert "kvboost-hf: " not in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file of Linux")
 def test_a_full_disk_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--tiers", f"disk:{tmp_path}", "--json", "/dev/full"]) == 2
