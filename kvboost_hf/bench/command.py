@@ -40,7 +40,7 @@ class _Plan:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "_Plan":
-        """What the command line asks for."""
+        """Read it from the command line."""
         if options.install_peers and options.peers is None:
             raise ValueError("`--install-peers` is for peers: pass `--peers`, with their names or for all of them.")
         if options.json == options.html == STANDARD_OUTPUT:

@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How much is run.
+    """The size of a run.
 
     Args:
         prompts: Of each workload; 2 or more, and at most 8.
@@ -291,7 +291,7 @@ class _Later:
     threads: int
 
     def run(self) -> tuple[list[dict[str, Served]], dict[str, str]]:
-        """Answers to each prompt by arm, and which arms have failed, and why."""
+        """Returns the answers to each prompt by arm, and the reasons of the arms that have failed."""
         torch.set_num_threads(self.threads)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = self.models.source.tokenizer()

@@ -20,7 +20,7 @@ class Column(NamedTuple):
     Args:
         head: What is above it, in two lines.
         cell: The figure of an arm; None where it is not known.
-        note: How to read it; empty where the head says so.
+        note: Explains it; empty where the head is enough.
     """
 
     head: tuple[str, str]
@@ -78,7 +78,7 @@ def cells(row: Summary, shown: Sequence[Column]) -> list[str]:
 
 
 def note(rows: Sequence[Summary]) -> str:
-    """How to read tables of these rows."""
+    """Explain the columns of these rows."""
     notes = [column.note for column in columns(rows) if column.note]
     return " ".join([*notes, "Short untimed prompts come first."])
 

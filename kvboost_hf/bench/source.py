@@ -18,7 +18,7 @@ _HEAD_DIM = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """How to load a model and its tokenizer, here and in other processes.
+    """Loads a model and its tokenizer, here and in other processes.
 
     Args:
         name: A hub name or a folder; None for the embedded model, or a random one.

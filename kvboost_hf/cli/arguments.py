@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the error for a package that is not installed."""
+"""Parses and checks arguments that several commands share, and names the extra of a package that is not installed."""
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence

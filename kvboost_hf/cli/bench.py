@@ -1,4 +1,4 @@
-"""`kvboost-hf bench`: the same prompts by every way of serving them; the measuring is in `kvboost_hf.bench`."""
+"""`kvboost-hf bench`: reads the flags; `kvboost_hf.bench` serves the same prompts in several ways, and measures."""
 
 import argparse
 

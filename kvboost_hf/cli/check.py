@@ -1,4 +1,4 @@
-"""`kvboost-hf check`: whether a model can reuse K/V."""
+"""`kvboost-hf check`: reports whether a model can reuse K/V, and why not."""
 
 import argparse
 import sys

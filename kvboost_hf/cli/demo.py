@@ -1,4 +1,4 @@
-"""`kvboost-hf demo`: plain generate() beside generate() with a ChunkReuseCache."""
+"""`kvboost-hf demo`: times plain generate() beside generate() with a ChunkReuseCache."""
 
 import argparse
 from functools import partial

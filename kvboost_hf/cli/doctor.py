@@ -1,4 +1,4 @@
-"""`kvboost-hf doctor`: what of this machine and of a model works, and what to do about the rest."""
+"""`kvboost-hf doctor`: reports which parts of the machine, packages and a model work, and how to mend the others."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""`kvboost-hf fits`: which layers of a model stay on a device, and how fast the others can be streamed."""
+"""`kvboost-hf fits`: plans which layers of a model stay on a device, and how fast the others can be streamed."""
 
 import argparse
 import sys

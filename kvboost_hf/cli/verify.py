@@ -1,4 +1,4 @@
-"""`kvboost-hf verify`: how reuse, and K/V in fewer bits, change a model's answers."""
+"""`kvboost-hf verify`: measures how reuse, and K/V in fewer bits, change a model's answers."""
 
 import argparse
 import json
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _next(options: argparse.Namespace, report: CorrectnessReport) -> str:
-    """What to type after the report: a server with the policy that it recommends."""
+    """Name the next commands: a server with the policy that the report recommends."""
     if report.wrong:
         return next_steps(options, (typed("doctor", options), "what of this machine and the model works"))
     flags: list[object] = []
