@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 STANDARD_OUTPUT = Path("-")
 
@@ -39,6 +40,17 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error.strerror}. Make room, or name another file.") from error
+
+
+def say(console: Any, text: str, end: str = "\n") -> None:
+    """Print text as it is: without markup, colours of its own, or wrapping.
+
+    Args:
+        console: Of rich.
+        text: To print.
+        end: Behind it.
+    """
+    console.print(text, end=end, highlight=False, markup=False, soft_wrap=True)
 
 
 def written(*paths: Path | None) -> list[str]:

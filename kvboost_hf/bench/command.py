@@ -24,7 +24,7 @@ from kvboost_hf.bench.summary import summaries
 from kvboost_hf.bench.workloads import workloads_of
 from kvboost_hf.demo.series import Workload
 from kvboost_hf.offload.checkpoint import without_bars
-from kvboost_hf.outputs import STANDARD_OUTPUT, write, written
+from kvboost_hf.outputs import STANDARD_OUTPUT, say, write, written
 from kvboost_hf.progress import Progress, duration
 
 
@@ -82,7 +82,6 @@ def bench(options: argparse.Namespace, last: str) -> int:
     source = plan.source
     where = provenance(f"kvboost-hf {shlex.join(options.given)}", options.device)
     console = Console(stderr=STANDARD_OUTPUT in (options.json, options.html))
-    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
     console.print(f"[bold]{source.shown}[/bold]; {where}", highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         stack.enter_context(_termination_is_an_exit())
@@ -98,11 +97,11 @@ def bench(options: argparse.Namespace, last: str) -> int:
         result = run(source, plan.arms, peers, plan.workloads, plan.settings, shown.show, show)
     found = summaries(result.rows)
     for remark in remarks(result):
-        console.print(remark, **plain)
-    console.print(note(found), **plain)
+        say(console, remark)
+    say(console, note(found))
     arms, asked = dict.fromkeys(row.arm for row in found), dict.fromkeys(row.workload for row in found)
     told = f"Measured {', '.join(arms)} on {', '.join(asked)}" if found else "Measured nothing"
-    console.print(f"{told} in {duration(shown.seconds)}.", **plain)
+    say(console, f"{told} in {duration(shown.seconds)}.")
     if options.json is not None:
         write(options.json, as_json(source.shown, where, plan.settings, result, found))
     if options.html is not None:
@@ -110,8 +109,8 @@ def bench(options: argparse.Namespace, last: str) -> int:
             text = page(source.shown, where, plan.settings, plan.workloads, result, found)
         write(options.html, text)
     for line in written(options.json, options.html):
-        console.print(line, **plain)
-    console.print(last, end="", **plain)
+        say(console, line)
+    say(console, last, end="")
     # As in the demo: in float32 what is lossless must give the same tokens, and all else is shown, not judged.
     lossless = {arm.name for arm in ARMS.values() if arm.lossless}
     same = all(row.same == row.prompts for row in found if row.arm in lossless)

@@ -10,7 +10,7 @@ from kvboost_hf.cli.arguments import Commands, add_json, figure, needs_extra, po
 from kvboost_hf.cli.models import add_model, load_shown
 from kvboost_hf.cli.next_steps import next_steps
 from kvboost_hf.demo.measure import Demo
-from kvboost_hf.outputs import STANDARD_OUTPUT, write, written
+from kvboost_hf.outputs import STANDARD_OUTPUT, say, write, written
 from kvboost_hf.progress import Progress, duration
 
 
@@ -60,22 +60,25 @@ def run(options: argparse.Namespace) -> int:
         )
         measured = demo.run(lambda one: tell(show.table(one)))
     console.print(show.summary(measured))
-    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
     for remark in show.remarks(measured, repeats, model.dtype):
         console.print(remark, highlight=False, markup=False)
     kinds = ", ".join(one.workload.name for one in measured)
-    console.print(f"Measured plain generate() and reuse on {kinds} in {duration(shown.seconds)}.", **plain)
+    say(console, f"Measured plain generate() and reuse on {kinds} in {duration(shown.seconds)}.")
     if options.json is not None:
         write(options.json, show.as_json(name, measured, repeats))
     if options.figure is not None:
         with Progress("drawing"):
             show.figure(options.figure, told, measured)
-    for line in written(options.json, options.figure):
-        console.print(line, **plain)
-    real = () if options.model else ("demo",)
-    console.print(next_steps(options, *real, "check", "bench", "verify", "serve"), end="", **plain)
-    console.print("In Python: model.generate(..., past_key_values=ChunkReuseCache(model))", **plain)
+    _last_lines(options, console)
     # In float32 the tokens must be the same; in half precision they may part where two logits all but tie. Blended
     # answers may differ: they are shown, not judged.
     same = all(figures.same_tokens for one in measured for figures in one.arms["exact"])
     return 0 if same or model.dtype != torch.float32 else 1
+
+
+def _last_lines(options: argparse.Namespace, console: Any) -> None:
+    for line in written(options.json, options.figure):
+        say(console, line)
+    real = () if options.model else ("demo",)
+    say(console, next_steps(options, *real, "check", "bench", "verify", "serve"), end="")
+    say(console, "In Python: model.generate(..., past_key_values=ChunkReuseCache(model))")

@@ -14,7 +14,7 @@ from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, positive, 
 from kvboost_hf.cli.next_steps import next_steps
 from kvboost_hf.contents import as_json, as_tables, contents
 from kvboost_hf.engine.load import naming
-from kvboost_hf.outputs import STANDARD_OUTPUT, write, written
+from kvboost_hf.outputs import STANDARD_OUTPUT, say, write, written
 from kvboost_hf.progress import Progress
 
 
@@ -50,17 +50,17 @@ def run(options: argparse.Namespace) -> int:
             stats = tier.stats()
             failed |= bool(stats["errors"])
             told = ", ".join(f"{name} {stats[name]}" for name in ("chunks", "bytes", "errors"))
-            console.print(f"{tier.name} at {tier.location}: {told}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"{tier.name} at {tier.location}: {told}")
     finally:
         for tier in lower:
             tier.close()
     if options.json is not None:
         write(options.json, json.dumps(as_json(lines), indent=2, ensure_ascii=False))
         for line in written(options.json):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, line)
     warm = ("kvboost-hf warm FILE --model NAME --tiers ADDRESS", "adds the K/V of a text")
     serve = ("kvboost-hf serve --model NAME --tiers ADDRESS", "uses it, and says how much of it is found")
-    console.print(next_steps(options, warm, serve), end="", highlight=False, markup=False, soft_wrap=True)
+    say(console, next_steps(options, warm, serve), end="")
     return 1 if failed else 0
 
 

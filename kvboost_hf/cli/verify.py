@@ -15,7 +15,7 @@ from kvboost_hf.cli.models import add_model, load_shown
 from kvboost_hf.cli.next_steps import next_steps, typed
 from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, linked_documents
-from kvboost_hf.outputs import STANDARD_OUTPUT, write, written
+from kvboost_hf.outputs import STANDARD_OUTPUT, say, write, written
 from kvboost_hf.progress import Progress, duration
 from kvboost_hf.verify import CorrectnessReport, verify_correctness
 from kvboost_hf.verify import figure as draw_report
@@ -82,17 +82,16 @@ def run(options: argparse.Namespace) -> int:
             min_agreement=options.min_agreement,
             progress=partial(shown.show, "answering"),
         )
-    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
     told = f"{name}, {report.dtype}, {len(prompts)} prompts, {len(report.arms)} ways, {duration(shown.seconds)}"
-    console.print(f"{told}\n\n{report}", **plain)
+    say(console, f"{told}\n\n{report}")
     if options.json is not None:
         write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
     if options.figure is not None:
         with Progress("drawing"):
             draw_report(options.figure, report)
     for line in written(options.json, options.figure):
-        console.print(line, **plain)
-    console.print(_next(options, report), end="", **plain)
+        say(console, line)
+    say(console, _next(options, report), end="")
     return 0 if report else 1
 
 

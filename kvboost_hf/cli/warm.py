@@ -14,6 +14,7 @@ from kvboost_hf.cli.arguments import Commands, needs_extra, read_text, require_l
 from kvboost_hf.cli.config_file import add_config
 from kvboost_hf.cli.models import add_model, load_shown
 from kvboost_hf.cli.next_steps import next_steps
+from kvboost_hf.outputs import say
 from kvboost_hf.progress import Progress
 from kvboost_hf.server.flags import add_api_keys, add_kept, add_streaming
 from kvboost_hf.server.keys import prompt_salt
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         written = store.stats()["tiers"]
         store.close()
     for warmed, report in reports:
-        console.print(f"{warmed}: {report}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{warmed}: {report}")
     tiers = {tier: stats for tier, stats in written.items() if tier not in ("ram", "device")}
     for tier, stats in tiers.items():
         console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     steps = [("kvboost-hf inspect --tiers ADDRESS", "what a tier holds")]
     if not failed:
         steps.insert(0, (shlex.join(["kvboost-hf", "serve", *flags]), "finds it: these flags must be alike"))
-    console.print(next_steps(options, *steps), end="", highlight=False, markup=False, soft_wrap=True)
+    say(console, next_steps(options, *steps), end="")
     return 1 if failed else 0
 
 
