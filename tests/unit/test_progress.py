@@ -58,15 +58,16 @@ def until(text: str, written: StringIO) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_lines_where_no_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", StringIO())
+    stderr = StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
     with Progress("loading it") as shown:
-        until("loading it (0 s)\n", sys.stderr)  # without a call that would say so
+        until("loading it (0 s)\n", stderr)  # without a call that would say so
         shown.show("answering", 1000, 2000)
-        until("answering: 1,000 of 2,000 (0 s)\n", sys.stderr)
-    told = sys.stderr.getvalue()
+        until("answering: 1,000 of 2,000 (0 s)\n", stderr)
+    told = stderr.getvalue()
     assert "\r" not in told
     threading.Event().wait(0.02)
-    assert sys.stderr.getvalue() == told
+    assert stderr.getvalue() == told
 
 
 def test_what_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
