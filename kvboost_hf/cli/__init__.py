@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads the output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # SIGPIPE, which not all systems have
-    except (KVBoostError, ValueError, OSError) as error:
+    except (KVBoostError, ValueError, OSError, ImportError) as error:  # of transformers, say: what to install
         sys.stderr.write(f"kvboost-hf: {error}\n")
         return 2
     except KeyboardInterrupt:

@@ -242,7 +242,9 @@ class Startup:
             sys.stderr.write(f"{what[0].upper()}{what[1:]} …\n")
             yield
         else:
-            with Progress(what, lambda line: _log.info("%s", line, extra={"fields": {"running": what}})) as self._shown:
+            with Progress(
+                what, lambda line: _log.info("%s", line, extra={"fields": {"running": what}})
+            ) as self._shown:
                 yield
         seconds = round(time.perf_counter() - start, 3)
         if self._terminal:

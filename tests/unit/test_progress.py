@@ -11,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from kvboost_hf.cli import command_line, main
 from kvboost_hf.cli.next_steps import next_steps
@@ -208,6 +209,15 @@ def test_without_matplotlib_nothing_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*command.split(), str(tmp_path / "figure.png")]) == 2
     assert "needs matplotlib: pip install 'kvboost_hf[demo]'" in capsys.readouterr().err
+
+
+def test_without_jinja_it_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("transformers.utils.chat_template_utils.is_jinja_available", lambda: False)
+    _compile_jinja_template.cache_clear()
+    assert main(["demo"]) == 2
+    assert "kvboost-hf: apply_chat_template requires jinja2 to be installed" in capsys.readouterr().err
 
 
 def test_what_does_not_load_is_named_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
