@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 STANDARD_OUTPUT = Path("-")
 
@@ -27,8 +28,35 @@ def output_path(text: str) -> Path:
 
 
 def write(path: Path, text: str) -> None:
-    """Write text to a file, or to standard output."""
+    """Write text to a file, or to standard output.
+
+    Raises:
+        OSError: it cannot be written, for want of room, say.
+    """
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text + "\n")
-    else:
+        return
+    try:
         path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror}. Make room, or name another file.") from error
+
+
+def say(console: Any, text: str, end: str = "\n") -> None:
+    """Print text as it is: without markup, colours of its own, or wrapping.
+
+    Args:
+        console: Of rich.
+        text: To print.
+        end: Behind it.
+    """
+    console.print(text, end=end, highlight=False, markup=False, soft_wrap=True)
+
+
+def written(*paths: Path | None) -> list[str]:
+    """A line for each file that was written.
+
+    Args:
+        paths: Given on the command line; None for no file.
+    """
+    return [f"Written: {path}" for path in paths if path not in (None, STANDARD_OUTPUT)]

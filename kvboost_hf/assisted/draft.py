@@ -205,7 +205,7 @@ class Drafting:
 
 
 def _end(tokens: list[int], sure: list[float], config: Any) -> int | None:
-    """How many drafted tokens to return, if not all: up to an end of text, or one below the confidence threshold."""
+    """The number of drafted tokens up to an end of text, or up to one below the threshold; None without either."""
     ends, threshold = end_tokens(config), config.assistant_confidence_threshold or 0.0
     pairs = enumerate(zip(tokens, sure, strict=True), 1)
     return next((count for count, (token, each) in pairs if token in ends or each < threshold), None)

@@ -1,4 +1,4 @@
-"""How often a draft model's tokens are read back to the host."""
+"""Decides after how many passes the tokens of a draft model are read back to the host."""
 
 _SELDOM = 4  # passes between two reads that are expensive
 # Of a pass: a usual draft wastes as much on tokens that an earlier read would have avoided.

@@ -92,7 +92,7 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
 
     @property
     def device(self) -> torch.device:
-        """That of the target."""
+        """The device of the target."""
         return self._target[0].device
 
     def generate(  # type: ignore[override]

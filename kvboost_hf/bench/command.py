@@ -6,31 +6,71 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from kvboost_hf.bench.arms import ARMS, CHOICE
+from kvboost_hf.bench.arms import ARMS, CHOICE, Arm
 from kvboost_hf.bench.environments import peers_at_hand
 from kvboost_hf.bench.page import page
 from kvboost_hf.bench.peers import CHOSEN_PEERS, PEERS
 from kvboost_hf.bench.provenance import provenance
-from kvboost_hf.bench.run import Settings, run
-from kvboost_hf.bench.show import NOTE, as_json, remarks, table
+from kvboost_hf.bench.run import Row, Settings, run
+from kvboost_hf.bench.show import as_json, note, remarks, table
 from kvboost_hf.bench.source import ModelSource
 from kvboost_hf.bench.summary import summaries
 from kvboost_hf.bench.workloads import workloads_of
-from kvboost_hf.demo.progress import progress
+from kvboost_hf.demo.series import Workload
 from kvboost_hf.offload.checkpoint import without_bars
-from kvboost_hf.outputs import STANDARD_OUTPUT, write
+from kvboost_hf.outputs import STANDARD_OUTPUT, say, write, written
+from kvboost_hf.progress import Progress, duration
 
 
-def bench(options: argparse.Namespace) -> int:
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Holds all that is measured."""
+
+    source: ModelSource
+    settings: Settings
+    arms: list[Arm]
+    peers: list[str]
+    workloads: list[Workload]
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "_Plan":
+        """Read it from the command line."""
+        if options.install_peers and options.peers is None:
+            raise ValueError("`--install-peers` is for peers: pass `--peers`, with their names or for all of them.")
+        if options.json == options.html == STANDARD_OUTPUT:
+            raise ValueError("`--json` and `--html` must not both be '-': name a file for one of them.")
+        source = ModelSource(
+            name=options.model, random=options.random, draft=options.draft, device=options.device, dtype=options.dtype
+        )
+        settings = Settings(
+            prompts=options.prompts,
+            repeats=options.repeats or (2 if options.model is None else 1),
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed,
+        )
+        named = options.arms is not None or options.peers is not None
+        arms = dict.fromkeys(CHOICE if options.arms is None else options.arms or ARMS)
+        peers = dict.fromkeys(options.peers or (PEERS if options.peers == [] else () if named else CHOSEN_PEERS))
+        known = workloads_of(source, options.max_new_tokens)
+        for name in options.workloads or ():
+            if name not in known:
+                raise ValueError(f"`--workloads` must be of {', '.join(known)} for this model, got {name}.")
+        workloads = [known[name] for name in dict.fromkeys(options.workloads or known)]
+        return cls(source, settings, [ARMS[name] for name in arms], list(peers), workloads)
+
+
+def bench(options: argparse.Namespace, last: str) -> int:
     """Measure and show.
 
     Args:
         options: Of the command line; `given` are its arguments as they were given.
+        last: Lines to print in the end.
 
     Returns:
         The exit status: 1 if a lossless arm gave other tokens in float32, or something failed.
@@ -38,57 +78,39 @@ def bench(options: argparse.Namespace) -> int:
     Raises:
         ValueError: for options that do not go together.
     """
-    if options.install_peers and options.peers is None:
-        raise ValueError("`--install-peers` is for peers: pass `--peers`, with their names or for all of them.")
-    if options.json == options.html == STANDARD_OUTPUT:
-        raise ValueError("`--json` and `--html` must not both be '-': name a file for one of them.")
-    source = ModelSource(
-        name=options.model, random=options.random, draft=options.draft, device=options.device, dtype=options.dtype
-    )
-    settings = Settings(
-        prompts=options.prompts,
-        repeats=options.repeats or (2 if options.model is None else 1),
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-    )
-    named = options.arms is not None or options.peers is not None
-    arms = list(dict.fromkeys(CHOICE if options.arms is None else options.arms or ARMS))
-    others = list(dict.fromkeys(options.peers or (PEERS if options.peers == [] else () if named else CHOSEN_PEERS)))
-    known = workloads_of(source, options.max_new_tokens)
-    for name in options.workloads or ():
-        if name not in known:
-            raise ValueError(f"`--workloads` must be of {', '.join(known)} for this model, got {name}.")
-    workloads = [known[name] for name in dict.fromkeys(options.workloads or known)]
+    plan = _Plan.of(options)
+    source = plan.source
     where = provenance(f"kvboost-hf {shlex.join(options.given)}", options.device)
     console = Console(stderr=STANDARD_OUTPUT in (options.json, options.html))
     console.print(f"[bold]{source.shown}[/bold]; {where}", highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         stack.enter_context(_termination_is_an_exit())
         stack.enter_context(without_bars())
-        with console.status("getting what peers need"):
-            peers = stack.enter_context(peers_at_hand(others, source, install=options.install_peers))
-        elsewhere = console if console.is_terminal else Console(stderr=True)
-        advance = stack.enter_context(progress(elsewhere, "answering"))
-        result = run(
-            source,
-            [ARMS[name] for name in arms],
-            peers,
-            workloads,
-            settings,
-            advance,
-        )
+        shown = stack.enter_context(Progress("getting what peers need" if options.install_peers else "starting"))
+
+        def show(workload: Workload, rows: list[Row]) -> None:
+            if rows:
+                with shown.aside():
+                    console.print(table(workload, summaries(rows)))
+
+        peers = stack.enter_context(peers_at_hand(plan.peers, source, install=options.install_peers))
+        result = run(source, plan.arms, peers, plan.workloads, plan.settings, shown.show, show)
     found = summaries(result.rows)
-    for workload in workloads:
-        if rows := [row for row in found if row.workload == workload.name]:
-            console.print(table(workload, rows))
     for remark in remarks(result):
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
-    console.print(NOTE, soft_wrap=True)
+        say(console, remark)
+    say(console, note(found))
+    arms, asked = dict.fromkeys(row.arm for row in found), dict.fromkeys(row.workload for row in found)
+    told = f"Measured {', '.join(arms)} on {', '.join(asked)}" if found else "Measured nothing"
+    say(console, f"{told} in {duration(shown.seconds)}.")
     if options.json is not None:
-        write(options.json, as_json(source.shown, where, settings, result, found))
+        write(options.json, as_json(source.shown, where, plan.settings, result, found))
     if options.html is not None:
-        write(options.html, page(source.shown, where, settings, workloads, result, found))
-        console.print(f"Page: {options.html}", highlight=False, soft_wrap=True)
+        with Progress("drawing"):
+            text = page(source.shown, where, plan.settings, plan.workloads, result, found)
+        write(options.html, text)
+    for line in written(options.json, options.html):
+        say(console, line)
+    say(console, last, end="")
     # As in the demo: in float32 what is lossless must give the same tokens, and all else is shown, not judged.
     lossless = {arm.name for arm in ARMS.values() if arm.lossless}
     same = all(row.same == row.prompts for row in found if row.arm in lossless)

@@ -34,7 +34,7 @@ class ForwardCount:
 
     @property
     def tokens(self) -> int:
-        """So far, rounded up."""
+        """Tokens counted so far, rounded up."""
         return -(-self._rows // self._layers)
 
     def _add(self, _layer: torch.nn.Module, _args: Any, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from kvboost_hf.bench.arms import ARMS, PLAIN
 from kvboost_hf.bench.provenance import Provenance
 from kvboost_hf.bench.run import Result, Settings
-from kvboost_hf.bench.show import NOTE, cells, columns, remarks
+from kvboost_hf.bench.show import cells, columns, note, remarks
 from kvboost_hf.bench.summary import Summary
 from kvboost_hf.demo.series import Workload
 
@@ -52,16 +52,19 @@ def page(
         f"<h1>Benchmark: {escape(name)}</h1>",
         f"<p>{escape(rounds)}.<br>{escape(str(where).replace(f'; {where.command}', ''))}.<br>"
         f"<code>{escape(where.command)}</code></p>",
-        f"<p class=note>{escape(NOTE)} Grey is plain generate(), blue this package, orange others; lines are "
+        f"<p class=note>{escape(note(found))} Grey is plain generate(), blue this package, orange others; lines are "
         "quartiles.</p>",
     ]
     for workload in workloads:
         rows = [row for row in found if row.workload == workload.name]
         if not rows:
             continue
-        head = "".join(f"<th>{escape(' '.join(column).strip())}</th>" for column in (("arm",), *columns(rows)))
+        shown = columns(rows)
+        heads = ["arm", *(" ".join(column.head).strip() for column in shown)]
+        head = "".join(f"<th>{escape(text)}</th>" for text in heads)
         lines = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (row.arm, *cells(row))) + "</tr>" for row in rows
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (row.arm, *cells(row, shown))) + "</tr>"
+            for row in rows
         )
         about = workload.about[0].upper() + workload.about[1:]
         parts.append(f"<h2>{escape(workload.name)}</h2><p>{escape(about)}.</p>{_figure(rows)}")

@@ -60,7 +60,7 @@ def _new_cache(model: Any) -> DynamicCache:
 
 
 def _is_whole(cache: Any) -> bool:
-    """Whether no layer has lost what has left its window: being cut, they lose it."""
+    """Whether all layers still have the K/V that has left their windows; a layer that is cut loses it."""
     return all(layer.keys is None or layer.keys.shape[2] == cache.get_seq_length() for layer in cache.layers)
 
 

@@ -23,7 +23,7 @@ from kvboost_hf.bench.source import ModelSource
 from kvboost_hf.bench.turns import Turns
 from kvboost_hf.demo.series import Prompt, Workload
 
-Progress = Callable[[int, int], None]  # answers so far, and all
+Progress = Callable[[str, int, int], None]  # what is done, answers so far, and all
 _WARM_UP_TOKENS = 300  # at the end of a prompt
 
 
@@ -58,7 +58,8 @@ class Row:
         prompt: Which prompt of the workload, counted from 0.
         prompt_tokens: Its length.
         same: Whether the answer's tokens are those of plain generate().
-        right: Whether the answer holds the value that was asked for; None where that is not known.
+        right: Whether the answer holds the value that was asked for; None where that is not known, and for random
+            weights.
         served: What was measured.
     """
 
@@ -74,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How much is run.
+    """The size of a run.
 
     Args:
         prompts: Of each workload; 2 or more, and at most 8.
@@ -121,7 +122,8 @@ def run(
     peers: Sequence[Contender],
     workloads: Sequence[Workload],
     settings: Settings,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = lambda what, done, total: None,
+    show: Callable[[Workload, list[Row]], None] = lambda workload, rows: None,
 ) -> Result:
     """Run the workloads.
 
@@ -131,14 +133,19 @@ def run(
         peers: Ways of others. They keep nothing for other processes, and are left out where one is started.
         workloads: What is asked.
         settings: How much.
-        progress: Called after each prompt.
+        progress: Called when a step begins, and after each prompt.
+        show: Called after each workload with its rows.
     """
     with tempfile.TemporaryDirectory() as folder:
         bench = _Bench(source, Path(folder), settings, progress)
         ours: list[Arm] = [PLAIN, *(arm for arm in arms if arm.name != PLAIN.name)]
         idle = all(workload.restarts for workload in workloads)
         tried: list[Contender] = [*ours, *(() if idle else peers)]
-        refused = {one.name: why for one in tried if (why := one.refusal(bench.models, bench.tokenizer))}
+        refused: dict[str, str] = {}
+        for one in tried:
+            bench.begin(f"trying {one.name}")
+            if (why := one.refusal(bench.models, bench.tokenizer)) is not None:
+                refused[one.name] = why
         if idle:
             refused |= {peer.name: "it keeps nothing for another process" for peer in peers}
         ours = [arm for arm in ours if arm.name not in refused]
@@ -149,7 +156,9 @@ def run(
                 bench.expect(len(others) * settings.repeats)
         rows: list[Row] = []
         for workload in workloads:
-            rows += bench.restarted(workload, ours) if workload.restarts else bench.served(workload, [*ours, *others])
+            found = bench.restarted(workload, ours) if workload.restarts else bench.served(workload, [*ours, *others])
+            show(workload, found)
+            rows += found
         return Result(rows=rows, refused=refused, failed=bench.failed, dtype=bench.models.get().model.dtype)
 
 
@@ -158,16 +167,23 @@ class _Bench:
         self.models, self.tokenizer = Models(source, folder / "layers"), source.tokenizer()
         self._folder, self._settings, self._progress = folder, settings, progress
         self._done = self._total = 0
+        self._what = ""
         self.failed: dict[str, str] = {}
 
     def expect(self, series: int) -> None:
         """Add so many series of prompts to those that `progress` counts."""
         self._total += series * self._settings.prompts
 
+    def begin(self, what: str) -> None:
+        """Tell `progress` what is done from now on."""
+        self._what = what
+        self._advance(0)
+
     def served(self, workload: Workload, contenders: Sequence[Contender]) -> list[Row]:
         """A workload in this process."""
         rows: list[Row] = []
         for number in range(-1, self._settings.repeats):
+            self.begin(f"{workload.name}, warming up" if number < 0 else self._round_name(workload, number))
             with Turns(PLAIN.name) as turns:
                 for one in self._left(contenders):
                     turns.open(one.name, partial(one.open, self.models, self.tokenizer, None))
@@ -177,6 +193,10 @@ class _Bench:
                     rows += self._round(workload, number, turns)
             self._note(workload, turns.failed)
         return [row for row in rows if row.arm not in self.failed]
+
+    def _round_name(self, workload: Workload, number: int) -> str:
+        repeats = self._settings.repeats
+        return workload.name if repeats == 1 else f"{workload.name}, round {number + 1} of {repeats}"
 
     def _left(self, contenders: Sequence[T]) -> list[T]:
         return [one for one in contenders if one.name not in self.failed]
@@ -203,6 +223,7 @@ class _Bench:
         half = settings.prompts // 2
         rows: list[Row] = []
         for number in range(settings.repeats):
+            self.begin(self._round_name(workload, number))
             folders = {arm.name: self._folder / f"{number}-{arm.name}" for arm in arms}
             for arm in self._left(arms):
                 with Turns(PLAIN.name) as turns:
@@ -210,6 +231,8 @@ class _Bench:
                     for prompt in prompts[:half]:
                         turns.answer(prompt.ids, settings.max_new_tokens, 0)
                 self._note(workload, turns.failed)
+                self._advance(half)
+            self.begin(f"{self._round_name(workload, number)}, in a new process")
             task = _Later(
                 models=Models(self.models.source, self.models.folder),
                 arms=self._left(arms),
@@ -226,13 +249,14 @@ class _Bench:
             self._note(workload, failed)
             for index, answers in enumerate(found, start=half):
                 rows += self._rows(workload, number, index, prompts[index], answers)
-            self._advance(len(arms) * settings.prompts)
+            self._advance(len(task.arms) * (settings.prompts - half))
         return [row for row in rows if row.arm not in self.failed]
 
     def _rows(
         self, workload: Workload, number: int, index: int, prompt: Prompt, answers: dict[str, Served]
     ) -> list[Row]:
         plain = answers[PLAIN.name].ids
+        answers_matter = self.models.source.random is None  # random weights give no right ones
         return [
             Row(
                 workload=workload.name,
@@ -241,7 +265,7 @@ class _Bench:
                 prompt=index,
                 prompt_tokens=len(prompt.ids),
                 same=found.ids == plain,
-                right=None if prompt.value is None else prompt.value in self._text(found),
+                right=prompt.value in self._text(found) if prompt.value is not None and answers_matter else None,
                 served=found,
             )
             for name, found in answers.items()
@@ -252,7 +276,7 @@ class _Bench:
 
     def _advance(self, answers: int) -> None:
         self._done += answers
-        self._progress(self._done, self._total)
+        self._progress(self._what, self._done, self._total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +291,7 @@ class _Later:
     threads: int
 
     def run(self) -> tuple[list[dict[str, Served]], dict[str, str]]:
-        """Answers to each prompt by arm, and which arms have failed, and why."""
+        """Returns the answers to each prompt by arm, and the reasons of the arms that have failed."""
         torch.set_num_threads(self.threads)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = self.models.source.tokenizer()

@@ -1,8 +1,9 @@
 """Formats results: tables for the terminal, and JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -12,48 +13,74 @@ from kvboost_hf.bench.run import Result, Settings
 from kvboost_hf.bench.summary import Summary
 from kvboost_hf.demo.series import Workload
 
-_COLUMNS = (
-    ("TTFT", "ms"),
-    ("quartiles", ""),
-    ("speed", "up"),
-    ("total", "ms"),
-    ("reused", ""),
-    ("prefill", "tokens"),
-    ("same", ""),
-    ("right", ""),
-    ("kept", "MB"),
-)
-NOTE = (
-    "TTFT: from the call to the first token on the host, over all prompts and rounds. speed-up: median of the ratios "
-    "to plain generate(), prompt by prompt. prefill: tokens through the model before the first one of an answer, "
-    "all prompts together. same: answers with the tokens of plain generate(). right: answers that hold the value "
-    "asked for, where it is known. kept: at the end of a round. Short untimed prompts come first."
-)
 
+class Column(NamedTuple):
+    """One figure of each arm.
 
-def columns(rows: Sequence[Summary]) -> list[tuple[str, str]]:
-    """Heads of the columns; `right` is left out where no right answer is known."""
-    return [name for name in _COLUMNS if name[0] != "right" or any(row.right is not None for row in rows)]
+    Args:
+        head: What is above it, in two lines.
+        cell: The figure of an arm; None where it is not known.
+        note: Explains it; empty where the head is enough.
+    """
 
-
-def cells(row: Summary) -> list[str]:
-    """The figures of one arm in the order of `columns`."""
-    low, middle, high = row.ttft_ms
-    return [
-        _short(middle),
-        f"{_short(low)}-{_short(high)}",
-        f"{_short(row.speed_up)}x",
-        _short(row.total_ms),
-        "" if row.reused is None else f"{row.reused / row.prompt_tokens:.0%}",
-        f"{row.prefilled}",
-        f"{row.same}/{row.prompts}",
-        *([] if row.right is None else [f"{row.right}/{row.prompts}"]),
-        "" if row.store_bytes is None else _short(row.store_bytes / 1e6),
-    ]
+    head: tuple[str, str]
+    cell: Callable[[Summary], str | None]
+    note: str = ""
 
 
 def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+_COLUMNS = (
+    Column(
+        ("TTFT", "ms"),
+        lambda row: _short(row.ttft_ms[1]),
+        "TTFT: from the call to the first token on the host, over all prompts and rounds.",
+    ),
+    Column(("quartiles", ""), lambda row: f"{_short(row.ttft_ms[0])}-{_short(row.ttft_ms[2])}"),
+    Column(
+        ("speed", "up"),
+        lambda row: f"{_short(row.speed_up)}x",
+        "speed-up: median of the ratios to plain generate(), prompt by prompt.",
+    ),
+    Column(("total", "ms"), lambda row: _short(row.total_ms)),
+    Column(("reused", ""), lambda row: None if row.reused is None else f"{row.reused / row.prompt_tokens:.0%}"),
+    Column(
+        ("prefill", "tokens"),
+        lambda row: f"{row.prefilled}",
+        "prefill: tokens through the model before the first one of an answer, all prompts together.",
+    ),
+    Column(
+        ("same", ""), lambda row: f"{row.same}/{row.prompts}", "same: answers with the tokens of plain generate()."
+    ),
+    Column(
+        ("right", ""),
+        lambda row: None if row.right is None else f"{row.right}/{row.prompts}",
+        "right: answers that hold the value asked for.",
+    ),
+    Column(
+        ("kept", "MB"),
+        lambda row: None if row.store_bytes is None else _short(row.store_bytes / 1e6),
+        "kept: at the end of a round.",
+    ),
+)
+
+
+def columns(rows: Sequence[Summary]) -> list[Column]:
+    """The columns of a table; those whose figure is not known of any arm are left out."""
+    return [column for column in _COLUMNS if any(column.cell(row) is not None for row in rows)]
+
+
+def cells(row: Summary, shown: Sequence[Column]) -> list[str]:
+    """The figures of one arm; empty where one is not known."""
+    return [column.cell(row) or "" for column in shown]
+
+
+def note(rows: Sequence[Summary]) -> str:
+    """Explain the columns of these rows."""
+    notes = [column.note for column in columns(rows) if column.note]
+    return " ".join([*notes, "Short untimed prompts come first."])
 
 
 def table(workload: Workload, rows: Sequence[Summary]) -> Table:
@@ -67,10 +94,11 @@ def table(workload: Workload, rows: Sequence[Summary]) -> Table:
         padding=(0, 0),
     )
     shown.add_column("arm", no_wrap=True)
-    for name in columns(rows):
-        shown.add_column("\n".join(name), justify="right", no_wrap=True)
+    found = columns(rows)
+    for column in found:
+        shown.add_column("\n".join(column.head), justify="right", no_wrap=True)
     for row in rows:
-        shown.add_row(row.arm, *cells(row))
+        shown.add_row(row.arm, *cells(row, found))
     return shown
 
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.engine.load import naming
 from kvboost_hf.offload.build import stream_layers
 from kvboost_hf.offload.load import load_streamed
 
@@ -17,7 +18,7 @@ _HEAD_DIM = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """How to load a model and its tokenizer, here and in other processes.
+    """Loads a model and its tokenizer, here and in other processes.
 
     Args:
         name: A hub name or a folder; None for the embedded model, or a random one.
@@ -65,7 +66,8 @@ class ModelSource:
 
     def tokenizer(self) -> Any:
         """The tokenizer."""
-        return AutoTokenizer.from_pretrained(self.name or EMBEDDED_MODEL_DIR)
+        with naming(self.name or EMBEDDED_MODEL_DIR):
+            return AutoTokenizer.from_pretrained(self.name or EMBEDDED_MODEL_DIR)
 
     def load(self, attention: str | None = None) -> PreTrainedModel:
         """The model in eval mode, on its device.
@@ -76,9 +78,9 @@ class ModelSource:
         if self.random is not None:
             return self._random(attention, self.device)
         name = self.name or EMBEDDED_MODEL_DIR
-        return self._placed(
-            AutoModelForCausalLM.from_pretrained(name, dtype=self.dtype, attn_implementation=attention)
-        )
+        with naming(name, (ImportError, OSError)):
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=self.dtype, attn_implementation=attention)
+        return self._placed(model)
 
     def load_draft(self, target: PreTrainedModel) -> PreTrainedModel:
         """A draft model for `target`; there must be one."""

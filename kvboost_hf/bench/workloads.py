@@ -12,6 +12,7 @@ from kvboost_hf.bench.source import ModelSource
 from kvboost_hf.demo.real_text import workloads_for
 from kvboost_hf.demo.series import CHAT, Prompt, Prompts, Workload, alone, document
 from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, NUM_DOCUMENTS, linked_documents
+from kvboost_hf.engine.load import naming
 
 _LIBRARY = 3 * NUM_DOCUMENTS  # documents to retrieve from
 _DOCUMENT_WORDS = LONG_DOCUMENT_TOKENS // NUM_DOCUMENTS
@@ -80,9 +81,11 @@ def workloads_of(source: ModelSource, max_new_tokens: int) -> dict[str, Workload
         max_new_tokens: Length of an answer.
 
     Raises:
-        ValueError: the context of the model is too short.
+        ValueError: there is no such model, or its context is too short.
     """
     if source.name is None:
         return WORKLOADS
-    real = workloads_for(AutoConfig.from_pretrained(source.name), max_new_tokens)
+    with naming(source.name):
+        config = AutoConfig.from_pretrained(source.name)
+    real = workloads_for(config, max_new_tokens)
     return {name: real[name] for name in REAL_WORKLOADS if name in real}

@@ -1,6 +1,7 @@
 """The commands `kvboost-hf` and `kvboost-server`: one file for each subcommand, with `add` for its flags."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Of the command; None takes those of the process.
 
     Returns:
-        The exit status: 2 for what is refused, 130 after Ctrl-C.
+        The exit status: 2 for what is refused, 130 after Ctrl-C, 141 if nobody reads the output any longer.
     """
     given = sys.argv[1:] if arguments is None else arguments
     parser = command_line()
@@ -33,8 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.given = given
         if hasattr(options, "device"):
             require_device(options.device)
-        return int(options.run(options))
-    except (KVBoostError, ValueError, OSError) as error:
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads the output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # SIGPIPE, which not all systems have
+    except (KVBoostError, ValueError, OSError, ImportError) as error:  # of transformers, say: what to install
         sys.stderr.write(f"kvboost-hf: {error}\n")
         return 2
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the error for a package that is not installed."""
+"""Parses and checks arguments that several commands share, and names the extra of a package that is not installed."""
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,11 +30,21 @@ def needs_extra(extra: str, command: str) -> Iterator[None]:
         raise ValueError(f"`kvboost-hf {command}` needs {error.name}: pip install 'kvboost_hf[{extra}]'") from error
 
 
+def require_figures(path: Path | None) -> None:
+    """Import what draws figures, if one is to be written: before anything is measured, not after it.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    if path is not None:
+        import matplotlib  # noqa: F401
+
+
 def positive(text: str) -> int:
     """An integer above 0."""
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a whole positive number, got {text}")
     return value
 
 
@@ -51,6 +61,23 @@ def figure(text: str) -> Path:
     if not text.endswith((".png", ".pdf", ".svg")):
         raise argparse.ArgumentTypeError(f"{text!r} is no figure: name a file that ends in .png, .pdf or .svg")
     return output(text)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: it cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} must be a file that can be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be a text in UTF-8: {error}.") from error
+    if not text:
+        raise ValueError(f"{path} must hold a text, but it is empty.")
+    return text
 
 
 def one_of(names: Iterable[str], text: str) -> str:

@@ -1,12 +1,13 @@
-"""`kvboost-hf bench`: the same prompts by every way of serving them; the measuring is in `kvboost_hf.bench`."""
+"""`kvboost-hf bench`: reads the flags; `kvboost_hf.bench` serves the same prompts in several ways, and measures."""
 
 import argparse
 
 from kvboost_hf.bench.arms import ARMS, CHOICE
 from kvboost_hf.bench.peers import CHOSEN_PEERS, PEERS
 from kvboost_hf.bench.workloads import REAL_WORKLOADS, WORKLOADS
-from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, one_of, output, positive
+from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, one_of, output, positive, require_figures
 from kvboost_hf.cli.models import add_model
+from kvboost_hf.cli.next_steps import next_steps
 
 
 def add(commands: Commands) -> None:
@@ -45,9 +46,9 @@ def run(options: argparse.Namespace) -> int:
     with needs_extra("demo", "bench"):
         from kvboost_hf.bench.command import bench
 
-        if options.html is not None:
-            import matplotlib  # noqa: F401  # before anything is measured
-    return bench(options)
+        require_figures(options.html)
+    real = ("bench",) if options.model is None else ()
+    return bench(options, next_steps(options, *real, "verify", "serve"))
 
 
 def _sizes(text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""`kvboost-hf doctor`: what of this machine and of a model works, and what to do about the rest."""
+"""`kvboost-hf doctor`: reports which parts of the machine, packages and a model work, and how to mend the others."""
 
 import argparse
 import os
@@ -15,8 +15,10 @@ from packaging.requirements import Requirement
 
 from kvboost_hf.attention import active_tier
 from kvboost_hf.cli.arguments import Commands
-from kvboost_hf.cli.models import add_model, load_model
+from kvboost_hf.cli.models import add_model, load_shown
+from kvboost_hf.cli.next_steps import typed
 from kvboost_hf.compatibility import check_model_compatibility
+from kvboost_hf.progress import Progress
 
 _EXTRAS = {
     "demo": "`kvboost-hf demo`, `bench` and `verify`",
@@ -45,7 +47,8 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; returns 1 if something has to be done."""
-    found = [*_machine(), *_packages(), *_model(options)]
+    with Progress("looking at the machine") as shown:
+        found = [*_machine(), *_packages(), *_model(options, shown)]
     width = max(len(each.subject) for each in found)
     for each in found:
         mark = "ok " if each.remedy is None else "-- " if each.optional else "!! "
@@ -53,13 +56,15 @@ def run(options: argparse.Namespace) -> int:
         if each.remedy is not None:
             sys.stdout.write(f"{'':{width + 4}}  do: {each.remedy}\n")
     wrong = [each.subject for each in found if each.remedy is not None and not each.optional]
-    sys.stdout.write(f"\nTo do: {', '.join(wrong)}.\n" if wrong else f"\nAll works. Next: {_next(options)}\n")
-    return 1 if wrong else 0
+    if wrong:
+        sys.stdout.write(f"\nTo do: {', '.join(wrong)}. Then, once more: {_typed('doctor', options)}\n")
+        return 1
+    sys.stdout.write(f"\nAll works. Next: {_typed('demo', options)}\n")
+    return 0
 
 
-def _next(options: argparse.Namespace) -> str:
-    model = f" --model {options.model}" if options.model else ""
-    return f"kvboost-hf demo{model}"
+def _typed(command: str, options: argparse.Namespace) -> str:
+    return typed(command, options) if options.model else f"kvboost-hf {command}"  # works without a model, too
 
 
 def _machine() -> Iterator[Finding]:
@@ -114,13 +119,15 @@ def _is_installed(name: str) -> bool:
     return True
 
 
-def _model(options: argparse.Namespace) -> Iterator[Finding]:
+def _model(options: argparse.Namespace, shown: Progress) -> Iterator[Finding]:
     try:
-        model, tokenizer, name = load_model(options)
+        model, tokenizer, name = load_shown(options, shown)
     except (ValueError, OSError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
-        yield Finding("model", f"{options.model} does not load: {why}", "pass a hub name or a folder that loads")
+        named = why if str(options.model) in why else f"{options.model} does not load: {why}"
+        yield Finding("model", named, "pass a hub name or a folder that loads")
         return
+    shown.show(f"running {name} on a few tokens")
     size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     yield Finding("model", f"{name}: {type(model).__name__}, {model.dtype}, {_size(size)} of weights")
     with warnings.catch_warnings():

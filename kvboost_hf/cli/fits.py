@@ -1,4 +1,4 @@
-"""`kvboost-hf fits`: which layers of a model stay on a device, and how fast the others can be streamed."""
+"""`kvboost-hf fits`: plans which layers of a model stay on a device, and how fast the others can be streamed."""
 
 import argparse
 import sys
@@ -6,8 +6,11 @@ import sys
 import torch
 
 from kvboost_hf.cli.arguments import Commands, positive
+from kvboost_hf.cli.next_steps import next_steps, typed
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.engine.load import naming
 from kvboost_hf.offload.sizes import what_fits
+from kvboost_hf.progress import Progress
 
 
 def add(commands: Commands) -> None:
@@ -25,9 +28,13 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(options.model)
+    with naming(options.model):
+        config = AutoConfig.from_pretrained(options.model)
     streaming = StreamingConfig(max_tokens=options.max_tokens, prefill_chunk_size=options.prefill_chunk_size)
     dtype = config.dtype or torch.float16
-    plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits, dtype=dtype)
+    with Progress(f"planning {options.model}"):
+        plan = what_fits(config, options.vram_budget, streaming=streaming, bits=options.bits, dtype=dtype)
     sys.stdout.write(f"{plan}\n")
+    serve = typed("serve", options, "--awq-streaming", "--vram-budget", options.vram_budget)
+    sys.stdout.write(next_steps(options, (serve, "serve it within this budget")))
     return 0

@@ -11,8 +11,11 @@ from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.tiers.addresses import open_tier, open_tiers, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.cli.arguments import Commands, add_json, needs_extra, positive, require_lasting
+from kvboost_hf.cli.next_steps import next_steps
 from kvboost_hf.contents import as_json, as_tables, contents
-from kvboost_hf.outputs import STANDARD_OUTPUT, write
+from kvboost_hf.engine.load import naming
+from kvboost_hf.outputs import STANDARD_OUTPUT, say, write, written
+from kvboost_hf.progress import Progress
 
 
 def add(commands: Commands) -> None:
@@ -31,13 +34,14 @@ def run(options: argparse.Namespace) -> int:
     with needs_extra("demo", "inspect"):
         from rich.console import Console
 
-    tokenizer = _tokenizer(options.tokenizer)
     console = Console(stderr=options.json == STANDARD_OUTPUT)
     require_lasting(options.tiers)
+    tokenizer = _tokenizer(options.tokenizer)
     lower = open_tiers([_as_it_is(address) for address in options.tiers], None).lower
     failed = False
     try:
-        lines = contents(lower, tokenizer.decode if tokenizer is not None else None)
+        with Progress("reading what is stored"):
+            lines = contents(lower, tokenizer.decode if tokenizer is not None else None)
         shown = sorted(lines, key=lambda line: -(line.hits or 0))[: options.limit]
         for table in as_tables([line for line in lines if line in shown]):
             console.print(table)
@@ -46,12 +50,17 @@ def run(options: argparse.Namespace) -> int:
             stats = tier.stats()
             failed |= bool(stats["errors"])
             told = ", ".join(f"{name} {stats[name]}" for name in ("chunks", "bytes", "errors"))
-            console.print(f"{tier.name} at {tier.location}: {told}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"{tier.name} at {tier.location}: {told}")
     finally:
         for tier in lower:
             tier.close()
     if options.json is not None:
         write(options.json, json.dumps(as_json(lines), indent=2, ensure_ascii=False))
+        for line in written(options.json):
+            say(console, line)
+    warm = ("kvboost-hf warm FILE --model NAME --tiers ADDRESS", "adds the K/V of a text")
+    serve = ("kvboost-hf serve --model NAME --tiers ADDRESS", "uses it, and says how much of it is found")
+    say(console, next_steps(options, warm, serve), end="")
     return 1 if failed else 0
 
 
@@ -62,7 +71,8 @@ def _tokenizer(name: str | None) -> Any:
         return load_embedded()[1]
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    with naming(name):
+        return AutoTokenizer.from_pretrained(name)
 
 
 def _as_it_is(address: str) -> str | Tier:

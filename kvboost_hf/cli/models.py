@@ -10,6 +10,8 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.compat import available_device
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.engine.load import load
+from kvboost_hf.offload.checkpoint import without_bars
+from kvboost_hf.progress import Progress
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +44,7 @@ def load_model(options: argparse.Namespace, streaming: StreamingConfig | None = 
         streaming: Which layers are streamed; None for none.
 
     Raises:
-        ValueError: the embedded model is to be streamed.
+        ValueError: the model does not load, or the embedded one is to be streamed.
     """
     if options.model is not None:
         return *load(options.model, streaming, options.device, {"dtype": options.dtype}), _shown(options.model)
@@ -50,6 +52,15 @@ def load_model(options: argparse.Namespace, streaming: StreamingConfig | None = 
         raise ValueError("`--awq-streaming` needs `--model`: the embedded model fits any device.")
     model, tokenizer = load_embedded(None if options.dtype == "auto" else getattr(torch, options.dtype))
     return model.to(options.device), tokenizer, f"embedded {EMBEDDED_MODEL_DIR.name}"
+
+
+def load_shown(
+    options: argparse.Namespace, shown: Progress, streaming: StreamingConfig | None = None
+) -> tuple[Any, Any, str]:
+    """See `load_model`; shows that the model is being loaded, in place of the bars of transformers."""
+    shown.show(f"loading {options.model or 'the embedded model'}")
+    with without_bars():
+        return load_model(options, streaming)
 
 
 def _shown(name: str) -> str:

@@ -1,7 +1,8 @@
-"""`kvboost-hf verify`: how reuse, and K/V in fewer bits, change a model's answers."""
+"""`kvboost-hf verify`: measures how reuse, and K/V in fewer bits, change a model's answers."""
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ from kvboost_hf.assets.chat import encode
 from kvboost_hf.cache.codecs import live_config
 from kvboost_hf.cache.planning.cutting import ContentChunker
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cli.arguments import Commands, add_json, figure, needs_extra, positive
-from kvboost_hf.cli.models import add_model, load_model
+from kvboost_hf.cli.arguments import Commands, add_json, figure, needs_extra, positive, read_text, require_figures
+from kvboost_hf.cli.models import add_model, load_shown
+from kvboost_hf.cli.next_steps import next_steps, typed
 from kvboost_hf.config import KVQuantConfig
 from kvboost_hf.demo.workloads import LONG_DOCUMENT_TOKENS, linked_documents
-from kvboost_hf.outputs import STANDARD_OUTPUT, write
+from kvboost_hf.outputs import STANDARD_OUTPUT, say, write, written
+from kvboost_hf.progress import Progress, duration
+from kvboost_hf.verify import CorrectnessReport, verify_correctness
 from kvboost_hf.verify import figure as draw_report
-from kvboost_hf.verify import verify_correctness
 
 _MADE_UP_PROMPTS = 16
 
@@ -55,45 +58,65 @@ def run(options: argparse.Namespace) -> int:
     """Measure and show; returns 1 if the report is false."""
     with needs_extra("demo", "verify"):
         from rich.console import Console
-        from rich.progress import Progress
+
+        require_figures(options.figure)
 
     console = Console(stderr=options.json == STANDARD_OUTPUT)
-    model, tokenizer, name = load_model(options)
-    prompts = _made_up(tokenizer) if options.prompts is None else read_prompts(options.prompts)
-    chunker = ContentChunker.for_tokenizer(tokenizer)  # so that documents are cut alike wherever they stand
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("generating", total=None)
+    given = None if options.prompts is None else read_prompts(options.prompts)
+    documents = [read_text(path).strip() for path in options.documents or ()]
+    with Progress() as shown:
+        model, tokenizer, name = load_shown(options, shown)
+        prompts = _made_up(tokenizer) if given is None else given
+        chunker = ContentChunker.for_tokenizer(tokenizer)  # so that documents are cut alike wherever they stand
+        shown.show("answering")
         report = verify_correctness(
             model,
             prompts,
             tokenizer=tokenizer,
-            documents=[path.read_text(encoding="utf-8").strip() for path in options.documents or ()],
+            documents=documents,
             codecs=options.codec,
             live_quants=options.live_quant,
             max_new_tokens=options.max_new_tokens,
             make_store=lambda model: ChunkStore(model, chunker=chunker),
             max_kl=options.max_kl,
             min_agreement=options.min_agreement,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=partial(shown.show, "answering"),
         )
-    console.print(
-        f"{name}, {report.dtype}, {len(prompts)} prompts\n\n{report}", highlight=False, markup=False, soft_wrap=True
-    )
+    told = f"{name}, {report.dtype}, {len(prompts)} prompts, {len(report.arms)} ways, {duration(shown.seconds)}"
+    say(console, f"{told}\n\n{report}")
     if options.json is not None:
         write(options.json, json.dumps({"name": name, **report.as_dict()}, indent=2))
     if options.figure is not None:
-        draw_report(options.figure, report)
-        console.print(f"Figure: {options.figure}")
+        with Progress("drawing"):
+            draw_report(options.figure, report)
+    for line in written(options.json, options.figure):
+        say(console, line)
+    say(console, _next(options, report), end="")
     return 0 if report else 1
+
+
+def _next(options: argparse.Namespace, report: CorrectnessReport) -> str:
+    """Name the next commands: a server with the policy that the report recommends."""
+    if report.wrong:
+        return next_steps(options, (typed("doctor", options), "what of this machine and the model works"))
+    flags: list[object] = []
+    policy = report.recommended
+    if policy.mode == "blend":
+        flags += ["--recompute-strategy", policy.repair]
+        if policy.repair not in ("none", "selective") and policy.recompute_ratio is not None:
+            flags += ["--recompute-ratio", policy.recompute_ratio]
+    serve = (typed("serve", options, *flags), "OpenAI's API, with the reuse that is recommended here")
+    own = () if options.prompts is not None else ("verify",)
+    return next_steps(options, *own, serve)
 
 
 def read_prompts(path: Path) -> list[Any]:
     """The prompts of a file: its lines, or the items of its JSON list.
 
     Raises:
-        ValueError: the file begins with a bracket and is no JSON.
+        ValueError: the file cannot be read, is empty, or begins with a bracket and is no JSON.
     """
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     if not text.lstrip().startswith("["):
         return [line for line in text.splitlines() if line.strip()]
     try:

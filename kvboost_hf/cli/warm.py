@@ -2,20 +2,27 @@
 
 import argparse
 import os
-from collections.abc import Callable
+import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cli.arguments import Commands, needs_extra, require_lasting
+from kvboost_hf.cache.tiers.guard import without_secrets
+from kvboost_hf.cli.arguments import Commands, needs_extra, read_text, require_lasting
 from kvboost_hf.cli.config_file import add_config
-from kvboost_hf.cli.models import add_model, load_model
+from kvboost_hf.cli.models import add_model, load_shown
+from kvboost_hf.cli.next_steps import next_steps
+from kvboost_hf.outputs import say
+from kvboost_hf.progress import Progress
 from kvboost_hf.server.flags import add_api_keys, add_kept, add_streaming
 from kvboost_hf.server.keys import prompt_salt
 from kvboost_hf.server.options import add_secrets, kept_settings, streaming_config
 from kvboost_hf.server.sharing import choose_attention
 
+_SECRET = ("api_key", "salt")
+_OWN = ("help", "config", "documents", "system", "prefix")  # flags that `serve` does not have, or not as these
 _Warmed = list[tuple[str, ReuseReport]]  # each with a name to show
 
 
@@ -42,7 +49,6 @@ def run(options: argparse.Namespace) -> int:
     """Compute, store and show; returns 1 if no tier has it, or one has failed."""
     with needs_extra("demo", "warm"):
         from rich.console import Console
-        from rich.progress import Progress
 
     if options.system and options.documents:
         raise ValueError("`--system` must be left out with `--documents`, which stand anywhere in prompts.")
@@ -50,36 +56,52 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("`--prefix` needs `--documents`: what prompts start with has nothing before it.")
     if options.disk_cache_dir is None:
         require_lasting(options.tiers)
+    flags = _shared_flags(options)
     add_secrets(options, os.environ, ["api_key"])
     kept = kept_settings(options)
-    texts = [_read_text(path) for path in options.files]
-    prefix = _read_text(options.prefix) if options.prefix is not None else None
+    texts = [read_text(path) for path in options.files]
+    prefix = read_text(options.prefix) if options.prefix is not None else None
     console = Console()
-    model, tokenizer, name = load_model(options, streaming_config(options))
-    choose_attention(model, options.attn_implementation)
-    store = kept.store(model, tokenizer)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("computing", total=None)
-
-        def advance(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        given = {"tokenizer": tokenizer, "pin": False, "progress": advance, "live_quant": kept.live_config}
+    with Progress() as shown:
+        model, tokenizer, name = load_shown(options, shown, streaming_config(options))
+        shown.show(f"running {name} on a few tokens")
+        choose_attention(model, options.attn_implementation)
+        store = kept.store(model, tokenizer)
+        given = {"tokenizer": tokenizer, "pin": False, "live_quant": kept.live_config}
         if options.documents:
-            reports = _warm_documents(store, options, texts, prefix, given)
+            reports = _warm_documents(store, options, texts, prefix, given, shown)
         else:
-            reports = _warm_starts(store, options, texts, given, lambda file: progress.update(task, description=file))
-        progress.update(task, description="writing", total=None)
+            reports = _warm_starts(store, options, texts, given, shown)
+        shown.show("writing to tiers")
         store.flush()
         written = store.stats()["tiers"]
         store.close()
     for warmed, report in reports:
-        console.print(f"{warmed}: {report}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{warmed}: {report}")
     tiers = {tier: stats for tier, stats in written.items() if tier not in ("ram", "device")}
     for tier, stats in tiers.items():
         console.print(f"{name} in {tier}: {stats['chunks']} chunks, {stats['bytes']:,} bytes", highlight=False)
     failed = not tiers or any(stats["errors"] for stats in tiers.values())
+    steps = [("kvboost-hf inspect --tiers ADDRESS", "what a tier holds")]
+    if not failed:
+        steps.insert(0, (shlex.join(["kvboost-hf", "serve", *flags]), "finds it: these flags must be alike"))
+    say(console, next_steps(options, *steps), end="")
     return 1 if failed else 0
+
+
+def _shared_flags(options: argparse.Namespace) -> list[str]:
+    """The flags of this call that a server takes, too; keys and passwords are not shown."""
+    flags = ["--config", str(options.config)] if options.config is not None else []
+    for action in options.parser._actions:
+        value = getattr(options, action.dest, None)
+        if not action.option_strings or action.dest in _OWN or value == action.default:
+            continue  # what `--config` gives is a default, too
+        if action.dest in _SECRET:
+            flags += [action.option_strings[0], "…"]
+            continue
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        flags += [action.option_strings[0], *(without_secrets(str(each)) for each in values)]
+    return flags
 
 
 def _salts(options: argparse.Namespace) -> list[bytes]:
@@ -87,10 +109,18 @@ def _salts(options: argparse.Namespace) -> list[bytes]:
 
 
 def _warm_documents(
-    store: ChunkStore, options: argparse.Namespace, texts: list[str], prefix: str | None, given: dict[str, Any]
+    store: ChunkStore,
+    options: argparse.Namespace,
+    texts: list[str],
+    prefix: str | None,
+    given: dict[str, Any],
+    shown: Progress,
 ) -> _Warmed:
+    name = f"{len(texts)} documents"
+    progress = partial(shown.show, f"computing tokens of {name}")
+    progress()
     return [
-        (f"{len(texts)} documents", store.warm(documents=texts, prefix=prefix, salt=salt, **given))
+        (name, store.warm(documents=texts, prefix=prefix, salt=salt, progress=progress, **given))
         for salt in _salts(options)
     ]
 
@@ -100,14 +130,15 @@ def _warm_starts(
     options: argparse.Namespace,
     texts: list[str],
     given: dict[str, Any],
-    begin: Callable[[str], None],
+    shown: Progress,
 ) -> _Warmed:
     reports: _Warmed = []
     for salt in _salts(options):
         for path, text in zip(options.files, texts, strict=True):
-            begin(path.name)
+            progress = partial(shown.show, f"computing tokens of {path.name}")
+            progress()
             start = _system_message(given["tokenizer"], text) if options.system else text
-            reports.append((path.name, store.warm(start, salt=salt, **given)))
+            reports.append((path.name, store.warm(start, salt=salt, progress=progress, **given)))
     return reports
 
 
@@ -118,13 +149,3 @@ def _system_message(tokenizer: Any, text: str) -> list[int]:
             "`--system` needs a model with a chat template. Leave it out, and warm what prompts start with."
         )
     return list(tokenizer.apply_chat_template([{"role": "system", "content": text}], return_dict=False))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be a text in UTF-8: {error}.") from error
-    if not text:
-        raise ValueError(f"{path} must hold a text, but it is empty.")
-    return text

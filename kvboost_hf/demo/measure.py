@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]  # generate() calls done, and to do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one arm did with one prompt.
+    """The measurements of one prompt in one arm.
 
     Args:
         ttft_ms: From the call to the first token on the host.

@@ -1,4 +1,4 @@
-"""Series of prompts on real text, for any model: what its answers should be is not known.
+"""Makes series of prompts on real text, for any model; their right answers are not known.
 
 The text is that of the Python installation: its language reference, and the source of its standard library. Roles are
 those of user and assistant alone, in turn, which every chat template takes.

@@ -73,7 +73,7 @@ def summary(measured: Sequence[Measured]) -> RenderableType:
 
 
 def remarks(measured: Sequence[Measured], repeats: int, dtype: torch.dtype) -> Iterator[str]:
-    """How to read the tables, and what the answers were."""
+    """Explain the tables, and show the last answers."""
     runs = "one run" if repeats == 1 else f"medians of {repeats} runs"
     yield (
         "TTFT: time from the call of generate() to the first token on the host, looking up and storing K/V included; "

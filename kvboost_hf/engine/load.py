@@ -1,5 +1,7 @@
 """Loads a model and its tokenizer by name."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,31 @@ _OF_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 _OF_TOKENIZER = (*_OF_HUB, "trust_remote_code", "gguf_file")
 
 
+@contextmanager
+def naming(
+    model: str | PathLike[str], errors: tuple[type[Exception], ...] = (ImportError, OSError, ValueError)
+) -> Iterator[None]:
+    """Turn an error of transformers inside the context into one that names the model and says what to do.
+
+    Args:
+        model: A name on the hub, or a folder, as it was given.
+        errors: That mean that there is no such model, or not all of it.
+
+    Raises:
+        ValueError: there is no such model, not all of it, or a package for it is not installed.
+    """
+    try:
+        yield
+    except errors as error:
+        folder = Path(model)
+        no_model = folder.is_dir() and not (folder / "config.json").is_file()
+        why = "the folder has no config.json." if no_model else " ".join(str(error).split())
+        raise ValueError(
+            f"The model {str(model)!r} does not load: {why} Pass the name of a model on the hub, or a folder with "
+            "config.json, the weights and the files of the tokenizer."
+        ) from error
+
+
 def load(
     name: str | PathLike[str],
     streaming: StreamingConfig | None,
@@ -34,16 +61,21 @@ def load(
         options: For transformers' `from_pretrained()`.
 
     Raises:
-        ValueError: there is no such folder or device here, or a file of the checkpoint is damaged.
+        ValueError: there is no such model or device, a file of the checkpoint is missing or damaged, or a package for
+            it is not installed.
     """
     if str(name).startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
         raise ValueError(f"`model` must be a name on the hub or a folder, got {str(name)!r}, which is no folder here.")
     where = default_device() if device is None else available_device(device)
-    tokenizer = AutoTokenizer.from_pretrained(name, **{key: options[key] for key in _OF_TOKENIZER if key in options})
+    with naming(name):
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, **{key: options[key] for key in _OF_TOKENIZER if key in options}
+        )
     if streaming is not None:
         return load_streamed(str(name), streaming, device=device, **options), tokenizer
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **{"device_map": {"": where}, **options}), tokenizer
+        with naming(name, (ImportError, OSError)):  # a ValueError may be about the options
+            return AutoModelForCausalLM.from_pretrained(name, **{"device_map": {"": where}, **options}), tokenizer
     except SafetensorError:
         config = cached_file(name, "config.json", **{key: options[key] for key in _OF_HUB if key in options})
         for shard in sorted(Path(str(config)).parent.glob("*.safetensors")):

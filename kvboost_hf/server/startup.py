@@ -19,6 +19,7 @@ from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
 from kvboost_hf.engine.settings import EngineSettings
+from kvboost_hf.progress import Progress
 from kvboost_hf.server.guard import JsonLines
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.tier_check import LOOKED_AT, InTiers
@@ -231,6 +232,7 @@ class Startup:
     def __init__(self, *, terminal: bool | None = None) -> None:
         told = _log.isEnabledFor(logging.INFO)
         self._terminal = told and (sys.stderr.isatty() if terminal is None else terminal)
+        self._shown = Progress()
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
@@ -238,7 +240,12 @@ class Startup:
         start = time.perf_counter()
         if self._terminal:
             sys.stderr.write(f"{what[0].upper()}{what[1:]} …\n")
-        yield
+            yield
+        else:
+            with Progress(
+                what, lambda line: _log.info("%s", line, extra={"fields": {"running": what}})
+            ) as self._shown:
+                yield
         seconds = round(time.perf_counter() - start, 3)
         if self._terminal:
             sys.stderr.write(f"  took {seconds:.1f} s\n")
@@ -247,9 +254,19 @@ class Startup:
 
     @contextmanager
     def progress(self, tokens: int) -> Iterator[Callable[[int], object]]:
-        """A bar of so many tokens on a terminal; yields what is called with each number of tokens more."""
-        with tqdm(total=tokens, unit=" tokens", unit_scale=True, leave=False, disable=not self._terminal) as bar:
-            yield bar.update
+        """Show in a stage how many of its tokens are done; yields what is called with each number of tokens more."""
+        if self._terminal:
+            with tqdm(total=tokens, unit=" tokens", unit_scale=True, leave=False) as bar:
+                yield bar.update
+            return
+        done = 0
+
+        def update(more: int) -> None:
+            nonlocal done
+            done += more
+            self._shown.show("warming tokens", done, tokens)
+
+        yield update
 
     def ended(self, chosen: Chosen, urls: Sequence[str]) -> None:
         """Report what was chosen, and the addresses that the server listens at."""

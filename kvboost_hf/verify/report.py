@@ -72,7 +72,7 @@ class CorrectnessReport:
         return bool(arm.touched) and arm.mean_kl <= self.max_kl and self.agreement(arm) >= self.min_agreement
 
     def agreement(self, arm: ArmResult) -> float:
-        """That of an arm, in half precision but for near-ties, which rounding decides."""
+        """The agreement of an arm; in half precision, near-ties count as agreement, because rounding decides them."""
         return arm.agreement_but_ties(0.0 if self.in_full else 2 * self.tolerance)
 
     @property
@@ -229,7 +229,7 @@ def _what_is_wrong(first: PromptResult, count: int, report: CorrectnessReport) -
 
 
 def _first_reason(report: CorrectnessReport) -> str | None:
-    """Why nothing was moved, as far as a report of a blended arm says."""
+    """The first reason in the reports of blended arms for which nothing was moved; None without one."""
     prompts = [prompt for arm in report.blended for prompt in arm.prompts]
     reasons = [prompt.bypass_reason or prompt.moved_reason for prompt in prompts]
     return next((reason for reason in reasons if reason), None)

@@ -50,7 +50,7 @@ class PromptResult:
 
     @property
     def mean_kl(self) -> float:
-        """Over the steps."""
+        """Mean over the steps, in nats."""
         return fmean(self.kl)
 
     @property
@@ -106,7 +106,7 @@ class ArmResult:
 
     @property
     def changed(self) -> int:
-        """How many of the answers to `judged` prompts differ."""
+        """Number of `judged` prompts whose answer differs."""
         return sum(prompt.first_divergence is not None for prompt in self.judged)
 
     @property
@@ -130,7 +130,7 @@ class ArmResult:
 
     @property
     def max_kl(self) -> float:
-        """Of any step of any prompt, in nats; NaN if one is."""
+        """The highest KL divergence of any step of any prompt, in nats; NaN if one is NaN."""
         return max((value for prompt in self.judged for value in prompt.kl), key=lambda v: (math.isnan(v), v))
 
     @property
@@ -160,22 +160,22 @@ class ArmResult:
 
     @property
     def moved_tokens(self) -> int:
-        """Over all prompts; those computed again included."""
+        """Moved tokens of all prompts; those computed again are included."""
         return sum(prompt.moved_tokens for prompt in self.prompts)
 
     @property
     def coded_tokens(self) -> int:
-        """Over all prompts; read as codes."""
+        """Tokens of all prompts that were read as codes."""
         return sum(prompt.coded_tokens for prompt in self.prompts)
 
     @property
     def reused_tokens(self) -> int:
-        """Over all prompts."""
+        """Reused tokens of all prompts."""
         return sum(prompt.reused_tokens for prompt in self.prompts)
 
     @property
     def forwarded_tokens(self) -> int:
-        """Over all prompts."""
+        """Computed tokens of all prompts."""
         return sum(prompt.forwarded_tokens for prompt in self.prompts)
 
     @property

@@ -8,14 +8,12 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks.turboquant.sabotage import sabotaged
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR
@@ -30,7 +28,6 @@ from kvboost_hf.bench.summary import summaries
 from kvboost_hf.bench.workloads import WORKLOADS
 from kvboost_hf.cli import main
 from kvboost_hf.config import KVQuantConfig
-from kvboost_hf.demo.progress import progress
 from kvboost_hf.demo.series import Prompt
 
 EMBEDDED = ModelSource()
@@ -104,7 +101,19 @@ def test_a_broken_store_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_a_new_process_finds_what_is_on_disk() -> None:
-    result = small([ARMS["exact-store"]], ["restart"], prompts=2)
+    steps: list[tuple[str, int, int]] = []
+    shown: list[tuple[str, int]] = []
+    result = run(
+        EMBEDDED,
+        [ARMS["exact-store"]],
+        [],
+        [WORKLOADS["restart"]],
+        Settings(prompts=2, repeats=1),
+        lambda *step: steps.append(step),
+        lambda workload, rows: shown.append((workload.name, len(rows))),
+    )
+    assert steps[-3:] == [("restart", 2, 4), ("restart, in a new process", 2, 4), ("restart, in a new process", 4, 4)]
+    assert shown == [("restart", len(result.rows))]
     plain, stored = of(result, "plain", "restart"), of(result, "exact-store", "restart")
     assert [row.prompt for row in stored] == [1]
     assert plain[0].served.reused == 0
@@ -223,15 +232,6 @@ def test_a_model_that_is_named_is_asked_about_real_text(tmp_path: Path, capsys: 
     assert (
         "`--workloads` must be of chat, shuffled, agent, restart for this model, got facts" in capsys.readouterr().err
     )
-
-
-def test_progress_is_a_line_where_no_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost_hf.demo.progress._LINE_EVERY_S", 0.0)
-    told = StringIO()
-    with progress(Console(file=told), "answering") as advance:
-        advance(1, 2)
-        advance(2, 2)
-    assert told.getvalue().splitlines() == ["answering: 1 of 2 in 0 s", "answering: 2 of 2 in 0 s"]
 
 
 def test_a_model_of_the_hub(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a server says while it starts, to a terminal and to the log."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,6 +129,26 @@ def test_stages_in_the_log(capsys: pytest.CaptureFixture[str], caplog: pytest.Lo
         pass
     assert caplog.records[0].__dict__["fields"]["stage"] == "loading it"
     assert not capsys.readouterr().err
+
+
+def test_a_long_stage_is_logged_meanwhile(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_hf.progress._FIRST_LINE_S", 0.002)
+    monkeypatch.setattr("kvboost_hf.progress._LINE_EVERY_S", 0.002)
+    startup = Startup(terminal=False)
+    with caplog.at_level(logging.INFO, "kvboost_hf.server"):
+        with startup.stage("warming"), startup.progress(100) as advance:
+            advance(30)
+            advance(10)
+            deadline = time.monotonic() + 20
+            while "warming tokens: 40 of 100 (0 s)" not in caplog.messages:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        assert caplog.messages[-1].startswith("warming took")
+    with caplog.at_level(logging.WARNING, "kvboost_hf.server"):
+        caplog.clear()
+        with startup.stage("warming"):
+            time.sleep(0.02)
+    assert not caplog.records
 
 
 def test_warming_shows_all_tokens() -> None:

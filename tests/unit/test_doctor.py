@@ -36,9 +36,10 @@ def test_what_is_to_be_done(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor", "--device", "cpu", "--model", str(tmp_path)]) == 1
     lines = _lines(capsys)
-    assert lines[-1] == "To do: processor, GPU, model."
+    again = f"kvboost-hf doctor --model {tmp_path}"
+    assert lines[-1] == f"To do: processor, GPU, model. Then, once more: {again}"
     told = "\n".join(lines)
     assert "set it to 64" in told
     assert "https://pytorch.org/get-started/locally" in told
     assert "pip install 'kvboost_hf[server]', for `kvboost-hf serve`" in told
-    assert f"{tmp_path} does not load" in told
+    assert f"'{tmp_path}' does not load: the folder has no config.json" in told

@@ -22,7 +22,7 @@ def use_backend(make: Callable[[], Backend]) -> Iterator[None]:
 
 
 def is_overridden() -> bool:
-    """Whether inside `use_backend`."""
+    """Whether `use_backend` has chosen the backend."""
     return bool(_factories)
 
 
