@@ -124,3 +124,16 @@ class TestApart:
         ids = torch.cat([random_ids(TOKENS), random_ids(9, seed=3)], dim=1)
         model.generate(**as_inputs(ids), past_key_values=cache, max_new_tokens=4)
         assert all(torch.equal(kv, was) for kv, was in zip(held(twin), before, strict=True))
+
+
+def test_under_another_default_device(llama: PreTrainedModel) -> None:
+    """Buffers are where the chunks are."""
+    ids = random_ids(TOKENS)
+    store = stored(llama, ids)
+    expected, _ = served(llama, store, as_inputs(ids))
+    with torch.device("meta"):
+        cache = ChunkReuseCache(llama, store)
+        with torch.no_grad():
+            out = llama(**as_inputs(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    assert cache.report.reused_tokens == TOKENS - 1
+    assert torch.equal(out.logits[:, -1], expected.logits[0])

@@ -161,7 +161,7 @@ def _fill_together(layers: Sequence[ReuseLayer], plan: ReusePlan, spans: Spans) 
         if tensors[number] == len(block.rotations):  # else other layers have a part of it
             heads, _, dim = block.shape
             shape = (len(spans), heads, plan.filled, dim)
-            for run, made in buffers_for(len(block.rotations), shape, block.dtype, _TOGETHER_BYTES):
+            for run, made in buffers_for(len(block.rotations), shape, block.dtype, block.device, _TOGETHER_BYTES):
                 for row, (own, pad) in enumerate(zip(spans, plan.pads, strict=True)):
                     _copy(made[:, row], own, number, run, pad, plan.filled)
                 # Each counts its own writes.

@@ -247,14 +247,15 @@ def _aligned(columns: int, nbytes: int) -> int:
 
 
 def buffers_for(
-    count: int, shape: tuple[int, int, int, int], dtype: torch.dtype, at_once: int
+    count: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, at_once: int
 ) -> Iterator[tuple[range, torch.Tensor]]:
-    """Make buffers in host memory for `count` tensors of one shape, several at a time: with room to spare, not zeroed.
+    """Make buffers for `count` tensors of one shape, several at a time: with room to spare, not zeroed.
 
     Args:
         count: How many.
         shape: batch, heads, columns and dim of each.
         dtype: Of each.
+        device: Of each.
         at_once: Bytes of those that are made together, at most, unless it is only one.
 
     Yields:
@@ -266,7 +267,7 @@ def buffers_for(
     for start in range(0, count, step):
         run = range(start, min(start + step, count))
         with torch.inference_mode(False):  # see `GrowingTensor`
-            made = torch.empty((len(run), *one), dtype=dtype)
+            made = torch.empty((len(run), *one), dtype=dtype, device=device)
         yield run, made
 
 
