@@ -24,6 +24,7 @@ VARIES = "varies"  # tag of cells that print times or rounding, or what depends 
 ALONE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}  # outputs in the repository need no network, and no GPU
 
 _CELL_S = 600  # a cell may load a model from the hub
+_OUTPUT_S = 60  # what a cell has printed may come later than its end
 # With the package `ipywidgets` there is no warning that it is absent, and bars are shown, but not in files.
 _QUIET = {"PYTHONWARNINGS": "ignore:IProgress not found", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
@@ -56,6 +57,7 @@ def execute(notebook: NotebookNode, folder: Path, environment: Mapping[str, str]
             ran,
             kernel_name="python3",
             timeout=_CELL_S,
+            iopub_timeout=_OUTPUT_S,
             coalesce_streams=True,
             record_timing=False,
             resources={"metadata": {"path": str(folder)}},
