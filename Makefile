@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo real-model server browser npm clients test libraries libraries-quick style quality docs architectures bench bench-all soak attack dist dist-check gpu gpu-tests clean
+.PHONY: demo real-model server browser npm clients test notebooks libraries libraries-quick style quality docs architectures bench bench-all soak attack dist dist-check gpu gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -83,6 +83,10 @@ docs: $(VENV)/installed
 architectures: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.architectures --write
 	$(BIN)/python -m tests.architectures.arguments
+
+# Runs the notebooks, and writes their outputs. With MODEL, which is not the embedded one, it writes into the folder OUT.
+notebooks: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.docs.notebooks $(if $(MODEL),--model $(MODEL) )$(if $(OUT),--out $(OUT))
 
 # The embedded model is so small that a second thread makes it slower on a machine with other work.
 bench: $(VENV)/installed

@@ -1,4 +1,4 @@
-"""Pages of the site that are not in docs/: results of benchmarks and the list of changes.
+"""Pages and files of the site that are not in docs/: results of benchmarks, notebooks, and the list of changes.
 
 Pages of docs/ link to them as the repository has them, so that the links work there, too.
 """
@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add them under the paths that they have in the repository."""
     results = ROOT / "benchmarks" / "results"
-    for path in [ROOT / "CHANGELOG.md", *results.glob("*.md"), *results.glob("*.png")]:
+    notebooks = ROOT / "notebooks"
+    for path in [ROOT / "CHANGELOG.md", *results.glob("*.md"), *results.glob("*.png"), *notebooks.glob("*.ipynb")]:
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.NOT_IN_NAV))
     return files
@@ -23,6 +24,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links that leave docs/ stay within the site, where docs/ is the root."""
-    for name in ("benchmarks/results/", "CHANGELOG.md"):
+    for name in ("benchmarks/results/", "notebooks/", "CHANGELOG.md"):
         markdown = markdown.replace(f"../{name}", name)
     return markdown

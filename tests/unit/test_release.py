@@ -45,6 +45,7 @@ def test_the_source_distribution_holds_what_a_person_needs(built: Path) -> None:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "Makefile", "constraints.txt"} <= names
     assert {"kvboost_hf/py.typed", "tests/conftest.py", "recipes/train.py", "docs/design.md"} <= names
+    assert "notebooks/1_your_chat.ipynb" in names
     assert not [name for name in names if name.startswith((".venv", ".git/", "kv-cache", "dist")) or ".pyc" in name]
 
 
