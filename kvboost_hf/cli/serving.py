@@ -1,4 +1,4 @@
-"""`kvboost-hf serve`: answers requests as OpenAI's API does; the server is in `kvboost_hf.server`."""
+"""`kvboost-hf serve`: answers requests as the APIs of OpenAI, Anthropic and Ollama do; the server is in `kvboost_hf.server`."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ from kvboost_hf.server.options import (
 
 def add(commands: Commands) -> None:
     """Add the command."""
-    parser = commands.add_parser("serve", help="answer requests as OpenAI's API does")
+    parser = commands.add_parser("serve", help="answer requests as the APIs of OpenAI, Anthropic and Ollama do")
     add_config(parser)
     add_model(parser)
     add_options(parser)

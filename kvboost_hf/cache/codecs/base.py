@@ -19,11 +19,11 @@ _BLOCK = 1 << 19  # numbers; as float32 two megabytes
 
 
 class Codec(Protocol):
-    """Lossy or lossless storage of K/V.
+    """Storage of K/V in fewer bits, or, by `Raw` alone, as it is.
 
     Attributes:
         name: Tells the method and all of its parameters; chunks of one codec are never found under another.
-        lossless: Whether `decode` gives back what `encode` was given, bit for bit.
+        lossless: Whether K/V is stored as it is, without `encode` and `decode`: only of `Raw`.
         sink_tokens: So many first tokens of a prompt a store keeps as they are; see `ExactStart`.
     """
 
