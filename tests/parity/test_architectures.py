@@ -46,9 +46,9 @@ def test_each_argument_of_a_forward_is_known() -> None:
     assert written in ({}, now), "run python -m tests.architectures.arguments"
     gone = arguments.of_newest_release() - now.keys()
     assert written or not gone, (
-        f"Forwards of transformers {arguments.RELEASE} get no {sorted(gone)} any more, as those of the newest release in "
-        f"{arguments.TABLE.name} do. Find in kvboost_hf/cache/prompt what reads them, and whether another argument has "
-        "taken their place. Then write the table: python -m tests.architectures.arguments"
+        f"Forwards of transformers {arguments.RELEASE} get no {sorted(gone)} any more, which the newest release in "
+        f"{arguments.TABLE.name} has. Find in kvboost_hf/cache/prompt what reads them, and whether another argument "
+        "has taken their place. Then write the table: python -m tests.architectures.arguments"
     )
 
 
