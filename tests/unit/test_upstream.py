@@ -21,7 +21,7 @@ from transformers import GenerationMixin, LlamaForCausalLM, cache_utils
 
 import kvboost_hf
 from kvboost_hf.cache.identity.walk import _NOTES, _SAID_OF_CLASSES
-from kvboost_hf.compat import SERVED_LAYERS, generate_frame
+from kvboost_hf.compat import CACHE, SERVED_LAYERS, generate_frame
 from tests import upstream
 from tests.conftest import random_ids
 
@@ -188,7 +188,7 @@ def test_the_variables_of_generate_mean_what_is_read(llama: LlamaForCausalLM) ->
     assert seen["decoding_method"] is GenerationMixin._beam_search
     assert seen["kwargs"]["max_new_tokens"] == 3
     assert seen["kwargs"]["attention_mask"].shape == (1, 24)
-    assert seen["model_kwargs"]["past_key_values"] is seen["forward"]["past_key_values"]
+    assert seen["model_kwargs"][CACHE] is seen["forward"][CACHE]
 
 
 def test_the_variables_of_what_runs_forwards_mean_what_is_read(llama: LlamaForCausalLM) -> None:
