@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers.integrations import hub_kernels
+from transformers.utils import is_kernels_available
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.compat import attention_function
@@ -76,7 +77,7 @@ def test_a_kernel_holds_all_of_its_code(kernel: Path) -> None:
 
 def test_attention_by_the_name_of_a_kernel(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("kernels")
-    if not hub_kernels.is_kernels_available():
+    if not is_kernels_available():
         # Each release of transformers asks for one release of `kernels`, which may not be the one that is installed.
         monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
         monkeypatch.setattr(hub_kernels, "get_kernel_hub", kernels.get_kernel, raising=False)
