@@ -78,7 +78,8 @@ class _Attachment:
 
         The caller's object is given the layers of ours, so that it holds what was computed, too.
         """
-        if theirs is None and kwargs.get("cache") is not None:
+        pages = kwargs.get("cache")  # since transformers 5.24 any cache is called so
+        if pages is not None and not isinstance(pages, Cache):
             self._refuse_batch(model, kwargs)
             return None
         keeps = self._policy is not None and self._policy.keep_logprobs
