@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers.integrations import hub_kernels
-from transformers.utils import is_kernels_available
+from transformers.utils.import_utils import is_kernels_available
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.compat import attention_function
