@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo real-model server browser npm clients test notebooks libraries libraries-quick style quality docs architectures bench bench-all soak attack dist dist-check gpu gpu-tests clean
+.PHONY: demo real-model server browser npm clients test notebooks libraries libraries-quick compat style quality docs architectures bench bench-all soak attack dist dist-check gpu gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -64,6 +64,21 @@ QUICK ?= peft or outlines or langchain or llama or lm_eval or trl
 libraries-quick: .venv-libraries/installed
 	OMP_NUM_THREADS=1 $(LIBRARIES) -m pytest -q -n $(JOBS) --dist loadfile tests/libraries \
 		-k "$(QUICK)"
+
+# Tests of the core with other releases of torch and transformers than the tested ones, in an environment of its own. The
+# table of architectures is that of one release. CI runs the oldest releases that pyproject.toml takes, and the newest.
+RELEASES ?= torch==2.11.* transformers==5.17.*
+KERNELS ?= kernels>=0.16,<0.17
+OTHER_RELEASES := torch|transformers|tokenizers|huggingface_hub|accelerate|kernels|numpy|peft|triton
+compat:
+	$(PYTHON) -m venv --clear .venv-compat
+	grep -vE "^($(OTHER_RELEASES))==" constraints.txt > .venv-compat/constraints.txt
+	.venv-compat/bin/python -m pip install --quiet $(RELEASES)
+	.venv-compat/bin/python -m pip install --quiet --constraint .venv-compat/constraints.txt $(RELEASES) "$(KERNELS)" \
+		--editable ".[test]"
+	OMP_NUM_THREADS=1 .venv-compat/bin/python -m pytest -q -n $(JOBS) -m "not gpu" tests/unit tests/parity \
+		--ignore-glob "*_compiles*" --deselect tests/parity/test_architectures.py::test_reuse_or_a_reason \
+		--deselect tests/parity/test_architectures.py::test_what_is_left_out_cannot_be_run
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .
@@ -123,6 +138,8 @@ dist: $(VENV)/installed
 
 dist-check: dist
 	rm -rf .dist-check && $(PYTHON) -m venv .dist-check
+	.dist-check/bin/pip install --quiet twine && .dist-check/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear .dist-check
 	.dist-check/bin/pip install --quiet --constraint constraints.txt "$(TORCH)" "$$(ls dist/*.whl)[demo]"
 	cd /tmp && $(CURDIR)/.dist-check/bin/kvboost-hf --version && $(CURDIR)/.dist-check/bin/kvboost-hf demo --repeats 1
 	rm -rf .dist-check
@@ -157,4 +174,4 @@ gpu-bench:
 		--html $${OUT:-benchmarks/results}/bench-cuda.html --json $${OUT:-benchmarks/results}/bench-cuda.json
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-libraries tests/server/vercel/node_modules dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png bench.html bench.json
+	rm -rf $(VENV) .venv-clients .venv-libraries .venv-compat tests/server/vercel/node_modules dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png bench.html bench.json

@@ -137,7 +137,7 @@ def _layer(query: Any, *held: Any, mask: Any = None) -> Callable[[], Any]:
 
     from kvboost_hf.handles import KVHandle
 
-    attention = import_module("kvboost_hf.attention.register").attention
+    attention = import_module("kvboost_hf.attention.layer").attention
     if len(held) == 1:
         held = tuple(KVHandle(held[0], lambda: torch.empty(0), query, 0) for _ in range(2))
     given = {"scaling": 0.09, "is_causal": True, "position_ids": None, "use_cache": True}

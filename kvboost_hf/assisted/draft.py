@@ -14,12 +14,11 @@ from kvboost_hf.assisted.outcome import Outcome
 from kvboost_hf.assisted.schedule import ConfidentLength, DraftLength
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.vocabulary import end_tokens
+from kvboost_hf.compat import CACHE, cache_in
 from kvboost_hf.ngrams import common_prefix
 
 # Arguments that transformers passes to an assistant and that a forward over token ids does not need.
-_PLAIN = frozenset(
-    ("attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
-)
+_PLAIN = frozenset(("attention_mask", "cache_position", "logits_to_keep", CACHE, "position_ids", "use_cache"))
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ class Drafting:
         """As `generate()`."""
         if args or not getattr(kwargs.get("generation_config"), "is_assistant", False):
             return self._generate(self._model, *args, **kwargs)
-        began, ids, cache = self._clock(), kwargs["input_ids"], kwargs.get("past_key_values")
+        began, ids, cache = self._clock(), kwargs["input_ids"], cache_in(kwargs)
         last = self._rounds.pop(ref(cache), None) if cache is not None else None
         if last is not None and ids.shape[1] > last.start:
             said = ids[0, last.start :].tolist()
@@ -96,7 +95,7 @@ class Drafting:
         ended = self._clock()
         ends = bool(tokens) and tokens[-1] in end_tokens(kwargs["generation_config"])
         outcome = self._await_outcome(ids.shape[1] + len(tokens))
-        self._rounds[ref(found.past_key_values, self._over)] = _Round(
+        self._rounds[ref(getattr(found, CACHE), self._over)] = _Round(
             ids.shape[1], tokens, sure, forwards, ended - began, ended, cache is None, ends, outcome
         )
         return found
@@ -155,15 +154,14 @@ class Drafting:
         input_ids: torch.Tensor,
         generation_config: Any,
         logits_processor: Sequence[Any] | None = None,
-        past_key_values: Any = None,
-        **_: Any,
+        **more: Any,
     ) -> tuple[GenerateDecoderOnlyOutput, list[int], list[float], int]:
         model: Any = self._model
         ids: Any = input_ids
         scores: list[torch.Tensor] = []
         chances: list[torch.Tensor] = []
         processors = LogitsProcessorList(logits_processor or ())
-        cache = past_key_values
+        cache = cache_in(more)
         if cache is None:
             cache = DynamicCache(config=model.config.get_text_config(decoder=True))
             cache.activate_past_recording()  # type: ignore[no-untyped-call]  # refused candidates are cropped
@@ -176,8 +174,8 @@ class Drafting:
         sure: list[float] = []
         end, looked = None, self._clock()
         while end is None and len(scores) < count:
-            output = model(input_ids=ids[:, held:], past_key_values=cache, use_cache=True, **keep)
-            cache, held = output.past_key_values, ids.shape[1]
+            output = model(input_ids=ids[:, held:], **{CACHE: cache}, use_cache=True, **keep)
+            cache, held = getattr(output, CACHE), ids.shape[1]
             score = processors(ids, output.logits[:, -1].float())
             likely = score.softmax(-1)
             token = likely.multinomial(1) if generation_config.do_sample else score.argmax(-1, keepdim=True)
@@ -199,7 +197,7 @@ class Drafting:
         found = GenerateDecoderOnlyOutput(
             sequences=ids[:, : start + end],
             scores=tuple(scores[:end]),  # type: ignore[arg-type]
-            past_key_values=cache,
+            **{CACHE: cache},
         )
         return found, tokens[:end], sure[:end], len(tokens)
 

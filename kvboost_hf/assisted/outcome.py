@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat import own_hook
+from kvboost_hf.compat import CACHE, own_hook
 
 
 class Outcome:
@@ -39,7 +39,7 @@ class Outcome:
             vars(cache).pop("crop", None)
 
     def _after(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        cache = output.past_key_values
+        cache = getattr(output, CACHE)
         if cache is not None and cache.get_seq_length() == self._length:
             self._handle.remove()
             self._cache = ref(cache)

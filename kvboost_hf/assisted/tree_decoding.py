@@ -19,7 +19,7 @@ from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.assisted.tree_draft import TreeDraft
 from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
-from kvboost_hf.compat import generate_frame, input_device
+from kvboost_hf.compat import CACHE, generate_frame, input_device
 from kvboost_hf.config import DraftTreeConfig
 
 # Processors of transformers that keep something of the texts that they are called with.
@@ -94,7 +94,7 @@ class TreeDecoding:
         drafting = TreeDraft(
             self.draft, self.config, self._rounds.growth, _without_state(logits_processor), answer.ends
         )
-        with recording(model_kwargs["past_key_values"]):
+        with recording(model_kwargs[CACHE]):
             return answer.result(self._answer(model, answer, drafting, model_kwargs))
 
     def _answer(
@@ -122,7 +122,7 @@ class TreeDecoding:
         """
         began = self._rounds.clock()
         generator: Any = model
-        cache: Any = model_kwargs.get("past_key_values")
+        cache: Any = model_kwargs.get(CACHE)
         positions, mask = (model_kwargs.get(name) for name in ("position_ids", "attention_mask"))
         keep = mask.bool() if mask is not None and not mask.all() else None
         if positions is None:
@@ -137,7 +137,7 @@ class TreeDecoding:
         ids = torch.cat([answer.ids, answer.ids.new_tensor([chain.tokens])], dim=1) if len(chain) else answer.ids
         output = generator._prefill(ids, answer.config, model_kwargs)
         taken = answer.take(chain, output.logits[0, -1 - len(chain) :])
-        verified, cache = self._rounds.clock(), output.past_key_values
+        verified, cache = self._rounds.clock(), getattr(output, CACHE)
         if len(chain):
             cache.crop(len(taken.kept) - len(chain))
             drafting.keep(taken.kept)
@@ -160,7 +160,7 @@ class TreeDecoding:
                 f"Trees are drafted for one row without beams, got {ids.shape[0]} rows and num_beams="
                 f"{config.num_beams}. Call generate() for each prompt."
             )
-        if (cache := model_kwargs.get("past_key_values")) is not None:
+        if (cache := model_kwargs.get(CACHE)) is not None:
             lender_of(cache)
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(config, name):
@@ -258,7 +258,7 @@ class _Answer:
         if not self.config.return_dict_in_generate:
             return self.ids
         scores, logits = (None if each is None else tuple(each) for each in (self._scores, self._logits))
-        found: Any = {"sequences": self.ids, "scores": scores, "logits": logits, "past_key_values": cache}
+        found: Any = {"sequences": self.ids, "scores": scores, "logits": logits, CACHE: cache}
         return GenerateDecoderOnlyOutput(**found)
 
 

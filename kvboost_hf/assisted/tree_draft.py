@@ -9,7 +9,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from kvboost_hf.assisted.branches import Branches
 from kvboost_hf.assisted.growth import Growth
 from kvboost_hf.assisted.tree import ROOT, Tree
-from kvboost_hf.compat import input_device
+from kvboost_hf.compat import CACHE, input_device
 from kvboost_hf.config import DraftTreeConfig
 
 
@@ -46,11 +46,10 @@ class TreeDraft:
         model: Any = self._draft
         ids = ids.to(input_device(model))
         held = self._cache.get_seq_length()
-        output = model(
-            input_ids=ids[:, held:], past_key_values=self._cache, use_cache=True, logits_to_keep=1, return_dict=True
-        )
-        if output.past_key_values is not self._cache or not held:  # a model with attach() brings its own
-            self._cache = output.past_key_values
+        given = {"input_ids": ids[:, held:], CACHE: self._cache}
+        output = model(**given, use_cache=True, logits_to_keep=1, return_dict=True)
+        if getattr(output, CACHE) is not self._cache or not held:  # a model with attach() brings its own
+            self._cache = getattr(output, CACHE)
             self._cache.activate_past_recording()
         self._cache.crop(0)  # layers with a window let go of what has left it
         position = torch.tensor([[ids.shape[1]]], device=ids.device)

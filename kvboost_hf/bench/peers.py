@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from kvboost_hf.bench.kvboost_peer import KVBOOST_PEERS, KVBoostPeer
 from kvboost_hf.bench.models import Counted, Models
 from kvboost_hf.bench.served import Served, Server, reason, served
+from kvboost_hf.compat import CACHE
 
 _PAGES, _BATCH_TOKENS = 64, 2048  # pages of 256 tokens
 
@@ -94,7 +95,7 @@ class KeptCache:
             if self._reused < self._cache.get_seq_length() and not _is_whole(self._cache):
                 self._cache, self._reused = _new_cache(self._model), 0
             _cut(self._cache, self._reused)
-            return {"past_key_values": self._cache}
+            return {CACHE: self._cache}
 
         found = served(self._model, self._count, ids, max_new_tokens, make)
         self._ids = [*ids, *found.ids][: self._cache.get_seq_length()]
@@ -126,7 +127,7 @@ class CopiedPrefix:
             self._reused = min(_common(self._ids, ids), len(ids) - 1)
             mine = _new_cache(self._model) if self._first is None else copy.deepcopy(self._first)
             _cut(mine, self._reused)
-            return {"past_key_values": mine}
+            return {CACHE: mine}
 
         found = served(self._model, self._count, ids, max_new_tokens, make)
         if self._first is None:

@@ -22,7 +22,7 @@ from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import known_reason, unwrapped
+from kvboost_hf.compat import CACHE, cache_in, known_reason, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
@@ -64,7 +64,7 @@ class _Attachment:
         """A cache of a fixed size for a generate() call that has none and asks for none, or None."""
         if self._max_cache_len is None or config.cache_implementation not in (None, "dynamic") or not config.use_cache:
             return None
-        if given.get("past_key_values") is not None or given.get("inputs_embeds") is not None:
+        if cache_in(given) is not None or given.get("inputs_embeds") is not None:
             return None
         if mode == GenerationMode.ASSISTED_GENERATION or holder_of_cache(model) is not None:
             return None
@@ -78,7 +78,8 @@ class _Attachment:
 
         The caller's object is given the layers of ours, so that it holds what was computed, too.
         """
-        if theirs is None and kwargs.get("cache") is not None:
+        pages = kwargs.get("cache")  # since transformers 5.24 any cache is called so
+        if pages is not None and not isinstance(pages, Cache):
             self._refuse_batch(model, kwargs)
             return None
         keeps = self._policy is not None and self._policy.keep_logprobs
@@ -325,7 +326,7 @@ def _prepare_cache_for_generation(
     if isinstance(attached, _Attachment):
         cache = attached.cache_for(self, generation_config, model_kwargs, generation_mode)
         if cache is not None:
-            model_kwargs["past_key_values"] = cache
+            model_kwargs[CACHE] = cache
     prepare = getattr(type(self), PREPARE_CACHE)
     return prepare(self, generation_config, model_kwargs, generation_mode, *args)
 

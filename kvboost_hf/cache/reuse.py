@@ -42,6 +42,8 @@ _UNUSED = "the model has made no use of the cache"
 class ChunkReuseCache(Cache):
     """Pass it as `past_key_values` (for Mamba-2, as `cache_params`) to as many `generate()` calls as you like.
 
+    Since transformers 5.24, both are called `cache`.
+
     Each call gets what plain generate() would give. What was computed before, in this cache or in its store, is not
     computed again: the prompt may continue the one before, be shorter, diverge from it, or have nothing to do with it.
     Bare `model(...)` keeps its usual meaning: ids continue what the cache holds; pass `logits_to_keep=1` to let a

@@ -7,10 +7,12 @@ from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
 from kvboost_hf.compat.hooks import hook_hidden_states, hook_layers, own_hook, own_hooks
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
+    CACHE,
     SERVED_LAYERS,
     available_device,
     bytes_per_token,
     cache_argument,
+    cache_in,
     cache_layers,
     decoder_layers,
     has_own_cache,
@@ -23,6 +25,7 @@ from kvboost_hf.compat.models import (
     require_reusable_model,
     text_model,
     unwrapped,
+    with_cache_by,
 )
 from kvboost_hf.compat.private import PrivateCache
 from kvboost_hf.compat.probes import (
@@ -45,6 +48,7 @@ from kvboost_hf.compat.training import checkpointing_reason, training_reason
 from kvboost_hf.migration import old_name
 
 __all__ = [
+    "CACHE",
     "MAX_DEPTH",
     "SERVED_LAYERS",
     "KeptOnModel",
@@ -58,6 +62,7 @@ __all__ = [
     "available_device",
     "bytes_per_token",
     "cache_argument",
+    "cache_in",
     "cache_layers",
     "checkpointing_reason",
     "decoder_layers",
@@ -95,6 +100,7 @@ __all__ = [
     "tolerance",
     "training_reason",
     "unwrapped",
+    "with_cache_by",
 ]
 
 if not TYPE_CHECKING:

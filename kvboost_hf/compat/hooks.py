@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat.models import decoder_layers, text_model
+from kvboost_hf.compat.models import cache_in, decoder_layers, text_model
 
 
 class BeforeLayers(Protocol):
@@ -95,7 +95,7 @@ class _HiddenHook:
     stands_behind_others = True  # who are watched for changes of the output
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
+        cache = cache_in(kwargs)
         take = getattr(cache, "take_hidden_states", None)
         return _with_hidden_states(output, take) if take is not None else None
 

@@ -18,6 +18,7 @@ _OWN = (
     "attention_mask",
     "generation_config",
     "past_key_values",
+    "cache",
     "use_cache",
     "streamer",
     "assistant_model",

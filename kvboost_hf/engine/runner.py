@@ -15,6 +15,7 @@ from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.compat import CACHE
 from kvboost_hf.config import ReusePolicy
 from kvboost_hf.engine.call import generate_rows
 from kvboost_hf.engine.encode import Prompt
@@ -82,7 +83,7 @@ class CallRunner:
             if cache is None:
                 require_plain(self._model)
             else:
-                given |= {"past_key_values": cache, **self._drafts(len(rows))}
+                given |= {CACHE: cache, **self._drafts(len(rows))}
             answers = generate_rows(self._model, rows, self._pad(), watch, given)
             if cache is not None:
                 return answers, cache.report

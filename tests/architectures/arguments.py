@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import transformers
+from packaging.version import Version
 from transformers import GenerationMixin
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.utils.generic import TransformersKwargs
@@ -62,6 +63,13 @@ def table() -> dict[str, Row]:
     """The rows that were written last, by argument."""
     rows: dict[str, Row] = json.loads(TABLE.read_text("utf-8"))
     return rows
+
+
+def of_newest_release() -> set[str]:
+    """The arguments of the newest release in the table."""
+    rows = table()
+    newest = max({release for row in rows.values() for release in row.keys() - {"effect"}}, key=Version)
+    return {name for name, row in rows.items() if newest in row}
 
 
 def main() -> None:

@@ -1,11 +1,14 @@
 """Writes the golden store: stored K/V of an older version, which every later version must find and read.
 
     python -m tests.golden_store.write FOLDER
+    python -m tests.golden_store.write --fingerprints
 
 `tier/` and `sealed/` beside this file were written so, once. Write them again only where the stored format or the keys
-change on purpose, and say so in CHANGELOG.md: whatever users keep on disk is computed again then.
+change on purpose, and say so in CHANGELOG.md: whatever users keep on disk is computed again then. The second command
+writes the fingerprints of the models with the installed release of transformers.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +19,18 @@ from zlib import crc32
 
 import numpy as np
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, ReusePolicy
 from kvboost_hf.cache.costs.compute_pace import ComputePace
+from kvboost_hf.cache.identity import durable_names
+from kvboost_hf.cache.identity import fingerprint as identity_fingerprint
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 
 CHUNK = 32
 SEALED, TIER = "sealed", "tier"
+FINGERPRINTS = Path(__file__).with_name("fingerprints.json")
 TIER_KEY = b"of the golden store, and nothing else"
 CODECS: dict[str, str | KVQuantConfig] = {
     **{name: name for name in ("raw", "int8", "turboquant")},
@@ -137,5 +144,42 @@ def write(folder: Path) -> None:
             generate(model, PROMPT[:, :40], ChunkReuseCache(model, store))
 
 
+def fingerprint(name: str, attention: str) -> str:
+    """The durable fingerprint of a model, as if all versions of torch and transformers were one."""
+
+    def nameless(module: str) -> str:
+        return module.partition(".")[0]
+
+    model: Any = make_model(name)
+    model.set_attn_implementation(attention)
+    with (
+        patch.object(durable_names, "_version", nameless),
+        patch.object(identity_fingerprint, "library_versions", lambda: ()),
+    ):
+        found = ModelFingerprint().durable(model)
+    assert isinstance(found, bytes), found
+    return found.hex()
+
+
+def fingerprints() -> dict[str, dict[str, str]]:
+    """By release of transformers, the fingerprints of models when they were written."""
+    found: dict[str, dict[str, str]] = json.loads(FINGERPRINTS.read_text("utf-8"))
+    return found
+
+
+def write_fingerprints() -> None:
+    """Write the fingerprints of models with the installed release of transformers."""
+    now = {
+        f"{name} {attention}": fingerprint(name, attention)
+        for name in ("llama", "qwen3_next")
+        for attention in ("sdpa", "kvboost_fa2")
+    }
+    text = json.dumps({**fingerprints(), transformers.__version__: now}, indent=2)
+    FINGERPRINTS.write_text(f"{text}\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    if sys.argv[1] == "--fingerprints":
+        write_fingerprints()
+    else:
+        write(Path(sys.argv[1]))

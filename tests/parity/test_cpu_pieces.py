@@ -8,7 +8,7 @@ import torch
 from kvboost_hf.attention import kernel_calls, reference, use_tier
 from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.cpu.pieces import holders
-from kvboost_hf.attention.register import attention
+from kvboost_hf.attention.layer import attention
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import KVHandle, PiecedKV, PieceTable
 

@@ -6,6 +6,7 @@ from shutil import copytree
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy
@@ -108,6 +109,19 @@ def test_documents_hold_what_they_are_alone(folder: Path) -> None:
                         torch.testing.assert_close(ours, theirs[0, :, start:stop], atol=1e-4, rtol=1e-4)
                         found += 1
     assert found == 12
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvboost_fa2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_models_have_the_fingerprints_that_they_had(name: str, attention: str) -> None:
+    """The keys of real stores begin with them: where one changes, nothing that users have on disk is found."""
+    known = golden.fingerprints().get(transformers.__version__)
+    if known is None:
+        pytest.skip(f"configurations of transformers {transformers.__version__} may have other fields")
+    assert golden.fingerprint(name, attention) == known[f"{name} {attention}"], (
+        "kvboost_hf/cache/identity finds something in a model that it did not find before. If that has to be, say in "
+        "CHANGELOG.md that stores are computed again: python -m tests.golden_store.write --fingerprints"
+    )
 
 
 def test_what_was_sealed_is_found(folder: Path) -> None:

@@ -34,6 +34,7 @@ from transformers.models.llama import modeling_llama
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, attach, check_model_compatibility, last_cache
 from kvboost_hf.cache.identity.foreign import foreign_functions
+from kvboost_hf.compat import CACHE
 from tests import multimodal
 from tests.architectures.models import make_architecture
 from tests.conftest import _MAKERS as MODELS
@@ -322,7 +323,7 @@ class Press:
         self._model = model
 
     def hook(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        cache, hidden = kwargs["past_key_values"], kwargs["hidden_states"]
+        cache, hidden = kwargs[CACHE], kwargs["hidden_states"]
         layer = cache.layers[module.layer_idx]
         if hidden.shape[1] > 1:
             half = hidden.shape[1] // 2
@@ -553,7 +554,7 @@ def test_hooks_on_whole_models_that_edit_the_cache(where: str, edit: Edit, attac
     generate(model, BASE[:, :60], kept)
 
     def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        edit(kwargs["past_key_values"])
+        edit(kwargs[CACHE])
 
     handle = model.get_submodule(where).register_forward_hook(hook, with_kwargs=True)
     for _ in range(2):
@@ -925,7 +926,7 @@ def test_a_patched_forward_of_the_attention(monkeypatch: pytest.MonkeyPatch) -> 
 
     def evicting(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = own(self, hidden_states, *args, **kwargs)
-        layer = kwargs["past_key_values"].layers[self.layer_idx]
+        layer = kwargs[CACHE].layers[self.layer_idx]
         if hidden_states.shape[1] > 50:
             layer.keys, layer.values = layer.keys[:, :, -50:], layer.values[:, :, -50:]
         return found

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, handles
 from kvboost_hf.attention import kernel_calls, ops, use_tier
 from kvboost_hf.attention.call import Part
-from kvboost_hf.attention.register import attention
+from kvboost_hf.attention.layer import attention
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.cache.layers.pieced import PiecedLayer
 from kvboost_hf.cache.layers.quantized import QuantizedLayer

@@ -3,8 +3,8 @@
 transformers tells a cache nothing of the call that uses it. Three questions can be answered only from the caller's
 local variables. Are the ids the whole prompt, or only those that follow the cache, which is also allowed? Does a
 forward belong to the call that armed the cache, or did that call fail before its first forward? And which outputs of a
-forward does the call use? All depend on the names of variables in `GenerationMixin` (the same in 5.17 and 5.23); where
-these are missing, ids count as a whole prompt, and all outputs as used.
+forward does the call use? All depend on the names of variables in `GenerationMixin` (the same in 5.17, 5.23 and 5.24);
+where these are missing, ids count as a whole prompt, and all outputs as used.
 """
 
 import sys

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.identity.hooks import note_call
 from kvboost_hf.cache.identity.model_state import ModelState
-from kvboost_hf.compat import cache_argument, own_hook
+from kvboost_hf.compat import cache_argument, cache_in, own_hook, with_cache_by
 
 Kwargs = dict[str, Any]
 Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
@@ -49,7 +49,7 @@ class ForwardHook:
         if torch.compiler.is_compiling() and _is_compileable(kwargs):
             assert isinstance(model, PreTrainedModel)
             kwargs = _by_name(model, args, kwargs)
-            return (), kwargs["past_key_values"].before_forward(model, kwargs)
+            return (), cache_in(kwargs).before_forward(model, kwargs)
         if torch.compiler.is_compiling() and _is_foreign(kwargs):
             return None
         changed: Changed = self._before(model, args, kwargs)
@@ -58,7 +58,7 @@ class ForwardHook:
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> Any:
         """torch forward hook."""
         if torch.compiler.is_compiling() and _is_compileable(kwargs):
-            return kwargs["past_key_values"].after_forward(output)
+            return cache_in(kwargs).after_forward(output)
         if torch.compiler.is_compiling() and _is_foreign(kwargs):
             return None
         return self._after(model, kwargs, output)
@@ -98,13 +98,13 @@ def _is_hooked(cache: Any) -> TypeGuard[HookedCache]:
 
 def _is_compileable(kwargs: Kwargs) -> bool:
     """Whether a forward comes with a cache of a fixed size, whose hooks are tensor operations while compiling."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     return _is_hooked(cache) and cache.is_compileable
 
 
 def _is_foreign(kwargs: Kwargs) -> bool:
     """Whether a forward comes with a cache that is not ours and that none of ours will stand in for."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     return isinstance(cache, Cache) and not _is_hooked(cache) and type(cache) is not DynamicCache
 
 
@@ -130,10 +130,10 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), ForwardHook)
 
 
-def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
+def _by_name(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
     if not args:
-        return dict(kwargs)
+        return with_cache_by(cache_argument(model), dict(kwargs))
     parameters = inspect.signature(model.forward).parameters
     if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters.values()):  # it passes all of them on
         parameters = inspect.signature(type(model).forward.__get__(model)).parameters
-    return {**dict(zip(parameters, args, strict=False)), **kwargs}
+    return with_cache_by(cache_argument(model), {**dict(zip(parameters, args, strict=False)), **kwargs})

@@ -17,13 +17,13 @@ from kvboost_hf.cache.prompt.generate_call import in_generate, outputs_read, rea
 from kvboost_hf.cache.prompt.hook import others_see_output
 from kvboost_hf.cache.prompt.media import MEDIA_ARGUMENTS, TYPES, takes_media
 from kvboost_hf.cache.prompt.positions import computed_positions, keeps_positions
-from kvboost_hf.compat import KeyRotation, attn_implementation, checkpointing_reason, key_rotation
+from kvboost_hf.compat import KeyRotation, attn_implementation, cache_in, checkpointing_reason, key_rotation
 
 # Arguments by which a forward returns something of each token besides logits.
 _OF_EACH_TOKEN = ("output_hidden_states", "output_attentions", "output_router_logits")
 # Arguments that are read by what decides on reuse.
 READ = frozenset(_OF_EACH_TOKEN) | frozenset(
-    "input_ids attention_mask position_ids past_key_values cache_params use_cache logits_to_keep labels "
+    "input_ids attention_mask position_ids past_key_values cache_params cache use_cache logits_to_keep labels "
     "cache_position".split()
 )
 # Arguments that change nothing but the form of what is returned, or the loss.
@@ -136,7 +136,7 @@ def with_positions(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, 
         return kwargs if hidden is None else {**kwargs, "position_ids": hidden}
     positions = computed_positions(model, kwargs)
     if positions is None:
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         held = cache.get_seq_length() if isinstance(cache, Cache) else 0
         positions = torch.arange(held, held + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
     return {**kwargs, "position_ids": positions}

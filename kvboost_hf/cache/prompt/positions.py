@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationMixin, PreTrainedModel
 
+from kvboost_hf.compat import CACHE
+
 _PLACE_AND_THREE = 4
 
 
@@ -129,7 +131,7 @@ def positions_from_start(
         found = prepared.get("attention_mask")  # dropped where it is all ones
         mask = found[::repeats] if found is not None else torch.ones_like(given)
     # Not those prepared: images are arguments no longer once they are encoded, but positions depend on them.
-    left_out = ("past_key_values", "position_ids", "input_ids", "attention_mask")
+    left_out = (CACHE, "past_key_values", "position_ids", "input_ids", "attention_mask")
     whole = {name: value for name, value in arguments.items() if name not in left_out}
     positions: torch.Tensor = prepare(model, given, {**whole, "attention_mask": mask})
     return positions.repeat_interleave(repeats, dim=positions.ndim - 2)
