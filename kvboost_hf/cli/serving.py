@@ -1,4 +1,4 @@
-"""`kvboost-hf serve`: answers requests as the APIs of OpenAI, Anthropic and Ollama do; the server is in `kvboost_hf.server`."""
+"""`kvboost-hf serve`: answers as the APIs of OpenAI, Anthropic and Ollama do; the server is in `kvboost_hf.server`."""
 
 import argparse
 import os
