@@ -98,7 +98,7 @@ __all__ = [
     "with_streaming",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if OldModules not in sys.meta_path:
     sys.meta_path.append(OldModules)
