@@ -171,6 +171,8 @@ def _what_to_reuse(report: CorrectnessReport) -> str:
             f"{chosen.agreement:.1%} over {len(chosen.judged)} prompts with moved tokens. {_chances(chosen)}"
         )
     measured = max((len(arm.touched) for arm in report.blended), default=0)
+    good = [arm for arm in report.blended if arm.touched and arm.meets(report.max_kl, report.min_agreement)]
+    cheap = [arm for arm in good if arm.forwarded_share < report.exact.forwarded_share]
     if not measured:
         why = _first_reason(report)
         moved = f"nothing could be moved{f' ({why})' if why else ''}"
@@ -179,7 +181,13 @@ def _what_to_reuse(report: CorrectnessReport) -> str:
             f"something was moved in {measured} of {len(report.exact.prompts)} prompts, and it takes "
             f"{report.min_prompts} of them to recommend that"
         )
-    elif any(arm.touched and arm.meets(report.max_kl, report.min_agreement) for arm in report.blended):
+    elif cheap:
+        best = min(cheap, key=lambda arm: arm.forwarded_share)
+        moved = (
+            f"{best.name} computes {best.forwarded_share:.0%} and meets the thresholds, but it moved something in only "
+            f"{len(best.touched)} prompts, and it takes {report.min_prompts} of them to recommend that"
+        )
+    elif good:
         moved = "no policy that moves chunks and meets the thresholds computes less"
     else:
         moved = (

@@ -87,6 +87,11 @@ def test_few_prompts_recommend_nothing(kl: float) -> None:
     assert report
     assert report.recommended == ReusePolicy()
     assert "something was moved in 7 of 9 prompts, and it takes 8 of them" in report.verdict
+    of_many = report_of(ArmResult(NAIVE, blended(0.0, 0.2, 1).prompts), blended(0.3, kl, moving=2))
+    assert of_many.recommended == ReusePolicy()
+    assert (
+        "query 30% computes 63% and meets the thresholds, but it moved something in only 2 prompts" in of_many.verdict
+    )
     enough = report_of(ArmResult(NAIVE, blended(0.0, kl).prompts))
     assert enough.recommended.repair == "none"
     assert "None of 8 answers changed: with 95% confidence, no more than 31% of such answers do." in enough.verdict
