@@ -28,7 +28,14 @@ from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
-from kvboost_hf.cache.prompt.generate_call import GenerateCall, calling, in_generate, in_prefill, running_config
+from kvboost_hf.cache.prompt.generate_call import (
+    GenerateCall,
+    calling,
+    in_generate,
+    in_prefill,
+    outputs_read,
+    running_config,
+)
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import read_pads
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put, salt_bytes
@@ -104,6 +111,7 @@ class ChunkReuseCache(Cache):
         self._parts = CacheParts(binding, live, StoreWriter(binding, live))
         self._binding, self._live, self._writer = binding, live, self._parts.writer
         self._forward: Forward | None = None  # the one under way
+        self._config: Any = None  # of the generate() call whose forward is under way
         self._unsettled: SettledLater | None = None  # the last one, while its token is being handed out
         self._call: GenerateCall | None = None  # the generate() call that has armed the cache
         self._user_defined = self._begins_anew = False
@@ -268,6 +276,9 @@ class ChunkReuseCache(Cache):
         request = Request(
             self, model, kwargs, armed, self.in_own_loop, self._hides_padding_only, self.stores_prompts_whole
         )
+        ids = kwargs.get("input_ids")  # what is read of a forward by somebody's own loop is not known
+        is_of_generate = isinstance(ids, torch.Tensor) and ids.shape[-1] > 1 and outputs_read(ids) is not None
+        self._config = running_config() if is_of_generate and static is None else None
         self._forward = next_forward(self._parts, request)
         live.in_forward = True
         given = self._forward.begin(request)
@@ -287,8 +298,8 @@ class ChunkReuseCache(Cache):
             self.judge(output)
         changed = forward.record(output)
         self._forward, live.in_forward = None, False  # only now: an interrupt before this undoes the forward
-        config = running_config() if forward.can_settle_later and live.static is None else None
-        if config is None:
+        config, self._config = self._config, None
+        if config is None or not forward.can_settle_later or live.is_held_by_others:
             forward.settle()
         else:
             self._unsettled = SettledLater(forward, config)
@@ -304,6 +315,7 @@ class ChunkReuseCache(Cache):
     def _recover(self) -> None:
         """Settle the last forward; after one that raised or was interrupted, forget what it may have left."""
         self._settle_last()
+        self._config = None
         forward, self._forward = self._forward, None
         self._live.in_forward = False
         if forward is not None:

@@ -184,8 +184,8 @@ def _what_to_reuse(report: CorrectnessReport) -> str:
     elif cheap:
         best = min(cheap, key=lambda arm: arm.forwarded_share)
         moved = (
-            f"{best.name} computes {best.forwarded_share:.0%} and meets the thresholds, but it moved something in only "
-            f"{len(best.touched)} prompts, and it takes {report.min_prompts} of them to recommend that"
+            f"{best.name} computes {best.forwarded_share:.0%} and meets the thresholds, but it moved something in "
+            f"only {len(best.touched)} prompts, and it takes {report.min_prompts} of them to recommend that"
         )
     elif good:
         moved = "no policy that moves chunks and meets the thresholds computes less"

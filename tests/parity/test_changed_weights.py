@@ -366,22 +366,58 @@ class TestHostSample:
         tensor = SAMPLED[kind]()
         offset, sizes, strides = _window(tensor) or (tensor.storage_offset(), tensor.shape, tensor.stride())
         view = tensor.as_strided(sizes, strides, offset).contiguous()
-        assert _HostSample([tensor], [tensor.data_ptr()]).read() == view.flatten().view(torch.uint8).numpy().tobytes()
+        assert (
+            _HostSample([tensor], [tensor.data_ptr()]).read([tensor])
+            == view.flatten().view(torch.uint8).numpy().tobytes()
+        )
 
     def test_all_at_once(self) -> None:
         tensors = [make() for make in SAMPLED.values()]
         sample = _HostSample(tensors, [tensor.data_ptr() for tensor in tensors])
-        before = sample.read()
-        assert sample.read() == before
+        before = sample.read(tensors)
+        assert sample.read(tensors) == before
         for tensor in tensors:
             first = tensor.as_strided((1,), (1,), tensor.storage_offset())
-            now = sample.read()
+            now = sample.read(tensors)
             first.copy_(first + 1)
-            assert sample.read() != now
+            assert sample.read(tensors) != now
 
     def test_without_memory(self) -> None:
         """FSDP takes memory from weights between their forwards; meta tensors and empty ones have none."""
         freed = torch.randn(64, 96)
         freed.untyped_storage().resize_(0)
         tensors = [torch.empty(0, 3), freed, torch.ones(3)]
-        assert len(_HostSample(tensors, [tensor.data_ptr() for tensor in tensors]).read()) == 12
+        assert len(_HostSample(tensors, [tensor.data_ptr() for tensor in tensors]).read(tensors)) == 12
+
+    def test_other_memory_while_it_is_read(self, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Another thread may give a weight other memory at any time: what is gone is not read."""
+        fingerprint, weight = ModelFingerprint(), wide(llama)
+        fingerprint.current(llama)
+        writes = Memories.writes
+
+        def meanwhile(self: Memories, tensors: Any) -> int | None:
+            found = writes(self, tensors)
+            monkeypatch.setattr(Memories, "writes", writes)
+            weight.data = weight.data.clone()
+            return found
+
+        monkeypatch.setattr(Memories, "writes", meanwhile)
+        tensors = list(llama.parameters())
+        sample = _HostSample(tensors, [tensor.data_ptr() for tensor in tensors])
+        assert sample.read(tensors) is not None
+        now = fingerprint.current(llama)
+        assert fingerprint.current(llama) == now
+        assert sample.read(tensors) is None
+
+    def test_a_tensor_without_an_address(self) -> None:
+        ones = torch.ones(3)
+        tensors = [torch.Tensor._make_wrapper_subclass(Wrapped, (64, 96)), ones]
+        assert _HostSample(tensors, [0, ones.data_ptr()]).read(tensors) == ones.numpy().tobytes()
+
+
+class Wrapped(torch.Tensor):
+    """A tensor of a library that has its data elsewhere."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *given: Any, **more: Any) -> Any:
+        raise NotImplementedError

@@ -2,10 +2,16 @@
 
 import gc
 import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.dlpack import from_dlpack
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -158,8 +164,9 @@ def test_what_is_edited_meanwhile_is_not_stored(llama: PreTrainedModel, store: C
     assert same_as_plain(llama, cache, PROMPT) == 0
 
 
+@pytest.mark.parametrize("new", [1, 3])
 def test_a_store_that_is_closed_meanwhile(
-    llama: PreTrainedModel, store: ChunkStore, caplog: pytest.LogCaptureFixture
+    llama: PreTrainedModel, store: ChunkStore, caplog: pytest.LogCaptureFixture, new: int
 ) -> None:
     class Closing(Watching):
         def put(self, value: torch.Tensor) -> None:
@@ -167,26 +174,120 @@ def test_a_store_that_is_closed_meanwhile(
                 store.close()
             self.chunks.append(0)
 
-    plain = generate(llama, None, 1)
-    assert torch.equal(generate(llama, ChunkReuseCache(llama, store), 1, streamer=Closing(store)), plain)
+    plain = generate(llama, None, new)
+    assert torch.equal(generate(llama, ChunkReuseCache(llama, store), new, streamer=Closing(store)), plain)
+    assert not caplog.records
 
 
-def test_garbage_of_other_threads(llama: PreTrainedModel, store: ChunkStore) -> None:
-    """A collection elsewhere does not touch a cache that its own thread may be using."""
-    cache = ChunkReuseCache(llama, store)
+def test_calls_that_end_in_other_threads(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """The thread that lets go of a failed call stores what it left; nobody may be running it any more."""
+
+    def failing(number: int) -> None:
+        ids = random_ids(300, seed=number)
+        watching = Watching(store, fails_at=1)
+        llama.generate(
+            **as_inputs(ids), past_key_values=ChunkReuseCache(llama, store), streamer=watching, max_new_tokens=3
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(failing, number) for number in range(4)]
+    assert all(isinstance(call.exception(), RuntimeError) for call in calls)
+    del calls
+    gc.collect()
+    assert store.stats()["chunks"] == 16
+
+
+def test_a_store_that_is_left_by_an_error(llama: PreTrainedModel, tmp_path: Path) -> None:
+    tiers = ["ram:1GB", f"disk:{tmp_path}:1GB"]
     try:
-        generate(llama, cache, streamer=Watching(store, fails_at=1))
-    except RuntimeError as error:
-        error.add_note("kept in a circle")
-        circle: list[Any] = [error]
-        circle.append(circle)
-    del circle
-    thread = threading.Thread(target=gc.collect)
-    thread.start()
-    thread.join()
-    assert store.stats()["chunks"] == 0
-    assert cache.report.prompt_tokens == 300
-    assert store.stats()["chunks"] == 4
+        with ChunkStore(llama, tiers=tiers, chunk_size=64) as store:
+            generate(llama, ChunkReuseCache(llama, store), streamer=Watching(store, fails_at=1))
+    except RuntimeError:
+        pass
+    with ChunkStore(llama, tiers=tiers, chunk_size=64) as later:
+        assert later.stats()["tiers"]["disk"]["chunks"] == 4
+
+
+def test_flush_while_an_error_is_handled(llama: PreTrainedModel, store: ChunkStore) -> None:
+    try:
+        generate(llama, ChunkReuseCache(llama, store), streamer=Watching(store, fails_at=1))
+    except RuntimeError:
+        store.flush()
+        assert store.stats()["chunks"] == 4
+
+
+@pytest.mark.parametrize("how", ["numpy", "data", "dlpack"])
+def test_who_keeps_what_attention_was_given(llama: PreTrainedModel, store: ChunkStore, how: str) -> None:
+    """Keys that PyTorch does not see being written to are stored before anybody can."""
+    kept: list[torch.Tensor] = []
+
+    class Keeping(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.nn.functional.scaled_dot_product_attention:
+                kept.append(args[1])
+            return function(*args, **(kwargs or {}))
+
+    class Writing(Watching):
+        def put(self, value: torch.Tensor) -> None:
+            for keys in kept:
+                writable = {"numpy": torch.Tensor.numpy, "data": lambda k: k.data, "dlpack": from_dlpack}[how]
+                writable(keys)[:] = 0
+
+    plain = generate(llama, None)
+    with Keeping():
+        generate(llama, ChunkReuseCache(llama, store), streamer=Writing(store))
+    assert len(kept) > 0
+    fresh = ChunkReuseCache(llama, store)
+    assert torch.equal(generate(llama, fresh), plain)
+    assert fresh.report.reused_tokens >= 256
+
+
+def test_loops_of_others_store_at_once(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """Also in a function called `generate`, whose configuration lives as long as the model, and inside a call."""
+
+    def score(ids: torch.Tensor) -> None:
+        cache = ChunkReuseCache(llama, store)
+        caches.append(weakref.ref(cache))
+        with torch.no_grad():
+            llama(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def generate(ids: torch.Tensor, generation_config: Any) -> None:
+        score(ids)
+
+    caches: list[weakref.ref[ChunkReuseCache]] = []
+    for number in range(3):
+        generate(random_ids(300, seed=number), llama.generation_config)
+        assert store.stats()["chunks"] == 4 * (number + 1)
+    seen: list[int] = []
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        score(random_ids(300, seed=10 + len(seen)))
+        seen.append(store.stats()["chunks"])
+        return scores
+
+    llama.generate(**as_inputs(PROMPT), logits_processor=[process], max_new_tokens=3)
+    assert seen == [16, 20, 24]
+    assert not any(cache() for cache in caches)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_an_interrupt_while_storing(
+    llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.MonkeyPatch, new: int
+) -> None:
+    def interrupted(self: Reused) -> None:
+        raise KeyboardInterrupt
+
+    cache = ChunkReuseCache(llama, store)
+    monkeypatch.setattr(Reused, "settle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _generate_and_wait(llama, cache, new)
+    monkeypatch.undo()
+    assert torch.equal(generate(llama, cache), generate(llama, None))
+
+
+def _generate_and_wait(model: PreTrainedModel, cache: ChunkReuseCache, new: int) -> None:
+    generate(model, cache, new)
+    time.sleep(5)  # from the end of a call an interrupt comes a moment later
 
 
 def test_a_report_in_another_thread(llama: PreTrainedModel, store: ChunkStore) -> None:

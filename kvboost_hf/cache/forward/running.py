@@ -4,6 +4,8 @@ A cache has one forward under way at most. `begin` puts K/V in place and gives t
 with; `record` and `settle` follow when the model has returned; `abandon` follows where it did not.
 """
 
+import _thread
+import contextlib
 import logging
 import sys
 import threading
@@ -24,8 +26,10 @@ from kvboost_hf.cache.prompt.generate_call import is_inside_of_us
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
 from kvboost_hf.cache.prompt.token_log import MaskShape
+from kvboost_hf.errors import StoreClosedError
 
 _log = logging.getLogger("kvboost_hf")
+_MOMENT_S = 0.05  # in which a finalizer ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,8 @@ class Forward(ABC):
 class SettledLater:
     """A forward of a generate() call that is settled when its token has been handed out.
 
-    That is before the next forward, when the cache is used otherwise, or when the call returns, whichever comes first.
+    That is before the next forward, when the cache is used otherwise, before the store is flushed or closed, or when
+    the call returns, whichever comes first.
 
     Args:
         forward: The forward, recorded.
@@ -134,26 +139,33 @@ class SettledLater:
 
     def __init__(self, forward: Forward, config: Any) -> None:
         self._forward: Forward | None = forward
-        self._thread = threading.get_ident()
+        self._thread, self._ended = threading.get_ident(), False
+        self._lock = threading.RLock()  # whoever comes second waits until it is settled
         weakref.finalize(config, self._call_has_ended).atexit = False
+        forward.parts.binding.store.settles_first(self)
 
     def settle(self) -> None:
         """Settle it, once."""
-        forward, self._forward = self._forward, None
-        if forward is not None:
-            forward.settle()
+        with self._lock:
+            forward, self._forward = self._forward, None
+            if forward is not None:
+                with contextlib.suppress(StoreClosedError):  # then there is nothing to store it in
+                    forward.settle()
 
     def settle_here(self) -> None:
-        """Settle it, unless another thread may be running the call."""
-        if self._thread == threading.get_ident():
+        """Settle it, unless another thread may still be running the call."""
+        if self._ended or self._thread == threading.get_ident():
             self.settle()
 
     def _call_has_ended(self) -> None:
+        self._ended = True
         if is_inside_of_us(sys._getframe(1)):
-            return  # a collection of garbage, at any time: the cache's next use will do it
+            return  # a collection of garbage, at any time: the next use of the cache or of the store will do it
         try:
-            self.settle_here()
-        except Exception:  # a finalizer could only print it
+            self.settle()
+        except KeyboardInterrupt:  # a finalizer could only print it: it is raised a moment later
+            threading.Timer(_MOMENT_S, _thread.interrupt_main).start()
+        except Exception:
             _log.exception("K/V of a prompt could not be stored. It is computed again when the prompt comes again.")
 
 

@@ -152,7 +152,11 @@ def _set_data(weight: nn.Parameter, data: torch.Tensor) -> None:
 
 def _holders(weight: torch.Tensor) -> int:
     """How many tensors hold the memory of `weight`."""
-    storage = weight.untyped_storage()
+    return holders(weight.untyped_storage())
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold a memory, arrays of NumPy and other libraries over it included."""
     uses: int = _uses(storage._cdata)
     return uses - _uses_by_python()
 

@@ -59,7 +59,10 @@ class WeightsWatch:
                 self._marks, self._memories = marks, Memories(tensors)
                 self._writes = self._memories.writes(tensors)
                 self._on_host, self._windows = _HostSample(tensors, marks[0]), _windows(tensors)
-            on_host, samples = self._on_host.read(), _read(tensors, self._windows)
+            on_host, samples = self._on_host.read(tensors), _read(tensors, self._windows)
+            if on_host is None:  # another thread has given a weight other memory just now
+                self._marks = None
+                return self.epoch(tensors)
             if not same or on_host != self._read_on_host or not all(map(torch.equal, samples, self._samples)):
                 self.last_epoch += 1
                 self._read_on_host, self._samples = on_host, samples
@@ -130,27 +133,38 @@ class _HostSample:
 
     Args:
         tensors: The tensors, of any device.
-        addresses: Theirs. `read` is to be called only while tensors with these addresses are alive.
+        addresses: Theirs.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+        self._at = [at for at, tensor in enumerate(tensors) if _is_sampled_in_place(tensor)]
+        storages = [tensors[at].untyped_storage() for at in self._at]
+        self._memories = list(map(_ADDRESS, storages))
         found: dict[int, list[NDArray[np.int64]]] = {}  # addresses of words, by their size
-        for tensor, address in zip(tensors, addresses, strict=True):
-            if tensor.device.type == _HOST and _is_in_memory(tensor):
-                word = gcd(tensor.element_size(), address, 8)
-                inside = np.arange(0, tensor.element_size(), word)
-                values = address + tensor.element_size() * _places(tensor)
-                found.setdefault(word, []).append((values[:, None] + inside).ravel())
+        for at in self._at:
+            tensor, address = tensors[at], addresses[at]
+            word = gcd(tensor.element_size(), address, 8)
+            inside = np.arange(0, tensor.element_size(), word)
+            values = address + tensor.element_size() * _places(tensor)
+            found.setdefault(word, []).append((values[:, None] + inside).ravel())
         self._words: list[tuple[NDArray[Any], NDArray[np.int64]]] = []  # memory as words, and which of them
         for word, groups in found.items():
-            at = np.concatenate(groups)
-            first, last = int(at.min()), int(at.max())
+            places = np.concatenate(groups)
+            first, last = int(places.min()), int(places.max())
             memory: Any = (ctypes.c_char * (last - first + word)).from_address(first)
-            self._words.append((np.frombuffer(memory, dtype=f"u{word}"), (at - first) // word))
+            self._words.append((np.frombuffer(memory, dtype=f"u{word}"), (places - first) // word))
 
-    def read(self) -> bytes:
-        """The values."""
-        return b"".join([memory.take(at).tobytes() for memory, at in self._words])
+    def read(self, tensors: Sequence[torch.Tensor]) -> bytes | None:
+        """The values; None if the tensors, those of the constructor, have other memory now."""
+        storages = [tensors[at].untyped_storage() for at in self._at]  # hold it while it is read
+        if list(map(_ADDRESS, storages)) != self._memories:
+            return None
+        return b"".join([memory.take(places).tobytes() for memory, places in self._words])
+
+
+def _is_sampled_in_place(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor can be read at its address."""
+    return type(tensor) in _PLAIN and tensor.device.type == _HOST and tensor.data_ptr() != 0 and _is_in_memory(tensor)
 
 
 def _is_in_memory(tensor: torch.Tensor) -> bool:
@@ -173,7 +187,7 @@ def _places(tensor: torch.Tensor) -> NDArray[np.int64]:
 def _windows(tensors: list[torch.Tensor]) -> list[list[tuple[int, Window]]]:
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Window]]] = {}
     for idx, tensor in enumerate(tensors):
-        if tensor.numel() and tensor.device.type != _HOST:
+        if tensor.numel() and not _is_sampled_in_place(tensor):
             groups.setdefault((tensor.device, tensor.dtype), []).append((idx, _window(tensor)))
     return list(groups.values())
 

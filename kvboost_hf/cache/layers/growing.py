@@ -247,8 +247,12 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     @property
     def column_specs(self) -> tuple[ColumnSpec, ...]:
         """See `ReuseLayer.column_specs`; none for a layer that the model has no use for."""
-        buffers = [t.buffer for t in self._tensors if t.buffer is not None]
-        return tuple(ColumnSpec(b.shape[1], b.shape[3], b.dtype) for b in buffers)
+        return tuple(ColumnSpec(b.shape[1], b.shape[3], b.dtype) for b in self.buffers)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Those of all tensors, with room to spare."""
+        return [t.buffer for t in self._tensors if t.buffer is not None]
 
     @property
     def nbytes(self) -> int:

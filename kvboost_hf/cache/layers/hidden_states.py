@@ -95,6 +95,11 @@ class HiddenStates(ReuseLayer):
         return (ColumnSpec(buffer.shape[1], buffer.shape[3], buffer.dtype),) if buffer is not None else ()
 
     @property
+    def buffers(self) -> list[torch.Tensor]:
+        """See `GrowingLayer.buffers`."""
+        return [self._states.buffer] if self._states.buffer is not None else []
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the buffer, room to spare included."""
         return self._states.nbytes

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvboost_hf.cache.identity.aliases import holders
 from kvboost_hf.cache.identity.foreign import is_own
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.layers.base import ReuseLayer
 from kvboost_hf.cache.layers.choose import make_layers
+from kvboost_hf.cache.layers.growing import GrowingLayer
 from kvboost_hf.cache.layers.hidden_states import HiddenStates, kv_layers
 from kvboost_hf.cache.layers.static import StaticReuseLayer
 from kvboost_hf.cache.live.compiled import StaticDecoding
@@ -232,6 +234,18 @@ class LiveKV:
             layer.intact and (layer.length in (None, 0, ledger.log.length) or idx in self._of_images)
             for idx, layer in enumerate(self.layers)
         )
+
+    @property
+    def is_held_by_others(self) -> bool:
+        """Whether somebody else may hold memory of the layers, to which they can write unseen (NumPy, `.data`)."""
+        known: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        for layer in self.layers:
+            if not isinstance(layer, GrowingLayer | HiddenStates):
+                return True
+            for buffer in layer.buffers:
+                storage = buffer.untyped_storage()
+                known[storage._cdata] = storage, known.get(storage._cdata, (storage, 0))[1] + 1
+        return any(holders(storage) > count for storage, count in known.values())
 
     def note_change(self) -> None:
         """Nothing is known any more of what the layers hold."""
