@@ -36,9 +36,9 @@ attention or by deviation. This is `{name}`:
 ```python
 {source}```
 
-`python -m benchmarks.leaderboard --methods {stem}` measures it with the embedded reader, and adds it to this page. What
-was measured before is not measured again. `--methods my_rule.py` takes a file from anywhere, `--model NAME_OR_FOLDER`
-another model.
+`python -m benchmarks.leaderboard --methods {stem}` measures it with the embedded reader, and adds it to this page.
+What was measured before is not measured again. `--methods my_rule.py` takes a file from anywhere, and
+`--model NAME_OR_FOLDER` another model.
 """
 
 
@@ -88,7 +88,8 @@ def _table(results: Results, lines: list[Line]) -> Iterator[str]:
         on = [name for name, ways in (("first token", first), ("answer", whole)) if way in ways]
         yield (
             f"| {f'**{way}**' if on else way} | {found['kl']:.4f} | {found['agreement']:.1%} "
-            f"| {found['computed']:.0%} | {found['repaired']:.0%} | {found['first_token']:.2f} | {found['answer']:.2f} |"
+            f"| {found['computed']:.0%} | {found['repaired']:.0%} | {found['first_token']:.2f} "
+            f"| {found['answer']:.2f} |"
             + (f" {found['right']:.0f} of {found['judged']:.0f} |" if judged else "")
             + f" {', '.join(on)} |"
         )
