@@ -46,8 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results(options.out / "leaderboard.json")
+    results.describe(chosen.values())
     fill(results, chosen, options, " ".join(["python -m benchmarks.leaderboard", *given]))
-    (options.out / "leaderboard.md").write_text(page.markdown(results), "utf-8")
+    results.write()
+    page.write(results, options.out)
     page.figure(results, options.out / "leaderboard.png")
     failed = results.controls_that_passed()
     print("\n".join(failed), file=sys.stderr)
@@ -76,8 +78,9 @@ def fill(results: Results, chosen: dict[str, Way], options: argparse.Namespace, 
             for prompt, cells in missing.items():
                 wanted = [chosen[way] for way in cells]
                 for way, row in measure(model, tokenizer, store, case.asked[prompt], wanted, NEW):
-                    results.add(cells[way], chosen[way], row, conditions)
+                    results.add(cells[way], row, conditions)
                 print(f"{name}, {workload}, seed {seed}, prompt {prompt}: {len(wanted)} ways", flush=True)
+                page.write(results, options.out)
 
 
 def warm_up(model: Any, tokenizer: Any, chosen: dict[str, Way]) -> None:

@@ -24,7 +24,7 @@ class Method:
         settings: The policy of each setting, by what stands behind the method's name; None runs without a cache.
         repair: Takes the place of the repair that the policies name, which is not `"auto"`.
         change: A context in which its prompts run, of the store that they read.
-        control: Whether it has to be worst by far.
+        control: For a control: how many times the KL of every method its own has to be. None for a method.
     """
 
     source: str
@@ -32,7 +32,7 @@ class Method:
     settings: Mapping[str, ReusePolicy | None]
     repair: Repair | None = None
     change: Change = nullcontext
-    control: bool = False
+    control: float | None = None
 
     @contextmanager
     def running(self, policy: ReusePolicy, store: ChunkStore) -> Iterator[None]:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.leaderboard.measure import Row, Way
+from benchmarks.leaderboard.workloads import WORKLOADS
 
 FIGURES = ("kl", "kl_first", "agreement", "computed", "repaired")  # means; of times the median
 TIMES = ("first_token", "answer")
-WORSE = 5  # controls: at least so many times the KL of all others
+STEP = 0.05  # of plain's time: what is closer is no difference
 
 
 class Cell(NamedTuple):
@@ -31,9 +32,9 @@ class Line(NamedTuple):
     figures: Row
 
     @property
-    def shown(self) -> tuple[float, float, float]:
-        """KL, first token and whole answer, as far as tables show them: what is closer is no difference."""
-        return round(self.figures["kl"], 4), round(self.figures["first_token"], 2), round(self.figures["answer"], 2)
+    def order(self) -> tuple[float, float]:
+        """KL and time to the first token, as tables show them."""
+        return round(self.figures["kl"], 4), round(self.figures["first_token"], 2)
 
 
 class Results:
@@ -53,13 +54,20 @@ class Results:
             cell = Cell(**{name: row.pop(name) for name in Cell._fields})
             self.rows[cell] = row
 
-    def add(self, cell: Cell, way: Way, row: Row, conditions: str) -> None:
+    def describe(self, ways: Iterable[Way]) -> None:
+        """Say of ways what their files say."""
+        for name, method, _ in ways:
+            self.methods[name] = {"source": method.source, "about": method.about, "control": method.control}
+
+    def add(self, cell: Cell, row: Row, conditions: str) -> None:
         """Add a row, and write the file."""
         self.rows[cell] = {name: float(f"{value:.5g}") for name, value in row.items()}
-        method = way.method
-        self.methods[way.name] = {"source": method.source, "about": method.about, "control": method.control}
         if conditions not in self.provenance:
             self.provenance.append(conditions)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file."""
         lines = [json.dumps({**cell._asdict(), **row}) for cell, row in sorted(self.rows.items())]
         head = {"provenance": self.provenance, "methods": self.methods}
         text = json.dumps(head, indent=1).removesuffix("\n}")
@@ -68,12 +76,13 @@ class Results:
         part.rename(self._path)  # whoever ends this process leaves a whole file
 
     def models(self) -> list[str]:
-        """Those of which there are rows."""
-        return list(dict.fromkeys(cell.model for cell in self.rows))
+        """Those of which there are rows, the embedded one last."""
+        return sorted({cell.model for cell in self.rows}, key=lambda model: (model.startswith("embedded "), model))
 
     def workloads(self, model: str) -> list[str]:
         """Those of which there are rows of a model."""
-        return list(dict.fromkeys(cell.workload for cell in self.rows if cell.model == model))
+        found = {cell.workload for cell in self.rows if cell.model == model}
+        return [name for name in WORKLOADS if name in found]
 
     def table(self, model: str, workload: str) -> list[Line]:
         """The ways that have run on all prompts of a workload, in the order of tables."""
@@ -100,12 +109,11 @@ class Results:
 
     def ranked(self, lines: Iterable[Line]) -> list[Line]:
         """Without controls."""
-        return [line for line in lines if not self.methods[line.way]["control"]]
+        return [line for line in lines if self.methods[line.way]["control"] is None]
 
     def frontier(self, lines: Iterable[Line], figure: str) -> set[str]:
-        """The ways than which none is nearer to plain at no more time, or sooner at no more KL."""
-        at = 1 + TIMES.index(figure)
-        points = {line.way: (line.shown[0], line.shown[at]) for line in self.ranked(lines)}
+        """The ways of which none is beaten: by another that takes no more time, has no more KL, and less of one."""
+        points = {line.way: (line.order[0], round(line.figures[figure] / STEP)) for line in self.ranked(lines)}
         return {
             way
             for way, (kl, cost) in points.items()
@@ -113,24 +121,25 @@ class Results:
         }
 
     def controls_that_passed(self) -> list[str]:
-        """Controls that are not worst by far: then nothing was measured."""
-        failed = []
+        """Controls whose KL is too small: then nothing was measured."""
+        passed = []
         for model in self.models():
             for workload in self.workloads(model):
                 lines = self.table(model, workload)
-                worst = max(line.figures["kl"] for line in self.ranked(lines))
-                failed += [
-                    f"control did not fail: {line.way} has KL {line.figures['kl']:.2g}, less than {WORSE} times the "
-                    f"{worst:.2g} of others ({model}, {workload})"
-                    for line in lines
-                    if self.methods[line.way]["control"] and not line.figures["kl"] > WORSE * worst
-                ]
-        return failed
+                worst = max((line.figures["kl"] for line in self.ranked(lines)), default=0.0)
+                for way, _, figures in lines:
+                    least = self.methods[way]["control"]
+                    if least and not figures["kl"] > least * worst:
+                        passed.append(
+                            f"control did not fail: {way} has KL {figures['kl']:.2g}, less than {least} times the "
+                            f"{worst:.2g} of methods ({model}, {workload})"
+                        )
+        return passed
 
 
 def in_order(lines: Iterable[Line]) -> list[Line]:
     """As tables show them."""
-    return sorted(lines, key=lambda line: line.shown)
+    return sorted(lines, key=lambda line: line.order)
 
 
 def _summary(rows: list[Row]) -> Row:

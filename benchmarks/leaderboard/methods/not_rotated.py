@@ -8,4 +8,5 @@ METHOD = Method(
     about="As `none`, but keys keep the rotation of their old positions: what rotating them gains.",
     settings={"": once("none")},
     change=keys_not_rotated,
+    control=0,
 )

@@ -8,5 +8,5 @@ METHOD = Method(
     about="As `none`, with stored K/V exchanged among the tokens of a chunk: must be worst by far.",
     settings={"": once("none")},
     change=damaged("shuffled"),
-    control=True,
+    control=5,
 )

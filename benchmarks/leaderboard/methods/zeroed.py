@@ -8,5 +8,5 @@ METHOD = Method(
     about="As `none`, with stored K/V set to zero: must be worst by far.",
     settings={"": once("none")},
     change=damaged("zeroed"),
-    control=True,
+    control=5,
 )
