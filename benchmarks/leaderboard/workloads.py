@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.leaderboard.facts import draw_facts
 from kvboost_hf.assets.chat import encode
-from kvboost_hf.assets.texts import prose, source
+from kvboost_hf.assets.texts import Count, prose, source
 from kvboost_hf.assets.world import make_documents
 
 _SYSTEM = "You are a careful assistant. You answer from the documents that you are given, in a few sentences."
@@ -62,14 +62,23 @@ def _prompt(tokenizer: Any, documents: Sequence[str], question: str) -> list[int
     return encode(tokenizer, _chat(f"{text}Question: {question}"))
 
 
-class Pool(NamedTuple):
-    """Documents of one kind, of which each prompt has some."""
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Documents of one kind, of which each prompt has some.
 
-    title: str  # also the seed
-    text: Callable[..., list[str]]
-    tokens: int  # at most, of a document
+    Args:
+        title: Of the prompts; also the seed.
+        text: Makes documents, with their tokens, a counter and a seed.
+        tokens: At most, of a document.
+        documents: How many there are.
+        take: How many of them are in a prompt.
+    """
+
+    title: str
+    text: Callable[[int, Count, int], list[str]]
+    tokens: int
     documents: int
-    take: int  # of them, in a prompt
+    take: int
 
     def drawn(self, tokenizer: Any, seed: int) -> list[str]:
         """The documents."""
