@@ -26,8 +26,9 @@ rotated to their new positions, and some tokens are computed again. How near is 
 - **frontier**: no other method has a smaller KL at the same or an earlier first token (or whole answer), or is earlier
   at the same KL. Times are compared in steps of {STEP}: less is noise. Controls do not count.
 
-Rows are in the order of their KL, rounded as shown, and then of their first token. Few prompts tell a factor of two,
-not a difference of a tenth. Zeroed and shuffled K/V must have five times the KL of every method, or the run fails.
+Rows are in the order of their KL, rounded as shown, and then of their first token. A method is in a table if it has
+run on all prompts of it. Few prompts tell a factor of two, not a difference of a tenth. Zeroed and shuffled K/V must
+have five times the KL of every method, or the run fails.
 """
 _ADD = """## Add a method
 
@@ -50,7 +51,7 @@ def markdown(results: Results) -> str:
     lines += [f"**{failed}**\n" for failed in results.controls_that_passed()]
     for model in results.models():
         names, overall = results.workloads(model), results.overall(model)
-        lines += [f"## {model[0].upper()}{model[1:]}", ""]
+        lines += [f"## {model}", ""]
         if len(names) > 1 and overall:
             lines += [f"Mean over {len(names)} workloads, of {overall[0].prompts} prompts in all.", ""]
             lines += [*_table(results, overall), ""]
@@ -61,7 +62,7 @@ def markdown(results: Results) -> str:
                 f"### {workload.title[0].upper()}{workload.title[1:]}",
                 "",
                 f"`{name}`: {workload.about}. "
-                f"{found[0].prompts} prompts of {tokens[0]:.0f} to {tokens[-1]:.0f} tokens.",
+                f"Prompts: {found[0].prompts}, of {tokens[0]:.0f} to {tokens[-1]:.0f} tokens.",
                 "",
                 *_table(results, found),
                 "",

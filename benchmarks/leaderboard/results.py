@@ -11,6 +11,7 @@ from benchmarks.leaderboard.workloads import WORKLOADS
 
 FIGURES = ("kl", "kl_first", "agreement", "computed", "repaired")  # means; of times the median
 TIMES = ("first_token", "answer")
+ROW = (*FIGURES, *TIMES, "tokens", "right")
 STEP = 0.05  # of plain's time: what is closer is no difference
 
 
@@ -51,8 +52,9 @@ class Results:
         self.methods: dict[str, dict[str, Any]] = held.get("methods", {})
         self.rows: dict[Cell, Row] = {}
         for row in held.get("rows", []):
-            cell = Cell(**{name: row.pop(name) for name in Cell._fields})
-            self.rows[cell] = row
+            of, figures = row[: len(Cell._fields)], row[len(Cell._fields) :]
+            named = zip(ROW, figures, strict=True)
+            self.rows[Cell(*of)] = {name: figure for name, figure in named if figure is not None}
 
     def describe(self, ways: Iterable[Way]) -> None:
         """Say of ways what their files say."""
@@ -61,15 +63,15 @@ class Results:
 
     def add(self, cell: Cell, row: Row, conditions: str) -> None:
         """Add a row, and write the file."""
-        self.rows[cell] = {name: float(f"{value:.5g}") for name, value in row.items()}
+        self.rows[cell] = {name: float(f"{value:.4g}") for name, value in row.items()}
         if conditions not in self.provenance:
             self.provenance.append(conditions)
         self.write()
 
     def write(self) -> None:
         """Write the file."""
-        lines = [json.dumps({**cell._asdict(), **row}) for cell, row in sorted(self.rows.items())]
-        head = {"provenance": self.provenance, "methods": self.methods}
+        lines = [json.dumps([*cell, *map(row.get, ROW)]) for cell, row in sorted(self.rows.items())]
+        head = {"provenance": self.provenance, "methods": self.methods, "columns": [*Cell._fields, *ROW]}
         text = json.dumps(head, indent=1).removesuffix("\n}")
         part = self._path.with_suffix(".part")
         part.write_text(f'{text},\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n", "utf-8")

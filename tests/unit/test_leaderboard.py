@@ -1,6 +1,5 @@
 """The leaderboard of repairs: a method is one file, damaged K/V is worst by far, nothing is measured twice."""
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,7 +37,7 @@ def test_a_method_is_one_file(run: Run, tmp_path: Path, capsys: pytest.CaptureFi
     mine.write_text(shown, "utf-8")
     assert run(*load_methods(), str(mine)) == 0
     written = (tmp_path / "leaderboard.json").read_bytes()
-    rows = {row["way"]: row for row in json.loads(written)["rows"]}
+    rows = {cell.way: row for cell, row in Results(tmp_path / "leaderboard.json").rows.items()}
     table = (tmp_path / "leaderboard.md").read_text("utf-8")
     assert "| mine, 15% |" in table
     assert (tmp_path / "leaderboard.png").stat().st_size > 10_000
