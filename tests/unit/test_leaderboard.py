@@ -39,7 +39,7 @@ def test_a_method_is_one_file(run: Run, tmp_path: Path, capsys: pytest.CaptureFi
     written = (tmp_path / "leaderboard.json").read_bytes()
     rows = {cell.way: row for cell, row in Results(tmp_path / "leaderboard.json").rows.items()}
     table = (tmp_path / "leaderboard.md").read_text("utf-8")
-    assert "| mine, 15% |" in table
+    assert "| mine, 15% |" in table.replace("**", "")  # bold on the frontier
     assert (tmp_path / "leaderboard.png").stat().st_size > 10_000
 
     for share in ("15%", "30%"):
