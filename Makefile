@@ -112,6 +112,7 @@ bench-all: $(VENV)/installed
 	$(BIN)/python benchmarks/reuse.py --out benchmarks/results
 	$(BIN)/python benchmarks/kinds.py --out benchmarks/results
 	$(BIN)/python benchmarks/repair.py --out benchmarks/results
+	$(BIN)/python -m benchmarks.leaderboard --prompts 40
 	$(BIN)/python benchmarks/tiers.py --out benchmarks/results
 	$(BIN)/python benchmarks/codecs.py --out benchmarks/results
 	$(BIN)/python benchmarks/attention.py --out benchmarks/results

@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 import torch
 from record import write
-from repair_quality import FreezableStore, damage
 from reuse import Result, measured_on, provenance
 from transformers import (
     AutoModelForCausalLM,
@@ -47,6 +46,8 @@ from transformers import (
     QuantizedCache,
 )
 
+from benchmarks.leaderboard.changes import damage
+from benchmarks.leaderboard.measure import FreezableStore
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.assets.chat import encode

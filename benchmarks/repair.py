@@ -26,9 +26,7 @@ from functools import partial
 
 from record import Record, add_options, add_shape, write
 from repair_quality import (
-    draw_case,
     measure_quality,
-    other_order,
     quality_figure,
     quality_markdown,
 )
@@ -38,6 +36,7 @@ from shapes import SHAPES, Shape, make_model
 from targets import Result
 from transformers import PreTrainedModel
 
+from benchmarks.leaderboard.facts import draw_facts, other_order
 from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.assets.chat import encode
@@ -157,7 +156,7 @@ def measure_peer(device: str, num_cases: int, num_documents: int, python: str) -
     chunker = ContentChunker.for_tokenizer(tokenizer)
     seen, asked, facts = [], [], []
     for n in range(num_cases):
-        case = draw_case(f"repair/{n}", num_documents, 1)
+        case = draw_facts(f"repair/{n}", num_documents, 1)
         fact = (case.starts + case.others)[n % 2]
         facts.append(fact)
         seen.append(tokenizer.decode(case.seen_ids(tokenizer)))

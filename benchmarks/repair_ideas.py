@@ -2,10 +2,10 @@
 
     python benchmarks/repair_ideas.py --out benchmarks/results
 
-Prompts and earlier prompts are those of `repair_real.py`. SmolLM2 runs in plain PyTorch here, layer by layer, so that
-any tokens can be computed in any layers; its logits are compared with those of transformers. Every arm is fed the
-plain answer. The share of token-layers counts a token once for each layer that it went through, the question's look
-at stored K/V included.
+Prompts and earlier prompts are those of `leaderboard/workloads.py`. SmolLM2 runs in plain PyTorch, layer by layer, so
+that any tokens can be computed in any layers; its logits are compared with those of transformers. Every arm is fed the
+plain answer. The share of token-layers counts a token once for each layer that it went through, the question's look at
+stored K/V included.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from record import Record, add_options
 from targets import Result
 from transformers.models.llama.modeling_llama import rotate_half
 
-from benchmarks.repair_real import KINDS, cases
+from benchmarks.leaderboard.workloads import NOTES, SOURCES, Pool
 from kvboost_hf.bench.provenance import provenance
 from recipes.real_model import load
 
-NEW, ASKED = 24, 3  # tokens of an answer, prompts of each kind
+NEW, ASKED, SEED = 24, 3, 11  # tokens of an answer, prompts of each kind
 FIGURES = ("kl", "kl_first", "agreement", "before", "computed")
 HEAD = "| | KL, mean | closer than row 1 | KL, first token | same first choice | computed before that token | in all |"
 Score = Callable[["Look"], torch.Tensor]
@@ -133,10 +133,10 @@ def places(ids: list[int], pieces: list[list[int]]) -> list[tuple[int, int, int]
     return documents
 
 
-def targets(model: Any, tokenizer: Any, kind: str) -> Iterator[Target]:
+def targets(model: Any, tokenizer: Any, pool: Pool) -> Iterator[Target]:
     """The prompts of a case, over what earlier ones have stored."""
-    case = cases(tokenizer, kind, 11, ASKED)
-    pieces = [tokenizer(f"Document:\n{text}\n\nD", add_special_tokens=False).input_ids[:-1] for text in case.documents]
+    case, texts = pool(tokenizer, SEED, ASKED), pool.drawn(tokenizer, SEED)
+    pieces = [tokenizer(f"Document:\n{text}\n\nD", add_special_tokens=False).input_ids[:-1] for text in texts]
     stored: dict[int, list[Variant]] = {}
     for ids in case.seen:
         documents = places(ids, pieces)
@@ -145,7 +145,7 @@ def targets(model: Any, tokenizer: Any, kind: str) -> Iterator[Target]:
         for at, (number, start, stop) in enumerate(documents):
             kv = (each[:, :, start:stop].clone() for each in (row.keys, row.values))
             stored.setdefault(number, []).append(Variant(start, tuple(d[0] for d in documents[:at]), *kv))
-    for ids in case.asked:
+    for ids in (question.ids for question in case.asked):
         inputs, sizes = torch.tensor([ids]), {"min_new_tokens": NEW, "max_new_tokens": NEW}
         said = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, **sizes)
         documents = places(ids, pieces)
@@ -348,7 +348,7 @@ def main() -> None:
     conditions = provenance("python benchmarks/repair_ideas.py --out benchmarks/results", "cpu")
     result: Result = {"provenance": str(conditions), "profile": [], "arms": []}
     record = Record("repair-ideas-cpu", options, result, markdown)
-    found = {kind: targets(model, tokenizer, kind) for kind in (KINDS[0], KINDS[2])}
+    found = {pool.title: targets(model, tokenizer, pool) for pool in (NOTES, SOURCES)}
     for number in range(ASKED):
         for kind, prompts in found.items():
             record.measure(f"{kind}, prompt {number + 1}", partial(add, result, kind, prompts))

@@ -1,9 +1,7 @@
 """How good answers are when documents have moved: every repair at every share of recomputation, on the trained reader.
 
-A case is some documents of which each but the first goes on, by pronoun only, about the last subject of the document
-before: only in that order do they make sense. A store has seen them in another order, none behind the document that it
-belongs behind (or each of them alone); then questions are asked in the right order. Whoever takes the stored K/V as it
-is must get the pronouns at the starts of documents wrong; full prefill does not.
+Documents make sense in one order only (`leaderboard/facts.py`). A store has seen them in another one, or each of them
+alone; then questions are asked in the right order.
 
 The same store serves all arms and questions: it is frozen after it was primed, so that nothing that is computed for
 one answer can be reused for the next. The right answer is fed token by token behind each prompt, which it is no part
@@ -11,12 +9,10 @@ of. A question counts as right if every token of its answer, end included, is th
 does greedy generate() give that answer.
 """
 
-import random
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,79 +20,18 @@ import torch
 from reuse import Result
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvboost_hf import ChunkReuseCache, ChunkStore, ContentChunker, ReusePolicy
+from benchmarks.leaderboard.changes import damaged, keys_not_rotated
+from benchmarks.leaderboard.facts import Facts, draw_facts
+from benchmarks.leaderboard.measure import FreezableStore
+from benchmarks.leaderboard.method import Change
+from kvboost_hf import ChunkReuseCache, ContentChunker, ReusePolicy
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.assets.chat import encode
-from kvboost_hf.assets.world import SYSTEM_PROMPT, Document, Fact, Turn, chat_messages, make_documents
-from kvboost_hf.cache.store.chunk_store import Put
-from kvboost_hf.compat.rotation import KeyRotation
+from kvboost_hf.assets.world import SYSTEM_PROMPT
 
-NUM_WORDS = (48, 64, 96)  # of each document; a case has one of them
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 SEAMS = (2, 4, 8, 16, 24)  # tokens
 DEFAULT_RATIO, DEFAULT_SEAM = 0.15, 16
 SETTINGS = {"other order": "stored in another order", "alone": "each document stored alone"}
-
-
-class FreezableStore(ChunkStore):
-    """A store that takes nothing more once it is `frozen`."""
-
-    frozen = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        put, put_content = self.records.put, self.records.put_content
-        self.records.put = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put(*args, **kwargs)
-        self.records.put_content = lambda *args, **kwargs: Put.NO_ROOM if self.frozen else put_content(*args, **kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Documents in the order in which they make sense, and what is asked about them."""
-
-    documents: tuple[Document, ...]
-    order: tuple[int, ...]  # in which the store has seen them
-    seen_fact: Fact  # what was asked then
-    starts: tuple[Fact, ...]  # asked about: told at the start of a document, of a subject that the one before names
-    others: tuple[Fact, ...]  # asked about
-    num_facts: tuple[int, int]  # of either kind in all documents, asked about or not
-
-    def ids(self, tokenizer: PreTrainedTokenizerBase, fact: Fact) -> list[int]:
-        """The prompt that asks for a fact, documents in their own order."""
-        return encode(tokenizer, chat_messages([Turn(self.documents, fact)]))
-
-    def seen_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The prompt that the store has seen."""
-        documents = tuple(self.documents[i] for i in self.order)
-        return encode(tokenizer, chat_messages([Turn(documents, self.seen_fact)]))
-
-
-def other_order(rng: random.Random, count: int) -> tuple[int, ...]:
-    """An order in which nothing stands behind what it stands behind in `range(count)`, at least 3."""
-    order = list(range(count))
-    while order[0] == 0 or any(b == a + 1 for a, b in pairwise(order)):
-        rng.shuffle(order)
-    return tuple(order)
-
-
-def draw_case(seed: str, num_documents: int, questions: int) -> Case:
-    """A case with `questions` about facts of either kind."""
-    rng = random.Random(seed)
-    documents = make_documents(rng, num_documents, num_words=rng.choice(NUM_WORDS), pronoun_start=True)
-    starts: list[Fact] = []
-    for before, document in pairwise(documents):
-        subject = before.facts[-1].subject
-        starts += takewhile(lambda fact: fact.subject == subject, document.facts)
-    others = [fact for document in documents for fact in document.facts if fact not in starts]
-    seen_fact, *asked = rng.sample(others, 1 + questions)
-    return Case(
-        documents=tuple(documents),
-        order=other_order(rng, num_documents),
-        seen_fact=seen_fact,
-        starts=tuple(rng.sample(starts, questions)),
-        others=tuple(asked),
-        num_facts=(len(starts), len(others)),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +41,7 @@ class Arm:
     name: str
     strategy: str  # its line in the figure
     policy: ReusePolicy
-    rotated: bool = True  # False leaves keys at the positions that they were stored for: a control
-    damage: str | None = None  # "zeroed" or "shuffled" K/V: a control
+    change: Change = nullcontext  # of the store, or of what a model does with it: a control
 
 
 def blend(**settings: Any) -> ReusePolicy:
@@ -123,7 +57,7 @@ def make_arms(setting: str) -> list[Arm]:
         Arm(name="exact", strategy="exact", policy=ReusePolicy(min_prefill_saving=0)),
         Arm(name="naive", strategy="naive", policy=none),
         # Not before the first of the others, in which the model is probed for how its keys rotate.
-        Arm(name="naive, keys not rotated", strategy="naive, keys not rotated", policy=none, rotated=False),
+        Arm(name="naive, keys not rotated", strategy="naive, keys not rotated", policy=none, change=keys_not_rotated),
     ]
     for seam in SEAMS if swept else (DEFAULT_SEAM,):
         policy = blend(repair="selective", seam_tokens=seam)
@@ -133,16 +67,15 @@ def make_arms(setting: str) -> list[Arm]:
             policy = blend(repair=repair, recompute_ratio=ratio)
             arms.append(Arm(name=f"{repair}, {ratio:.0%}", strategy=repair, policy=policy))
     for damage in ("zeroed", "shuffled") if swept else ():
-        arms.append(Arm(name=f"naive, {damage} K/V", strategy="control", policy=none, damage=damage))
         policy = blend(repair="query", recompute_ratio=DEFAULT_RATIO)
-        arms.append(
-            Arm(name=f"query, {DEFAULT_RATIO:.0%}, {damage} K/V", strategy="control", policy=policy, damage=damage)
-        )
+        for name, arm in (("naive", none), (f"query, {DEFAULT_RATIO:.0%}", policy)):
+            name = f"{name}, {damage} K/V"
+            arms.append(Arm(name=name, strategy="control", policy=arm, change=damaged(damage)))
     return arms
 
 
 def primed_store(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case, setting: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Facts, setting: str
 ) -> FreezableStore:
     """A frozen store that has seen the documents of a case as `setting` says."""
     store = FreezableStore(model, chunker=ContentChunker.for_tokenizer(tokenizer))
@@ -153,22 +86,6 @@ def primed_store(
         store.warm(case.seen_ids(tokenizer))
     store.frozen = True
     return store
-
-
-def damage(store: ChunkStore, kind: str, seed: int = 0) -> None:
-    """Set all K/V of a store to zero, or give each key and each value of a chunk that of another of its tokens.
-
-    Keys and values are shuffled apart from each other: attention does not mind the order of pairs.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for chunk in store.inspect().chunks.values():
-        for block_XHTD in chunk.kv.tensors:  # X: keys and values of the layers
-            if kind == "zeroed":
-                block_XHTD.zero_()
-                continue
-            for tensor_HTD in block_XHTD:
-                others = torch.randperm(tensor_HTD.shape[1], generator=generator)
-                tensor_HTD.copy_(tensor_HTD[:, others])
 
 
 class LayerCount:
@@ -187,23 +104,6 @@ class LayerCount:
         """Tokens since the last call, mean over the layers."""
         tokens, self.tokens = self.tokens, 0
         return tokens / len(self._layers)
-
-
-@contextmanager
-def keys_not_rotated() -> Iterator[None]:
-    """Within it, moved keys stay as they were stored."""
-    rotate = KeyRotation.rotate
-
-    def copy(
-        _rotation: KeyRotation, _layer_idx: int, keys: torch.Tensor, _shift: object, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return keys if out is None or out is keys else out.copy_(keys)
-
-    KeyRotation.rotate = copy  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        KeyRotation.rotate = rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,16 +135,13 @@ def read(
 def ask(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    case: Case,
+    case: Facts,
     setting: str,
     arms: Sequence[Arm],
     count: LayerCount,
 ) -> Iterator[tuple[str, bool, Outcome]]:
     """The outcome of every question by every arm and by full prefill: (arm, asks for a start, outcome)."""
-    stores = {kind: primed_store(model, tokenizer, case, setting) for kind in dict.fromkeys(a.damage for a in arms)}
-    for kind, store in stores.items():
-        if kind is not None:
-            damage(store, kind)
+    store = primed_store(model, tokenizer, case, setting)
     for fact in (*case.starts, *case.others):
         is_start = fact in case.starts
         ids = case.ids(tokenizer, fact)
@@ -254,12 +151,9 @@ def ask(
         choice = full.argmax(-1)
         yield "full prefill", is_start, Outcome(bool((choice == target).all()), 0.0, 0.0, 1.0, computed / len(ids), 0)
         for arm in arms:
-            cache = ChunkReuseCache(model, stores[arm.damage], arm.policy)
-            if arm.rotated:
+            with arm.change(store):
+                cache = ChunkReuseCache(model, store, arm.policy)
                 found, computed = read(model, ids, answer, cache, count)
-            else:
-                with keys_not_rotated():
-                    found, computed = read(model, ids, answer, cache, count)
             divergence = (full.exp() * (full - found)).sum(-1)
             yield (
                 arm.name,
@@ -280,7 +174,7 @@ def measure_quality(device: str, num_cases: int, num_documents: int, questions: 
     model, tokenizer = load_embedded()
     model.to(device)  # type: ignore[arg-type]
     count = LayerCount(model)
-    cases = [draw_case(f"repair/{n}", num_documents, questions) for n in range(num_cases)]
+    cases = [draw_facts(f"repair/{n}", num_documents, questions) for n in range(num_cases)]
     starts, others = (sum(case.num_facts[kind] for case in cases) for kind in (0, 1))
     result: Result = {
         "questions": 2 * questions * num_cases,
@@ -290,7 +184,7 @@ def measure_quality(device: str, num_cases: int, num_documents: int, questions: 
     for setting in SETTINGS:
         arms = make_arms(setting)
         # Not counted: in the first round of all, the model is probed, and that takes tokens, too.
-        list(ask(model, tokenizer, draw_case("repair/first", num_documents, 1), setting, arms, count))
+        list(ask(model, tokenizer, draw_facts("repair/first", num_documents, 1), setting, arms, count))
         outcomes: dict[str, dict[bool, list[Outcome]]] = {}
         for n, case in enumerate(cases):
             for name, is_start, outcome in ask(model, tokenizer, case, setting, arms, count):

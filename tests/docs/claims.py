@@ -49,7 +49,7 @@ CLAIMS = [
 MEASURED = re.compile(rf"(?<![\w.-]){NUMBER}(?:{'|'.join(UNITS)}|{SECONDS}|(?P<percent> ?%))?")
 
 SCRIPT = re.compile(
-    r"\bpython\s+(?P<script>benchmarks/\w+\.py)|\bpython\s+-m\s+(?P<module>(?:kvboost_hf|recipes)\.[\w.]+)"
+    r"\bpython\s+(?P<script>benchmarks/\w+\.py)|\bpython\s+-m\s+(?P<module>(?:kvboost_hf|recipes|benchmarks)\.[\w.]+)"
 )
 TARGET = re.compile(r"\bmake\s+((?:bench|demo|gpu|soak)[\w-]*)")
 OURS = re.compile(r"\bkvboost-hf\s+(bench|demo|verify)\b")
@@ -136,8 +136,9 @@ def commands(text: str) -> set[str]:
     found = {f"kvboost-hf {name}" for name in OURS.findall(text)}
     found |= {f"make {name}" for name in TARGET.findall(text) if name in TARGETS}
     for script in SCRIPT.finditer(text):
-        path = script["script"] or f"{script['module'].rstrip('.').replace('.', '/')}.py"
-        found |= {path} if (ROOT / path).exists() else set()
+        module = (script["module"] or "").rstrip(".").replace(".", "/")
+        paths = [script["script"]] if script["script"] else [f"{module}.py", f"{module}/__main__.py"]
+        found |= {path for path in paths if (ROOT / path).exists()}
     return found
 
 
