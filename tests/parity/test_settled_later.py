@@ -1,6 +1,7 @@
 """Prompts go to the store when their first token has been handed out, and never later than generate() returns."""
 
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -272,11 +273,17 @@ def test_loops_of_others_store_at_once(llama: PreTrainedModel, store: ChunkStore
 
 @pytest.mark.parametrize("new", [1, 3])
 def test_an_interrupt_while_storing(
-    llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.MonkeyPatch, new: int
+    llama: PreTrainedModel,
+    store: ChunkStore,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    new: int,
 ) -> None:
     def interrupted(self: Reused) -> None:
         raise KeyboardInterrupt
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     cache = ChunkReuseCache(llama, store)
     monkeypatch.setattr(Reused, "settle", interrupted)
     with pytest.raises(KeyboardInterrupt):

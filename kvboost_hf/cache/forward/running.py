@@ -142,7 +142,7 @@ class SettledLater:
         self._thread, self._ended = threading.get_ident(), False
         self._lock = threading.RLock()  # whoever comes second waits until it is settled
         weakref.finalize(config, self._call_has_ended).atexit = False
-        forward.parts.binding.store.settles_first(self)
+        forward.parts.binding.store.records.settles_first(self)
 
     def settle(self) -> None:
         """Settle it, once."""

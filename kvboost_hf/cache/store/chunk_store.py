@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,13 +40,6 @@ from kvboost_hf.ngrams import MAX_NGRAM
 __all__ = ["ChunkStore", "Put", "StoredChunk", "StoredStates", "salt_bytes"]
 
 S = TypeVar("S", bound=Stored)
-
-
-class Unsettled(Protocol):
-    """K/V of a prompt that is not stored yet."""
-
-    def settle_here(self) -> None:
-        """Store it, unless another thread may still be computing."""
 
 
 class ChunkStore:
@@ -115,7 +108,6 @@ class ChunkStore:
         name, pays_for = (model_name(model), None) if lower else (b"", stored_per_computed(model))
         self.records = TieredRecords(opened.ram, opened.device, lower, name, self._reader, pays_for)
         self._lock = self.records.lock
-        self._unsettled: weakref.WeakSet[Unsettled] = weakref.WeakSet()
         self._roots = Roots(self.records.history, self.records.lower, self.records.drop)
         if lower:  # now, for it takes a moment
             ComputePace.of(model).seconds_per_token(model)
@@ -373,19 +365,8 @@ class ChunkStore:
 
     def flush(self) -> None:
         """Wait until everything stored so far has been written to the lower tiers."""
-        self._settle()
+        self.records.settle()
         self.records.lower.tiers.flush()
-
-    def settles_first(self, unsettled: Unsettled) -> None:
-        """Have it settled before everything is written, or dropped."""
-        with self._lock:
-            self._unsettled.add(unsettled)
-
-    def _settle(self) -> None:
-        with self._lock:
-            unsettled = list(self._unsettled)
-        for each in unsettled:
-            each.settle_here()
 
     def invalidate(self) -> None:
         """Forget everything, live caches included: for weights that were changed where nobody can see it."""
@@ -400,7 +381,7 @@ class ChunkStore:
 
     def close(self) -> None:
         """Finish writing to the lower tiers, drop what is in host memory, and refuse further use."""
-        self._settle()
+        self.records.settle()
         self._close_tiers()
         self.records.close()
 

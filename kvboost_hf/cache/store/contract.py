@@ -14,6 +14,13 @@ from kvboost_hf.cache.tiers.record import DamagedBlobError
 S = TypeVar("S", bound=Stored)
 
 
+class Unsettled(Protocol):
+    """K/V of a prompt that is not stored yet."""
+
+    def settle_here(self) -> None:
+        """Store it, unless another thread may still be computing."""
+
+
 class Records(Protocol):
     """Chunks and states of one store, wherever they are. Safe for threads.
 
@@ -161,6 +168,10 @@ class Records(Protocol):
         ...
 
     # Pin, take out, reset
+
+    def settles_first(self, unsettled: Unsettled) -> None:
+        """Have it stored before everything is written to the lower tiers, or dropped."""
+        ...
 
     def has_pinned(self, keys: Iterable[bytes]) -> bool:
         """Whether some of what is stored under these keys is pinned."""

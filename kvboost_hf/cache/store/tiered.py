@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ChunkIndex
 from kvboost_hf.cache.store.blob_reader import BlobReader
 from kvboost_hf.cache.store.content import ContentIndexes
+from kvboost_hf.cache.store.contract import Unsettled
 from kvboost_hf.cache.store.device import DeviceMemory
 from kvboost_hf.cache.store.history import History
 from kvboost_hf.cache.store.lower import LowerMemory
@@ -67,6 +69,7 @@ class TieredRecords:
             on_evict=(self.history.note_evicted, self.lower.keep_evicted),
         )
         self.is_open = True
+        self._unsettled: weakref.WeakSet[Unsettled] = weakref.WeakSet()
         self._offences: dict[bytes, int] = {}  # keys that were quarantined, and how often
         self.counts = dict.fromkeys(("hits", "misses", "rejected", "quarantined", "not_worth_loading"), 0)
 
@@ -325,6 +328,18 @@ class TieredRecords:
             self.lower.delete([old.key])
 
     # Pinning, and letting go
+
+    def settles_first(self, unsettled: Unsettled) -> None:
+        """See `Records.settles_first`."""
+        with self.lock:
+            self._unsettled.add(unsettled)
+
+    def settle(self) -> None:
+        """Store what is not stored yet."""
+        with self.lock:
+            unsettled = list(self._unsettled)
+        for each in unsettled:
+            each.settle_here()
 
     def has_pinned(self, keys: Iterable[bytes]) -> bool:
         """See `Records.has_pinned`."""
