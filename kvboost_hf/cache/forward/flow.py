@@ -54,6 +54,7 @@ from kvboost_hf.compat import (
     hidden_states_reason,
     probe_reason,
     steps_reason,
+    weights_come_and_go,
 )
 from kvboost_hf.handles import ATTENTION
 
@@ -344,7 +345,7 @@ def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, pro
         and can_overlap(parts.live.layers, plan)
         and "forward" not in model.__dict__
         and "_compiled_call_impl" not in model.__dict__
-        and not any("_hf_hook" in module.__dict__ for module in model.modules())  # whose weights come and go
+        and not weights_come_and_go(model)
         and not _mask_cuts(parts, model, plan, prompt)
     )
 
