@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from kvboost_hf.attention.call import AttentionCall, Part
 from kvboost_hf.attention.cpu.blocks import attend_capped, join
 from kvboost_hf.attention.cpu.tiles import Tile, is_irregular, is_plain, masked, square, staircase, tree
+from kvboost_hf.attention.merge import no_log
 from kvboost_hf.attention.visibility import Visibility
 
 _FEW = 16  # queries: the rows of a batch are computed at once, and the heads of a group, with a mask of their own
@@ -18,6 +19,8 @@ _SMALL = 1 << 13  # queries times columns up to which a mask takes less time tha
 
 def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
     """Compute what `reference.attend` defines. The log-sum-exp is empty unless `call.partial`."""
+    if _is_step(call, key, value):
+        return _step(call, key, value)
     out, lse = _attend(call, key, value)
     if call.sinks is not None:
         sink = call.sinks.float()[:, None]
@@ -25,6 +28,21 @@ def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
         lse = torch.logaddexp(lse, sink)
     out = out.transpose(1, 2).to(torch.float32 if call.partial else call.query.dtype).contiguous()
     return out, lse.contiguous() if call.partial else lse.new_empty(0)
+
+
+def _is_step(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether one query of each row sees all columns, and only its output is wanted."""
+    query, bounded = call.query, bool(call.softcap or call.partial or call.sinks is not None)
+    one = query.shape[2] == 1 and bool(query.numel()) and 0 < key.shape[2]
+    return one and not bounded and value.shape[3] == query.shape[3] and is_plain(call.visibility, 1, key.shape[2])
+
+
+def _step(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
+    """Compute attention as `attend`, with no other operation than the kernel: each takes as long as a short past."""
+    query = call.query
+    batch, heads, _, dim = query.shape
+    out, _ = flash(query.reshape(batch, key.shape[1], -1, dim), key, value, None, scale=call.scale)
+    return out.reshape(batch, 1, heads, dim), no_log(query.device)
 
 
 def _attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:

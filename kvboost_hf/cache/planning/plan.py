@@ -208,9 +208,10 @@ def _nearest(tokens: Tokens, border: Border, index: ChunkIndex) -> tuple[Chunk |
     agreed = 0
     if len(rest) >= HEAD_TOKENS:
         for chunk in index.siblings(border.key, rest[:HEAD_TOKENS]):
-            shared = common_length(chunk.tokens, rest)
-            if shared > agreed:
-                best, agreed = chunk, shared
+            if agreed < min(len(chunk.tokens), len(rest)) and chunk.tokens[agreed] == rest[agreed]:
+                shared = common_length(chunk.tokens, rest)
+                if shared > agreed:
+                    best, agreed = chunk, shared
     return best, agreed
 
 

@@ -88,7 +88,8 @@ class HostMemory:
         with self._lock:
             keys = list(self._chunks_by_head.get(head_key(parent, head), ()))[-_MAX_SIBLINGS:]
             chunks = [self.chunks[key] for key in reversed(keys)]
-        return [chunk for chunk in chunks if np.array_equal(chunk.tokens[: len(head)], head)]
+        wanted = head.tobytes()
+        return [chunk for chunk in chunks if chunk.tokens[: len(head)].tobytes() == wanted]
 
     def states_after(self, parent: bytes, head: Tokens) -> list[StoredStates]:
         """States saved in the chunk after `parent`, or at its end, that starts with `head`; newest first."""
