@@ -20,10 +20,10 @@ from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.progress import Progress
-from kvboost_hf.server.guard import JsonLines
+from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.http.guard import JsonLines
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.tier_check import LOOKED_AT, InTiers
-from kvboost_hf.server.worker import ModelEngine
 
 _log = logging.getLogger("kvboost_hf.server")
 _ANY = ("0.0.0.0", "::")  # addresses to listen at that nobody can call

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.tools import (
+from kvboost_hf.server.chats.tools import (
     HERMES,
     LLAMA,
     MISTRAL,
