@@ -148,20 +148,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         help="let clients call the server by this name, besides localhost and its address; repeatable, * for any "
         "(default: any with API keys, no other without)",
     )
-    group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate for HTTPS (default: plain HTTP)")
-    group.add_argument(
-        "--ssl-keyfile",
-        type=Path,
-        metavar="FILE",
-        help="private key of the certificate, if it is in another file; KVBOOST_HF_SSL_KEYFILE_PASSWORD of the "
-        "environment is its password",
-    )
-    group.add_argument(
-        "--ssl-ca-certs",
-        type=Path,
-        metavar="FILE",
-        help="require of clients a certificate that one of these signs",
-    )
+    _add_tls(group)
     group.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask; repeatable"
     )
@@ -190,6 +177,23 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         "--embeddings",
         action="store_true",
         help="answer /v1/embeddings by the mean of the last hidden states: poor ones, for lack of training",
+    )
+
+
+def _add_tls(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate for HTTPS (default: plain HTTP)")
+    group.add_argument(
+        "--ssl-keyfile",
+        type=Path,
+        metavar="FILE",
+        help="private key of the certificate, if it is in another file; KVBOOST_HF_SSL_KEYFILE_PASSWORD of the "
+        "environment is its password",
+    )
+    group.add_argument(
+        "--ssl-ca-certs",
+        type=Path,
+        metavar="FILE",
+        help="require of clients a certificate that one of these signs",
     )
 
 
