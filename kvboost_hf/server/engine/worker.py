@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.assisted.branch_probe import branch_reason
 from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.cache.store.removal import Belongings, Heads, count_bytes, remove
 from kvboost_hf.compat import require_cache
 from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.offload.build import streaming_stats
+from kvboost_hf.server.engine.ahead import Ahead, Round
 from kvboost_hf.server.engine.decoding import Decoding
 from kvboost_hf.server.engine.embedding import EmbeddingJob
 from kvboost_hf.server.engine.intake import Intake
@@ -35,8 +35,7 @@ from kvboost_hf.server.engine.prefill import Prefill
 from kvboost_hf.server.engine.session_record import SessionRecord
 from kvboost_hf.server.engine.session_table import SessionTable
 from kvboost_hf.server.engine.task import Task
-from kvboost_hf.server.generation.drafted import DraftedText, Drafts
-from kvboost_hf.server.generation.predicted import PredictedText
+from kvboost_hf.server.generation.drafted import Drafts
 from kvboost_hf.server.generation.sampling import choose_rows
 from kvboost_hf.server.jobs import (
     ConstraintError,
@@ -99,7 +98,8 @@ class ModelEngine:
         store, policy = store if store is not None else ChunkStore(model), policy or ReusePolicy()
         self._runner = ModelRunner(model, store, policy, live_quant, self._max_model_len)
         reason = self._runner.lending_reason
-        self._drafts = Drafts.of(model, reason, draft, draft_trees) if draft is not None else None
+        drafts = Drafts.of(model, reason, draft, draft_trees) if draft is not None else None
+        self._ahead = Ahead(self._runner, drafts)
         self._intake, self._sessions = Intake(self._limits), SessionTable(self._runner, clock)
         self._prefill, self._decoding = Prefill(self._runner), Decoding(self._runner)
         self._counts: Counter[str] = Counter()
@@ -202,7 +202,7 @@ class ModelEngine:
                 "cached_tokens_by_tier": dict(self._tiers),
                 "finished": dict(self._intake.finished),
                 "streaming": asdict(streamed) if (streamed := streaming_stats(self.model)) is not None else {},
-                "speculation": self._drafts.figures if self._drafts is not None else {},
+                "speculation": self._ahead.figures,
                 "store": dict(self.store.stats()),
             }
 
@@ -303,23 +303,18 @@ class ModelEngine:
         self._sessions.begin(task)
 
     def _step(self) -> None:
-        """Compute one more token of each answer; several of one that runs alone and is drafted for."""
+        """Compute one more token of each answer; several of one that runs alone and has a draft or a prediction."""
         decoding = self._decoding
-        alone = decoding.tasks[0] if len(decoding.tasks) == 1 and not self._prefill.tasks else None
-        predicted = self._predicted(alone) if alone is not None else []
-        drafts = self._drafts if alone is not None and not predicted else None
-        drafts = drafts if drafts is not None and alone is not None and drafts.take(alone.job) else None
-        for task, error in decoding.arrange(drafted=bool(predicted) or drafts is not None):
+        alone = len(decoding.tasks) == 1 and not self._prefill.tasks
+        ahead = self._ahead.round(decoding.tasks[0]) if alone else None
+        for task, error in decoding.arrange(drafted=ahead is not None):
             self._fail([task], error)
         tasks = list(decoding.tasks)
         if not tasks:
             return
         try:
-            if predicted:
-                self._check_prediction(tasks[0], predicted)
-                return
-            if drafts is not None:
-                self._run_drafts(drafts, tasks[0])
+            if ahead is not None:
+                self._run_ahead(tasks[0], ahead)
                 return
             logits = decoding.step()
         except Exception as error:
@@ -328,33 +323,8 @@ class ModelEngine:
         self._counts["steps"] += 1
         self._choose(tasks, logits)
 
-    def _predicted(self, task: Task) -> list[int]:
-        """The next tokens of an answer by its client's prediction; none where they cannot be checked."""
-        job = task.job
-        if not job.prediction or job.options.constraint is not None or self._runner.lending_reason is not None:
-            return []
-        if task.predicted is None:
-            assert task.sampler is not None
-            if branch_reason(self.model) is not None:
-                return []
-            task.predicted = PredictedText(self.model, self._runner.device, job, task.sampler)
-        return task.predicted.draft(task.ids)
-
-    def _check_prediction(self, task: Task, draft: Sequence[int]) -> None:
-        assert task.cache is not None
-        assert task.predicted is not None
-        add = partial(self._add, task, now=time.perf_counter())
-        reason = task.predicted.run(task.cache, task.ids, draft, add)
-        self._counts["steps"] += 1
-        if reason is not None:
-            self._end(task, reason)
-
-    def _run_drafts(self, drafts: Drafts, task: Task) -> None:
-        assert task.cache is not None
-        assert task.sampler is not None
-        if task.drafted is None:
-            task.drafted = DraftedText(drafts, task.job, task.sampler)
-        reason = task.drafted.run(task.cache, task.ids, partial(self._add, task, now=time.perf_counter()))
+    def _run_ahead(self, task: Task, ahead: Round) -> None:
+        reason = ahead(partial(self._add, task, now=time.perf_counter()))
         self._counts["steps"] += 1
         if reason is not None:
             self._end(task, reason)
