@@ -31,7 +31,7 @@ _ANY = ("0.0.0.0", "::")  # addresses to listen at that nobody can call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What a server has chosen, as the log has it.
+    """The choices that a server has made, as the log has them.
 
     Args:
         model: What clients call the model.
@@ -100,7 +100,7 @@ class Chosen:
         in_tiers: InTiers | None,
         drafts: str | None,
     ) -> "Chosen":
-        """What a server with these parts has chosen."""
+        """The choices of a server with these parts."""
         model = engine.model
         tiers = {
             below.tier.name: {"location": below.tier.location, "bytes": below.stats().get("bytes", 0)}

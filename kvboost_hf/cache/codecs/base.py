@@ -106,7 +106,7 @@ def in_blocks(
 
 
 def sinks_mark(sink_tokens: int) -> str:
-    """What the name of a codec tells of its `sink_tokens`."""
+    """The part of a codec's name that tells its `sink_tokens`."""
     return f":sinks{sink_tokens}" if sink_tokens else ""
 
 

@@ -191,7 +191,7 @@ def _asks_for_each_token(model: PreTrainedModel, kwargs: dict[str, Any]) -> str 
 
 
 def _setting(model: PreTrainedModel, name: str) -> Any:
-    """What the configuration says where an argument is not given."""
+    """The value of an argument, or that of the configuration where it is not given."""
     return getattr(model.config, name, None) or getattr(model.config.get_text_config(decoder=True), name, None)
 
 

@@ -44,7 +44,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Belongings:
-    """What of a store belongs to some prompts.
+    """The part of a store that belongs to some prompts.
 
     Args:
         owner: As `Heads` name it: what begins with its heads.

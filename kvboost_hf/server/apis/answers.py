@@ -52,7 +52,7 @@ class CallReaders:
     thought: Counter[int] = field(default_factory=Counter)
 
     def read(self, choice: int, event: Event) -> Parsed:
-        """What an event adds to an answer."""
+        """The part of an answer that an event adds."""
         if not self.streams:
             return Parsed("" if isinstance(event, Finished) else event.text)
         stream = self.streams[choice]

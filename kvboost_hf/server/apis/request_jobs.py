@@ -94,7 +94,7 @@ class RequestJobs:
 
     @property
     def reuse(self) -> str:
-        """What the prompts have cost, for a header."""
+        """How many tokens of the prompts were reused and computed, for a header."""
         ended = self.finished
         firsts = [event for n, event in ended.items() if n in self._firsts]
         first_s = min((event.ttft_s for event in ended.values() if event.ttft_s is not None), default=0.0)

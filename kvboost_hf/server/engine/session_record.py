@@ -72,7 +72,7 @@ class SessionRecord:
 
     @property
     def belongings(self) -> Belongings:
-        """What of the store is its own."""
+        """The part of the store that belongs to the session."""
         roots = frozenset(self.roots if self.named else ())
         return Belongings(self.id, roots, dict(self._pieces), self._has_more_pieces)
 

@@ -137,7 +137,7 @@ class SessionTable:
         return heads
 
     def figures(self, session: SessionRecord, nbytes: int) -> Session:
-        """What to tell of a session."""
+        """The figures of a session, for its client."""
         pins = self.pins.of(session.client, session.id)
         ends = [pin.until for pin in pins]
         until = max(ends, default=None)

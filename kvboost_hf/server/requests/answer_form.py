@@ -16,7 +16,7 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer has to be.
+    """The form that an answer must have.
 
     Args:
         field: The field that asks for it.
@@ -119,7 +119,7 @@ class FormFields(Body):
 
     @property
     def form(self) -> AnswerForm | None:
-        """What the answer has to be; None for any text."""
+        """The form that the answer must have; None for any text."""
         return next(iter(self._forms), None)
 
     @property

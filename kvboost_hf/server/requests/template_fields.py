@@ -55,7 +55,7 @@ class ReasoningFields(Body):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """What the chat template gets besides messages and tools."""
+        """The arguments of the chat template besides messages and tools."""
         options = self.reasoning or ReasoningOptions()
         thinks = self.enable_thinking
         if thinks is None:

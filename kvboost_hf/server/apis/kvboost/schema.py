@@ -29,7 +29,7 @@ class WarmRequest(Body):
 
 
 class SessionRequest(Body):
-    """What to change of what is kept of a session."""
+    """A request to change what is kept of a session."""
 
     pinned: Annotated[bool, Field(strict=True)] | None = None
     ttl_s: Annotated[float, Field(gt=0, le=30 * 86_400)] | None = None
