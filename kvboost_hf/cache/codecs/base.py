@@ -89,9 +89,9 @@ class Codec(Protocol):
             head_dim: Of what was encoded.
 
         Returns:
-            None where they have to be decoded.
+            None where they have to be decoded, as always by default.
         """
-        ...
+        return None
 
 
 def in_blocks(

@@ -35,9 +35,6 @@ class Rendering:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-ANSWERED = Rendering()
-
-
 def reasoning_arguments(thinks: bool | None, effort: str | None) -> dict[str, Any]:
     """The arguments of chat templates that switch reasoning, as all families of models spell them.
 

@@ -1,4 +1,4 @@
-"""Writes tools into prompts, and finds tool calls in answers.
+"""Finds tool calls in answers, in the formats in which models write them.
 
 A model's calls are found by transformers' parser of responses: by the tokenizer's `response_template` if it has one,
 else by the one given here for the format that its chat template shows.
@@ -132,29 +132,6 @@ class Parsed(NamedTuple):
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
-
-
-def prompt_with_tools(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
-) -> list[int]:
-    """Apply a chat template with tools.
-
-    Args:
-        tokenizer: With a chat template.
-        messages: As in OpenAI's API. Arguments of earlier calls are JSON.
-        tools: Likewise.
-
-    Raises:
-        ValueError: the chat template has no place for tools, or the arguments of a call are not JSON.
-    """
-    _chat_template(tokenizer, tools)
-    ids: Any = tokenizer.apply_chat_template(
-        [_for_template(message) for message in messages],
-        tools=[dict(tool) for tool in tools],
-        add_generation_prompt=True,
-        return_dict=False,
-    )
-    return list(ids)
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> ToolFormat:
@@ -353,25 +330,6 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) ->
 def _without_calls(template: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: field for name, field in template["fields"].items() if not name.endswith("tool_calls")}
     return {**template, "fields": fields}
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: with a text, and with arguments that are no longer JSON."""
-    changed = {**message, "content": message.get("content") or ""}
-    if message.get("tool_calls"):
-        changed["tool_calls"] = [_decoded(call) for call in message["tool_calls"]]
-    return changed
-
-
-def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    if not isinstance(function["arguments"], str):
-        return dict(call)
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`arguments` of a call must be JSON, got {function['arguments']!r}.") from error
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _new_id() -> str:
