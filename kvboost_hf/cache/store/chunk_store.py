@@ -324,13 +324,7 @@ class ChunkStore:
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
         with self._lock:
-            return {
-                **figures(self.records),
-                "audits": self.audits.count,
-                "divergences": self.audits.divergences,
-                "codec": self.codec.name,
-                "seconds_per_token": self._seconds_per_token(),
-            }
+            return figures(self.records, self.audits, self.codec.name, self._seconds_per_token())
 
     @property
     def max_bytes(self) -> int:

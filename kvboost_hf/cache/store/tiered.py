@@ -14,14 +14,15 @@ from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates, 
 from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key, prefix_key, states_key
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ChunkIndex
+from kvboost_hf.cache.planning.plan import ChunkIndex
 from kvboost_hf.cache.store.blob_reader import BlobReader
 from kvboost_hf.cache.store.content import ContentIndexes
 from kvboost_hf.cache.store.contract import Unsettled
 from kvboost_hf.cache.store.device import DeviceMemory
 from kvboost_hf.cache.store.history import History
+from kvboost_hf.cache.store.insertion import Insertion
 from kvboost_hf.cache.store.lower import LowerMemory
-from kvboost_hf.cache.store.memory import HostMemory, Reservation
+from kvboost_hf.cache.store.memory import HostMemory
 from kvboost_hf.cache.store.payback import Payback
 from kvboost_hf.cache.store.text import StoredText
 from kvboost_hf.cache.store.view import Row, TieredView
@@ -70,8 +71,8 @@ class TieredRecords:
         )
         self.is_open = True
         self._unsettled: weakref.WeakSet[Unsettled] = weakref.WeakSet()
-        self._offences: dict[bytes, int] = {}  # keys that were quarantined, and how often
         self.counts = dict.fromkeys(("hits", "misses", "rejected", "quarantined", "not_worth_loading"), 0)
+        self._insertion = Insertion(self.lock, self.memory, self.lower, self.contents, self.payback, self.counts)
 
     # Finding
 
@@ -139,7 +140,7 @@ class TieredRecords:
     def promote(self, used: Sequence[Stored]) -> None:
         """See `Records.promote`."""
         for each in used:
-            if each.loaded is None or each.key in self._offences:  # somebody else has found it to be wrong
+            if each.loaded is None or each.key in self._insertion.offences:  # somebody else has found it to be wrong
                 continue
             if isinstance(each, StoredChunk) and not each.on_device:
                 with suppress(DamagedBlobError):  # whoever reads it next finds out
@@ -155,12 +156,12 @@ class TieredRecords:
         except DamagedBlobError as error:
             return self.lose(stored, error)
         with self.lock:
-            if held is None or stored.key in self.memory or not self.is_open or stored.key in self._offences:
+            if held is None or stored.key in self.memory or not self.is_open or stored.key in self._insertion.offences:
                 return None
             if generation == self.memory.generation:
                 reserved = self.memory.reserve(stored.nbytes, keep=stored.parent)
                 if reserved is not None:
-                    self._insert(stored.in_memory(held), reserved)
+                    self._insertion.insert(stored.in_memory(held), reserved)
                     self.lower.write(stored)
         return None
 
@@ -190,7 +191,7 @@ class TieredRecords:
             return key if key in self.memory else self.memory.covering(parent, tokens) if unfinished else None
 
         chunk = StoredChunk(key, root, parent, start, tokens, None, nbytes + tokens.nbytes)
-        return self._take(chunk, copy_kv, holder, pinned)
+        return self._take_in(chunk, copy_kv, holder, pinned)
 
     def put_content(
         self,
@@ -219,7 +220,7 @@ class TieredRecords:
         history = parent if parent is not None else os.urandom(KEY_BYTES)
         key = content_only_key(root, history, start, tokens)
         chunk = StoredChunk(key, root, history, start, tokens, None, nbytes + tokens.nbytes, content_only=True)
-        return self._take(chunk, copy_kv, holder, pinned)
+        return self._take_in(chunk, copy_kv, holder, pinned)
 
     def put_states(
         self,
@@ -234,98 +235,17 @@ class TieredRecords:
         """See `Records.put_states`."""
         key = states_key(parent, tokens)
         states = StoredStates(key, root, parent, tokens, None, nbytes + tokens.nbytes)
-        return self._take(states, copy_states, lambda: key if key in self.memory else None, pinned)
+        return self._take_in(states, copy_states, lambda: key if key in self.memory else None, pinned)
 
-    def _take(
+    def _take_in(
         self,
         offered: Stored,
         copy: Callable[[], LayerKV | LayerStates] | None,
         holder: Callable[[], bytes | None],
         pinned: bool,
     ) -> Put:
-        """Take a record in, unless it is there, the cache has lost it, or there is no room.
-
-        Args:
-            offered: The record, not loaded.
-            copy: Copies its tensors; None if it can no longer be made.
-            holder: Finds the key of a record that serves as well.
-            pinned: Never evict it.
-        """
         self.require_open()
-        assert len(offered.tokens) >= HEAD_TOKENS
-        with self.lock:
-            if (present := self._present(holder, pinned)) is not None:
-                return present
-            if copy is None:
-                return Put.GONE
-            reserved = self._reserve(offered)
-            if isinstance(reserved, Put):
-                return reserved
-        try:  # without the lock: copies take their time
-            loaded = copy()
-            stored = replace(offered, tokens=offered.tokens.copy(), loaded=loaded)  # type: ignore[arg-type]
-            assert loaded.nbytes + stored.tokens.nbytes == stored.nbytes, "the promised size must be the real one"
-        except BaseException:
-            reserved.release()
-            raise
-        with self.lock:
-            present, orphaned = self._present(holder, pinned), not self._continues(offered)
-            if reserved.lapsed or present is not None or orphaned:  # somebody else was faster
-                reserved.release()
-                return Put.NO_PARENT if orphaned else Put.PRESENT
-            self._insert(stored, reserved, pinned=pinned)
-            self.lower.write(stored)
-            if isinstance(stored, StoredChunk) and not stored.content_only:
-                for shorter in self.memory.continued_by(stored):
-                    self._replace(shorter, stored)
-            if not pinned:
-                self.payback.note_stored(len(stored.tokens))
-        return Put.STORED
-
-    def _present(self, holder: Callable[[], bytes | None], pinned: bool) -> Put | None:
-        key = holder()
-        if key is None:
-            return None
-        if pinned and key not in self.memory:  # there was no room to bring it back from a lower tier
-            return Put.NO_ROOM
-        if pinned:
-            self.memory.pin(key)
-        return Put.PRESENT
-
-    def _reserve(self, offered: Stored) -> Reservation | Put:
-        """Reserve room for a record, or tell why it cannot be taken in."""
-        if self._offences.get(offered.key, 0) > 1:
-            return Put.NO_ROOM
-        if not self._continues(offered):
-            return Put.NO_PARENT
-        reserved = self.memory.reserve(offered.nbytes, keep=offered.parent)
-        if reserved is None:
-            self.counts["rejected"] += 1
-            return Put.NO_ROOM
-        return reserved
-
-    def _continues(self, offered: Stored) -> bool:
-        """Whether a record can be found: what it continues is stored."""
-        if isinstance(offered, StoredChunk) and offered.content_only:
-            return True
-        return offered.parent == offered.root or offered.parent in self.memory.chunks or offered.parent in self.lower
-
-    def _insert(self, stored: Stored, reserved: Reservation, *, pinned: bool = False) -> None:
-        """Enter a record into host memory, in place of content-only chunks that had no fewer tokens before them."""
-        self.memory.insert(stored, reserved, pinned=pinned)
-        if isinstance(stored, StoredChunk):
-            for other in self.contents.of(stored.root).variants(stored.tokens):
-                if other is not stored and other.content_only and other.start >= stored.start:
-                    self._replace(other, stored)
-
-    def _replace(self, old: StoredChunk, new: StoredChunk) -> None:
-        """Give up a chunk in every tier in favor of one that serves better."""
-        if old.key in self.memory:
-            self.memory.replace(old, new)
-        else:
-            self.contents.drop_below([old.key])
-        if self.lower.keeps(old.root):
-            self.lower.delete([old.key])
+        return self._insertion.take(offered, copy, holder, pinned)
 
     # Pinning, and letting go
 
@@ -357,7 +277,7 @@ class TieredRecords:
         with self.lock:
             for key in doomed:
                 if key in self.memory or key in below:
-                    self._offences[key] = self._offences.get(key, 0) + 1
+                    self._insertion.offences[key] = self._insertion.offences.get(key, 0) + 1
                     self.counts["quarantined"] += 1
             self.take_out(with_descendants(doomed, [*entries, *self.memory.records()]))
         self.lower.tiers.flush()
@@ -382,7 +302,7 @@ class TieredRecords:
             for part in (self.memory, self.contents, self.text, self.payback, self.history, self.device):
                 part.clear()
             self.lower.forget_all()
-            self._offences.clear()
+            self._insertion.offences.clear()
 
     def close(self) -> None:
         """Forget all records, and take no more in."""
