@@ -210,7 +210,8 @@ def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forwar
     live, model = parts.live, request.model
     plan = plan_prompt(parts, model, prompt)
     media = bool(prompt.new.media.any())
-    if (moved := plan_moved(parts, request, prompt, plan, media=media)) is not None:
+    moved = plan_moved(parts, model, prompt, plan, media=media, stores_whole=request.stores_whole)
+    if moved is not None:
         return moved
     prompt, plan, cuts = cut_prompt(parts, model, prompt, plan)
     if (plan.filled > prompt.first or cuts) and (reason := _probed(model, prompt.inputs)):
