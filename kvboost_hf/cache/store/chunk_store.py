@@ -21,12 +21,12 @@ from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.plan import RowPlan
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.audits import Audits
-from kvboost_hf.cache.store.blob_reader import BlobReader
 from kvboost_hf.cache.store.figures import figures
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
+from kvboost_hf.cache.store.records.blob_reader import BlobReader
+from kvboost_hf.cache.store.records.tiered import TieredRecords
 from kvboost_hf.cache.store.roots import Roots
 from kvboost_hf.cache.store.settings import Uncut, checked_budget, checked_chunker, chunk_bytes, salt_bytes
-from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.store.warming import Texts, WarmSettings, warmer
 from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier

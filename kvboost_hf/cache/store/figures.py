@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvboost_hf.cache.store.audits import Audits
-from kvboost_hf.cache.store.tiered import TieredRecords
+from kvboost_hf.cache.store.records.tiered import TieredRecords
 
 
 def figures(records: TieredRecords, audits: Audits, codec: str, seconds_per_token: float | None) -> dict[str, Any]:

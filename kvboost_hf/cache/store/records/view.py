@@ -8,7 +8,7 @@ import numpy as np
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
 from kvboost_hf.cache.planning.chunks import Chunker, Tokens, prefix_key
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, Chunk, SavedState
-from kvboost_hf.cache.store.memory import HostMemory
+from kvboost_hf.cache.store.records.memory import HostMemory
 from kvboost_hf.cache.tiers.below import LowerTiers
 
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, head_key, unloaded
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
-from kvboost_hf.cache.store.blob_reader import BlobReader
-from kvboost_hf.cache.store.history import remember
+from kvboost_hf.cache.store.records.blob_reader import BlobReader
+from kvboost_hf.cache.store.records.history import remember
 from kvboost_hf.cache.tiers.base import Entry, Kind
 from kvboost_hf.cache.tiers.below import Found, LowerTiers
 from kvboost_hf.cache.tiers.record import DamagedBlobError, dump

@@ -8,7 +8,7 @@ from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.plan import ChunkIndex
-from kvboost_hf.cache.store.view import Row
+from kvboost_hf.cache.store.records.view import Row
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 
 S = TypeVar("S", bound=Stored)

@@ -9,7 +9,7 @@ from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.kv.column_format import ColumnFormat
 from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
 from kvboost_hf.cache.kv.model_form import ModelForm, read_kv, read_states
-from kvboost_hf.cache.store.history import remember
+from kvboost_hf.cache.store.records.history import remember
 from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
 from kvboost_hf.compat import cache_layers, key_rotation, known_reason

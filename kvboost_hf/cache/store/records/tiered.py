@@ -15,17 +15,17 @@ from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key
 from kvboost_hf.cache.planning.content_index import ContentIndex
 from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
 from kvboost_hf.cache.planning.plan import ChunkIndex
-from kvboost_hf.cache.store.blob_reader import BlobReader
-from kvboost_hf.cache.store.content import ContentIndexes
-from kvboost_hf.cache.store.contract import Unsettled
-from kvboost_hf.cache.store.device import DeviceMemory
-from kvboost_hf.cache.store.history import History
-from kvboost_hf.cache.store.insertion import Insertion
-from kvboost_hf.cache.store.lower import LowerMemory
-from kvboost_hf.cache.store.memory import HostMemory
-from kvboost_hf.cache.store.payback import Payback
-from kvboost_hf.cache.store.text import StoredText
-from kvboost_hf.cache.store.view import Row, TieredView
+from kvboost_hf.cache.store.records.blob_reader import BlobReader
+from kvboost_hf.cache.store.records.content import ContentIndexes
+from kvboost_hf.cache.store.records.contract import Unsettled
+from kvboost_hf.cache.store.records.device import DeviceMemory
+from kvboost_hf.cache.store.records.history import History
+from kvboost_hf.cache.store.records.insertion import Insertion
+from kvboost_hf.cache.store.records.lower import LowerMemory
+from kvboost_hf.cache.store.records.memory import HostMemory
+from kvboost_hf.cache.store.records.payback import Payback
+from kvboost_hf.cache.store.records.text import StoredText
+from kvboost_hf.cache.store.records.view import Row, TieredView
 from kvboost_hf.cache.tiers.below import LowerTiers
 from kvboost_hf.cache.tiers.record import DamagedBlobError
 from kvboost_hf.errors import StoreClosedError

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from kvboost_hf.cache.store.history import remember
+from kvboost_hf.cache.store.records.history import remember
 
 # Storing so many tokens, or what takes as long as computing so many, tells whether it pays.
 _STORED_AT_LEAST, _COMPUTED_AT_LEAST = 65_536, 4_096
