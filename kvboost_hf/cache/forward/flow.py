@@ -33,14 +33,15 @@ from kvboost_hf.cache.forward.prompt_plan import cut_prompt, may_overlap, min_sa
 from kvboost_hf.cache.forward.repair_later import columns_per_token, may_repair, repair_more
 from kvboost_hf.cache.forward.reused import PromptColumns, Reused
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, Step, Unrecorded
+from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.live.live_kv import CHANGED
+from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
 from kvboost_hf.cache.planning.fixed_pieces import whole_pieces
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.generate_call import in_generate, in_prefill
 from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_inputs, with_positions
+from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_forward
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import (
     attn_implementation,
@@ -69,21 +70,25 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
         live.follow_others()
     if live.plain_reason is not None:
         return _plain(parts, request, live.plain_reason)
-    request.kwargs = seen = with_positions(model, request.kwargs)
-    if live.static is not None:  # generate() may have made a 4-D mask
-        live.static.require_fits(seen, held)
-        pads = live.ledger.log.pads if live.ledger is not None else None
-        request.kwargs, seen = live.static.read_mask(seen, held, pads)
-    request.inputs = read_inputs(model, seen, parts.binding.all_logits_reason)
+    read_mask = partial(_read_mask, live, live.static, held) if live.static is not None else None
+    all_logits = parts.binding.all_logits_reason
+    request.kwargs, request.inputs = read_forward(model, request.kwargs, all_logits, read_mask)
     if not held:
         return _prompt(parts, request)
     request.is_step = isinstance(request.inputs, ForwardInputs) and request.inputs.input_ids.shape[1] == 1
     return _more(parts, request, held)
 
 
+def _read_mask(live: LiveKV, static: StaticDecoding, held: int, kwargs: Kwargs) -> tuple[Kwargs, Kwargs]:
+    """The arguments with the 4-D mask that generate() may have made, and with the 2-D mask that it was made from."""
+    static.require_fits(kwargs, held)
+    return static.read_mask(kwargs, held, live.ledger.log.pads if live.ledger is not None else None)
+
+
 def _begin_text(parts: CacheParts, request: Request) -> None:
     """Take the layers for a text: transformers' own if somebody else's code is given the cache."""
-    live, reason = parts.live, reason_for_stock_layers(parts, request)
+    live = parts.live
+    reason = reason_for_stock_layers(live, request.cache, request.model)
     if reason is not None and live.plain_reason is not None:
         live.plain_reason = reason
     elif reason != live.plain_reason or not live.owns_layers:
