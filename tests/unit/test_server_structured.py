@@ -14,12 +14,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.errors import KVBoostError
-from kvboost_hf.server.chats.tools import parse_tool_calls
 from kvboost_hf.server.generation.sampling import Sampler
 from kvboost_hf.server.grammars import program
 from kvboost_hf.server.grammars.compiling import Grammars
 from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
 from kvboost_hf.server.jobs import SamplingOptions
+from tests.tool_calls import parse_tool_calls
 from tests.unit.test_server_tools import TEMPLATES, TOOLS
 
 VOCAB = 1500  # more than the tokenizer has tokens

@@ -18,8 +18,8 @@ from kvboost_hf.server.chats.tools import (
     ToolCallStream,
     format_of,
     joined,
-    parse_tool_calls,
 )
+from tests.tool_calls import parse_tool_calls
 
 
 def _tool(name: str, **properties: Any) -> dict[str, Any]:

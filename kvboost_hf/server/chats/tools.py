@@ -150,37 +150,6 @@ def format_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> Tool
     )
 
 
-def parse_tool_calls(
-    text: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], *, prefix: str = ""
-) -> Parsed:
-    """Find the calls in an answer.
-
-    Args:
-        text: All of the answer, with its special tokens but for the one that ends it.
-        tokenizer: Of the model.
-        tools: That were offered.
-        prefix: The prompt's text; a response template needs it where the prompt begins the answer.
-
-    Returns:
-        Its calls, and the text around them. What is malformed stays text.
-
-    Raises:
-        ValueError: see `ToolCallStream`.
-
-    Example:
-        >>> from kvboost_hf.assets import load_embedded
-        >>> _, tokenizer = load_embedded()
-        >>> tokenizer.chat_template = "{{ tools }} Answer <tool_call>{name, arguments}</tool_call>"
-        >>> tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-        >>> text = 'Sure. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-        >>> content, (call,), _ = parse_tool_calls(text, tokenizer, tools)
-        >>> content, call.name, call.arguments
-        ('Sure.', 'add', '{"a": 1}')
-    """
-    stream = ToolCallStream(tokenizer, tools, prefix=prefix)
-    return joined([stream.push(text), stream.finish()])
-
-
 def joined(parts: Sequence[Parsed]) -> Parsed:
     """Join parts of an answer."""
     calls = tuple(call for part in parts for call in part.calls)
