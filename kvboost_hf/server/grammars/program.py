@@ -1,4 +1,4 @@
-"""Compiles grammars that a client has sent, within limits. Run as a program, in a process that may be killed.
+"""The program that compiles grammars of clients within limits, in a process that may be killed.
 
 It imports nothing of this package and no torch: it starts fast, and is small. Each line of standard input is JSON, and
 is answered by a line of JSON on standard output. The first one has the tokenizer, the others a grammar each.

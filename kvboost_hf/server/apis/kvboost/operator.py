@@ -1,4 +1,4 @@
-"""The routes for who operates the server: `/health`, `/ready`, `/metrics` and `/v1/stats`."""
+"""The routes for whoever operates the server: `/health`, `/ready`, `/metrics` and `/v1/stats`."""
 
 from typing import Any
 
