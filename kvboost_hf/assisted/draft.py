@@ -31,7 +31,7 @@ class _Round:
     forwards: int  # of the draft; one for each token, and for those that were cut off
     draft_s: float
     ended: float  # on the clock
-    first: bool  # of its answer: both models took the prompt in, too
+    first: bool  # of its answer: the draft took the prompt in, too
     ends: bool  # the text, with its last token
     outcome: Outcome | None
 
@@ -87,6 +87,8 @@ class Drafting:
         if self._is_plain(kwargs):
             found, tokens, sure, forwards = self._draft(most, **kwargs)
         else:
+            if cache is None:
+                _cover(kwargs, ids)
             count = self._schedule.length(most)
             kwargs["min_new_tokens"] = min(kwargs.get("min_new_tokens") or 0, count)
             found = self._generate(self._model, **kwargs, max_new_tokens=count)
@@ -200,6 +202,15 @@ class Drafting:
             **{CACHE: cache},
         )
         return found, tokens[:end], sure[:end], len(tokens)
+
+
+def _cover(kwargs: dict[str, Any], ids: torch.Tensor) -> None:
+    """Make arguments for each token that are those of the prompt cover the target's first token, too."""
+    kwargs.pop("position_ids", None)  # follow from the mask
+    for name in ("attention_mask", "token_type_ids"):
+        if isinstance(found := kwargs.get(name), torch.Tensor) and found.ndim == 2:
+            last = found[:, -1:] if name == "token_type_ids" else torch.ones_like(found[:, -1:])
+            kwargs[name] = torch.cat([found, last.expand(-1, ids.shape[1] - found.shape[1])], 1)
 
 
 def _end(tokens: list[int], sure: list[float], config: Any) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvboost_hf.assisted.draft import Drafting
-from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic
+from kvboost_hf.assisted.schedule import Adaptive, Constant, DraftLength, Heuristic, after_first_token
 from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree_decoding import TreeDecoding
 from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
@@ -35,6 +35,10 @@ def load_assistant(
 
     A draft whose vocabulary differs from the target's only in padding is resized. Its `generate` is replaced by one
     that decides in each round how many tokens to draft, and counts how many the target accepts.
+
+    The first token of an answer comes from the target alone, as without a draft: the draft takes in the prompt after
+    it. A target with weights that are fetched for each pass, such as one with streamed layers, checks a draft in its
+    first pass already, because passes are what takes its time.
 
     Args:
         name_or_model: A name on the hub, a folder, or a loaded model.
@@ -76,7 +80,8 @@ def load_assistant(
     _require_fitting(draft, target)
     lengths = _schedule(schedule, num_assistant_tokens or _FIRST)
     config = draft.generation_config
-    config.num_assistant_tokens = _LONGEST if schedule == "adaptive" else _FAR  # at most: the schedule decides
+    most = _LONGEST if schedule == "adaptive" else _FAR  # the schedule decides how many
+    config.num_assistant_tokens = after_first_token(most, target)
     config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = confidence_threshold
     draft.generate = Drafting(draft, target, lengths, clock)  # type: ignore[assignment]

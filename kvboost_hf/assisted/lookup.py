@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from kvboost_hf.assisted.schedule import after_first_token
 from kvboost_hf.assisted.vocabulary import end_tokens
 from kvboost_hf.ngrams import MAX_NGRAM, check_ngrams, longest_match
 
@@ -40,7 +41,8 @@ def lookup_assistant(
     """Make an assistant that proposes the continuation of the last tokens in the prompt or in a store's text.
 
     The longer match wins; of equal ones, that in the prompt. Without a match it proposes one token, since transformers
-    needs one. On a CPU that makes the forward half as long again, so take it for answers that quote.
+    needs one. On a CPU that makes the forward half as long again, so take it for answers that quote. The first token
+    of an answer comes from the target alone, as with `load_assistant`.
 
     Args:
         target: The model that generates.
@@ -82,7 +84,7 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         config = target.config.get_text_config()
         super().__init__(PreTrainedConfig(vocab_size=config.vocab_size))  # type: ignore[call-arg]
         self.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-            num_assistant_tokens=num_assistant_tokens,
+            num_assistant_tokens=after_first_token(num_assistant_tokens, target),
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,  # scores tell nothing
         )

@@ -4,13 +4,45 @@ from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+from transformers import PreTrainedModel
+
+from kvboost_hf.compat import weights_come_and_go
 
 _FADE = 0.85  # what the times of a round still count after the next one
 _FADE_TOKEN = 0.975  # what a comparison still counts after the next one
 _PRIOR_TOKENS, _PRIOR_RATE = 4.0, 0.7  # drafted tokens assumed before any, and the share accepted
 _SURE = (0.3, 0.5, 0.7, 0.9, 0.99, 0.999)  # probabilities between which tokens are counted together
 _PRIOR_RATES = (0.2, 0.4, 0.6, 0.8, 0.95, 0.99, 0.999)  # of these
+
+
+def after_first_token(most: int, target: PreTrainedModel) -> int:
+    """The most tokens of a draft, for a generation configuration; none before the first token of an answer.
+
+    So the first token does not wait for a draft. Passes of a target whose weights are fetched for each of them take so
+    long that it checks a draft in the first one, too.
+    """
+    at_first = target.config.is_encoder_decoder or weights_come_and_go(target)
+    return most if at_first else _AfterFirst(most)
+
+
+class _AfterFirst(int):
+    """A number that is 0 when `int()` is taken of it for the first time.
+
+    transformers copies `num_assistant_tokens` for each answer, and takes `int()` of the copy before each draft. With a
+    release that does not, there is a draft before the first token, too.
+    """
+
+    _asked = False
+
+    def __int__(self) -> int:
+        most = self.real if self._asked else 0
+        self._asked = True
+        return most
+
+    def __deepcopy__(self, _: Any) -> "_AfterFirst":
+        return _AfterFirst(self.real)
 
 
 class DraftLength(Protocol):
@@ -27,7 +59,8 @@ class DraftLength(Protocol):
             accepted: How many of them, from the first on, the target accepted.
             draft_s: Seconds of drafting.
             target_s: Seconds of the target's pass over them.
-            first: Whether both passes included the prompt.
+            first: Whether the draft's passes included the prompt. The target's did only if it drafted before its
+                first token; see `load_assistant`.
         """
 
 

@@ -25,6 +25,7 @@ from kvboost_hf.compat.models import (
     require_reusable_model,
     text_model,
     unwrapped,
+    weights_come_and_go,
     with_cache_by,
 )
 from kvboost_hf.compat.private import PrivateCache
@@ -100,6 +101,7 @@ __all__ = [
     "tolerance",
     "training_reason",
     "unwrapped",
+    "weights_come_and_go",
     "with_cache_by",
 ]
 

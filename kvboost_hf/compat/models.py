@@ -63,11 +63,16 @@ def require_reusable_model(model: PreTrainedModel) -> None:
             "ChunkReuseCache."
         )
     empty = all(p.is_meta for p in model.parameters())
-    if empty and not any(hasattr(module, "_hf_hook") for module in model.modules()):  # which have them elsewhere
+    if empty and not weights_come_and_go(model):
         raise ValueError(
             f"All weights of this {type(model).__name__} are on the meta device, so it cannot compute anything. Load "
             "them first, for example with from_pretrained()."
         )
+
+
+def weights_come_and_go(model: nn.Module) -> bool:
+    """Whether hooks of accelerate may fetch weights while the model computes, as those of streamed layers do."""
+    return any("_hf_hook" in module.__dict__ for module in model.modules())
 
 
 def require_cache(model: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat import decoder_layers
+from kvboost_hf.compat import decoder_layers, weights_come_and_go
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.errors import StreamingError
 from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend, make_mapping
@@ -174,7 +174,7 @@ def stream_layers(
         >>> model = stream_layers(load_embedded()[0], StreamingConfig(keep_first_k=1), device="cpu")
         >>> streaming_stats(model)  # host and device share their memory: nothing to stream
     """
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+    if weights_come_and_go(model):
         raise StreamingError(
             f"This {type(model).__name__} has hooks of accelerate. Load it without a device_map, or take them off "
             "with accelerate's remove_hook_from_submodules(model)."

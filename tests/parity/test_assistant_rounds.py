@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, load_assistant, speculation_stats
 from tests.conftest import as_inputs, random_ids
-from tests.streaming import make_layers
+from tests.streaming import make_layers, stream_except
 
 IDS = random_ids(30, 1)
 PASS_S, DRAFT_S, CROP_S = 100.0, 1.0, 7.0
@@ -97,16 +98,62 @@ def test_an_answer_of_one_round(reuses: bool) -> None:
     told = {**as_inputs(IDS), "max_new_tokens": 20, "eos_token_id": end, "past_key_values": cache}
     found = target.generate(**told, assistant_model=draft)
     assert found[0, 30:].tolist() == said[:length]
-    assert [(each["drafted"], each["accepted"]) for each in schedule.told] == [(length, length)]
+    drafted = length - 1  # the first token is the target's
+    assert [(each["drafted"], each["accepted"]) for each in schedule.told] == [(drafted, drafted)]
     stats = speculation_stats(draft)
-    assert (stats.rounds, stats.committed, stats.histogram) == (1, length, Counter({length: 1}))
+    assert (stats.rounds, stats.committed, stats.histogram) == (1, drafted, Counter({drafted: 1}))
+
+
+@pytest.mark.parametrize("reuses", [False, True])
+@pytest.mark.parametrize("pads", [0, 5])
+def test_the_first_token_does_not_wait_for_the_draft(reuses: bool, pads: int) -> None:
+    """The target takes in the prompt as without a draft, and the draft takes it in afterwards."""
+    target, draft, _ = same_pair(4)
+    ids = torch.cat([torch.zeros(1, pads, dtype=torch.long), IDS], 1)
+    told: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids.cumsum(1) > 0).long(), "max_new_tokens": 12}
+    told["eos_token_id"] = None
+    wanted = target.generate(**told)
+    events: list[tuple[str, int]] = []
+    for name, model in (("target", target), ("draft", draft)):
+        layer = model.model.layers[1]
+        layer.register_forward_pre_hook(lambda _, args, name=name: events.append((name, args[0].shape[1])))
+
+    class Streamer(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            events.append(("streamed", value.numel()))
+
+        def end(self) -> None:
+            pass
+
+    cache = ChunkReuseCache(target) if reuses else None
+    for warm in (False, True):
+        events.clear()
+        found = target.generate(**told, assistant_model=draft, past_key_values=cache, streamer=Streamer())
+        assert torch.equal(found, wanted)
+        first = events.index(("streamed", 1))  # the prompt is streamed before it
+        assert not any(name == "draft" for name, _ in events[:first])
+        assert events[first - 1] == ("target", 1 if reuses and warm else ids.shape[1])
+        assert events[first + 1] == ("draft", ids.shape[1] + 1)
+    assert speculation_stats(draft).acceptance > 0.9  # a draft that saw other columns or positions would be refused
+
+
+def test_a_slow_target_checks_a_draft_at_once() -> None:
+    """Where weights are fetched for each pass, a pass without a draft is time lost."""
+    target = make_layers(5)
+    stream_except(target, (0,))
+    draft = load_assistant(make_layers(2), target=target)
+    passes = list[str]()
+    target.model.layers[1].register_forward_pre_hook(lambda *_: passes.append("target"))
+    draft.model.layers[1].register_forward_pre_hook(lambda *_: passes.append("draft"))
+    target.generate(**as_inputs(IDS), max_new_tokens=4, assistant_model=draft)
+    assert passes[0] == "draft"
 
 
 def test_a_last_round_that_is_refused() -> None:
     target, draft, schedule = same_pair(6)
     with torch.no_grad():
         draft.lm_head.weight.neg_()
-    target.generate(**as_inputs(IDS), max_new_tokens=3, eos_token_id=None, assistant_model=draft)
+    target.generate(**as_inputs(IDS), max_new_tokens=4, eos_token_id=None, assistant_model=draft)
     assert [each["accepted"] for each in schedule.told] == [0, 0]
     assert speculation_stats(draft).committed == 2  # one token was left, for which nothing is drafted
 
@@ -124,7 +171,7 @@ def test_a_schedule_that_is_asked_at_each_token() -> None:
     assert passes[0] == stats.drafted == sum(len(each) - 1 for each in schedule.compared)
     with torch.no_grad():
         likely = draft(found).logits[0].softmax(-1)
-    at = IDS.shape[1]
+    at = IDS.shape[1] + 1  # behind the first token, which is the target's
     for *sure, accepted in schedule.compared:
         assert accepted == len(sure)
         assert all(each >= sure[0] for each in sure[:-1])
@@ -187,6 +234,6 @@ def test_another_target() -> None:
     """Answers of a model that the draft was not prepared for are counted as far as the next call tells."""
     _, draft, schedule = same_pair(4)
     other = make_layers(2)
-    other.generate(**as_inputs(IDS), max_new_tokens=12, eos_token_id=None, assistant_model=draft)
-    assert len(schedule.told) == 2  # of three rounds, and one token that is left
+    other.generate(**as_inputs(IDS), max_new_tokens=13, eos_token_id=None, assistant_model=draft)
+    assert len(schedule.told) == 2  # of three rounds: no call comes after the last one
     assert all(each["accepted"] == 4 for each in schedule.told)

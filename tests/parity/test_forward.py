@@ -64,13 +64,32 @@ def test_a_short_beginning_is_computed_again_where_a_mask_would_cost_more(llama:
             found = llama(prompt, past_key_values=cache, logits_to_keep=1).logits
         assert (work.calls, work.tokens) == (1, computed)
         assert (cache.report.reused_tokens, cache.report.forwarded_tokens) == (1600 - computed, computed)
-        assert ("mask" in cache.report.explain()) == (computed == 1600)
+        assert ("few known tokens" in cache.report.explain()) == (computed == 1600)
         torch.testing.assert_close(found, llama(prompt, logits_to_keep=1).logits, rtol=1e-3, atol=1e-3)
         assert cache.get_seq_length() == 1600
         # All of it was stored, and goes on from there.
         again = ChunkReuseCache(llama, store)
         llama(prompt, past_key_values=again, logits_to_keep=1)
         assert again.report.forwarded_tokens == 1
+
+
+@torch.no_grad()
+def test_a_short_beginning_is_computed_again_where_merging_would_cost_more() -> None:
+    """kvboost_fa2 makes no mask, but merges the past with the rest: on a small model that is worth some 60 tokens."""
+    model = make_model()
+    model.set_attn_implementation("kvboost_fa2")
+    check_model_compatibility(model)
+    known, other = random_ids(1600, seed=1), random_ids(1600, seed=2)
+    store = ChunkStore(model, chunk_size=16)
+    store.warm(known, pin=False)
+    for reused, computed in ((16, 1600), (400, 1200)):
+        cache = ChunkReuseCache(model, store)
+        prompt = torch.cat([known[:, :reused], other[:, reused:]], dim=1)
+        with counted(model) as work:
+            found = model(prompt, past_key_values=cache, logits_to_keep=1).logits
+        assert (work.calls, work.tokens) == (1, computed)
+        assert ("few known tokens" in cache.report.explain()) == (computed == 1600)
+        torch.testing.assert_close(found, model(prompt, logits_to_keep=1).logits, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()

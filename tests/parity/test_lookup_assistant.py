@@ -52,10 +52,10 @@ def test_stored_text_is_generated_in_few_forwards(llama: PreTrainedModel) -> Non
     store.warm(plain)
     out, calls = generated(llama, ids, assistant_model=lookup_assistant(llama, store))
     assert out.equal(plain)
-    assert calls == 3  # of 17, 17 and 14 tokens
+    assert calls == 4  # of 1, 17, 17 and 13 tokens
     out, few_at_once = generated(llama, ids, assistant_model=lookup_assistant(llama, store, num_assistant_tokens=3))
     assert out.equal(plain)
-    assert few_at_once == NEW / 4
+    assert few_at_once == NEW / 4 + 1
 
 
 @pytest.mark.parametrize("stored", ["nothing", "other text", "text of another salt"])
@@ -73,7 +73,7 @@ def test_forwards_are_saved_by_the_stored_text_alone(llama: PreTrainedModel, sto
     if stored == "text of another salt":
         out, calls = generated(llama, ids, assistant_model=lookup_assistant(llama, store, salt="Anna"))
         assert out.equal(plain)
-        assert calls == 3
+        assert calls == 4
 
 
 def test_wrong_text_is_rejected(llama: PreTrainedModel) -> None:
@@ -146,7 +146,7 @@ def test_few_new_tokens(llama: PreTrainedModel, new: int) -> None:
     wanted, _ = generated(llama, ids, max_new_tokens=new)
     out, calls = generated(llama, ids, max_new_tokens=new, assistant_model=lookup_assistant(llama, store))
     assert out.equal(wanted)
-    assert calls == 1
+    assert calls == min(new, 2)
 
 
 class LyingAssistant(LookupAssistant):

@@ -2,7 +2,8 @@
 
 Without a past, SDPA is told that attention is causal, and leaves out most of what that hides. Behind a past,
 transformers gives it a mask: SDPA works through what the mask hides, too, and turns it into numbers in every layer. On
-a small model that takes longer than it takes to compute a short beginning again. Costs are counted in operations, not
+a small model that takes longer than it takes to compute a short beginning again. `kvboost_fa2` has no mask there: it
+attends to the past and to the rest apart, and merges both, which takes a little. Costs are counted in operations, not
 measured, so that the same prompts are served in the same way each time; they follow what forwards of the embedded
 model and of one with 8 layers of 512 take, within a tenth.
 """
@@ -23,6 +24,7 @@ _MASK = 80  # to make an entry of a mask
 _MASK_IN_LAYER = 160  # to turn it into a number
 _LAYER = 30_000_000  # to launch what there is to do in a layer, however few tokens there are
 _MASKED_PAIR = 0.9  # attention of a query to a key beside one in causal attention, half of which is still hidden
+_MERGED = 50  # to merge two results of a query's attention, beside its attention to one token
 _COPIED_BYTE = 45  # to copy a byte of K/V into memory that was not touched before
 _SQUARE = 24  # operations of a layer for a token, in squares of its width, if it is an ordinary one
 
@@ -67,11 +69,17 @@ class Costs:
         return columns * self.token + columns**2 / 2 * self.pair + self.layers * _LAYER
 
     def behind(self, filled: int, columns: int) -> float:
-        """Of what is left of a prompt behind `filled` columns, in pieces."""
+        """Of what is left of a prompt behind `filled` columns, in pieces, with SDPA."""
         starts = [filled, *pieces(filled, columns - 1)]
         masked = sum((stop - start) * stop for start, stop in zip(starts, [*starts[1:], columns], strict=True))
         per_entry = _MASKED_PAIR * self.pair + _MASK_IN_LAYER * self.layers + _MASK
         return (columns - filled) * self.token + masked * per_entry + len(starts) * self.layers * _LAYER
+
+    def merged(self, filled: int, columns: int) -> float:
+        """Of what is left of a prompt behind `filled` columns, with `kvboost_fa2`."""
+        pairs = (columns**2 - filled**2) / 2
+        merging = (columns - filled) * _MERGED
+        return (columns - filled) * self.token + (pairs + merging) * self.pair + self.layers * _LAYER
 
 
 def worth_loading(plan: RowPlan, seconds_per_token: float) -> RowPlan:

@@ -37,6 +37,7 @@ from kvboost_hf.cache.prompt.inputs import (
 from kvboost_hf.cache.prompt.media import ENCODED, Prompt, has_types_of_media, payload, read_prompt
 from kvboost_hf.cache.prompt.positions import counts_from_padding_id
 from kvboost_hf.compat import attn_implementation, head_widths, padding_reason, rope_regime
+from kvboost_hf.handles import ATTENTION
 
 UPDATE_REPLACED = "`update` of this ChunkReuseCache was replaced"
 MASK = "the attention mask hides more than padding on the left"
@@ -53,9 +54,9 @@ MEDIA_LATER = "images, sound or video came after the beginning of the prompt"
 PADDED_WITHOUT = "the attention mask or position_ids of a padded batch are missing"
 CHANGED_ON_THE_WAY = "position_ids or the attention mask changed on the way"
 ALL_LOGITS_OF_MEDIA = "the logits of all tokens of images, sound or video are wanted"
-MASK_COSTS_MORE = (
-    "on this CPU it takes less time to compute its few known tokens again than to make the attention mask that reuse "
-    "needs (ReusePolicy(min_prefill_saving=0) reuses them all the same)"
+REUSE_COSTS_MORE = (
+    "on this CPU it takes less time to compute its few known tokens again than to reuse them "
+    "(ReusePolicy(min_prefill_saving=0) reuses them all the same)"
 )
 SEVERAL_ROWS = "with `reproducible`, only one row without padding is reused"
 NARROW_WINDOW = (
@@ -222,24 +223,36 @@ def reason_against_short_hits(
 
     What somebody has pinned is always reused.
     """
-    if not plan.filled or not parts.binding.policy.min_prefill_saving or not adds_mask(parts, model, plan, inputs):
+    if not plan.filled or not parts.binding.policy.min_prefill_saving or not _runs_unmasked(parts, plan, inputs):
         return None
     columns = inputs.input_ids.shape[1]
     if columns - plan.filled < PIECE or any(layer.is_sliding for layer in parts.live.layers):  # a mask in any case
         return None
     costs = Costs.of(model)
-    if costs.behind(plan.filled, columns) < costs.whole(columns):
+    attention = attn_implementation(model)
+    if attention == "sdpa":
+        behind = costs.behind(plan.filled, columns)
+    elif attention == ATTENTION:
+        behind = costs.merged(plan.filled, columns)
+    else:
+        return None
+    if behind < costs.whole(columns):
         return None
     keys = [stored_chunk(segment).key for row in plan.rows for segment in row.segments]
     borders = [border.key for row in ledger.borders for border in row]
-    return None if parts.binding.store.records.has_pinned([*keys, *borders]) else MASK_COSTS_MORE
+    return None if parts.binding.store.records.has_pinned([*keys, *borders]) else REUSE_COSTS_MORE
 
 
 def adds_mask(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, inputs: ForwardInputs) -> bool:
-    """Whether attention needs a mask only because something is reused; on a CPU: elsewhere it is not measured."""
+    """Whether attention needs a mask only because something is reused."""
+    return _runs_unmasked(parts, plan, inputs) and attn_implementation(model) == "sdpa"
+
+
+def _runs_unmasked(parts: CacheParts, plan: ReusePlan, inputs: ForwardInputs) -> bool:
+    """Whether a prompt without reuse is one causal square; on a CPU: elsewhere it is not measured."""
     if any(plan.pads) or parts.live.regime or parts.live.static is not None:
         return False  # padding needs a mask in any case
-    return inputs.input_ids.device.type == "cpu" and attn_implementation(model) == "sdpa"
+    return inputs.input_ids.device.type == "cpu"
 
 
 def _without_empty_mask(parts: CacheParts, inputs: ForwardInputs, pads: NDArray[np.int64]) -> ForwardInputs:

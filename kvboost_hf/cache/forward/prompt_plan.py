@@ -15,6 +15,7 @@ from kvboost_hf.cache.live.ledger import Ledger
 from kvboost_hf.cache.planning.fixed_pieces import piece_ends, whole_pieces
 from kvboost_hf.cache.planning.plan import ReusePlan, plan_batch
 from kvboost_hf.cache.prompt.media import Prompt
+from kvboost_hf.compat import weights_come_and_go
 
 _NEVER = 2**62  # tokens that an extra forward must save
 
@@ -107,7 +108,7 @@ def may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prom
         and can_overlap(parts.live.layers, plan)
         and "forward" not in model.__dict__
         and "_compiled_call_impl" not in model.__dict__
-        and not any("_hf_hook" in module.__dict__ for module in model.modules())  # whose weights come and go
+        and not weights_come_and_go(model)
         and not _mask_cuts(parts, model, plan, prompt)
     )
 
