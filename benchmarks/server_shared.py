@@ -26,8 +26,8 @@ from targets import Result
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from kvboost_hf.assets import load_embedded
+from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.jobs import Event, Finished, Job, Progress, SamplingOptions
-from kvboost_hf.server.worker import ModelEngine
 
 OWN, NEW, TOGETHER = 24, 32, 8
 PIECE, LONG = 256, 4096  # tokens: of a piece of a prompt, and of a prompt that others wait behind, at least

@@ -8,17 +8,19 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from kvboost_hf.server.fields import Refusal
-from kvboost_hf.server.messages_schema import CountRequest, MessagesRequest
-from kvboost_hf.server.ollama_schema import (
+from kvboost_hf.server.apis.anthropic.schema import CountRequest, MessagesRequest
+from kvboost_hf.server.apis.kvboost.schema import WarmRequest
+from kvboost_hf.server.apis.ollama.schema import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
-from kvboost_hf.server.responses_schema import ResponseRequest
-from kvboost_hf.server.schema import ChatRequest, CompletionRequest, EmbeddingRequest, WarmRequest
+from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
+from kvboost_hf.server.requests.chat import ChatRequest
+from kvboost_hf.server.requests.fields import Refusal
+from kvboost_hf.server.requests.texts import CompletionRequest, EmbeddingRequest
 
 _ROUTES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,

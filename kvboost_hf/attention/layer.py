@@ -54,22 +54,15 @@ def attention(
             that of the queries, or has no columns for a layer with a window.
     """
     for name in _NOT_TAKEN.intersection(kwargs):
-        if kwargs[name] is not None and kwargs[name] is not False:
-            raise ValueError(
-                f"`{name}` is not taken by 'kvboost_fa2', but {type(module).__name__} asks for it. Use "
-                "attn_implementation='sdpa' or 'eager'."
-            )
+        _require_unset(name, kwargs[name], module)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     softcap, sinks, position_bias = kwargs.get("softcap") or 0.0, kwargs.get("s_aux"), kwargs.get("position_bias")
     seen, bias = _read_mask(attention_mask, query, key.shape[2], causal=causal, window=sliding_window or 0)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
-    if dropout and (softcap or sinks is not None):
-        raise ValueError(
-            f"`attention_dropout` must be 0 with 'kvboost_fa2' for a model with a softcap or attention sinks, got "
-            f"{dropout}. Set it to 0 in the model's configuration, or train with attn_implementation='eager'."
-        )
+    if softcap or sinks is not None:
+        _require_no_dropout(dropout)
     if not query.dtype == key.dtype == value.dtype:  # as autocast may leave them
         query, key = query.to(value.dtype), key.to(value.dtype)
     call = AttentionCall(query, scale, seen, softcap, sinks)
@@ -83,6 +76,22 @@ def attention(
     if dropout or differentiable or bias is not None:
         return _with_graph(call, key, value, bias, dropout), None
     return ops.attend(call, key, value)[0], None
+
+
+def _require_unset(name: str, value: Any, module: nn.Module) -> None:
+    if value is not None and value is not False:
+        raise ValueError(
+            f"`{name}` is not taken by 'kvboost_fa2', but {type(module).__name__} asks for it. Use "
+            "attn_implementation='sdpa' or 'eager'."
+        )
+
+
+def _require_no_dropout(dropout: float) -> None:
+    if dropout:
+        raise ValueError(
+            f"`attention_dropout` must be 0 with 'kvboost_fa2' for a model with a softcap or attention sinks, got "
+            f"{dropout}. Set it to 0 in the model's configuration, or train with attn_implementation='eager'."
+        )
 
 
 def _read_mask(

@@ -6,9 +6,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from kvboost_hf.cli.server_flags import REFUSED
 from kvboost_hf.migration import refuse
-from kvboost_hf.server.flags import REFUSED
-from kvboost_hf.server.keys import require_closed
+from kvboost_hf.server.http.keys import require_closed
 
 _CONFIG = "--config"
 _KINDS: dict[Any, tuple[Any, str]] = {int: (int, "a whole number"), float: ((int, float), "a number")}

@@ -9,8 +9,8 @@ from kvboost_hf.assets import EMBEDDED_MODEL_DIR
 from kvboost_hf.cli.arguments import Commands, needs_extra
 from kvboost_hf.cli.config_file import add_config
 from kvboost_hf.cli.models import add_model, load_model
-from kvboost_hf.server.flags import add_options
-from kvboost_hf.server.options import (
+from kvboost_hf.cli.server_flags import add_options
+from kvboost_hf.cli.server_settings import (
     add_secrets,
     draft_trees,
     engine_settings,
@@ -32,14 +32,14 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal ends the process."""
     with needs_extra("server", "serve"):
-        from kvboost_hf.server.listen import require_free
+        from kvboost_hf.server.http.listen import require_free
         from kvboost_hf.server.serve import serve
         from kvboost_hf.server.startup import Startup, write_log
 
     tracer_provider = None
     if wants_traces(options, os.environ):
         with needs_extra("otel", "serve --otel"):
-            from kvboost_hf.server.traces import otlp_provider
+            from kvboost_hf.server.http.traces import otlp_provider
         tracer_provider = otlp_provider()
     add_secrets(options, os.environ)
     kept, trees = engine_settings(options), draft_trees(options)

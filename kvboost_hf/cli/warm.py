@@ -14,12 +14,12 @@ from kvboost_hf.cli.arguments import Commands, needs_extra, read_text, require_l
 from kvboost_hf.cli.config_file import add_config
 from kvboost_hf.cli.models import add_model, load_shown
 from kvboost_hf.cli.next_steps import next_steps
+from kvboost_hf.cli.server_flags import add_api_keys, add_kept, add_streaming
+from kvboost_hf.cli.server_settings import add_secrets, kept_settings, streaming_config
 from kvboost_hf.outputs import say
 from kvboost_hf.progress import Progress
-from kvboost_hf.server.flags import add_api_keys, add_kept, add_streaming
-from kvboost_hf.server.keys import prompt_salt
-from kvboost_hf.server.options import add_secrets, kept_settings, streaming_config
-from kvboost_hf.server.sharing import choose_attention
+from kvboost_hf.server.generation.sharing import choose_attention
+from kvboost_hf.server.http.keys import prompt_salt
 
 _SECRET = ("api_key", "salt")
 _OWN = ("help", "config", "documents", "system", "prefix")  # flags that `serve` does not have, or not as these

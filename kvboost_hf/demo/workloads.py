@@ -13,7 +13,6 @@ from kvboost_hf.assets.world import ATTRIBUTES, Document, Fact, make_documents
 # Prompt tokens by turn of a replayed chat, as published for KVBoost's ShareGPT run.
 CHAT_SHAPE = (54, 206, 371, 532, 690, 826, 964, 1114)
 LONG_DOCUMENT_TOKENS = 1000
-NUM_QUESTIONS = 6
 NUM_DOCUMENTS = 6
 
 

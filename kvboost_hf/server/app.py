@@ -1,39 +1,52 @@
-"""`make_app`: the FastAPI app that answers requests of OpenAI's API with an engine."""
+"""`make_app`: the FastAPI app, which answers the requests of all APIs with an engine."""
 
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi.responses import FileResponse
 
 from kvboost_hf import __version__
-from kvboost_hf.server.chat import chat_routes
-from kvboost_hf.server.completions import completion_routes
-from kvboost_hf.server.context import RouteContext
-from kvboost_hf.server.embeddings import embedding_routes
-from kvboost_hf.server.encoding import Encoder
-from kvboost_hf.server.errors import add_handlers
-from kvboost_hf.server.grammars import Grammars
-from kvboost_hf.server.guard import Guard, require_operator
+from kvboost_hf.server.apis.anthropic.messages import message_routes
+from kvboost_hf.server.apis.context import RouteContext
+from kvboost_hf.server.apis.kvboost.operator import operator_routes
+from kvboost_hf.server.apis.kvboost.sessions import session_routes
+from kvboost_hf.server.apis.kvboost.warm import warm_routes
+from kvboost_hf.server.apis.ollama.models import ollama_model_routes
+from kvboost_hf.server.apis.ollama.routes import ollama_routes
+from kvboost_hf.server.apis.openai.chat import chat_routes
+from kvboost_hf.server.apis.openai.completions import completion_routes
+from kvboost_hf.server.apis.openai.embeddings import embedding_routes
+from kvboost_hf.server.apis.openai.models import model_routes
+from kvboost_hf.server.apis.openai.responses import response_routes
+from kvboost_hf.server.chats.encoding import Encoder
+from kvboost_hf.server.grammars.compiling import Grammars
+from kvboost_hf.server.http.errors import add_handlers
+from kvboost_hf.server.http.guard import Guard
+from kvboost_hf.server.http.metrics import Meter
+from kvboost_hf.server.http.turns import Turns
 from kvboost_hf.server.jobs import Engine, SamplingDefaults
-from kvboost_hf.server.messages import message_routes
-from kvboost_hf.server.metrics import Meter
-from kvboost_hf.server.ollama import ollama_routes
-from kvboost_hf.server.ollama_models import ollama_model_routes
-from kvboost_hf.server.responses import response_routes
-from kvboost_hf.server.sessions import session_routes
 from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.turns import Turns
-from kvboost_hf.server.warm import warm_routes
 
+_ROUTES = (
+    chat_routes,
+    completion_routes,
+    response_routes,
+    message_routes,
+    embedding_routes,
+    model_routes,
+    operator_routes,
+    warm_routes,
+    session_routes,
+    ollama_routes,
+    ollama_model_routes,
+)
 _PAGES = {"/": "page.html", "/docs": "docs.html"}
 # They load nothing from elsewhere, and nobody may put them into a frame.
 _PAGE_POLICY = "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
@@ -63,7 +76,7 @@ def make_app(
         is left then is cancelled, and its clients are told so.
     """
     if tracer_provider is not None:
-        from kvboost_hf.server.traces import TracedEngine, TraceRequests  # of the extra `otel`
+        from kvboost_hf.server.http.traces import TracedEngine  # of the extra `otel`
 
         engine = cast(Engine, TracedEngine(engine))
     context = _route_context(engine, tokenizer, settings, ends, sampling or SamplingDefaults())
@@ -77,21 +90,18 @@ def make_app(
     app = FastAPI(title="kvboost_hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context  # see `PostedRoute`
     add_handlers(app)
-    for router in (
-        chat_routes(context),
-        completion_routes(context),
-        response_routes(context),
-        message_routes(context),
-        embedding_routes(context),
-        _model_routes(context),
-        _operator_routes(context),
-        warm_routes(context),
-        session_routes(context),
-        ollama_routes(context),
-        ollama_model_routes(context),
-    ):
-        app.include_router(router)
+    for routes in _ROUTES:
+        app.include_router(routes(context))
+    app.include_router(_page_routes())
+    _add_middleware(app, settings, tracer_provider)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: ServerSettings, tracer_provider: Any) -> None:
+    """Add what requests pass before they come to a route; what is added last is passed first."""
     if tracer_provider is not None:
+        from kvboost_hf.server.http.traces import TraceRequests
+
         # Inside the guard: who has no key makes no spans.
         app.add_middleware(TraceRequests, provider=tracer_provider, model=settings.model_name)
     app.add_middleware(Guard, settings=settings)
@@ -104,7 +114,6 @@ def make_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "X-KVBoost-Reuse", "X-KVBoost-Ignored", "Retry-After"],
         )
-    return app
 
 
 def _route_context(
@@ -138,65 +147,11 @@ def _route_context(
     )
 
 
-def _model_routes(context: RouteContext) -> APIRouter:
+def _page_routes() -> APIRouter:
+    """The pages for browsers: one to try the server at, and one of its description."""
     router = APIRouter()
-    settings = context.settings
-
-    def described(name: str) -> dict[str, Any]:
-        """As both OpenAI's and Anthropic's clients have it."""
-        opened = datetime.fromtimestamp(context.created, UTC).isoformat()
-        return {
-            "id": name,
-            "object": "model",
-            "created": context.created,
-            "owned_by": "kvboost_hf",
-            "default_sampling": context.sampling.body,
-            "type": "model",
-            "display_name": name,
-            "created_at": opened,
-            "lifecycle": "active",
-        }
-
-    @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        names = settings.model_names
-        page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-        return {"object": "list", "data": [described(name) for name in names]} | page
-
-    @router.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
-        return described(context.require_model(name))
-
-    return router
-
-
-def _operator_routes(context: RouteContext) -> APIRouter:
-    router = APIRouter()
-
     for path, name in _PAGES.items():
         router.add_api_route(path, partial(_page, Path(__file__).with_name(name)), include_in_schema=False)
-
-    @router.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @router.get("/ready")
-    async def ready() -> Response:
-        stats = context.engine.stats()
-        full = stats.get("waiting", 0) >= context.settings.max_queue_size
-        status = "draining" if stats.get("draining") else "busy" if full else "ready"
-        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
-
-    @router.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        require_operator(request.scope)
-        return Response(context.meter.page(), media_type=CONTENT_TYPE_LATEST)
-
-    @router.get("/v1/stats")
-    async def stats(request: Request) -> dict[str, Any]:
-        require_operator(request.scope)
-        return context.engine.stats()
-
     return router
 
 

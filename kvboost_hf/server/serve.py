@@ -15,15 +15,15 @@ from kvboost_hf.cache.store.chunk_store import ChunkStore
 from kvboost_hf.config import DraftTreeConfig
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.server.app import make_app
+from kvboost_hf.server.engine.memory import tokens_that_fit
+from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.generation.sharing import choose_attention
+from kvboost_hf.server.http.keys import prompt_salt
+from kvboost_hf.server.http.listen import FrontServer
 from kvboost_hf.server.jobs import Event, Finished, Job, Keep, SamplingDefaults, SamplingOptions
-from kvboost_hf.server.keys import prompt_salt
-from kvboost_hf.server.listen import FrontServer
-from kvboost_hf.server.room import tokens_that_fit
 from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.sharing import choose_attention
 from kvboost_hf.server.startup import Chosen, Startup
 from kvboost_hf.server.tier_check import InTiers, unfound
-from kvboost_hf.server.worker import ModelEngine
 
 _log = logging.getLogger("kvboost_hf.server")
 

@@ -20,10 +20,10 @@ from kvboost_hf.cache.tiers.base import Kind
 from kvboost_hf.compat import attn_implementation, bytes_per_token, input_device
 from kvboost_hf.engine.settings import EngineSettings
 from kvboost_hf.progress import Progress
-from kvboost_hf.server.guard import JsonLines
+from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.http.guard import JsonLines
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.tier_check import LOOKED_AT, InTiers
-from kvboost_hf.server.worker import ModelEngine
 
 _log = logging.getLogger("kvboost_hf.server")
 _ANY = ("0.0.0.0", "::")  # addresses to listen at that nobody can call
@@ -31,7 +31,7 @@ _ANY = ("0.0.0.0", "::")  # addresses to listen at that nobody can call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What a server has chosen, as the log has it.
+    """The choices that a server has made, as the log has them.
 
     Args:
         model: What clients call the model.
@@ -100,7 +100,7 @@ class Chosen:
         in_tiers: InTiers | None,
         drafts: str | None,
     ) -> "Chosen":
-        """What a server with these parts has chosen."""
+        """The choices of a server with these parts."""
         model = engine.model
         tiers = {
             below.tier.name: {"location": below.tier.location, "bytes": below.stats().get("bytes", 0)}

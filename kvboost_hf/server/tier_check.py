@@ -31,7 +31,7 @@ _LOSSY = ("int8", "int8:4", "int4", "int2", "turboquant", "turboquant:3.5", "tur
 
 @dataclass(frozen=True, slots=True)
 class InTiers:
-    """What the tiers of a server hold.
+    """The chunks that the tiers of a server hold.
 
     Args:
         held: All entries, of other models, too; the first 10,000.
@@ -49,7 +49,7 @@ class InTiers:
     def of(
         cls, model: PreTrainedModel, store: ChunkStore, live_quant: KVQuantConfig | None, salts: Sequence[bytes]
     ) -> "InTiers | None":
-        """What the tiers of `store` hold, for the arguments of `unfound`; None where the model's K/V is not kept."""
+        """The chunks that the tiers of `store` hold; None where the K/V of the model is not kept. See `unfound`."""
         held = list(islice(store.records.lower.entries(), LOOKED_AT))
         fingerprint = ModelState.of(model).fingerprint.durable(model) if held else b""
         if not isinstance(fingerprint, bytes):

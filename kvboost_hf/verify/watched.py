@@ -6,14 +6,13 @@ import torch
 
 from kvboost_hf.cache.codecs import Codec, Planes, Role
 from kvboost_hf.compat import LayerRotation
-from kvboost_hf.handles import CodePlanes
 
 Decode = Callable[
     [Mapping[str, torch.Tensor], tuple[int, ...], torch.dtype, Role, LayerRotation | None], torch.Tensor
 ]  # as `Codec.decode`
 
 
-class WatchedCodec:
+class WatchedCodec(Codec):
     """A codec that encodes as another one does, and counts how often it decodes.
 
     Args:
@@ -49,14 +48,3 @@ class WatchedCodec:
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
         return self._codec.nbytes(shape, dtype, role)
-
-    def code_planes(
-        self,
-        planes: Mapping[str, torch.Tensor],
-        role: Role,
-        rotation: LayerRotation | None,
-        tokens: int,
-        head_dim: int,
-    ) -> CodePlanes | None:
-        """See `Codec.code_planes`; codes are always decoded."""
-        return None

@@ -7,8 +7,8 @@ import pytest
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.server.app import make_app
+from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.worker import ModelEngine
 from tests.server.conftest import listening
 
 

@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from kvboost_hf.attention import kernel_calls
-from kvboost_hf.server.batch import BatchKV
-from kvboost_hf.server.sharing import choose_attention, sharing_reason
+from kvboost_hf.server.generation.batch import BatchKV
+from kvboost_hf.server.generation.sharing import choose_attention, sharing_reason
 from tests.attention import assert_within_budget
 from tests.conftest import make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu

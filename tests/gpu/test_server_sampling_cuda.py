@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from kvboost_hf.server.generation.sampling import Sampler, choose_rows
 from kvboost_hf.server.jobs import SamplingOptions
-from kvboost_hf.server.sampling import Sampler, choose_rows
 from tests.conftest import VOCAB, make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
-from kvboost_hf.cache.store import payback
+from kvboost_hf.cache.store.records import payback
 from tests.conftest import FULL_ATTENTION, as_inputs, counted, left_pad, make_model, random_ids
 
 NEW = 12

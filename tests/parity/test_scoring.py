@@ -18,7 +18,7 @@ from kvboost_hf import (
     score_ids,
 )
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.scoring import plan_batches
+from kvboost_hf.cache.planning.score_batches import plan_batches
 from tests.conftest import EOS, counted, make_model
 
 Pair = tuple[list[int], list[int]]

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost_hf.ngrams import common_prefix
-from kvboost_hf.server.prefixes import PrefixTree
+from kvboost_hf.server.generation.prefixes import PrefixTree
 
 LEAST = 3
 texts = st.lists(st.integers(0, 1), max_size=14).map(tuple)

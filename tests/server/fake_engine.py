@@ -17,7 +17,7 @@ from kvboost_hf.server.jobs import (
     SessionChange,
     TokenLogprob,
 )
-from kvboost_hf.server.model_card import ModelCard
+from kvboost_hf.server.jobs.model_card import ModelCard
 
 
 @dataclass

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from benchmarks.server_process import OURS, serving
-from kvboost_hf.server import encoding
-from kvboost_hf.server.grammars import Grammars
+from kvboost_hf.server.chats import encoding
+from kvboost_hf.server.grammars.compiling import Grammars
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 

@@ -27,7 +27,7 @@ from kvboost_hf.cache.tiers.disk import DiskTier
 from kvboost_hf.cache.tiers.packing import pack_entry, unpack_entry
 from kvboost_hf.cache.tiers.record import Blob, DamagedBlobError
 from kvboost_hf.server.app import make_app
-from kvboost_hf.server.worker import ModelEngine
+from kvboost_hf.server.engine.worker import ModelEngine
 from tests.conftest import random_ids
 from tests.forged import Forged, change_all, tokens_of, with_tokens
 from tests.parity.test_tiers import BASE, DOCUMENTS, fill, prompt_of, restart, serve, serve_blended

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.encoding import Encoder
-from kvboost_hf.server.markers import Markers
-from kvboost_hf.server.worker import ModelEngine
+from kvboost_hf.server.chats.encoding import Encoder
+from kvboost_hf.server.chats.markers import Markers
+from kvboost_hf.server.engine.worker import ModelEngine
 from tests.server.conftest import Listening, Serve
 
 WORDS = ["anna", "noah", "plays", "reads", "the", "piano", "book", "in", "a", "red", "hall", "lamp", "and", "then"]

@@ -18,15 +18,15 @@ from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server import encoding
-from kvboost_hf.server.encoding import Encoder
-from kvboost_hf.server.errors import ApiError
+from kvboost_hf.server.chats import encoding
+from kvboost_hf.server.chats.encoding import Encoder
+from kvboost_hf.server.chats.lengths import UNSURE_CHARS, Reach, reach_of
+from kvboost_hf.server.chats.markers import Markers
+from kvboost_hf.server.chats.rendering import Rendering
+from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.http.errors import ApiError
+from kvboost_hf.server.http.turns import Turns
 from kvboost_hf.server.jobs import Finished, Job, QueueFullError, SamplingOptions, TooLongError
-from kvboost_hf.server.lengths import UNSURE_CHARS, Reach, reach_of
-from kvboost_hf.server.markers import Markers
-from kvboost_hf.server.rendering import Rendering
-from kvboost_hf.server.turns import Turns
-from kvboost_hf.server.worker import ModelEngine
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
 

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.connections import ConnectionLimits, connections_that_fit
+from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.http.connections import ConnectionLimits, connections_that_fit
 from kvboost_hf.server.jobs import DrainingError, Event, Finished, Job, SamplingOptions
-from kvboost_hf.server.worker import ModelEngine
 from tests.server.fake_engine import FakeEngine, FakeTicket
 from tests.server.wire import HALF, WAIT_S, Slow, Wire, process, running, until
 

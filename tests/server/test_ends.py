@@ -9,10 +9,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from kvboost_hf import ChunkStore, DraftTreeConfig
 from kvboost_hf.server.app import make_app
+from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.generation.text import TextStream
 from kvboost_hf.server.jobs import Job, SamplingDefaults, SamplingOptions
 from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.text import TextStream
-from kvboost_hf.server.worker import ModelEngine
 from tests.conftest import as_inputs, make_model, random_ids
 from tests.server.conftest import Listening, listening
 from tests.server.fake_engine import FakeEngine

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvboost_hf.server.messages_schema import MessagesRequest
-from kvboost_hf.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest
-from kvboost_hf.server.responses_schema import ResponseRequest
-from kvboost_hf.server.schema import ChatRequest, CompletionRequest, WarmRequest
+from kvboost_hf.server.apis.anthropic.schema import MessagesRequest
+from kvboost_hf.server.apis.kvboost.schema import WarmRequest
+from kvboost_hf.server.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
+from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
+from kvboost_hf.server.requests.chat import ChatRequest
+from kvboost_hf.server.requests.texts import CompletionRequest
 from tests.server.conftest import Listening
 from tests.server.fake_engine import FakeEngine
 

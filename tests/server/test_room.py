@@ -9,10 +9,10 @@ import torch
 from kvboost_hf import ChunkStore
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.compat import bytes_per_token
-from kvboost_hf.server import room
-from kvboost_hf.server.room import tokens_that_fit
+from kvboost_hf.server.engine import memory as room
+from kvboost_hf.server.engine.memory import tokens_that_fit
+from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.worker import ModelEngine
 from tests.conftest import make_model
 from tests.server.conftest import Listening
 

@@ -15,11 +15,11 @@ from kvboost_hf import ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.server.app import make_app
+from kvboost_hf.server.engine.waiting import WaitingLine
+from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.generation.sharing import choose_attention
 from kvboost_hf.server.jobs import Finished, Job, Keep, Progress, SamplingOptions, SessionChange
 from kvboost_hf.server.settings import ServerSettings
-from kvboost_hf.server.sharing import choose_attention
-from kvboost_hf.server.waiting import WaitingLine
-from kvboost_hf.server.worker import ModelEngine
 from tests.conftest import make_model, random_ids
 from tests.server.conftest import Listening, listening
 from tests.server.test_worker import Told, numbers
@@ -472,7 +472,7 @@ def test_changes_and_drops_beside_many_requests(tiny: tuple[PreTrainedModel, Any
 def test_sessions_are_bounded_and_the_largest_client_forgets(
     tiny: tuple[PreTrainedModel, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost_hf.server.session_table._MOST", 10)
+    monkeypatch.setattr("kvboost_hf.server.engine.session_table._MOST", 10)
     with engine_of(*tiny, chunk_size=16) as engine:
         ask(engine, [1, 2, 3], client=b"small", session="mine")
         for n in range(30):

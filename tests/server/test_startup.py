@@ -11,11 +11,11 @@ import pytest
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.engine.settings import EngineSettings
+from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.serve import _warm, start_engine
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.startup import Chosen, Startup, TextLines
 from kvboost_hf.server.tier_check import InTiers
-from kvboost_hf.server.worker import ModelEngine
 
 TEXT = "The lamp is red. It stands in the hall. " * 20
 

@@ -12,13 +12,13 @@ from kvboost_hf.assets import EMBEDDED_DRAFT_DIR, EMBEDDED_MODEL_DIR, load_embed
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cli import command_line, main
 from kvboost_hf.cli.models import load_model
+from kvboost_hf.cli.server_settings import draft_trees, engine_settings, server_settings, streaming_config
 from kvboost_hf.cli.serving import load_draft
 from kvboost_hf.offload.build import streaming_plan
+from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
-from kvboost_hf.server.options import draft_trees, engine_settings, server_settings, streaming_config
 from kvboost_hf.server.serve import start_engine
 from kvboost_hf.server.tier_check import unfound
-from kvboost_hf.server.worker import ModelEngine
 from tests.server.test_worker import Told
 
 TEXT = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. " * 8

@@ -127,7 +127,7 @@ def test_polls_and_strangers_have_no_spans(tokenizer: Any, engine: FakeEngine) -
 
 
 def test_spans_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvboost_hf.server.traces import otlp_provider
+    from kvboost_hf.server.http.traces import otlp_provider
 
     received: list[tuple[str, bytes]] = []
 
@@ -158,7 +158,7 @@ def test_without_the_extra_the_error_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    monkeypatch.delitem(sys.modules, "kvboost_hf.server.traces", raising=False)
+    monkeypatch.delitem(sys.modules, "kvboost_hf.server.http.traces", raising=False)
     assert main(["serve", "--otel", "--port", "0"]) == 2
     assert "pip install 'kvboost_hf[otel]'" in capsys.readouterr().err
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")

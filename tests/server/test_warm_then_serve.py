@@ -12,15 +12,15 @@ import pytest
 from kvboost_hf.assets import EMBEDDED_MODEL_DIR, load_embedded
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cli import command_line, main
+from kvboost_hf.cli.server_settings import add_secrets, engine_settings, server_settings
 from kvboost_hf.engine import EngineSettings
 from kvboost_hf.server.app import make_app
+from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.http.keys import prompt_salt
 from kvboost_hf.server.jobs import Finished, Job, SamplingOptions
-from kvboost_hf.server.keys import prompt_salt
-from kvboost_hf.server.options import add_secrets, engine_settings, server_settings
 from kvboost_hf.server.serve import start_engine
 from kvboost_hf.server.settings import ServerSettings
 from kvboost_hf.server.tier_check import unfound
-from kvboost_hf.server.worker import ModelEngine
 from tests.server.conftest import listening
 from tests.server.test_worker import Told
 

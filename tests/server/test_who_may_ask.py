@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from kvboost_hf.cli import main
+from kvboost_hf.cli.server_flags import add_options
+from kvboost_hf.cli.server_settings import add_secrets, server_settings
 from kvboost_hf.cli.serving import model_name
-from kvboost_hf.server.flags import add_options
-from kvboost_hf.server.guard import JsonLines
-from kvboost_hf.server.hosts import Hosts
-from kvboost_hf.server.keys import read_keys
-from kvboost_hf.server.options import add_secrets, server_settings
+from kvboost_hf.server.http.guard import JsonLines
+from kvboost_hf.server.http.hosts import Hosts
+from kvboost_hf.server.http.keys import read_keys
 from kvboost_hf.server.tls import TlsFiles
 from tests.server.browser import CHROMIUM, DRIVER, Browser
 from tests.server.conftest import Listening, Serve

@@ -21,7 +21,10 @@ from kvboost_hf.compat import kv_bytes_per_token
 from kvboost_hf.errors import StoreClosedError
 from kvboost_hf.kernel_calls import kernel_calls
 from kvboost_hf.ngrams import common_prefix
-from kvboost_hf.server.batch import BatchKV, _BatchLayer
+from kvboost_hf.server.engine.waiting import WaitingLine
+from kvboost_hf.server.engine.worker import ModelEngine
+from kvboost_hf.server.generation.batch import BatchKV, _BatchLayer
+from kvboost_hf.server.generation.sharing import choose_attention
 from kvboost_hf.server.jobs import (
     DrainingError,
     Event,
@@ -32,9 +35,6 @@ from kvboost_hf.server.jobs import (
     SamplingOptions,
     TooLongError,
 )
-from kvboost_hf.server.sharing import choose_attention
-from kvboost_hf.server.waiting import WaitingLine
-from kvboost_hf.server.worker import ModelEngine
 from tests.architectures.models import make_architecture
 from tests.conftest import as_inputs, counted, make_model, random_ids
 

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 
 from kvboost_hf.server.app import make_app
+from kvboost_hf.server.http.listen import FrontServer
 from kvboost_hf.server.jobs import Engine
-from kvboost_hf.server.listen import FrontServer
 from tests.server.conftest import SETTINGS
 from tests.servers import free_port
 

@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from kvboost_hf.errors import KVBoostError
+from kvboost_hf.server.generation.sampling import Sampler, choose_rows
 from kvboost_hf.server.jobs import SamplingOptions, TokenLogprob
-from kvboost_hf.server.sampling import Sampler, choose_rows
 from tests.conftest import EOS, VOCAB, make_model, random_ids
 
 GREEDY = SamplingOptions(max_tokens=16)

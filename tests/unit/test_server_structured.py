@@ -14,12 +14,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.errors import KVBoostError
-from kvboost_hf.server import grammar_process
-from kvboost_hf.server.grammars import Grammars
+from kvboost_hf.server.generation.sampling import Sampler
+from kvboost_hf.server.grammars import program
+from kvboost_hf.server.grammars.compiling import Grammars
+from kvboost_hf.server.grammars.structured import GrammarConstraint, json_schema, regex, tool_calls
 from kvboost_hf.server.jobs import SamplingOptions
-from kvboost_hf.server.sampling import Sampler
-from kvboost_hf.server.structured import GrammarConstraint, json_schema, regex, tool_calls
-from kvboost_hf.server.tools import parse_tool_calls
+from tests.tool_calls import parse_tool_calls
 from tests.unit.test_server_tools import TEMPLATES, TOOLS
 
 VOCAB = 1500  # more than the tokenizer has tokens
@@ -230,8 +230,8 @@ def test_equal_schemas_are_compiled_once_for_each_salt(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[str] = []
-    true = grammar_process.compiled
-    monkeypatch.setattr(grammar_process, "compiled", lambda tokens, text: compiled.append(text) or true(tokens, text))
+    true = program.compiled
+    monkeypatch.setattr(program, "compiled", lambda tokens, text: compiled.append(text) or true(tokens, text))
     grammars = Grammars(tokenizer, VOCAB)
     constraints = [grammars.constraint(json_schema(strict(once=NAME))) for _ in range(3)]
     assert len(compiled) == 1

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvboost_hf.assets import load_embedded
-from kvboost_hf.server.tools import (
+from kvboost_hf.server.chats.tools import (
     HERMES,
     LLAMA,
     MISTRAL,
@@ -18,9 +18,8 @@ from kvboost_hf.server.tools import (
     ToolCallStream,
     format_of,
     joined,
-    parse_tool_calls,
-    prompt_with_tools,
 )
+from tests.tool_calls import parse_tool_calls
 
 
 def _tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -32,7 +31,6 @@ TOOLS = [
     _tool("add", a={"type": "integer", "maximum": 99, "minimum": 0}, b={"type": "boolean"}),
     _tool("weather", city={"type": "string", "maxLength": 8}),
 ]
-_BODY = "{% for m in messages %}{{ m.role + m.content }}{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor %}"
 TEMPLATES = {
     "hermes": r'{% if tools %}{{ tools | tojson }}<tool_call>\n{"name": .., "arguments": ..}</tool_call>{% endif %}',
     "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ '[TOOL_CALLS] [' }}",
@@ -239,30 +237,10 @@ def test_response_templates_come_first() -> None:
     assert parse_tool_calls("<think>a", tokenizer, TOOLS) == Parsed("", (), "a")
 
 
-def test_prompts_tell_of_tools() -> None:
-    tokenizer = tokenizer_for(TEMPLATES["hermes"] + _BODY)
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "Anna"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "2", "tool_call_id": "1"},
-    ]
-    text = tokenizer.decode(prompt_with_tools(tokenizer, messages, TOOLS))
-    assert '"name": "weather"' in text
-    assert '"arguments": {"a": 1}' in text  # not JSON in JSON
-    assert messages[1]["content"] is None
-    assert isinstance(call["function"]["arguments"], str)  # type: ignore[index]
-    messages[1]["tool_calls"] = [{**call, "function": {"name": "add", "arguments": "{"}}]
-    with pytest.raises(ValueError, match="`arguments` of a call must be JSON, got"):
-        prompt_with_tools(tokenizer, messages, TOOLS)
-
-
 @pytest.mark.parametrize("template", [None, "{{ messages }}"])
 def test_templates_without_a_place_for_tools(template: str | None) -> None:
     tokenizer = tokenizer_for("")
     tokenizer.chat_template = template
-    with pytest.raises(ValueError, match="chat template has a place for them"):
-        prompt_with_tools(tokenizer, [{"role": "user", "content": "?"}], TOOLS)
     with pytest.raises(ValueError, match="chat template has a place for them"):
         ToolCallStream(tokenizer, TOOLS)
 

@@ -89,9 +89,9 @@ class Codec(Protocol):
             head_dim: Of what was encoded.
 
         Returns:
-            None where they have to be decoded.
+            None where they have to be decoded, as always by default.
         """
-        ...
+        return None
 
 
 def in_blocks(
@@ -106,7 +106,7 @@ def in_blocks(
 
 
 def sinks_mark(sink_tokens: int) -> str:
-    """What the name of a codec tells of its `sink_tokens`."""
+    """The part of a codec's name that tells its `sink_tokens`."""
     return f":sinks{sink_tokens}" if sink_tokens else ""
 
 

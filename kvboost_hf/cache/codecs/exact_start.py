@@ -11,12 +11,11 @@ import torch
 
 from kvboost_hf.cache.codecs.base import Codec, Planes, Role
 from kvboost_hf.compat import LayerRotation
-from kvboost_hf.handles import CodePlanes
 
 _EXACT = "start"  # the name of the plane
 
 
-class ExactStart:
+class ExactStart(Codec):
     """A codec for the chunk that a prompt begins with.
 
     Args:
@@ -56,14 +55,3 @@ class ExactStart:
         exact = min(tokens, self.sink_tokens)
         rest = self._codec.nbytes((layers, heads, tokens - exact, head_dim), dtype, role)
         return layers * heads * exact * head_dim * dtype.itemsize + rest
-
-    def code_planes(
-        self,
-        planes: Mapping[str, torch.Tensor],
-        role: Role,
-        rotation: LayerRotation | None,
-        tokens: int,
-        head_dim: int,
-    ) -> CodePlanes | None:
-        """See `Codec.code_planes`; they have to be decoded."""
-        return None

@@ -5,12 +5,11 @@ from math import prod
 
 import torch
 
-from kvboost_hf.cache.codecs.base import Planes, Role
+from kvboost_hf.cache.codecs.base import Codec, Planes, Role
 from kvboost_hf.compat import LayerRotation
-from kvboost_hf.handles import CodePlanes
 
 
-class Raw:
+class Raw(Codec):
     """Keeps every bit. What is encoded is not copied where it is contiguous."""
 
     name = "raw"
@@ -35,14 +34,3 @@ class Raw:
     def nbytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype, role: Role) -> int:
         """See `Codec.nbytes`."""
         return prod(shape) * dtype.itemsize
-
-    def code_planes(
-        self,
-        planes: Mapping[str, torch.Tensor],
-        role: Role,
-        rotation: LayerRotation | None,
-        tokens: int,
-        head_dim: int,
-    ) -> CodePlanes | None:
-        """See `Codec.code_planes`; there are no codes."""
-        return None

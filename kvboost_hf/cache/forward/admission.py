@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.costs.prompt_costs import PIECE, Costs
 from kvboost_hf.cache.forward.moved_probe import blend_reason, repair_for
@@ -22,7 +23,7 @@ from kvboost_hf.cache.forward.running import CacheParts, Request
 from kvboost_hf.cache.forward.spans import stored_chunk
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_own
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.live.live_kv import CHANGED
+from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
 from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.plan import ReusePlan
 from kvboost_hf.cache.prompt.generate_call import encoded_from, in_generate
@@ -90,12 +91,11 @@ class Admitted:
     regime: bytes
 
 
-def reason_for_stock_layers(parts: CacheParts, request: Request) -> str | None:
+def reason_for_stock_layers(live: LiveKV, cache: Cache, model: PreTrainedModel) -> str | None:
     """Why a text that begins runs on transformers' own layers, or None."""
-    live, cache = parts.live, request.cache
     if live.unsupported is not None:
         return live.unsupported
-    if live.static is None and (reason := holder_of_cache(request.model)) is not None:
+    if live.static is None and (reason := holder_of_cache(model)) is not None:
         return reason
     if "update" in cache.__dict__ or not is_own(type(cache).update):
         return UPDATE_REPLACED

@@ -3,9 +3,9 @@
 A forward over the columns [held, n) of a batch, as the hook sees it:
 
     admit     may it use stored K/V at all?                   admission.py
-    plan      which columns can come from the store           planning/plan.py, pure
+    plan      which columns can come from the store           prompt_plan.py; planning/plan.py, pure
     fill      [held, filled) is copied into the layers        reused.py, fill.py, loading.py; moved_forward.py
-    cut       with states: [filled, cut) runs on its own      reused.py
+    cut       with states: [filled, cut) runs on its own      prompt_plan.py, reused.py
     narrow    the model is given what is left                 reused.py
     forward   the unmodified model
     record    what the layers hold now                        live/live_kv.py
@@ -20,32 +20,28 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.costs.prompt_costs import pieces
 from kvboost_hf.cache.forward.admission import (
     ALL_LOGITS_OF_MEDIA,
     Admitted,
-    adds_mask,
     admit_more,
     admit_piece,
     admit_prompt,
-    reason_against_short_hits,
     reason_for_stock_layers,
 )
-from kvboost_hf.cache.forward.loading import can_overlap
 from kvboost_hf.cache.forward.moved_forward import plan_moved
+from kvboost_hf.cache.forward.prompt_plan import cut_prompt, may_overlap, min_saving_of, plan_prompt
 from kvboost_hf.cache.forward.repair_later import columns_per_token, may_repair, repair_more
 from kvboost_hf.cache.forward.reused import PromptColumns, Reused
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, Step, Unrecorded
-from kvboost_hf.cache.forward.spans import needed_for, with_loaded
+from kvboost_hf.cache.live.compiled import StaticDecoding
 from kvboost_hf.cache.live.ledger import Ledger
-from kvboost_hf.cache.live.live_kv import CHANGED
-from kvboost_hf.cache.planning.fixed_pieces import piece_ends, whole_pieces
-from kvboost_hf.cache.planning.plan import HEAD_TOKENS, ReusePlan, plan_batch
+from kvboost_hf.cache.live.live_kv import CHANGED, LiveKV
+from kvboost_hf.cache.planning.fixed_pieces import whole_pieces
+from kvboost_hf.cache.planning.plan import HEAD_TOKENS
 from kvboost_hf.cache.planning.report import Tally
 from kvboost_hf.cache.prompt.generate_call import in_generate, in_prefill
 from kvboost_hf.cache.prompt.hook import Kwargs
-from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_inputs, with_positions
-from kvboost_hf.cache.prompt.media import Prompt
+from kvboost_hf.cache.prompt.inputs import ForwardInputs, common_columns, read_forward
 from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.compat import (
     attn_implementation,
@@ -54,11 +50,8 @@ from kvboost_hf.compat import (
     hidden_states_reason,
     probe_reason,
     steps_reason,
-    weights_come_and_go,
 )
 from kvboost_hf.handles import ATTENTION
-
-_NEVER = 2**62  # tokens that an extra forward must save
 
 
 def next_forward(parts: CacheParts, request: Request) -> Forward:
@@ -77,21 +70,25 @@ def next_forward(parts: CacheParts, request: Request) -> Forward:
         live.follow_others()
     if live.plain_reason is not None:
         return _plain(parts, request, live.plain_reason)
-    request.kwargs = seen = with_positions(model, request.kwargs)
-    if live.static is not None:  # generate() may have made a 4-D mask
-        live.static.require_fits(seen, held)
-        pads = live.ledger.log.pads if live.ledger is not None else None
-        request.kwargs, seen = live.static.read_mask(seen, held, pads)
-    request.inputs = read_inputs(model, seen, parts.binding.all_logits_reason)
+    read_mask = partial(_read_mask, live, live.static, held) if live.static is not None else None
+    all_logits = parts.binding.all_logits_reason
+    request.kwargs, request.inputs = read_forward(model, request.kwargs, all_logits, read_mask)
     if not held:
         return _prompt(parts, request)
     request.is_step = isinstance(request.inputs, ForwardInputs) and request.inputs.input_ids.shape[1] == 1
     return _more(parts, request, held)
 
 
+def _read_mask(live: LiveKV, static: StaticDecoding, held: int, kwargs: Kwargs) -> tuple[Kwargs, Kwargs]:
+    """The arguments with the 4-D mask that generate() may have made, and with the 2-D mask that it was made from."""
+    static.require_fits(kwargs, held)
+    return static.read_mask(kwargs, held, live.ledger.log.pads if live.ledger is not None else None)
+
+
 def _begin_text(parts: CacheParts, request: Request) -> None:
     """Take the layers for a text: transformers' own if somebody else's code is given the cache."""
-    live, reason = parts.live, reason_for_stock_layers(parts, request)
+    live = parts.live
+    reason = reason_for_stock_layers(live, request.cache, request.model)
     if reason is not None and live.plain_reason is not None:
         live.plain_reason = reason
     elif reason != live.plain_reason or not live.owns_layers:
@@ -216,36 +213,25 @@ def _piece(parts: CacheParts, request: Request, ledger: Ledger, held: int) -> Fo
 def _reuse(parts: CacheParts, request: Request, prompt: PromptColumns) -> Forward:
     """Look for a prompt in the store."""
     live, model = parts.live, request.model
-    ledger = live.ledger
-    assert ledger is not None
-    plan = _plan(parts, model, ledger, prompt)
+    plan = plan_prompt(parts, model, prompt)
     media = bool(prompt.new.media.any())
-    if (moved := plan_moved(parts, request, prompt, plan, media=media)) is not None:
+    moved = plan_moved(parts, model, prompt, plan, media=media, stores_whole=request.stores_whole)
+    if moved is not None:
         return moved
-    cuts = _state_cuts(parts, plan, ledger, prompt)
-    if ledger.in_pieces is not None:
-        cuts = piece_ends(plan.filled, prompt.limit)
-    elif media:
-        plan, cuts = _whole_media(plan, cuts, prompt.new, prompt.limit)
-    elif not live.stateful:
-        if not prompt.first:
-            reason = reason_against_short_hits(parts, model, plan, prompt.inputs, ledger)
-            if reason is not None:
-                prompt, plan = _give_up(parts, prompt, plan, ledger, reason)
-        cuts = _mask_cuts(parts, model, plan, prompt)
+    prompt, plan, cuts = cut_prompt(parts, model, prompt, plan)
     if (plan.filled > prompt.first or cuts) and (reason := _probed(model, prompt.inputs)):
         if prompt.first:  # earlier pieces of the prompt are in the layers, and must stay
             return _lose_track(parts, request, prompt.held, reason)
         return _bypass(parts, request, reason)
     live.hand_out(attn_implementation(model) == ATTENTION)  # what overlaps depends on it
-    overlaps = plan.filled > prompt.held and _may_overlap(parts, model, plan, prompt)
+    overlaps = plan.filled > prompt.held and may_overlap(parts, model, plan, prompt)
     return Reused(
         parts,
         prompt,
         plan,
         cuts,
         overlaps=overlaps,
-        share_from=_min_saving(parts, prompt) if not media else None,
+        share_from=min_saving_of(parts, prompt) if not media else None,
         stores_whole=request.stores_whole,
     )
 
@@ -282,125 +268,6 @@ def _keep_common(parts: CacheParts, found: Admitted, limit: int) -> int:
         writer.offer_tails_from(ledger, held)
     live.rewind(held)
     return held
-
-
-def _plan(parts: CacheParts, model: PreTrainedModel, ledger: Ledger, prompt: PromptColumns) -> ReusePlan:
-    """Plan the columns [held, limit) of a prompt, with all chunks loaded."""
-    live, binding, ids = parts.live, parts.binding, prompt.ids
-    min_saving = _min_saving(parts, prompt)
-    stems_to = _stems_to(parts, ledger, prompt)
-    lost: frozenset[bytes] = frozenset()
-    while True:
-        plan = ledger.plan(
-            ids,
-            prompt.held,
-            prompt.limit,
-            binding.store,
-            min_saving,
-            stateful=live.stateful,
-            stems_to=stems_to,
-            first=prompt.first,
-            without=lost,
-        )
-        if ledger.in_pieces is not None:
-            plan = replace(plan, filled=whole_pieces(plan.filled))
-        wanted = needed_for(plan)
-        fetched = binding.store.records.fetch(wanted, check=not _may_overlap(parts, model, plan, prompt))
-        if all(fetched.get(each.key) is each for each in wanted):  # nothing had to be loaded
-            return plan
-        if fetched.keys() >= {each.key for each in wanted}:
-            return with_loaded(plan, fetched)
-        lost |= {each.key for each in wanted if each.key not in fetched}
-
-
-def _min_saving(parts: CacheParts, prompt: PromptColumns) -> int:
-    """Tokens that a forward ahead must save.
-
-    Rows computed ahead have a length of their own, and frequencies that depend on it would not be the batch's.
-    """
-    return parts.binding.policy.min_prefill_saving if not parts.live.regime else prompt.ids.size
-
-
-def _stems_to(parts: CacheParts, ledger: Ledger, prompt: PromptColumns) -> int:
-    """The column up to which what rows begin with may be computed once; 0 if it may not.
-
-    A forward of our own would lack the images of the caller's. States are kept at a border, and what follows it is
-    computed once behind that (see `Reused`).
-    """
-    if prompt.new.media.any():
-        return 0
-    return ledger.last_border(prompt.limit, parts.binding.store, prompt.ids) if parts.live.stateful else prompt.limit
-
-
-def _may_overlap(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> bool:
-    """Whether K/V may still be loading while the model computes.
-
-    Damage that is only found then takes a forward in the middle of a forward, which not every model can take.
-    """
-    return (
-        parts.binding.policy.mode == "exact"
-        and not parts.binding.policy.reproducible  # which would have to be computed in pieces
-        and not prompt.new.media.any()  # where images are cut, the plan is not yet the last one
-        and parts.live.static is None
-        and can_overlap(parts.live.layers, plan)
-        and "forward" not in model.__dict__
-        and "_compiled_call_impl" not in model.__dict__
-        and not weights_come_and_go(model)
-        and not _mask_cuts(parts, model, plan, prompt)
-    )
-
-
-def _state_cuts(parts: CacheParts, plan: ReusePlan, ledger: Ledger, prompt: PromptColumns) -> list[int]:
-    """Columns at which states are worth keeping: the last chunk border, where prompts part, the first image."""
-    limit, media, store = prompt.limit, prompt.new.media, parts.binding.store
-    if not parts.live.stateful or parts.live.regime or limit < plan.filled + (not plan.stems):
-        return []
-    border = ledger.last_border(limit, store, prompt.ids)
-    wanted = {border} if border - plan.filled >= store.chunker.chunk_size // 2 else set()
-    if plan.branch is not None:
-        wanted.add(plan.branch)
-    if plan.stems and border == plan.filled:  # nobody has stored the states that were computed
-        wanted.add(border)
-    if media.any():  # a whole prompt, as media only come with one
-        wanted.add(int(media.any(axis=0).argmax()))
-    earliest = plan.filled if plan.stems else plan.filled + 1
-    return sorted(cut for cut in wanted if max(earliest, *[pad + 1 for pad in plan.pads]) <= cut <= limit)
-
-
-def _mask_cuts(parts: CacheParts, model: PreTrainedModel, plan: ReusePlan, prompt: PromptColumns) -> list[int]:
-    """Columns at which to begin a new forward, where attention needs a mask behind what is reused."""
-    if plan.filled and adds_mask(parts, model, plan, prompt.inputs):
-        return pieces(plan.filled, prompt.limit)
-    return []
-
-
-def _give_up(
-    parts: CacheParts, prompt: PromptColumns, plan: ReusePlan, ledger: Ledger, reason: str
-) -> tuple[PromptColumns, ReusePlan]:
-    """Reuse nothing of a prompt after all: the prompt behind empty layers, and an empty plan."""
-    live = parts.live
-    live.tally.bypass = reason
-    live.tally.live = live.tally.moved = 0
-    live.tally.rows = [0] * len(plan.rows)
-    live.drop()
-    live.start_ledger(ledger.log.pads, ledger.root, live.regime)
-    nothing = [replace(row, hit=0, segments=(), borders=(), miss=None) for row in plan.rows]
-    return replace(prompt, held=0), plan_batch(nothing, plan.pads, 0, prompt.ids.shape[1], _NEVER)
-
-
-def _whole_media(plan: ReusePlan, cuts: list[int], prompt: Prompt, limit: int) -> tuple[ReusePlan, list[int]]:
-    """The plan and the cuts without a forward of our own, which would lack its images, and without a cut in one."""
-    rows = [
-        row
-        if row.states is None
-        else replace(row, states={at: s for at, s in row.states.items() if prompt.cut(at + pad) == at + pad})
-        for row, pad in zip(plan.rows, plan.pads, strict=True)
-    ]
-    alone = plan_batch(rows, plan.pads, plan.held, limit, min_saving=_NEVER)
-    alone = replace(alone, filled=max(plan.held, prompt.cut(alone.filled)))
-    shown = np.flatnonzero(prompt.media[:, alone.filled :].any(axis=0))
-    before = alone.filled + int(shown[0]) if len(shown) else limit
-    return alone, [cut for cut in cuts if alone.filled < cut <= before]
 
 
 def _count_all(tally: Tally, kwargs: Kwargs) -> None:

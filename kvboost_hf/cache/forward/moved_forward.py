@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.admission import MOVED_NOTHING, MOVED_SAVES_LITTLE, reason_against_moving
 from kvboost_hf.cache.forward.attention_scores import attention_of_the_end, num_queries
@@ -37,24 +38,31 @@ _SLACK = (1.15, 1.0)  # a few more columns than wanted go on from it, and are me
 
 
 def plan_moved(
-    parts: CacheParts, request: Request, prompt: PromptColumns, exact: ReusePlan, *, media: bool
+    parts: CacheParts,
+    model: PreTrainedModel,
+    prompt: PromptColumns,
+    exact: ReusePlan,
+    *,
+    media: bool,
+    stores_whole: bool,
 ) -> "Moved | None":
     """The forward over a prompt with moved chunks, or None where there is to be none.
 
     Args:
         parts: Of the cache.
-        request: The forward as it was asked for.
+        model: The model.
         prompt: Its columns.
         exact: What the store can serve of it as it stands.
         media: It has images, sound or video.
+        stores_whole: Store all of the prompt when it is done.
     """
     policy, live, inputs = parts.binding.policy, parts.live, prompt.inputs
     if policy.mode != "blend" or inputs.computes_all or (exact.filled >= prompt.limit and not exact.ahead):
         return None
-    live.tally.moved_reason = reason_against_moving(parts, request.model, media=media)
+    live.tally.moved_reason = reason_against_moving(parts, model, media=media)
     if live.tally.moved_reason is not None:
         return None
-    repair = repair_for(request.model, policy.repair, len(live.layers))
+    repair = repair_for(model, policy.repair, len(live.layers))
     plan = _find(parts, prompt, exact)
     if plan is None:
         live.tally.moved_reason = MOVED_NOTHING
@@ -65,7 +73,7 @@ def plan_moved(
         return None
     for row, (row_plan, pad) in enumerate(zip(exact.rows, plan.pads, strict=True)):
         note_miss(parts, row, prompt.ids[row, pad:], row_plan)
-    return Moved(parts, prompt, plan, repair, measures, stores_whole=request.stores_whole)
+    return Moved(parts, prompt, plan, repair, measures, stores_whole=stores_whole)
 
 
 def movable_spans(parts: CacheParts, ids: torch.Tensor, start: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Whether a model computes some of its tokens rightly over keys and values put in place: tried, not believed."""
+"""Probes whether a model computes some of its tokens rightly over keys and values that were put in place."""
 
 from typing import Any
 

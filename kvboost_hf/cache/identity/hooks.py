@@ -141,7 +141,7 @@ class ForwardWatch:
 
 
 def code_of(function: Any) -> Any:
-    """What tells a function from others: its code, so that it may be defined anew for each call."""
+    """The code of a function, which tells it from others: so it may be defined anew for each call."""
     function = _unbound(function)
     return function.__code__ if isinstance(function, types.FunctionType) else function
 

@@ -56,7 +56,7 @@ def autocast() -> Hashable:
 
 
 def arithmetic() -> tuple[Hashable, ...]:
-    """What the last bits of a result depend on: devices, threads, and the kernels that PyTorch may choose."""
+    """The settings that the last bits of a result depend on: threads, devices, and kernels that PyTorch may choose."""
     sdp: Any = torch.backends.cuda  # without types; the first three count on a CPU, too
     kernels = (sdp.flash_sdp_enabled, sdp.mem_efficient_sdp_enabled, sdp.math_sdp_enabled, sdp.cudnn_sdp_enabled)
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""Which of our layers serves in place of which of transformers'."""
+"""Chooses the layer that takes the place of each of transformers' layers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -6,6 +6,7 @@ buffers with room to spare and hands out views of them, so that an append costs 
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any, Self, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -19,6 +20,7 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
 
     device: torch.device
     dtype: torch.dtype
+    _tensors: list[Any]  # of keys and of values, and of what else a kind of layer keeps
 
     # Attributes of stock layers, which others read and set. Nothing in here does.
 
@@ -103,23 +105,49 @@ class ColumnLayer(ReuseLayer, DynamicLayer):  # type: ignore[no-untyped-call]  #
         if self.is_initialized:
             self._move(self.device)
 
+    # What the cache calls
+
     @property
-    @abstractmethod
+    def intact(self) -> bool:
+        """See `ReuseLayer.intact`."""
+        return all(tensor.intact for tensor in self._tensors)
+
+    @property
     def length(self) -> int:
         """Columns seen so far."""
+        stop: int = self._tensors[0].stop
+        return stop
+
+    def share(self) -> Self:
+        """A layer that reads the same buffers; whichever of the two writes first copies."""
+        twin = cast(Self, self.fresh())
+        twin.__dict__.update(self.__dict__)
+        twin._tensors = [tensor.share() for tensor in self._tensors]
+        return twin
+
+    def truncate(self, length: int) -> None:
+        """See `ReuseLayer.truncate`."""
+        if length < max(tensor.stop for tensor in self._tensors):
+            self.version += 1
+            for tensor in self._tensors:
+                tensor.truncate(length)
 
     @property
     @abstractmethod
     def _batch_size(self) -> int:
         """Rows held."""
 
-    @abstractmethod
     def _select(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` was."""
+        if self.is_initialized:
+            self.version += 1
+            for tensor in self._tensors:
+                tensor.select(rows)
 
-    @abstractmethod
     def _move(self, device: torch.device) -> None:
         """Move all that is held."""
+        for tensor in self._tensors:
+            tensor.move(device)
 
 
 class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
@@ -127,6 +155,7 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     can_branch = True
     _num_tensors = 2
+    _tensors: list[GrowingTensor]
 
     def __init__(self) -> None:
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
@@ -154,40 +183,15 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
 
     # What the cache calls
 
-    @property
-    def intact(self) -> bool:
-        """See `ReuseLayer.intact`."""
-        return all(tensor.intact for tensor in self._tensors)
-
     def seal(self) -> None:
         """See `ReuseLayer.seal`."""
         for tensor in self._tensors:
             tensor.seal()
 
     @property
-    def length(self) -> int:
-        """Columns seen so far."""
-        return self._tensors[0].stop
-
-    @property
     def first(self) -> int:
         """The first column that is still held."""
         return self._tensors[0].first
-
-    def share(self) -> "GrowingLayer":
-        """A layer that reads the same buffers; whichever of the two writes first copies."""
-        twin = self.fresh()
-        assert isinstance(twin, GrowingLayer)
-        twin.__dict__.update(self.__dict__)
-        twin._tensors = [tensor.share() for tensor in self._tensors]
-        return twin
-
-    def truncate(self, length: int) -> None:
-        """See `ReuseLayer.truncate`."""
-        if length < max(tensor.stop for tensor in self._tensors):
-            self.version += 1
-            for tensor in self._tensors:
-                tensor.truncate(length)
 
     def columns(self, row: int, start: int, stop: int) -> Piece | None:
         """See `ReuseLayer.columns`."""
@@ -297,14 +301,3 @@ class GrowingLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     @property
     def _batch_size(self) -> int:
         return self._tensors[0].view().shape[0]
-
-    def _select(self, rows: torch.Tensor) -> None:
-        if not self.is_initialized:
-            return
-        self.version += 1
-        for tensor in self._tensors:
-            tensor.select(rows)
-
-    def _move(self, device: torch.device) -> None:
-        for tensor in self._tensors:
-            tensor.move(device)

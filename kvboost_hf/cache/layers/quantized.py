@@ -31,6 +31,7 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     """
 
     can_branch = True
+    _tensors: list[CodedTensor]
 
     def __init__(self, codec: Codec, config: KVQuantConfig, rotation: LayerRotation | None) -> None:
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
@@ -83,12 +84,7 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     @property
     def intact(self) -> bool:
         """See `ReuseLayer.intact`."""
-        return not self._tampered and all(tensor.intact for tensor in self._tensors)
-
-    @property
-    def length(self) -> int:
-        """Columns seen so far."""
-        return self._tensors[0].stop
+        return not self._tampered and super().intact
 
     @property
     def num_coded(self) -> int:
@@ -98,13 +94,6 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     def fresh(self) -> "QuantizedLayer":
         """An empty layer of the same kind."""
         return QuantizedLayer(self._codec, self._config, self._rotation)
-
-    def share(self) -> "QuantizedLayer":
-        """A layer that reads the same buffers; whichever of the two writes first copies."""
-        twin = self.fresh()
-        twin.__dict__.update(self.__dict__)
-        twin._tensors = [tensor.share() for tensor in self._tensors]
-        return twin
 
     def lend(self) -> "QuantizedLayer":
         """See `ReuseLayer.lend`: what has become codes cannot be taken back, so that it is another layer."""
@@ -116,13 +105,6 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
         """Keep exact what every row of a batch begins with: all columns up to the first tokens of its shortest row."""
         for tensor in self._tensors:
             tensor.keep_first(columns + self._config.sink_tokens)
-
-    def truncate(self, length: int) -> None:
-        """See `ReuseLayer.truncate`."""
-        if length < max(tensor.stop for tensor in self._tensors):
-            self.version += 1
-            for tensor in self._tensors:
-                tensor.truncate(length)
 
     def columns(self, row: int, start: int, stop: int) -> Piece | None:
         """A row's columns [start, stop), decoded."""
@@ -174,16 +156,6 @@ class QuantizedLayer(ColumnLayer):  # type: ignore[no-untyped-call]
     @property
     def _batch_size(self) -> int:
         return self._tensors[0].like.shape[0]
-
-    def _select(self, rows: torch.Tensor) -> None:
-        if self.is_initialized:
-            self.version += 1
-            for tensor in self._tensors:
-                tensor.select(rows)
-
-    def _move(self, device: torch.device) -> None:
-        for tensor in self._tensors:
-            tensor.move(device)
 
 
 @lru_cache(maxsize=16)  # layers have the same blocks, and keep them for many steps

@@ -16,7 +16,7 @@ from kvboost_hf.cache.planning.moved_columns import MovedColumns
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border, ReusePlan, RowPlan, plan_batch, plan_row, plan_shared
 from kvboost_hf.cache.prompt.token_log import TokenLog
 from kvboost_hf.cache.store.chunk_store import ChunkStore, Put
-from kvboost_hf.cache.store.view import Row
+from kvboost_hf.cache.store.records.view import Row
 
 
 @dataclass(slots=True)

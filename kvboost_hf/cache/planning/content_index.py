@@ -106,7 +106,7 @@ class ContentIndex(Generic[C]):
             return list(self._variants.get(tokens.tobytes(), ()))
 
     def known_heads(self, hashes: Sequence[int]) -> list[int]:
-        """The indices in `hashes` at which a stored chunk's `head_hash` stands."""
+        """The indices in `hashes` at which the first of a stored chunk's `window_hashes` stands."""
         known = self._heads  # a look-up is atomic: a long prompt need not hold the lock
         return [place for place, head in enumerate(hashes) if head in known]
 

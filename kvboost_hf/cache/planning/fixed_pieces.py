@@ -1,4 +1,4 @@
-"""Where every prompt is cut with `ReusePolicy(reproducible=True)`, whether or not it is reused.
+"""Finds the columns at which every prompt is cut with `ReusePolicy(reproducible=True)`, whether or not it is reused.
 
 Matrix products of other shapes round differently. So the last bits of a token's K/V depend on the forward that
 computes it. With fixed pieces that forward is the same each time: columns [k * PIECE, (k + 1) * PIECE), behind all

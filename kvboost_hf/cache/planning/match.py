@@ -58,7 +58,7 @@ class MovedIndex(Protocol):
     max_tokens: int  # no chunk is longer
 
     def known_heads(self, hashes: Sequence[int]) -> list[int]:
-        """The indices in `hashes` at which a stored chunk's `head_hash` stands."""
+        """The indices in `hashes` at which the first of a stored chunk's `window_hashes` stands."""
         ...
 
     def known_windows(self, hashes: Sequence[int]) -> list[int]:
@@ -105,11 +105,6 @@ class MovedSegment:
     def to_end(self) -> bool:
         """Whether it goes on to the end of the chunk."""
         return self.offset + self.stop - self.start == len(self.chunk.tokens)
-
-
-def head_hash(tokens: Tokens) -> int:
-    """The hash of a chunk's first `MIN_MOVED_TOKENS` tokens, as `find_moved` looks for it."""
-    return window_hashes(tokens[:MIN_MOVED_TOKENS])[0]
 
 
 def window_hashes(tokens: Tokens) -> list[int]:

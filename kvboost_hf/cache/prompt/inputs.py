@@ -54,6 +54,26 @@ class ForwardInputs:
     logits_of_all: bool = False  # those of reused tokens are wanted, too, and can be had
 
 
+def read_forward(
+    model: PreTrainedModel,
+    kwargs: dict[str, Any],
+    all_logits_reason: str | None,
+    read_mask: Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None,
+) -> tuple[dict[str, Any], ForwardInputs | str]:
+    """The arguments to run a forward with, and what `read_inputs` reads of them.
+
+    Args:
+        model: The model.
+        kwargs: The arguments by name, as they came.
+        all_logits_reason: See `read_inputs`.
+        read_mask: Of a cache of a fixed size: gives the arguments to run with, and those to read, with a 2-D mask.
+    """
+    kwargs = seen = with_positions(model, kwargs)
+    if read_mask is not None:
+        kwargs, seen = read_mask(kwargs)
+    return kwargs, read_inputs(model, seen, all_logits_reason)
+
+
 def read_inputs(
     model: PreTrainedModel, kwargs: dict[str, Any], all_logits_reason: str | None = ALL_LOGITS
 ) -> ForwardInputs | str:
@@ -191,7 +211,7 @@ def _asks_for_each_token(model: PreTrainedModel, kwargs: dict[str, Any]) -> str 
 
 
 def _setting(model: PreTrainedModel, name: str) -> Any:
-    """What the configuration says where an argument is not given."""
+    """The value of an argument, or that of the configuration where it is not given."""
     return getattr(model.config, name, None) or getattr(model.config.get_text_config(decoder=True), name, None)
 
 

@@ -17,17 +17,16 @@ from kvboost_hf.cache.identity.fingerprint import model_name
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.kv.column_format import ColumnFormat
 from kvboost_hf.cache.kv.records import Put, StoreContents, Stored, StoredChunk, StoredStates
-from kvboost_hf.cache.planning.chunks import (
-    Chunker,
-)
+from kvboost_hf.cache.planning.chunks import Chunker
 from kvboost_hf.cache.planning.plan import RowPlan
 from kvboost_hf.cache.planning.report import ReuseReport
 from kvboost_hf.cache.store.audits import Audits
-from kvboost_hf.cache.store.blob_reader import BlobReader
+from kvboost_hf.cache.store.figures import figures
 from kvboost_hf.cache.store.integrity import IntegrityReport, check_integrity
+from kvboost_hf.cache.store.records.blob_reader import BlobReader
+from kvboost_hf.cache.store.records.tiered import TieredRecords
 from kvboost_hf.cache.store.roots import Roots
 from kvboost_hf.cache.store.settings import Uncut, checked_budget, checked_chunker, chunk_bytes, salt_bytes
-from kvboost_hf.cache.store.tiered import TieredRecords
 from kvboost_hf.cache.store.warming import Texts, WarmSettings, warmer
 from kvboost_hf.cache.tiers.addresses import open_tiers
 from kvboost_hf.cache.tiers.base import Tier
@@ -325,27 +324,7 @@ class ChunkStore:
     def stats(self) -> dict[str, Any]:
         """Counts and bytes: `chunks`, `bytes`, `max_bytes`, `pinned_chunks`, `tokens`, `hits`, `misses`, … by tier."""
         with self._lock:
-            memory = self.records.memory
-            chunks, states = memory.chunks, memory.states
-            device = {"device": self.records.device.stats()} if self.records.device.max_bytes else {}
-            ram = {"chunks": len(chunks), "bytes": self.records.memory.nbytes, "max_bytes": self.max_bytes}
-            return {
-                **ram,
-                "pinned_chunks": len(self.records.memory.pinned_keys()),
-                "content_only": sum(chunk.content_only for chunk in chunks.values()),
-                "states": len(states),
-                "tokens": sum(len(chunk.tokens) for chunk in chunks.values()),
-                "ngram_bytes": self.records.text.nbytes,
-                **self.records.counts,
-                "evictions": memory.evictions,
-                "audits": self.audits.count,
-                "divergences": self.audits.divergences,
-                "loaded": self.records.lower.loaded,
-                "lost": self.records.lower.lost,
-                "codec": self.codec.name,
-                "seconds_per_token": self._seconds_per_token(),
-                "tiers": {**device, "ram": ram, **self.records.lower.tiers.stats()},
-            }
+            return figures(self.records, self.audits, self.codec.name, self._seconds_per_token())
 
     @property
     def max_bytes(self) -> int:

@@ -22,8 +22,8 @@ from kvboost_hf.cache.planning.chunks import Chunker, Tokens, common_length, pre
 from kvboost_hf.cache.planning.column_ids import is_text
 from kvboost_hf.cache.planning.plan import HEAD_TOKENS, Border
 from kvboost_hf.cache.prompt.inputs import with_positions
-from kvboost_hf.cache.store.contract import Records
-from kvboost_hf.cache.store.view import Row
+from kvboost_hf.cache.store.records.contract import Records
+from kvboost_hf.cache.store.records.view import Row
 from kvboost_hf.compat import PrivateCache, cache_argument, difference, input_device, tolerance
 
 _log = logging.getLogger("kvboost_hf")

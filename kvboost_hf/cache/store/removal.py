@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvboost_hf.cache.kv.records import Stored, StoredChunk, StoredStates, unloaded, with_descendants
 from kvboost_hf.cache.planning.chunks import Tokens
-from kvboost_hf.cache.store.tiered import TieredRecords
+from kvboost_hf.cache.store.records.tiered import TieredRecords
 from kvboost_hf.cache.tiers.below import Found
 
 
@@ -44,7 +44,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Belongings:
-    """What of a store belongs to some prompts.
+    """The part of a store that belongs to some prompts.
 
     Args:
         owner: As `Heads` name it: what begins with its heads.

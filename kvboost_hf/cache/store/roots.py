@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.planning.chunks import root_key
-from kvboost_hf.cache.store.history import History
-from kvboost_hf.cache.store.lower import LowerMemory
+from kvboost_hf.cache.store.records.history import History
+from kvboost_hf.cache.store.records.lower import LowerMemory
 
 _log = logging.getLogger("kvboost_hf")
 

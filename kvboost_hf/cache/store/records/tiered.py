@@ -1,0 +1,327 @@
+"""Records of one store across its tiers: host memory, devices, and lower tiers."""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from kvboost_hf.cache.kv.layer_kv import LayerKV, LayerStates
+from kvboost_hf.cache.kv.records import Put, Stored, StoredChunk, StoredStates, with_descendants
+from kvboost_hf.cache.planning.chunks import KEY_BYTES, Tokens, content_only_key, prefix_key, states_key
+from kvboost_hf.cache.planning.content_index import ContentIndex
+from kvboost_hf.cache.planning.match import MIN_MOVED_TOKENS
+from kvboost_hf.cache.planning.plan import ChunkIndex
+from kvboost_hf.cache.store.records.blob_reader import BlobReader
+from kvboost_hf.cache.store.records.content import ContentIndexes
+from kvboost_hf.cache.store.records.contract import Unsettled
+from kvboost_hf.cache.store.records.device import DeviceMemory
+from kvboost_hf.cache.store.records.history import History
+from kvboost_hf.cache.store.records.insertion import Insertion
+from kvboost_hf.cache.store.records.lower import LowerMemory
+from kvboost_hf.cache.store.records.memory import HostMemory
+from kvboost_hf.cache.store.records.payback import Payback
+from kvboost_hf.cache.store.records.text import StoredText
+from kvboost_hf.cache.store.records.view import Row, TieredView
+from kvboost_hf.cache.tiers.below import LowerTiers
+from kvboost_hf.cache.tiers.record import DamagedBlobError
+from kvboost_hf.errors import StoreClosedError
+
+S = TypeVar("S", bound=Stored)
+
+
+class TieredRecords:
+    """Moves records between host memory, devices and lower tiers, and keeps the indexes in step with them.
+
+    None of its parts refers to the store, which must go as soon as nobody holds it.
+
+    Args:
+        ram_bytes: Budget of host memory.
+        device_bytes: Budget of devices.
+        tiers: The tiers below host memory.
+        model_name: Names the model to them, see `Entry.model`.
+        reader: Reads K/V and states from blobs.
+        pays_for: See `Payback`.
+    """
+
+    def __init__(
+        self,
+        ram_bytes: int,
+        device_bytes: int,
+        tiers: LowerTiers,
+        model_name: bytes,
+        reader: BlobReader,
+        pays_for: int | None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.payback, self.history = Payback(pays_for), History()
+        self.contents = ContentIndexes(self.lock)
+        self.text = StoredText(self.history.salt_of)
+        self.lower = LowerMemory(tiers, model_name, reader, self.lock, self.contents.add_below)
+        self.device = DeviceMemory(device_bytes)
+        self.memory = HostMemory(
+            ram_bytes,
+            self.lock,
+            on_insert=(self.history.note_stored, self.text.add, self.contents.add),
+            on_remove=(self.contents.remove, self.text.remove),
+            on_evict=(self.history.note_evicted, self.lower.keep_evicted),
+        )
+        self.is_open = True
+        self._unsettled: weakref.WeakSet[Unsettled] = weakref.WeakSet()
+        self.counts = dict.fromkeys(("hits", "misses", "rejected", "quarantined", "not_worth_loading"), 0)
+        self._insertion = Insertion(self.lock, self.memory, self.lower, self.contents, self.payback, self.counts)
+
+    # Finding
+
+    def view(self, root: bytes, row: Row, without: frozenset[bytes] = frozenset()) -> ChunkIndex:
+        """See `Records.view`."""
+        return TieredView(self.memory, self.lower.tiers, row, without) if self.lower.keeps(root) else self.memory
+
+    def moved_index(self, root: bytes) -> ContentIndex[StoredChunk]:
+        """See `Records.moved_index`."""
+        self.lower.list_content(root)
+        return self.contents.of(root)
+
+    def fetch(self, wanted: Iterable[S], *, check: bool = True) -> dict[bytes, S]:
+        """See `Records.fetch`."""
+        fetched: dict[bytes, S] = {}
+        for each in wanted:
+            if each.key not in fetched and (loaded := self._fetch(each, check)) is not None:
+                fetched[each.key] = loaded
+        return fetched
+
+    def _fetch(self, stored: S, check: bool) -> S | None:
+        if isinstance(stored, StoredChunk) and (near := self.device.get(stored.key)) is not None:
+            return replace(stored, loaded=near, on_device=True)
+        if stored.loaded is not None:
+            return stored
+        try:
+            loaded = self.lower.load(stored, check=check)
+        except DamagedBlobError as error:
+            self.lose(stored, error)
+            return None
+        if loaded is None:
+            self.lose(stored)
+        return loaded
+
+    def lose(self, stored: Stored, error: DamagedBlobError | None = None) -> None:
+        """See `Records.lose`."""
+        self.lower.give_up(stored, error)
+        with self.lock:
+            self.contents.drop_below([stored.key])
+
+    def everything(self) -> list[Stored]:
+        """All records under the roots that this store knows, in any tier; loaded or not."""
+        self.lower.tiers.flush()
+        with self.lock:
+            found = {each.key: each for each in self.memory.records()}
+        for each in self.lower.all_records():
+            found.setdefault(each.key, each)
+        return list(found.values())
+
+    # Using
+
+    def record_use(
+        self, chunks: Sequence[StoredChunk], *, missed: bool, states: StoredStates | None = None, moved: bool = False
+    ) -> None:
+        """See `Records.record_use`."""
+        used: list[Stored] = [*chunks, *([states] if states is not None else [])]
+        with self.lock:
+            self.memory.use([each.key for each in used], by_content=moved)
+            self.counts["hits"] += len(chunks)
+            self.counts["misses"] += missed
+            self.payback.note_served(sum(len(chunk.tokens) for chunk in chunks))
+        if durable := [each.key for each in used if self.lower.keeps(each.root)]:
+            self.lower.tiers.touch(durable)
+
+    def promote(self, used: Sequence[Stored]) -> None:
+        """See `Records.promote`."""
+        for each in used:
+            if each.loaded is None or each.key in self._insertion.offences:  # somebody else has found it to be wrong
+                continue
+            if isinstance(each, StoredChunk) and not each.on_device:
+                with suppress(DamagedBlobError):  # whoever reads it next finds out
+                    self.device.put(each.key, each.kv)
+            if each.found is not None:
+                self.lower.note_known(each.key)
+                self.lower.tiers.run(partial(self._take_back, each, self.memory.generation))
+
+    def _take_back(self, stored: Stored, generation: int) -> None:
+        """Take a record into host memory that was loaded from a lower tier."""
+        try:
+            held = stored.loaded.owned() if stored.loaded is not None else None
+        except DamagedBlobError as error:
+            return self.lose(stored, error)
+        with self.lock:
+            if held is None or stored.key in self.memory or not self.is_open or stored.key in self._insertion.offences:
+                return None
+            if generation == self.memory.generation:
+                reserved = self.memory.reserve(stored.nbytes, keep=stored.parent)
+                if reserved is not None:
+                    self._insertion.insert(stored.in_memory(held), reserved)
+                    self.lower.write(stored)
+        return None
+
+    # Taking in
+
+    def expects(self, key: bytes) -> bool:
+        """See `Records.expects`."""
+        with self.lock:
+            return self.text.is_used or key in self.memory.chunks or self.payback.admits(key)
+
+    def put(
+        self,
+        root: bytes,
+        parent: bytes,
+        start: int,
+        tokens: Tokens,
+        nbytes: int,
+        copy_kv: Callable[[], LayerKV] | None,
+        *,
+        pinned: bool = False,
+        unfinished: bool = False,
+    ) -> Put:
+        """See `Records.put`."""
+        key = prefix_key(parent, tokens)
+
+        def holder() -> bytes | None:
+            return key if key in self.memory else self.memory.covering(parent, tokens) if unfinished else None
+
+        chunk = StoredChunk(key, root, parent, start, tokens, None, nbytes + tokens.nbytes)
+        return self._take_in(chunk, copy_kv, holder, pinned)
+
+    def put_content(
+        self,
+        root: bytes,
+        tokens: Tokens,
+        start: int,
+        nbytes: int,
+        copy_kv: Callable[[], LayerKV] | None,
+        *,
+        parent: bytes | None = None,
+        pinned: bool = False,
+    ) -> Put:
+        """See `Records.put_content`."""
+        if len(tokens) < MIN_MOVED_TOKENS:
+            return Put.TOO_SHORT
+        index = self.moved_index(root)
+        for nearest in index.variants(tokens)[:1] if pinned else ():  # it must be in host memory to be pinned
+            if nearest.loaded is None and nearest.start <= start:
+                for loaded in self.fetch([nearest]).values():
+                    self._take_back(loaded, self.memory.generation)
+
+        def holder() -> bytes | None:
+            nearest = index.variants(tokens)[:1]
+            return nearest[0].key if nearest and nearest[0].start <= start else None
+
+        history = parent if parent is not None else os.urandom(KEY_BYTES)
+        key = content_only_key(root, history, start, tokens)
+        chunk = StoredChunk(key, root, history, start, tokens, None, nbytes + tokens.nbytes, content_only=True)
+        return self._take_in(chunk, copy_kv, holder, pinned)
+
+    def put_states(
+        self,
+        root: bytes,
+        parent: bytes,
+        tokens: Tokens,
+        nbytes: int,
+        copy_states: Callable[[], LayerStates],
+        *,
+        pinned: bool = False,
+    ) -> Put:
+        """See `Records.put_states`."""
+        key = states_key(parent, tokens)
+        states = StoredStates(key, root, parent, tokens, None, nbytes + tokens.nbytes)
+        return self._take_in(states, copy_states, lambda: key if key in self.memory else None, pinned)
+
+    def _take_in(
+        self,
+        offered: Stored,
+        copy: Callable[[], LayerKV | LayerStates] | None,
+        holder: Callable[[], bytes | None],
+        pinned: bool,
+    ) -> Put:
+        self.require_open()
+        return self._insertion.take(offered, copy, holder, pinned)
+
+    # Pinning, and letting go
+
+    def settles_first(self, unsettled: Unsettled) -> None:
+        """See `Records.settles_first`."""
+        with self.lock:
+            self._unsettled.add(unsettled)
+
+    def settle(self) -> None:
+        """Store what is not stored yet."""
+        with self.lock:
+            unsettled = list(self._unsettled)
+        for each in unsettled:
+            each.settle_here()
+
+    def has_pinned(self, keys: Iterable[bytes]) -> bool:
+        """See `Records.has_pinned`."""
+        with self.lock:
+            return any(map(self.memory.is_pinned, keys))
+
+    def quarantine(self, keys: Iterable[bytes]) -> None:
+        """See `Records.quarantine`."""
+        doomed = set(keys)
+        self.lower.tiers.flush()  # what was on its way to host memory is there
+        below = self.lower.tiers.find(list(doomed))
+        roots = {found.entry.root for found in below.values()}
+        roots |= {each.root for key in doomed if (each := self.memory.get(key)) is not None}
+        entries = [each for root in roots for each in self.lower.records(root)]
+        with self.lock:
+            for key in doomed:
+                if key in self.memory or key in below:
+                    self._insertion.offences[key] = self._insertion.offences.get(key, 0) + 1
+                    self.counts["quarantined"] += 1
+            self.take_out(with_descendants(doomed, [*entries, *self.memory.records()]))
+        self.lower.tiers.flush()
+
+    def take_out(self, keys: Collection[bytes]) -> None:
+        """Remove records from every tier, pinned or not; in lower tiers soon. Whoever calls it holds the lock."""
+        for key in keys:
+            self.memory.remove_tree(key)
+        self.contents.drop_below(keys)
+        self.device.clear()
+        self.lower.delete(keys)
+
+    def drop(self, roots: set[bytes]) -> None:
+        """Forget what host memory holds under these roots, pinned or not."""
+        with self.lock:
+            for each in [each for each in self.memory.records() if each.root in roots]:
+                self.memory.remove_tree(each.key)
+
+    def clear(self) -> None:
+        """Forget all records; the lower tiers keep what they have."""
+        with self.lock:
+            for part in (self.memory, self.contents, self.text, self.payback, self.history, self.device):
+                part.clear()
+            self.lower.forget_all()
+            self._insertion.offences.clear()
+
+    def close(self) -> None:
+        """Forget all records, and take no more in."""
+        with self.lock:
+            self.clear()
+            self.is_open = False
+
+    def require_open(self) -> None:
+        """Raise StoreClosedError after `close`."""
+        if not self.is_open:
+            raise StoreClosedError("This ChunkStore was closed. Make a new one: ChunkStore(model).")
+
+    # Books
+
+    def check_consistency(self) -> None:
+        """See `Records.check_consistency`."""
+        with self.lock:
+            chunks = self.memory.chunks.values()
+            self.memory.check_consistency(complete=not self.lower)
+            self.contents.check_consistency(chunks)
+            self.text.check_consistency(chunks)
+            self.device.check_consistency()

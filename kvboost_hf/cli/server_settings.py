@@ -1,0 +1,200 @@
+"""Settings of a server from its parsed flags, from files of keys, and from the environment."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvboost_hf.cache.tiers.sealed import read_tier_key
+from kvboost_hf.config import DraftTreeConfig, StreamingConfig
+from kvboost_hf.engine.settings import EngineSettings, RecomputeStrategy
+from kvboost_hf.server.http.keys import read_keys
+from kvboost_hf.server.settings import ServerSettings
+from kvboost_hf.server.tls import TlsFiles
+
+_STREAMING = (
+    *("streaming_mode", "keep_first_k", "keep_last_k", "vram_budget"),
+    *("n_staging_slots", "disk_folder", "host_budget"),
+)
+_WITH_RATIO = (
+    RecomputeStrategy.AUTO,
+    RecomputeStrategy.CACHEBLEND,
+    RecomputeStrategy.QUERY,
+    RecomputeStrategy.FIRST_K,
+)
+_TRACED = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_SECRETS = ("api_key", "operator_key")
+
+
+def add_secrets(options: argparse.Namespace, environment: Mapping[str, str], names: Sequence[str] = _SECRETS) -> None:
+    """Add keys from files and from the environment to the parsed flags.
+
+    Args:
+        options: The parsed flags; keys that are found are added to them.
+        environment: The environment of the process.
+        names: The kinds of keys to look for.
+
+    Raises:
+        ValueError: A file cannot be read, holds no key, or is open to other users.
+    """
+    for name in names:
+        file, value = getattr(options, f"{name}_file"), environment.get(f"KVBOOST_HF_{name.upper()}")
+        given = [*getattr(options, name), *(read_keys(file) if file is not None else ())]
+        setattr(options, name, [*given, value] if value else given)
+    options.ssl_keyfile_password = environment.get("KVBOOST_HF_SSL_KEYFILE_PASSWORD")
+
+
+def wants_traces(options: argparse.Namespace, environment: Mapping[str, str]) -> bool:
+    """Whether the server sends traces: as `--otel` says, else if the environment says where to."""
+    return any(map(environment.get, _TRACED)) if options.otel is None else bool(options.otel)
+
+
+def server_settings(options: argparse.Namespace, name: str, positions: int | None) -> ServerSettings:
+    """The `ServerSettings` of the parsed flags.
+
+    Args:
+        options: The parsed flags.
+        name: What clients call the model without `--model-name`.
+        positions: The number of positions of the model; None where it is not known.
+
+    Raises:
+        ValueError: A value is out of its range, or values do not go together.
+    """
+    return ServerSettings(
+        model_name=options.model_name or name,
+        model_aliases=tuple(options.model_alias),
+        host=options.host,
+        port=options.port,
+        api_keys=tuple(options.api_key),
+        operator_keys=tuple(options.operator_key),
+        salt=options.salt,
+        allowed_hosts=tuple(options.allowed_host),
+        tls=_tls_files(options),
+        max_connections=options.max_connections,
+        cors_origins=tuple(options.cors_origin),
+        max_batch_size=options.max_batch_size,
+        max_queue_size=options.max_queue_size,
+        batch_window_ms=options.batch_window_ms,
+        prefill_chunk_size=options.prefill_chunk_size,
+        max_model_len=options.max_model_len or positions,
+        max_live_tokens=options.max_live_tokens,
+        safety_margin=options.planner_safety_margin if options.oom_planning else None,
+        embeddings=options.embeddings,
+        strict_requests=options.strict_requests,
+        auto_truncate=options.auto_truncate,
+        default_max_tokens=options.max_tokens,
+        timeout_s=options.timeout_s,
+        drain_s=options.drain_s,
+    )
+
+
+def kept_settings(options: argparse.Namespace, **more: Any) -> EngineSettings:
+    """The `EngineSettings` of the flags that `add_kept` adds.
+
+    Args:
+        options: The parsed flags.
+        more: Other settings.
+
+    Raises:
+        ValueError: A value is out of its range, or values do not go together.
+        OSError: The file of `--tier-key-file` cannot be read.
+    """
+    return EngineSettings(
+        chunk_size=options.chunk_size,
+        chunk_boundary_window=options.chunk_boundary_window,
+        kv_cache_bits=options.kv_cache_bits,
+        codec=options.codec,
+        live_quant=options.live_quant,
+        disk_cache_dir=options.disk_cache_dir,
+        tiers=options.tiers,
+        tier_key=read_tier_key(options.tier_key_file) if options.tier_key_file is not None else None,
+        **more,
+    )
+
+
+def engine_settings(options: argparse.Namespace) -> EngineSettings:
+    """The `EngineSettings` of all flags of a server.
+
+    Raises:
+        ValueError: A value is out of its range, or values do not go together.
+        OSError: The file of `--tier-key-file` cannot be read.
+    """
+    strategy, ratio = options.recompute_strategy, options.recompute_ratio
+    if ratio is not None and strategy not in _WITH_RATIO:
+        raise ValueError(
+            f"`--recompute-ratio` must be left out with `--recompute-strategy {strategy}`, which does not use it, got "
+            f"{ratio}. Pass one of {', '.join(_WITH_RATIO)}."
+        )
+    return kept_settings(
+        options,
+        recompute_strategy=None if strategy == "exact" else strategy,
+        recompute_ratio=ratio,
+        sink_tokens=options.sink_tokens,
+        overlap_k=options.overlap_k,
+        progressive=options.progressive,
+        max_cache_bytes=options.max_cache_bytes,
+    )
+
+
+def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
+    """The `StreamingConfig` of the parsed flags; None without `--awq-streaming`.
+
+    A budget makes room for as much K/V as requests may take, where flags say how much that is.
+
+    Raises:
+        ValueError: A value is out of its range, or given without `--awq-streaming`.
+    """
+    given = {name: getattr(options, name) for name in _STREAMING if getattr(options, name) is not None}
+    if not options.awq_streaming:
+        if given:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{flags} must be left out without `--awq-streaming`.")
+        return None
+    mode = given.pop("streaming_mode", StreamingConfig().residency_mode)
+    live_tokens = getattr(options, "max_live_tokens", None) or getattr(options, "max_model_len", None)
+    if live_tokens is not None:
+        given |= {"max_tokens": live_tokens, "prefill_chunk_size": options.prefill_chunk_size}
+    return StreamingConfig(residency_mode=mode, **given)
+
+
+def draft_trees(options: argparse.Namespace) -> DraftTreeConfig | None:
+    """The `DraftTreeConfig` of the parsed flags; None for no drafts.
+
+    Raises:
+        ValueError: A value is out of its range, values do not go together, or there is no draft model.
+    """
+    policy, gamma = options.speculative_mode_policy, options.speculative_gamma
+    sizes = {
+        "branching": options.speculative_tree_max_branching,
+        "depth": options.speculative_tree_max_depth,
+        "max_nodes": options.speculative_tree_node_budget,
+    }
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if policy == "none":
+        return None
+    if options.speculative_draft_model is None:
+        if given or policy is not None or gamma is not None:
+            raise ValueError("Drafts need `--speculative-draft-model`. Pass one, or no other `--speculative-` flag.")
+        return None
+    if gamma is not None:
+        if given or policy not in (None, "chain"):
+            raise ValueError(
+                f"`--speculative-gamma` ({gamma}) is the length of chains, and goes with no flag for trees. Pass "
+                "`--speculative-tree-max-depth` for those."
+            )
+        policy, given = "chain", {"depth": gamma}
+    return DraftTreeConfig(policy=policy or "auto", **given)
+
+
+def _tls_files(options: argparse.Namespace) -> TlsFiles | None:
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None or options.ssl_ca_certs is not None:
+            raise ValueError(
+                "`--ssl-keyfile` and `--ssl-ca-certs` need `--ssl-certfile`. Pass the server's certificate."
+            )
+        return None
+    return TlsFiles(
+        certfile=options.ssl_certfile,
+        keyfile=options.ssl_keyfile,
+        password=options.ssl_keyfile_password,
+        ca_certs=options.ssl_ca_certs,
+    )

@@ -1,0 +1,372 @@
+"""The schema of requests to `/v1/messages`, and the chat request that each stands for."""
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from kvboost_hf.server.requests.chat import ChatRequest
+from kvboost_hf.server.requests.fields import Body, Many, Refusal
+from kvboost_hf.server.requests.messages import CalledFunction, MadeCall, Message
+from kvboost_hf.server.requests.sampled import MAX_STOPS
+from kvboost_hf.server.requests.tools import MAX_TOOLS, ToolName
+
+_BILLING = "x-anthropic-billing-header:"  # a block of Claude Code's with a number that changes with each request
+_BETWEEN = "\n\n"  # texts of several blocks
+
+
+class CacheControl(Body):
+    """Asks to keep the prompt up to here for a while."""
+
+    place: ClassVar = "cache_control"
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class _Marked(Body):
+    """A part of a prompt that `cache_control` may stand at."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Marked):
+    """A text."""
+
+    place: ClassVar = "messages.content"
+    type: Literal["text"]
+    text: str
+    citations: Any = None
+    """Of an answer that is sent back; not part of the prompt."""
+
+
+class ThinkingBlock(Body):
+    """Reasoning of an earlier answer; the chat template decides whether it is part of the prompt."""
+
+    place: ClassVar = "messages.content"
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+    """Not checked."""
+
+
+class HiddenThinkingBlock(Body):
+    """Reasoning that another server has encrypted; left out."""
+
+    place: ClassVar = "messages.content"
+    type: Literal["redacted_thinking"]
+    data: str | None = None
+
+
+class UseBlock(_Marked):
+    """A call of an earlier answer."""
+
+    place: ClassVar = "messages.content"
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def _text_block(block: Any) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else "text"
+    if kind != "text":
+        raise ValueError(f"blocks of type {kind!a} are not served here; send text")
+    return block
+
+
+class ResultBlock(_Marked):
+    """The result of a call."""
+
+    place: ClassVar = "messages.content"
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Many[Annotated[TextBlock, BeforeValidator(_text_block)]] | None = None
+    is_error: bool | None = None
+    """Puts `Error: ` before the result."""
+
+    @property
+    def message(self) -> Message:
+        """The message of a chat."""
+        text = self.content if isinstance(self.content, str) else _joined(self.content or ())
+        text = f"Error: {text}" if self.is_error else text
+        return Message(role="tool", content=text, tool_call_id=self.tool_use_id)
+
+
+_SAID = (TextBlock, ThinkingBlock, HiddenThinkingBlock, UseBlock)
+_ASKED = (TextBlock, ResultBlock)
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _known_block(block: Any) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else "text"
+    if kind not in _BLOCKS:
+        raise ValueError(f"blocks of type {kind!a} are not served; send text")
+    return block
+
+
+Block = Annotated[
+    Annotated[TextBlock | ThinkingBlock | HiddenThinkingBlock | UseBlock | ResultBlock, Field(discriminator="type")],
+    BeforeValidator(_known_block),
+]
+
+
+class Turn(Body):
+    """What one side has said. Consecutive turns of the same side are one.
+
+    A turn of the system counts as one of the user: many chat templates take the system's messages at the start only.
+    """
+
+    place: ClassVar = "messages"
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[Block]
+
+    @model_validator(mode="after")
+    def _of_its_side(self) -> "Turn":
+        if isinstance(self.content, list):
+            kinds = _SAID if self.role == "assistant" else _ASKED
+            wrong = next((block for block in self.content if not isinstance(block, kinds)), None)
+            if wrong is not None:
+                raise ValueError(f"blocks of type {wrong.type!r} cannot be in a message of role {self.role!r}")
+        return self
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of a chat: each result of a call is one, and so are the texts in a row."""
+        role: Literal["user", "assistant"] = "assistant" if self.role == "assistant" else "user"
+        if isinstance(self.content, str):
+            return [Message(role=role, content=self.content)]
+        if role == "assistant":
+            return [_said(self.content)]
+        found: list[Message] = []
+        for is_text, blocks in groupby(self.content, lambda block: isinstance(block, TextBlock)):
+            if is_text:
+                found.append(Message(role=role, content=_joined(blocks)))
+            else:
+                found += [block.message for block in blocks if isinstance(block, ResultBlock)]
+        return found
+
+    def up_to(self, blocks: int) -> "Turn":
+        """The same with its first blocks only."""
+        return self if isinstance(self.content, str) else self.model_copy(update={"content": self.content[:blocks]})
+
+
+def _joined(blocks: Iterable[Any]) -> str:
+    return _BETWEEN.join(block.text for block in blocks if block.text)
+
+
+def _said(blocks: Sequence[Body]) -> Message:
+    calls = [
+        MadeCall(id=one.id, function=CalledFunction(name=one.name, arguments=json.dumps(one.input)))
+        for one in blocks
+        if isinstance(one, UseBlock)
+    ]
+    reasoning = "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock))
+    text = "".join(one.text for one in blocks if isinstance(one, TextBlock))
+    return Message(role="assistant", content=text, tool_calls=calls or None, reasoning_content=reasoning or None)
+
+
+def _merged(messages: Iterable[Message]) -> list[Message]:
+    """Make one message of what the same side says in a row."""
+    found: list[Message] = []
+    for message in messages:
+        last = found[-1] if found else None
+        if last is None or last.role != message.role or message.role not in ("user", "assistant"):
+            found.append(message)
+            continue
+        between = _BETWEEN if message.role == "user" else ""
+        calls = [*(last.tool_calls or ()), *(message.tool_calls or ())]
+        text = between.join(filter(None, (last.text, message.text)))
+        found[-1] = last.model_copy(update={"content": text, "tool_calls": calls or None})
+    return found
+
+
+def _own_tool(tool: Any) -> Any:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind not in (None, "custom"):
+        raise ValueError(f"tools of type {kind!a} are not served; offer a tool with a name and an input_schema")
+    return tool
+
+
+class OwnTool(_Marked):
+    """A tool that the client runs; `input_schema` is a JSON schema."""
+
+    place: ClassVar = "tools"
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As in a chat."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class UseChoice(Body):
+    """Whether a tool has to be called, and which."""
+
+    place: ClassVar = "tool_choice"
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> "UseChoice":
+        if self.type == "tool" and self.name is None:
+            raise ValueError("tool_choice of type 'tool' must name a tool")
+        return self
+
+    @property
+    def body(self) -> Any:
+        """As in a chat."""
+        named = {"type": "function", "function": {"name": self.name}}
+        return {"auto": "auto", "any": "required", "none": "none", "tool": named}[self.type]
+
+
+class OutputFormat(Body):
+    """A schema that an answer must keep to."""
+
+    place: ClassVar = "output_config.format"
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The form of an answer."""
+
+    place: ClassVar = "output_config"
+    format: OutputFormat | None = None
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    """Given to the chat template as `reasoning_effort`."""
+
+
+class Thinking(Body):
+    """Whether the model reasons before its answer."""
+
+    place: ClassVar = "thinking"
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class Breakpoint(NamedTuple):
+    """Where `cache_control` stands."""
+
+    turns: int  # before the one that it is in; 0 for tools and system
+    blocks: int  # of that one, up to here; 0 for tools and system
+    ttl: str
+    last: bool  # whether nothing follows
+
+
+class CountRequest(Body):
+    """A request to `/v1/messages/count_tokens`."""
+
+    model: str | None = None
+    """The model's name, or one of `--model-alias`; the only model where it is left out."""
+    messages: Annotated[Many[Turn], Field(min_length=1)]
+    """Text, thinking, calls and their results; other blocks are refused. The answer continues a last message of the
+    assistant."""
+    system: str | Many[Annotated[TextBlock, BeforeValidator(_text_block)]] | None = None
+    """Claude Code's block `x-anthropic-billing-header` is left out: it changes with each request."""
+    tools: Annotated[Many[Annotated[OwnTool, BeforeValidator(_own_tool)]], Field(max_length=MAX_TOOLS)] | None = None
+    """Tools that the client runs; those that Anthropic defines or runs are refused."""
+    tool_choice: UseChoice | None = None
+    thinking: Thinking | None = None
+    """Switches reasoning on or off, where the chat template has a switch."""
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older place of `output_config.format`."""
+    cache_control: CacheControl | None = None
+    """The same as at the last block."""
+    mcp_servers: Annotated[Any, Refusal("the server calls no others; offer their tools as tools")] = None
+    container: Annotated[Any, Refusal("the server runs no code; leave container out")] = None
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> "CountRequest":
+        last = self.messages[-1].messages[-1:]
+        if last and last[0].calls:
+            raise ValueError("the last message must not be a call of the assistant; send the result of the call")
+        return self
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The same as a chat.
+
+        Raises:
+            RequestValidationError: Its parts do not fit together.
+        """
+        try:
+            return ChatRequest.model_validate(self._chat_fields())
+        except ValidationError as error:
+            raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+
+    def _chat_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [message.model_dump() for message in self._messages(self.messages)],
+            "tools": [tool.body for tool in self.tools or ()] or None,
+            "continue_final_message": self.messages[-1].role == "assistant" or None,
+        }
+        if self.output_config is not None:
+            fields["reasoning_effort"] = self.output_config.effort
+        if self.thinking is not None:
+            fields["enable_thinking"] = self.thinking.type != "disabled"
+        if self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice.body
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        form = self.output_config.format if self.output_config is not None else None
+        if (form := form or self.output_format) is not None:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        return fields
+
+    def _messages(self, turns: Iterable[Turn]) -> list[Message]:
+        system = self.system
+        if isinstance(system, list):
+            system = _joined(block for block in system if not block.text.startswith(_BILLING))
+        head = [Message(role="system", content=system)] if system else []
+        return _merged([*head, *(message for turn in turns for message in turn.messages)])
+
+    @property
+    def breakpoints(self) -> list[Breakpoint]:
+        """Where `cache_control` stands, in order; tools and system are one place."""
+        system = self.system if isinstance(self.system, list) else []
+        head = [part.cache_control for part in (*(self.tools or ()), *system) if part.cache_control is not None]
+        found = [Breakpoint(0, 0, control.ttl, last=False) for control in head]
+        end = len(self.messages) - 1
+        for turns, turn in enumerate(self.messages):
+            blocks = turn.content if isinstance(turn.content, list) else []
+            for count, block in enumerate(blocks, 1):
+                control = getattr(block, "cache_control", None)
+                if control is not None:
+                    found.append(Breakpoint(turns, count, control.ttl, turns == end and count == len(blocks)))
+        if self.cache_control is not None:
+            found.append(Breakpoint(end, 0, self.cache_control.ttl, last=True))
+        return found
+
+    def up_to(self, point: Breakpoint) -> list[Message]:
+        """The messages up to a breakpoint; an empty one of the user behind tools and system alone."""
+        turns = list(self.messages[: point.turns])
+        if point.blocks:
+            turns.append(self.messages[point.turns].up_to(point.blocks))
+        return self._messages(turns or [Turn(role="user", content="")])
+
+
+class MessagesRequest(CountRequest):
+    """A request to `/v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=0)]
+    """Less where the context has no room for as many; 0 computes the prompt for requests to come."""
+    stop_sequences: Annotated[Many[str], Field(max_length=MAX_STOPS)] | None = None
+    """Texts that end the answer and are left out of it."""
+    stream: bool | None = None
+    """Server-sent events."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0 takes the likeliest token."""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+
+    def _chat_fields(self) -> dict[str, Any]:
+        asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return super()._chat_fields() | asked | {"stop": self.stop_sequences, "stream": self.stream}

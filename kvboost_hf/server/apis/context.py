@@ -1,0 +1,373 @@
+"""`RouteContext`: the engine, tokenizer and settings that all routes share; makes jobs of prompts."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, get_args
+
+from starlette.requests import Request
+
+from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
+from kvboost_hf.server.chats.encoding import Encoder
+from kvboost_hf.server.chats.rendering import Rendering
+from kvboost_hf.server.grammars.compiling import Grammars
+from kvboost_hf.server.http.errors import ApiError, refused
+from kvboost_hf.server.http.keys import prompt_salt
+from kvboost_hf.server.http.metrics import Meter
+from kvboost_hf.server.http.turns import Turns, in_thread
+from kvboost_hf.server.jobs import (
+    Constraint,
+    Engine,
+    Job,
+    Keep,
+    QueueFullError,
+    Reuse,
+    SamplingDefaults,
+    SamplingOptions,
+    TokenLogprob,
+    TooLongError,
+)
+from kvboost_hf.server.requests.chat import ChatRequest
+from kvboost_hf.server.requests.json_text import LargeJsonError, require_few_parts
+from kvboost_hf.server.requests.messages import Message
+from kvboost_hf.server.requests.sampled import Request as Asked
+from kvboost_hf.server.requests.sampled import Sampled
+from kvboost_hf.server.requests.tools import Tool
+from kvboost_hf.server.settings import ServerSettings
+
+T = TypeVar("T")
+
+MAX_LOGPROBS = 500_000  # of all tokens of a request
+_PINNED_SHARE = 0.5  # of the store's budget, that all clients together may have pinned
+_RETENTION_S = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86_400.0}
+_REPAIR_HEADER = "x-kvboost-repair"
+_REUSES = ("exact", *get_args(get_args(Reuse)[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class RouteContext:
+    """The parts of a server that its routes use.
+
+    Args:
+        engine: Runs jobs.
+        tokenizer: The tokenizer of the model.
+        settings: The settings of the server.
+        ends: Tokens that end an answer.
+        sampling: How tokens are chosen where a request leaves it open.
+        meter: Counts figures for `/metrics`.
+        grammars: Compiles grammars for constraints.
+        reading: Turns of clients to have a request read.
+        compiling: Turns of clients to have a grammar compiled.
+        encoder: Encodes texts and chats.
+        created: When the server started, in seconds since 1970.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    settings: ServerSettings
+    ends: frozenset[int]
+    sampling: SamplingDefaults
+    meter: Meter
+    grammars: Grammars
+    reading: Turns
+    compiling: Turns
+    encoder: Encoder
+    created: int
+    _token_texts: dict[int, str] = field(default_factory=dict)
+
+    def require_model(self, name: str | None) -> str:
+        """Return the name that an answer gives the model, or raise an `ApiError` for the name of another model."""
+        # Ollama's clients add the tag.
+        if name is not None and not any(map(self.settings.is_name, (name, name.removesuffix(":latest")))):
+            raise ApiError(
+                404,
+                f"There is no model {name!a}. This server has {self.settings.model_name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+        return name or self.settings.model_name
+
+    async def encode(
+        self,
+        text: str,
+        request: Request,
+        *,
+        new: int = 1,
+        whole: bool = False,
+        truncates: bool = False,
+        special: bool = True,
+    ) -> list[int]:
+        """Encode a text of a request, as `Encoder.text` does, unless the client disconnects."""
+        with self._refusals():
+            work = self.encoder.text(text, client(request), new=new, whole=whole, truncates=truncates, special=special)
+            return await unless_gone(request, None, work)
+
+    async def tokens(
+        self,
+        text: str | list[int],
+        request: Request,
+        param: str,
+        *,
+        new: int = 1,
+        whole: bool = False,
+        truncates: bool = False,
+        special: bool = True,
+    ) -> list[int]:
+        """Encode a text of the field `param`, or check the tokens that the request has in its place."""
+        if isinstance(text, str):
+            return await self.encode(text, request, new=new, whole=whole, truncates=truncates, special=special)
+        with self._refusals():
+            ids = await self.encoder.tokens(text, new=new, whole=whole, truncates=truncates)
+        wrong = next(
+            (token for token in (min(ids, default=0), max(ids, default=0)) if not self._is_token(token)), None
+        )
+        if wrong is not None:
+            raise refused(param, f"Tokens must be from 0 to {self.engine.vocab_size - 1}, got {wrong}.")
+        return ids
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        request: Request,
+        *,
+        new: int = 1,
+        rendering: Rendering,
+        salt: bytes,
+        truncates: bool = False,
+    ) -> list[int]:
+        """Encode a chat, as `Encoder.chat` does, unless the client disconnects."""
+        told, shown = await self.read(request, lambda: _as_templates_have_them(messages, tools))
+        owner = (client(request), salt)
+        with self._refusals():
+            work = self.encoder.chat(told, shown, owner, new=new, rendering=rendering, truncates=truncates)
+            return await unless_gone(request, None, work)
+
+    async def encode_asked(self, body: ChatRequest, request: Request, *, new: int = 1) -> list[int]:
+        """Encode the chat of a request, as its fields say."""
+        ids = await self.encode_chat(
+            body.messages,
+            body.offered,
+            request,
+            new=new,
+            rendering=body.rendering,
+            salt=self.salt(request, body.prompt_cache_key, body.cache_salt),
+            truncates=body.truncates,
+        )
+        return body.truncated(ids)
+
+    async def read(self, request: Request, work: Callable[[], T]) -> T:
+        """Run `work` in a thread when it is the client's turn, unless the client disconnects."""
+        return await self._in_turn(self.reading, request, work)
+
+    async def compile(self, request: Request, work: Callable[[], Sequence[Constraint]]) -> Sequence[Constraint]:
+        """Make constraints in a thread when it is the client's turn, unless the client disconnects."""
+        return await self._in_turn(self.compiling, request, work)
+
+    async def _in_turn(self, turns: Turns, request: Request, work: Callable[[], T]) -> T:
+        async def done() -> T:
+            async with turns.turn(client(request)):
+                return await in_thread(work)
+
+        with self._refusals():
+            return await unless_gone(request, None, done())
+
+    def token_text(self, token: int) -> str:
+        """The text of a single token."""
+        found = self._token_texts.get(token)
+        if found is None:
+            found = self._token_texts[token] = str(self.tokenizer.decode([token]))
+        return found
+
+    def logprob_body(self, found: TokenLogprob) -> dict[str, Any]:
+        """A log probability, and those of other tokens at its place, as chats have them."""
+
+        def told(token: int, logprob: float | None) -> dict[str, Any]:
+            text = self.token_text(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        return told(found.token, found.logprob) | {"top_logprobs": [told(*one) for one in found.top]}
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Count refusals in the meter."""
+        try:
+            yield
+        except (TooLongError, QueueFullError) as error:
+            self.meter.refused(error)
+            raise
+
+    def _is_token(self, token: int) -> bool:
+        return 0 <= token < self.engine.vocab_size
+
+    def options(
+        self, request: Sampled, *, max_tokens: int, logprobs: int | None, choice: int, constraint: Constraint | None
+    ) -> SamplingOptions:
+        """The `SamplingOptions` of one choice of a request."""
+        bias = request.logit_bias or {}
+        if any(token >= self.engine.vocab_size for token in bias):
+            raise refused("logit_bias", f"Tokens must be below {self.engine.vocab_size}, got {max(bias)}.")
+        least = request.min_tokens or 0
+        if least > max_tokens:
+            raise refused("min_tokens", f"It must not be above max_tokens, {max_tokens}, got {least}. Lower it.")
+        chosen = {name: getattr(request, name) for name in self.sampling.body}
+        return SamplingOptions(
+            max_tokens=max_tokens,
+            min_tokens=least,
+            **self.sampling.body | {name: value for name, value in chosen.items() if value is not None},
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            logit_bias=bias,
+            seed=None if request.seed is None else (request.seed + choice) % 2**63,
+            logprobs=logprobs,
+            constraint=constraint,
+        )
+
+    def room(self, ids: Sequence[int], wanted: int | None = None) -> int:
+        """Tokens of an answer as far as the context has room for them; without `wanted`, as the settings say."""
+        wanted = self.settings.default_max_tokens if wanted is None else wanted
+        most = self.engine.max_model_len if self.settings.max_model_len is None else self.settings.max_model_len
+        return min(wanted, max(1, most - len(ids)))
+
+    def salt(self, request: Request, cache_key: str | None, cache_salt: str | None = None) -> bytes:
+        """The salt of a request, which separates K/V by API key, `prompt_cache_key` and `cache_salt`."""
+        return prompt_salt(self.settings.salt, request.scope.get("api_key"), cache_key, cache_salt)
+
+    def job(
+        self,
+        ids: Sequence[int],
+        options: SamplingOptions,
+        *,
+        salt: bytes,
+        asked: Sampled | None = None,
+        skip_special_tokens: bool = True,
+    ) -> Job:
+        """Make the job of one answer.
+
+        Args:
+            ids: The prompt.
+            options: How the tokens of the answer are chosen.
+            salt: The salt of the request.
+            asked: Says what ends the answer; None for the model's tokens alone.
+            skip_special_tokens: Leave them out of the text where `asked` says nothing else.
+
+        Raises:
+            ApiError: The prompt has no tokens, or a token that ends the answer is none of the model's.
+        """
+        if not ids:
+            raise refused("prompt", "A prompt must have a token at least, got an empty text.")
+        job = Job(
+            ids=ids,
+            options=options,
+            ends=self.ends,
+            salt=salt,
+            timeout_s=self.settings.timeout_s,
+            skip_special_tokens=skip_special_tokens,
+        )
+        if asked is None:
+            return job
+        ends = frozenset(asked.stop_token_ids or ())
+        if ends and max(ends) >= self.engine.vocab_size:
+            raise refused("stop_token_ids", f"Tokens must be below {self.engine.vocab_size}, got {max(ends)}.")
+        return replace(
+            job,
+            stop=asked.stops,
+            ends=ends if asked.ignore_eos else ends | self.ends,
+            include_stop=bool(asked.include_stop_str_in_output),
+            skip_special_tokens=skip_special_tokens and asked.skip_special_tokens is not False,
+        )
+
+    def require_choices(self, choices: int, field: str = "n") -> int:
+        """Return the number of answers, or raise an `ApiError` if one request may not have as many."""
+        most = self.settings.max_choices
+        if choices > most:
+            raise refused(field, f"One request may have {most} answers, got {choices}. Send several requests.")
+        return choices
+
+    def require_few_logprobs(self, tokens: int, logprobs: int | None) -> None:
+        """Raise an `ApiError` if the answers may have more log probabilities than one response can hold."""
+        found = 0 if logprobs is None else tokens * (1 + logprobs)
+        if found > MAX_LOGPROBS:
+            raise refused(
+                "logprobs",
+                f"One request may ask for {MAX_LOGPROBS} log probabilities, got up to {found}: those of {tokens} "
+                f"tokens with {logprobs} others each. Ask for fewer tokens, answers or others.",
+            )
+
+    def keep(self, ttl_s: float | None, tokens: int | None = None) -> Keep:
+        """Ask to pin the first tokens of a prompt, within the share that each client has of the store.
+
+        Args:
+            ttl_s: Seconds after their last use; None for no limit.
+            tokens: How many; None for all.
+        """
+        return Keep(ttl_s=ttl_s, tokens=tokens, share=_PINNED_SHARE / max(1, len(self.settings.api_keys)))
+
+    def start(self, jobs: Sequence[Job], request: Request, asked: Asked | None = None) -> RequestJobs:
+        """Submit the jobs of a request together.
+
+        Args:
+            jobs: The jobs.
+            request: The client's request, whose header `x-kvboost-repair` says how moved K/V may be used.
+            asked: Its body, where it says how the jobs wait, what of them is kept, and how moved K/V may be used.
+        """
+        figures = request.scope.setdefault("figures", Counter())
+        fields: dict[str, Any] = {"client": client(request), "reuse": _reuse(request)}
+        if asked is not None:
+            fields |= {"session": asked.prompt_cache_key, "priority": asked.priority or 0}
+            fields |= {"reuse": asked.repair} if asked.repair is not None else {}
+            if (ttl_s := _RETENTION_S.get(asked.prompt_cache_retention or "")) is not None:
+                jobs = [replace(job, keep=(*job.keep, self.keep(ttl_s))) for job in jobs]
+        jobs = [replace(job, **fields) for job in jobs]
+        try:
+            return RequestJobs(self.engine, jobs, self.meter, figures)
+        except TooLongError as error:
+            truncates = self.settings.auto_truncate or (isinstance(asked, Sampled) and asked.truncates)
+            if not truncates or error.max_prompt_tokens < 1:
+                raise
+            shorter = [replace(job, ids=job.ids[-error.max_prompt_tokens :]) for job in jobs]
+            return RequestJobs(self.engine, shorter, self.meter, figures)
+
+
+def client(request: Request) -> bytes:
+    """The client of a request, by its API key; clients share the server's capacity."""
+    return str(request.scope.get("api_key", "")).encode()
+
+
+def _reuse(request: Request) -> Any:
+    """The value of the header that says how moved K/V may be used; None without it."""
+    found = request.headers.get(_REPAIR_HEADER)
+    if found is not None and found not in _REUSES:
+        raise refused(_REPAIR_HEADER, f"The header {_REPAIR_HEADER!r} must be one of {_REUSES}, got {found[:64]!a}.")
+    return found
+
+
+def _as_templates_have_them(
+    messages: Sequence[Message], tools: Sequence[Tool]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    try:
+        calls = [call for message in messages for call in message.calls]
+        require_few_parts([call.function.arguments.encode() for call in calls])
+        return [_as_template_has_it(message) for message in messages], [tool.body for tool in tools]
+    except LargeJsonError as error:
+        raise refused("messages", f"Arguments of calls: {error}") from error
+
+
+def _as_template_has_it(message: Message) -> dict[str, Any]:
+    """Contents as one text, and arguments of calls as the objects that chat templates expect."""
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    told: dict[str, Any] = {"role": role, "content": message.text}
+    if role == "assistant" and message.thoughts:
+        told["reasoning_content"] = message.thoughts
+    if message.calls:
+        told["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.parsed},
+            }
+            for call in message.calls
+        ]
+    told |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+    return told

@@ -1,0 +1,1 @@
+"""The server's own routes: warming, sessions and figures."""

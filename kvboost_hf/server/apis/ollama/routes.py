@@ -1,0 +1,200 @@
+"""The routes `/api/chat`, `/api/generate`, `/api/embed` and `/api/embeddings`, as in Ollama's API."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvboost_hf.server.apis.answers import Answer, CallReaders, Delta, deltas, large, whole
+from kvboost_hf.server.apis.chat_jobs import start_chat
+from kvboost_hf.server.apis.context import RouteContext
+from kvboost_hf.server.apis.embed import embed, require_embeddings
+from kvboost_hf.server.apis.infilling import filled
+from kvboost_hf.server.apis.ollama.schema import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+)
+from kvboost_hf.server.apis.posted import UntypedRoute
+from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
+from kvboost_hf.server.apis.sse import JSON_LINES, EventStream
+from kvboost_hf.server.chats.tools import ToolCall
+from kvboost_hf.server.http.errors import refused
+from kvboost_hf.server.jobs import Finished
+from kvboost_hf.server.requests.chat import ChatRequest
+from kvboost_hf.server.requests.messages import Message
+
+
+def ollama_routes(context: RouteContext) -> APIRouter:
+    """Make a router with the routes for text and embeddings."""
+    router = APIRouter(route_class=UntypedRoute)
+
+    @router.post("/api/chat")
+    async def chat(body: OllamaChatRequest, request: Request) -> Response:
+        context.require_model(body.model)
+        if not body.messages:
+            return _loaded(body, _message(Answer(), 0))
+        asked = await context.read(request, lambda: body.chat)
+        jobs, readers = await start_chat(context, asked, request)
+        return await _answered(_Reply(context, body, jobs, readers, _message), request)
+
+    @router.post("/api/generate")
+    async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
+        context.require_model(body.model)
+        if not body.prompt:
+            return _loaded(body, _text(Answer(), 0))
+        asked = await context.read(request, lambda: body.chat)
+        ids = await _prompt_ids(context, body, asked, request)
+        jobs, readers = await start_chat(context, asked, request, ids=ids)
+        return await _answered(_Reply(context, body, jobs, readers, _text), request)
+
+    @router.post("/api/embed")
+    async def embed_texts(body: OllamaEmbedRequest, request: Request) -> Response:
+        require_embeddings(context)
+        context.require_model(body.model)
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        start = datetime.now(UTC)
+        found, tokens = await embed(context, texts, request, "input") if texts else ([], 0)
+        seconds = (datetime.now(UTC) - start).total_seconds()
+        told = {"total_duration": _nanoseconds(seconds), "load_duration": 0, "prompt_eval_count": tokens}
+        return await large(lambda: {"model": body.model, "embeddings": found, **told})
+
+    @router.post("/api/embeddings")
+    async def embed_prompt(body: OllamaEmbeddingsRequest, request: Request) -> Response:
+        require_embeddings(context)
+        context.require_model(body.model)
+        [found], _ = await embed(context, [body.prompt], request, "prompt")
+        return await large(lambda: {"embedding": found})
+
+    return router
+
+
+async def _prompt_ids(
+    context: RouteContext, body: OllamaGenerateRequest, asked: ChatRequest, request: Request
+) -> list[int] | None:
+    """The tokens of a prompt that is no whole chat; None for one that is."""
+    new, prompt = asked.max_tokens or 1, body.prompt or ""
+    if body.raw or body.suffix:
+        prompt = filled(context.tokenizer, prompt, body.suffix) if body.suffix else prompt
+        return await context.tokens(prompt, request, "prompt", new=new)
+    if not body.context:
+        return None
+    turn = await _turn(context, asked, request, new)
+    return await context.tokens([*body.context, *turn], request, "context", new=new)
+
+
+async def _turn(context: RouteContext, asked: ChatRequest, request: Request, new: int) -> list[int]:
+    """The tokens that the chat template has from the end of an answer to the beginning of the next one."""
+    before = [Message(role="user", content=".")]
+    opened = await context.encode_asked(asked.model_copy(update={"messages": before}), request)
+    talk = [*before, Message(role="assistant", content=""), asked.messages[-1]]
+    ids = await context.encode_asked(asked.model_copy(update={"messages": talk}), request, new=new)
+    if ids[: len(opened)] != opened:
+        raise refused(
+            "context",
+            "The model's chat template changes what comes before an answer, so that tokens cannot be continued. "
+            "Send the messages to /api/chat.",
+        )
+    return ids[len(opened) :]
+
+
+Form = Callable[[Answer | Delta, int], dict[str, Any]]  # of a part of an answer, and how many calls came before
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """The answer to one request, in the form of these routes."""
+
+    context: RouteContext
+    asked: OllamaChatRequest | OllamaGenerateRequest
+    jobs: RequestJobs
+    readers: CallReaders
+    form: Form
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer."""
+        [answer] = await whole(deltas(self.jobs, self.readers), 1)
+        return self._part(answer, 0) | self._end(answer.reason)
+
+    async def lines(self) -> AsyncIterator[dict[str, Any]]:
+        """The objects of a stream."""
+        reason, calls = None, 0
+        async for delta in deltas(self.jobs, self.readers):
+            if delta.text or delta.reasoning or delta.calls or delta.logprobs:
+                yield self._part(delta, calls)
+            calls += len(delta.calls)
+            reason = delta.reason or reason
+        yield self._part(Answer(), 0) | self._end(reason)
+
+    def _part(self, part: Answer | Delta, calls: int) -> dict[str, Any]:
+        told = _head(self.asked.model) | self.form(part, calls) | {"done": False}
+        if part.logprobs:
+            told["logprobs"] = [self.context.logprob_body(one) for one in part.logprobs]
+        return told
+
+    def _end(self, reason: str | None) -> dict[str, Any]:
+        finished = self.jobs.finished[0]
+        told = {"done": True, "done_reason": "length" if reason == "length" else "stop"} | _figures(finished)
+        if isinstance(self.asked, OllamaGenerateRequest) and not (self.asked.raw or self.asked.suffix):
+            answer = finished.ids[:-1] if finished.ids and finished.ids[-1] in self.context.ends else finished.ids
+            told["context"] = [*self.jobs.first.ids, *answer]
+        return told
+
+
+async def _answered(reply: _Reply, request: Request) -> Response:
+    if reply.asked.stream is not False:
+        return EventStream(reply.lines(), reply.jobs, reply.context.settings.ping_s, form=JSON_LINES)
+    told = await unless_gone(request, reply.jobs, reply.whole())
+    return await large(lambda: told)
+
+
+def _loaded(asked: OllamaChatRequest | OllamaGenerateRequest, empty: dict[str, Any]) -> Response:
+    """The answer to a request without a prompt, which asks to load or to unload the model."""
+    told = {"done": True, "done_reason": "unload" if asked.unloads else "load"}
+    return JSONResponse(_head(asked.model) | empty | told)
+
+
+def _head(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": datetime.now(UTC).isoformat()}
+
+
+def _message(part: Answer | Delta, calls: int) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": part.text}
+    if part.reasoning:
+        message["thinking"] = part.reasoning
+    if part.calls:
+        message["tool_calls"] = [_call(call, index) for index, call in enumerate(part.calls, calls)]
+    return {"message": message}
+
+
+def _call(call: ToolCall, index: int) -> dict[str, Any]:
+    # NaN and infinities, which a model may write, are no JSON.
+    arguments = json.loads(call.arguments, parse_constant=lambda name: None)
+    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}
+
+
+def _text(part: Answer | Delta, calls: int) -> dict[str, Any]:
+    return {"response": part.text} | ({"thinking": part.reasoning} if part.reasoning else {})
+
+
+def _figures(finished: Finished) -> dict[str, Any]:
+    """Counts and durations; what comes before the first token counts as evaluation of the prompt, without waiting."""
+    first = finished.total_s if finished.ttft_s is None else finished.ttft_s
+    return {
+        "total_duration": _nanoseconds(finished.total_s),
+        "load_duration": 0,
+        "prompt_eval_count": finished.prompt_tokens,
+        "prompt_eval_duration": _nanoseconds(first - finished.queue_s),
+        "eval_count": finished.completion_tokens,
+        "eval_duration": _nanoseconds(finished.total_s - first),
+        "cached_tokens": finished.cached_tokens,
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1e9))  # clients divide by it

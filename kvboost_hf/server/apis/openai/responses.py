@@ -1,0 +1,210 @@
+"""The route `/v1/responses`: text and function calls; no response is stored."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvboost_hf.server.apis.answers import CallReaders, Delta, Usage, deltas
+from kvboost_hf.server.apis.chat_jobs import start_chat
+from kvboost_hf.server.apis.context import RouteContext
+from kvboost_hf.server.apis.openai.responses_schema import ResponseRequest
+from kvboost_hf.server.apis.posted import PostedRoute
+from kvboost_hf.server.apis.request_jobs import RequestJobs, unless_gone
+from kvboost_hf.server.apis.sse import NAMED_EVENTS, EventStream
+from kvboost_hf.server.chats.tools import ToolCall
+
+
+def response_routes(context: RouteContext) -> APIRouter:
+    """Make a router with `/v1/responses`."""
+    router = APIRouter(route_class=PostedRoute)
+
+    @router.post("/v1/responses")
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        chat = await context.read(request, lambda: body.chat)
+        jobs, readers = await start_chat(context, chat, request)
+        reply = _Reply(context, body, context.require_model(body.model), jobs, readers)
+        if body.stream:
+            return EventStream(reply.events(), jobs, context.settings.ping_s, form=NAMED_EVENTS)
+        return JSONResponse(await unless_gone(request, jobs, reply.whole()))
+
+    return router
+
+
+@dataclass(slots=True)
+class _Reply:
+    """The answer to one request, in the form of this route: items that open, grow and close."""
+
+    context: RouteContext
+    asked: ResponseRequest
+    model: str
+    jobs: RequestJobs
+    readers: CallReaders
+    id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    created: float = field(default_factory=time.time)
+    output: list[dict[str, Any]] = field(default_factory=list)
+    sequence: int = 0
+    open: str | None = None  # the type of the last item, where it may grow
+    text: str = ""  # of that one, and
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole response, as the last event has it."""
+        told: dict[str, Any] = {}
+        async for event in self.events():
+            told = event.get("response", told)
+        return told
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """The events of a stream."""
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+        reason = None
+        async for delta in deltas(self.jobs, self.readers):
+            reason = delta.reason or reason
+            for event in self._step(delta):
+                yield event
+        status = "incomplete" if reason == "length" else "completed"
+        for event in (*(() if self.output else self._open("message")), *self._close(status)):
+            yield event
+        yield self._event(f"response.{status}", response=self._response(status))
+
+    def _step(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        logprobs = [self.context.logprob_body(one) for one in delta.logprobs]
+        thinking = self.open == "reasoning" or any(stream.thinking for stream in self.readers.streams)
+        yield from self._grow("reasoning", delta.reasoning)
+        if delta.text or (logprobs and not thinking):  # those of reasoning have no place
+            yield from self._grow("message", delta.text, logprobs)
+        for call in delta.calls:
+            yield from self._close("completed")
+            yield from self._call(call)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self.sequence += 1
+        return {"type": kind, "sequence_number": self.sequence - 1, **fields}
+
+    @property
+    def _here(self) -> dict[str, Any]:
+        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, "content_index": 0}
+
+    def _grow(
+        self, kind: str, text: str, logprobs: Sequence[dict[str, Any]] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Add text to the last item, or to a new one where that is of another kind."""
+        if not text and not logprobs:
+            return
+        if self.open != kind:
+            yield from self._close("completed")
+            yield from self._open(kind)
+        self.text += text
+        if kind == "message":
+            self.logprobs += logprobs or ()
+            yield self._event("response.output_text.delta", **self._here, delta=text, logprobs=list(logprobs or ()))
+        else:
+            yield self._event("response.reasoning_text.delta", **self._here, delta=text)
+
+    def _open(self, kind: str) -> Iterator[dict[str, Any]]:
+        prefix = "msg" if kind == "message" else "rs"
+        more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        item: dict[str, Any] = {
+            "id": f"{prefix}_{uuid.uuid4().hex}",
+            "type": kind,
+            **more,
+            "status": "in_progress",
+            "content": [],
+        }
+        self.open, self.text, self.logprobs = kind, "", []
+        self.output.append(item)
+        yield self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
+        yield self._event("response.content_part.added", **self._here, part=self._part)
+
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        if self.open is None:
+            return
+        part = self._part
+        self.output[-1] |= {"status": status, "content": [part]}
+        if self.open == "message":
+            yield self._event("response.output_text.done", **self._here, text=self.text, logprobs=self.logprobs)
+        else:
+            yield self._event("response.reasoning_text.done", **self._here, text=self.text)
+        self.open = None
+        yield self._event("response.content_part.done", **self._here, part=part)
+        yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=self.output[-1])
+
+    @property
+    def _part(self) -> dict[str, Any]:
+        """The content of the item that is open."""
+        if self.open == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+
+    @property
+    def _reasoning(self) -> dict[str, Any]:
+        options = self.asked.reasoning
+        return {"effort": options and options.effort, "summary": options and options.summary}
+
+    def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
+        item = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call.id,
+            "arguments": call.arguments,
+        } | self.asked.named(call.name)
+        self.output.append(item)
+        place = {"item_id": item["id"], "output_index": len(self.output) - 1}
+        opened = item | {"status": "in_progress", "arguments": ""}
+        yield self._event("response.output_item.added", output_index=place["output_index"], item=opened)
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event(
+            "response.function_call_arguments.done", **place, name=item["name"], arguments=call.arguments
+        )
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def _response(self, status: str) -> dict[str, Any]:
+        asked = self.asked.model_dump(include={"text", "tool_choice", "tools"}, by_alias=True)
+        ended = status != "in_progress"
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(self.created),
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model,
+            "output": list(self.output),
+            "instructions": self.asked.instructions,
+            "max_output_tokens": self.asked.max_output_tokens,
+            "metadata": self.asked.metadata or {},
+            "parallel_tool_calls": self.asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": self.context.sampling.temperature
+            if self.asked.temperature is None
+            else self.asked.temperature,
+            "text": asked["text"] or {"format": {"type": "text"}},
+            "tool_choice": asked["tool_choice"] or "auto",
+            "tools": asked["tools"] or [],
+            "top_p": _or(self.asked.top_p, self.context.sampling.top_p),
+            "truncation": self.asked.truncation or "disabled",
+            "reasoning": self._reasoning,
+            "usage": _usage(Usage.of(self.jobs.finished, 1, self.readers)) if ended else None,
+        }
+
+
+def _or(asked: float | None, default: float) -> float:
+    return default if asked is None else asked
+
+
+def _usage(found: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": found.prompt,
+        "input_tokens_details": found.details,
+        "output_tokens": found.completion,
+        "output_tokens_details": {"reasoning_tokens": found.reasoning or 0},
+        "total_tokens": found.prompt + found.completion,
+    }

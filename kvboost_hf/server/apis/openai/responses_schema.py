@@ -1,0 +1,281 @@
+"""The schema of requests to `/v1/responses`, and the chat request that each stands for."""
+
+from itertools import takewhile
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
+
+from kvboost_hf.server.requests.chat import MAX_TOP_LOGPROBS, ChatRequest
+from kvboost_hf.server.requests.fields import Body, Many, Named, Refusal, note_ignored
+from kvboost_hf.server.requests.messages import CalledFunction, Content, MadeCall, Message
+from kvboost_hf.server.requests.sampled import Length, Request
+from kvboost_hf.server.requests.template_fields import ReasoningFields
+from kvboost_hf.server.requests.tools import MAX_TOOLS, Function
+
+
+class SaidItem(Body):
+    """A message."""
+
+    place: ClassVar = "input"
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(Body):
+    """A call of an earlier answer."""
+
+    place: ClassVar = "input"
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class ResultItem(Body):
+    """The result of a call."""
+
+    place: ClassVar = "input"
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(Body):
+    """A piece of reasoning."""
+
+    place: ClassVar = "input.content"
+    type: str | None = None
+    text: str
+
+
+class ReasoningItem(Body):
+    """Reasoning of an earlier answer; the chat template decides whether it is part of the prompt."""
+
+    place: ClassVar = "input"
+    type: Literal["reasoning"]
+    content: Many[ReasoningText] | None = None
+    summary: Any = None
+    """Not part of the prompt, as `encrypted_content`, `id` and `status`."""
+    encrypted_content: Any = None
+    id: str | None = None
+    status: str | None = None
+
+
+def _known(item: Any) -> Any:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind not in (None, "message", "function_call", "function_call_output", "reasoning"):
+        if kind == "item_reference":
+            raise ValueError("responses are not stored; send the items themselves, as clients do with store=False")
+        raise ValueError(f"items of type {kind!a} are not context")
+    return item
+
+
+def _tag(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return str(kind)
+
+
+Item = Annotated[
+    Annotated[SaidItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_tag),
+    BeforeValidator(_known),
+]
+
+
+class FlatFunction(Function):
+    """A tool."""
+
+    place: ClassVar = "tools"
+    type: Literal["function"]
+
+
+class Namespace(Body):
+    """Tools of one kind, as Codex offers them; the model sees each as `NAMESPACE.NAME`."""
+
+    place: ClassVar = "tools"
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Annotated[Many[FlatFunction], Field(max_length=MAX_TOOLS)]
+
+    @property
+    def functions(self) -> list[FlatFunction]:
+        """Its tools by their whole names."""
+        return [tool.model_copy(update={"name": whole_name(self.name, tool.name)}) for tool in self.tools]
+
+
+def whole_name(namespace: str | None, name: str) -> str:
+    """The name by which the model knows a tool."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _without_search(tools: Any) -> Any:
+    """Leave out searches of the web: Codex offers one to every model, which answers without."""
+    if not isinstance(tools, list):
+        return tools
+    kept = [tool for tool in tools if not (isinstance(tool, dict) and str(tool.get("type")).startswith("web_search"))]
+    if len(kept) < len(tools):
+        note_ignored("tools", "web_search")
+    return kept
+
+
+class FlatChoice(Body):
+    """The tool to call."""
+
+    place: ClassVar = "tool_choice"
+    type: Literal["function"]
+    name: str
+
+
+class PlainFormat(Body):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class FlatSchema(Body):
+    """A schema that an answer must keep to."""
+
+    place: ClassVar = "text.format"
+    type: Literal["json_schema"]
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """The format of the text."""
+
+    place: ClassVar = "text"
+    format: Annotated[PlainFormat | FlatSchema, Field(discriminator="type")] | None = None
+
+
+def _with_one_head(messages: list[Message]) -> list[Message]:
+    """Join what system and developer say first: many chat templates take one such message."""
+    heads = list(takewhile(lambda message: message.role in ("system", "developer"), messages))
+    if len(heads) < 2:
+        return messages
+    return [Message(role="system", content="\n\n".join(head.text for head in heads)), *messages[len(heads) :]]
+
+
+class ResponseRequest(ReasoningFields, Request):
+    """A request to `/v1/responses`."""
+
+    input: str | Annotated[Many[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Length = None
+    text: TextOptions | None = None
+    tools: (
+        Annotated[
+            Many[Annotated[FlatFunction | Namespace, Field(discriminator="type")]],
+            Field(max_length=MAX_TOOLS),
+            BeforeValidator(_without_search),
+        ]
+        | None
+    ) = None
+    """Functions, and namespaces of them. Searches of the web are ignored and named, other types of tools refused."""
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: Annotated[Any, Refusal("responses are not stored; send the whole conversation as input")] = (
+        None
+    )
+    metadata: Named[str] | None = None
+    """Sent back with the answer."""
+    include: Many[str] | None = None
+    """`message.output_text.logprobs` is served; there is nothing for the others."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """More than 0 asks for log probabilities, too."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """`auto` leaves out the beginning of a prompt that is too long."""
+    store: bool | None = None
+    """Responses are never stored."""
+    background: Annotated[Any, Refusal("responses are not stored; leave background out, and wait or stream")] = None
+    conversation: Annotated[Any, Refusal("conversations are not stored; send the whole conversation as input")] = None
+    prompt: Annotated[Any, Refusal("templates of prompts are not stored; send input and instructions")] = None
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The same as a chat.
+
+        Raises:
+            RequestValidationError: its parts do not fit together.
+        """
+        form = self.text.format if self.text is not None else None
+        choice: Any = self.tool_choice
+        if isinstance(choice, FlatChoice):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        functions = [tool.model_dump(exclude={"type"}) for tool in self.functions]
+        fields = {
+            **self.model_dump(include=set(Request.model_fields) | set(ReasoningFields.model_fields)),
+            "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
+            "messages": [message.model_dump() for message in _with_one_head(self._messages())],
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [{"type": "function", "function": function} for function in functions] or None,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "logprobs": "message.output_text.logprobs" in (self.include or ()),
+            "top_logprobs": self.top_logprobs,
+        }
+        if isinstance(form, FlatSchema):
+            schema = form.model_dump(by_alias=True, exclude={"type"})
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif form is not None:
+            fields["response_format"] = form.model_dump()
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+
+    @property
+    def functions(self) -> list[FlatFunction]:
+        """All tools that are offered."""
+        tools = self.tools or ()
+        return [one for tool in tools for one in (tool.functions if isinstance(tool, Namespace) else [tool])]
+
+    def named(self, whole: str) -> dict[str, str]:
+        """The name and namespace of a tool, as a call of it has them."""
+        for tool in self.tools or ():
+            if isinstance(tool, Namespace) and whole in [one.name for one in tool.functions]:
+                return {"name": whole.removeprefix(whole_name(tool.name, "")), "namespace": tool.name}
+        return {"name": whole}
+
+    def _messages(self) -> list[Message]:
+        found = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        if isinstance(self.input, str):
+            return [*found, Message(role="user", content=self.input)]
+        calls: list[MadeCall] = []  # of the last message, while there are more of them
+        reasoning: str | None = None  # of the next message
+        for item in self.input:
+            match item:
+                case SaidItem():
+                    thought, reasoning = (reasoning, None) if item.role == "assistant" else (None, reasoning)
+                    found.append(Message(role=item.role, content=item.content, reasoning_content=thought))
+                case ReasoningItem():
+                    reasoning = "".join(part.text for part in item.content or ()) or None
+                case ResultItem():
+                    found.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
+                case CallItem():
+                    function = CalledFunction(name=whole_name(item.namespace, item.name), arguments=item.arguments)
+                    call = MadeCall(id=item.call_id, function=function)
+                    if not found or found[-1].role != "assistant":
+                        found.append(Message(role="assistant", reasoning_content=reasoning))
+                        reasoning = None
+                    if found[-1].tool_calls is not calls:
+                        calls = []
+                        found[-1] = found[-1].model_copy(update={"tool_calls": calls})
+                    calls.append(call)
+        return found

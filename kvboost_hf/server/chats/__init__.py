@@ -1,0 +1,1 @@
+"""Between chats and tokens: templates, tokenizers, tools and reasoning."""

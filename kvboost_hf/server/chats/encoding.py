@@ -1,0 +1,256 @@
+"""Encodes texts and chats in threads, each with a tokenizer of its own; clients take turns."""
+
+import copy
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio.lowlevel
+from jinja2 import TemplateError
+
+from kvboost_hf.server.chats.lengths import Reach, reach_of
+from kvboost_hf.server.chats.markers import CutText, ForgedMarkerError, Markers, forget_words, texts_in
+from kvboost_hf.server.chats.rendering import Rendering
+from kvboost_hf.server.chats.token_cache import Owner, TokenCache
+from kvboost_hf.server.http.errors import refused
+from kvboost_hf.server.http.turns import Turns, in_thread
+from kvboost_hf.server.jobs import TooLongError
+
+Told = list[dict[str, Any]]  # messages, or tools, as chat templates take them
+
+_PLACES = 3  # of which long texts leave one
+_LONG = 2**15  # characters, which take some 30 ms
+_TRIED = 8  # characters for each token of the context: most texts have more tokens than that
+_SEAM = 64  # tokens that may become fewer when a text goes on
+_KEPT_BYTES = 2**26  # of tokens of known parts of chats, for all clients together
+_ERROR_CHARS = 300  # of a template's error, which may quote the whole chat
+
+
+class Encoder:
+    """Encodes for all requests of a server.
+
+    A tokenizer changes its settings while it works, so that each place has a copy of its own, and the one that was
+    given is left to those who decode. The work is done in threads, without Python's lock for most of it.
+
+    Args:
+        tokenizer: Of the model, with a chat template if chats are to be encoded.
+        context: Tokens of a prompt and its answer together, at most. What must have more tokens is not tokenized.
+        truncates: Leave out the beginning of what is too long, in place of refusing it.
+        max_waiting: Texts of one client that may wait.
+        clients: How many clients there are, which have an equal part of the memory for known tokens.
+    """
+
+    def __init__(self, tokenizer: Any, *, context: int, truncates: bool, max_waiting: int, clients: int = 1) -> None:
+        self._tokenizer = tokenizer
+        # Copies, and who has used each last; made when they are needed: that takes long.
+        self._idle: list[tuple[bytes, Any]] = []
+        self._context, self._truncates = context, truncates
+        self._reach, self._markers = reach_of(tokenizer), Markers(tokenizer)
+        self._turns = Turns(_PLACES, max_waiting)
+        self._known = TokenCache(tokenizer, _KEPT_BYTES // clients)
+
+    async def text(
+        self,
+        text: str,
+        client: bytes,
+        *,
+        new: int,
+        whole: bool = False,
+        truncates: bool = False,
+        special: bool = True,
+    ) -> list[int]:
+        """Tokens of a text. Special tokens in the text are such.
+
+        Args:
+            text: The text.
+            client: Who asks; see `Turns`.
+            new: Tokens that are to come behind it.
+            whole: Refuse a text that is too long even where the beginning of prompts is left out.
+            truncates: Leave out the beginning of what is too long even where the server does not.
+            special: With the tokens that the tokenizer puts around each text.
+
+        Raises:
+            TooLongError: it must have more tokens than the context.
+            QueueFullError: too many texts of this client wait.
+        """
+        limit = self._limit(new, truncates, whole)
+        kept = limit.kept(text)
+        async with self._place(client, len(kept)) as tokenizer:
+            return await in_thread(lambda: _encode(tokenizer, limit.tried(tokenizer, kept), special=special))
+
+    async def tokens(self, ids: list[int], *, new: int, whole: bool = False, truncates: bool = False) -> list[int]:
+        """Tokens that came in place of a text: no more than the context has, or `TooLongError`. See `text`."""
+        await anyio.lowlevel.checkpoint()  # there may be many in a row
+        if len(ids) <= self._context:
+            return ids
+        limit = self._limit(new, truncates, whole)
+        if limit.truncates:
+            return ids[-self._context :]
+        raise limit.error(f"{len(ids)} tokens")
+
+    async def chat(
+        self,
+        messages: Told,
+        tools: Told,
+        owner: Owner,
+        *,
+        new: int,
+        rendering: Rendering,
+        truncates: bool = False,
+    ) -> list[int]:
+        """Tokens of a chat, in which only what the chat template writes itself becomes special tokens.
+
+        Args:
+            messages: As the chat template takes them.
+            tools: Likewise.
+            owner: Who asks. What is known of the chat is not tokenized again for the same owner.
+            new: Tokens that are to come behind it.
+            rendering: How the chat template writes the chat.
+            truncates: See `text`.
+
+        Raises:
+            ApiError: there is no chat template, or it refuses the messages.
+            TooLongError: see `text`, as for the other.
+            QueueFullError:
+        """
+        limit = self._limit(new, truncates)
+        if len(messages) > self._context and not limit.truncates:  # each has a token at least
+            raise limit.error(f"{len(messages)} messages")
+        chat = _Chat(messages, tools, rendering)
+        size = sum(map(len, texts_in(chat.given)))
+        async with self._place(owner[0], size) as tokenizer:
+            return await in_thread(lambda: self._chat(tokenizer, chat, owner, limit))
+
+    def _limit(self, new: int, truncates: bool, whole: bool = False) -> "_Limit":
+        return _Limit(self._context, self._reach, new, (self._truncates or truncates) and not whole, whole)
+
+    @asynccontextmanager
+    async def _place(self, client: bytes, chars: int) -> AsyncIterator[Any]:
+        async with self._turns.turn(client, long=chars > _LONG):
+            tokenizer = self._take_idle(client) or await in_thread(lambda: copy.deepcopy(self._tokenizer))
+            try:
+                yield tokenizer
+            finally:
+                self._idle.append((client, tokenizer))
+
+    def _take_idle(self, client: bytes) -> Any | None:
+        """A copy that knows no words of other clients, or None. With a known word, a text is encoded faster."""
+        place = next((i for i, (last, _) in enumerate(self._idle) if last == client), 0)
+        if not self._idle:
+            return None
+        last, tokenizer = self._idle.pop(place)
+        return tokenizer if last == client or forget_words(tokenizer) else None
+
+    def _chat(self, tokenizer: Any, chat: "_Chat", owner: Owner, limit: "_Limit") -> list[int]:
+        rendered = chat.rendered(self._tokenizer)
+        text = limit.tried(tokenizer, limit.kept(rendered))
+        cut = self._markers.cut(chat.given)
+        if cut is None:
+            return self._known.encode(tokenizer, text, owner)
+        apart = chat.with_given(cut.given).rendered(self._tokenizer)
+        return self._apart(tokenizer, cut, apart if text == rendered else cut.last(apart, len(text)))
+
+    def _apart(self, tokenizer: Any, cut: CutText, rendered: str) -> list[int]:
+        """Tokens of a chat in which clients have written what could be taken for special tokens."""
+        text, markers = cut.markers(rendered)
+        if markers == self._markers.find(text) and not cut.hidden:
+            return _encode(tokenizer, text, special=False)
+        try:
+            return self._markers.encode(text, markers)
+        except ForgedMarkerError as error:
+            raise refused(
+                "messages",
+                f"They have the text of a special token, which the model cannot read as text: {error}. Leave it out.",
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The longest prompt of one request."""
+
+    context: int
+    reach: Reach
+    new: int
+    truncates: bool
+    whole: bool
+
+    def kept(self, text: str) -> str:
+        """As much of a text as may be tokenized."""
+        most = self.reach.most(text, self.context)
+        if len(text) <= most:
+            return text
+        if self.truncates:
+            return text[-most:]
+        raise self.error(f"{len(text)} characters, which are more than {self.context} tokens")
+
+    def tried(self, tokenizer: Any, text: str) -> str:
+        """As much of a text as may be tokenized, found out by a part of it: all of it would take time and memory."""
+        size = _TRIED * self.context
+        if len(text) <= 2 * size:
+            return text
+        part = text[-size:] if self.truncates else text[:size]
+        tokens = len(_encode(tokenizer, part, special=False))
+        if tokens <= self.context + _SEAM:
+            return text
+        if self.truncates:
+            return part
+        raise self.error(f"more than {tokens - _SEAM} tokens")
+
+    def error(self, length: str) -> TooLongError:
+        if self.whole:
+            return TooLongError(
+                f"A text of {length} is longer than the model's context of {self.context}. Cut it into several.",
+                self.context,
+            )
+        most = max(self.context - self.new, 0)
+        return TooLongError(
+            f"A prompt of {length} with {self.new} new ones exceeds the context window of {self.context}. Shorten it "
+            f"to {most} tokens, or ask for fewer new ones.",
+            most,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """The arguments of a chat template."""
+
+    messages: Told
+    tools: Told
+    rendering: Rendering
+
+    @property
+    def given(self) -> list[Any]:
+        """What comes from the client."""
+        return [self.messages, self.tools, self.rendering.arguments]
+
+    def with_given(self, given: list[Any]) -> "_Chat":
+        messages, tools, arguments = given
+        return _Chat(messages, tools, replace(self.rendering, arguments=arguments))
+
+    def rendered(self, tokenizer: Any) -> str:
+        """What the template makes of it.
+
+        Raises:
+            ApiError: There is no template, or it refuses the messages.
+        """
+        if tokenizer.chat_template is None:
+            raise refused("messages", "The model has no chat template. Send a text to /v1/completions.")
+        try:
+            text = tokenizer.apply_chat_template(
+                self.messages,
+                tools=self.tools or None,
+                tokenize=False,
+                add_generation_prompt=self.rendering.answer,
+                continue_final_message=self.rendering.continues or False,
+                **self.rendering.arguments,
+            )
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+            raise refused(
+                "messages", f"The model's chat template refuses them: {str(error)[:_ERROR_CHARS]}"
+            ) from error
+        return str(text)
+
+
+def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=special))

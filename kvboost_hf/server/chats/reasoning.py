@@ -1,0 +1,152 @@
+"""Finds the reasoning of an answer by the marks around it, and lets a grammar begin behind it."""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvboost_hf.server.chats.tools import Parsed, joined
+from kvboost_hf.server.jobs import Constraint
+
+
+class Marks(NamedTuple):
+    """The texts around the reasoning of an answer."""
+
+    open: str
+    close: str
+
+
+_KNOWN = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"), Marks("<seed:think>", "</seed:think>"))
+
+
+def marks_of(tokenizer: Any) -> Marks | None:
+    """The marks that a model writes, by its chat template; None for none that are known."""
+    template = str(tokenizer.chat_template or "")
+    return next((marks for marks in _KNOWN if marks.open in template or marks.close in template), None)
+
+
+class AnswerReader(Protocol):
+    """Reads the text of one answer, in pieces."""
+
+    thinking: bool  # whether the next text is reasoning, as far as is known
+
+    def push(self, text: str) -> Parsed:
+        """Add text; returns what is certain now and was not before."""
+        ...
+
+    def finish(self, *, cut: bool = False) -> Parsed:
+        """Return the rest; `cut` says whether the answer was ended where it would have gone on."""
+        ...
+
+
+class ReasoningReader:
+    """Finds the reasoning at the beginning of an answer; without the white space around it.
+
+    Args:
+        marks: Those of the model.
+        opened: Whether the prompt ends with the opening mark.
+        rest: Reads what comes behind the reasoning; None for text alone.
+
+    Attributes:
+        thinking: Whether the next text is reasoning.
+
+    Example:
+        >>> reader = ReasoningReader(Marks("<think>", "</think>"), opened=True)
+        >>> [reader.push(text)[::2] for text in ("So ", "it is.", "</thi", "nk>", "Yes.")]
+        [('', 'So'), ('', ' it is.'), ('', ''), ('', ''), ('Yes.', '')]
+    """
+
+    def __init__(self, marks: Marks, *, opened: bool, rest: AnswerReader | None = None) -> None:
+        self._marks, self._rest = marks, rest
+        self._opens = not opened  # the opening mark may still come
+        self.thinking = opened
+        self._bare = opened  # nothing but white space since the last mark, which is left out
+        self._held = ""
+
+    def push(self, text: str) -> Parsed:
+        """See `AnswerReader`."""
+        if not (self._opens or self.thinking):
+            return self._said(text)
+        self._held += text
+        if self._opens:
+            begun = self._held.lstrip()
+            if self._marks.open.startswith(begun):
+                self._open(begun == self._marks.open)
+                return Parsed()
+            self._opens = False
+            if not begun.startswith(self._marks.open):
+                held, self._held = self._held, ""
+                return self._said(held)
+            self.thinking = self._bare = True
+            self._held = begun.removeprefix(self._marks.open)
+        return self._thought()
+
+    def finish(self, *, cut: bool = False) -> Parsed:
+        """See `AnswerReader`."""
+        held, self._held = self._held, ""
+        last = Parsed(reasoning=self._stripped(held.rstrip())) if self.thinking else self._said(held)
+        return joined([last, self._rest.finish(cut=cut)]) if self._rest is not None else last
+
+    def _open(self, complete: bool) -> None:
+        if complete:
+            self._opens, self.thinking, self._bare, self._held = False, True, True, ""
+
+    def _thought(self) -> Parsed:
+        reasoning, close, rest = self._held.partition(self._marks.close)
+        if close:
+            thought = Parsed(reasoning=self._stripped(reasoning.rstrip()))
+            self._held, self.thinking, self._bare = "", False, True
+            return joined([thought, self._said(rest)])
+        sure = len(self._held) - _overlap(self._held, self._marks.close)
+        reasoning = self._held[:sure].rstrip()
+        self._held = self._held[len(reasoning) :]
+        return Parsed(reasoning=self._stripped(reasoning))
+
+    def _said(self, text: str) -> Parsed:
+        text = self._stripped(text)
+        return self._rest.push(text) if self._rest is not None else Parsed(text)
+
+    def _stripped(self, text: str) -> str:
+        """`text` without the white space behind a mark."""
+        if self._bare:
+            text = text.lstrip()
+            self._bare = not text
+        return text
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of a text may begin a mark."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+class AfterReasoning:
+    """A constraint that holds behind the reasoning; see `Constraint`. Reasoning is free, but must end.
+
+    Args:
+        constraint: Of the answer.
+        close: The token that ends the reasoning.
+        ends: Tokens that end an answer.
+        vocab_size: How many logits the model has.
+    """
+
+    def __init__(self, constraint: Constraint, close: int, ends: Collection[int], vocab_size: int) -> None:
+        self._constraint, self._close, self._thinking = constraint, close, True
+        self._free = torch.ones(vocab_size, dtype=torch.bool)
+        self._free[list(ends)] = False
+
+    def allowed(self) -> Tensor:
+        """[vocab_size], bool, on the host: the tokens that may come next."""
+        return self._free if self._thinking else self._constraint.allowed()
+
+    def advance(self, token: int) -> None:
+        """Follow the answer by one token."""
+        if self._thinking:
+            self._thinking = token != self._close
+        else:
+            self._constraint.advance(token)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer must end here."""
+        return not self._thinking and self._constraint.finished

@@ -1,0 +1,196 @@
+"""`ModelRunner`: the model of an engine, and the caches that single rows are computed with."""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.identity.model_state import ModelState
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.compat import (
+    cache_argument,
+    has_own_cache,
+    input_device,
+    padding_reason,
+    probe_ids,
+    probe_reason,
+    rope_regime,
+)
+from kvboost_hf.config import KVQuantConfig, ReusePolicy
+from kvboost_hf.errors import StoreClosedError
+from kvboost_hf.ngrams import common_prefix
+from kvboost_hf.server.engine.task import Task
+from kvboost_hf.server.generation.sharing import sharing_reason
+from kvboost_hf.server.jobs import Job
+
+_log = logging.getLogger("kvboost_hf.server")
+
+
+class ModelRunner:
+    """Runs a model on single rows of tokens, each with a `ChunkReuseCache` of its own.
+
+    Args:
+        model: A causal language model in eval mode.
+        store: Where K/V is kept; once somebody has closed it, nothing is kept.
+        policy: How stored K/V may be used.
+        live_quant: The codec of K/V in the caches; None for K/V as the model computes it.
+        context: Tokens of a row, at most.
+
+    Attributes:
+        in_pieces: Whether prompts can be computed in pieces.
+        batchable: Whether rows can be computed in one batch.
+        in_place: Whether rows of a batch can read K/V that they share where it lies.
+        lending_reason: Why the caches cannot hand out their K/V, or None.
+
+    Raises:
+        ValueError: The model cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        store: ChunkStore,
+        policy: ReusePolicy,
+        live_quant: KVQuantConfig | None,
+        context: int,
+    ) -> None:
+        self.model, self.store, self.policy, self.device = model, store, policy, input_device(model)
+        self._live_quant = live_quant
+        self._caches: WeakSet[ChunkReuseCache] = WeakSet()  # those of tasks
+        self.lending_reason = ChunkReuseCache(model, store, live_quant=live_quant).lending_reason
+        ModelState.of(model).fingerprint.look(model)
+        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        self.in_pieces = (
+            self.lending_reason is None  # such as states: of a prompt in pieces, fewer of them are of use to others
+            and rope_regime(model, context) == b""  # a long row would change the frequencies of others and of itself
+            and probe_reason(model) is None
+        )
+        self.batchable = (
+            self.in_pieces
+            and live_quant is None  # a batch would hold it as it is
+            and padding_reason(model) is None
+        )
+        if (reason := self._unfit_reason()) is not None:
+            raise ValueError(
+                f"{type(model).__name__} cannot be served: {reason}. Call its own generate(), or serve another model."
+            )
+        self.in_place = self.batchable and sharing_reason(model) is None
+
+    @torch.no_grad()
+    def _unfit_reason(self) -> str | None:
+        """Why the model cannot be served, or None. Runs it on a short prompt and a token behind it."""
+        if has_own_cache(self.model):
+            return "it keeps what it has computed in a cache class of its own, and takes no other"
+        ids, cache = probe_ids(self.model), ChunkReuseCache(self.model, _EmptyStore(self.model))
+        try:
+            for start, stop in ((0, ids.shape[1] - 1), (ids.shape[1] - 1, ids.shape[1])):
+                self.forward(cache, ids[:, start:stop], start)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # models fail in ways of their own on what they were not written for
+            return f"it fails on a prompt of {len(ids[0]) - 1} tokens and one more ({type(error).__name__}: {error})"
+        return None
+
+    def forward(self, cache: ChunkReuseCache | None, ids: torch.Tensor, start: int) -> torch.Tensor:
+        """Run the model on tokens [1, tokens] of one row from position `start` on; returns logits [1, vocab_size]."""
+        return self.forward_all(cache, ids, start, keep=1)[:, -1]
+
+    def forward_all(
+        self, cache: ChunkReuseCache | None, ids: torch.Tensor, start: int, *, keep: int = 0
+    ) -> torch.Tensor:
+        """As `forward`; returns logits [1, tokens, vocab_size] of the last `keep` tokens. 0 keeps and computes all."""
+        given: dict[str, Any] = {cache_argument(self.model): cache}
+        if self._takes_positions:  # as generate() does: some models would count otherwise
+            given["position_ids"] = torch.arange(start, start + ids.shape[1], device=self.device)[None]
+        model: Any = self.model
+        output = model(input_ids=ids, logits_to_keep=keep, use_cache=True, return_dict=True, **given)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def step(self, task: Task) -> torch.Tensor:
+        """Run the model on the last token of a task, with the task's own cache; returns logits [1, vocab_size]."""
+        ids = torch.tensor([task.ids[-1:]], device=self.device)
+        try:
+            return self.forward(task.cache, ids, task.length)
+        except StoreClosedError:  # before anything was computed
+            self.leave_store()
+            return self.forward(task.cache, ids, task.length)
+
+    def known(self, task: Task) -> int:
+        """How many tokens of a task's prompt the store has, less than all of them; nothing is loaded."""
+        cache = ChunkReuseCache(self.model, self.store, self.policy, task.job.salt, live_quant=self._live_quant)
+        try:
+            return cache.stored_tokens(torch.tensor([task.job.ids], device=self.device))
+        except StoreClosedError:  # who computes the prompt will notice
+            return 0
+
+    def open(self, task: Task, others: Sequence[Task]) -> tuple[ChunkReuseCache, int]:
+        """A cache for a task: a fork of the cache of one of `others`, where that has more of the prompt than a chunk.
+
+        Returns:
+            The cache, and how many tokens of the prompt it has from the other one.
+        """
+        job = task.job
+        policy = self.policy_of(job)
+        others = [
+            other
+            for other in others
+            if other.cache is not None
+            and other.cache.store is self.store  # else nothing of the fork would be kept
+            and other.job.salt == job.salt
+            and other.cache.policy == policy
+        ]
+        shared = [min(common_prefix(other.job.ids, job.ids), other.done) for other in others]
+        most = max(shared, default=0)
+        if self.batchable and most >= self.store.chunker.chunk_size:
+            found = others[shared.index(most)].cache
+            assert found is not None
+            cache = found.fork()
+            cache.begin_anew()
+        else:
+            most = 0
+            cache = ChunkReuseCache(self.model, self.store, policy, job.salt, live_quant=self._live_quant)
+        self._caches.add(cache)
+        return cache, most
+
+    def policy_of(self, job: Job) -> ReusePolicy:
+        """How stored K/V may be used for a job: as the job asks, where K/V can be moved at all.
+
+        A job without an answer is computed exactly, so that any other finds it.
+        """
+        policy = self.policy
+        if job.reuse == "exact" or not job.options.max_tokens:
+            return replace(policy, mode="exact")
+        if job.reuse is None or policy.keep_logprobs or policy.reproducible or self._live_quant is not None:
+            return policy
+        # A repair that goes on takes long steps, in which others wait: only the operator can ask for it.
+        progressive = policy.progressive if policy.mode == "blend" else False
+        return replace(policy, mode="blend", repair=job.reuse, audit_rate=0.0, progressive=progressive)
+
+    def root_of(self, salt: bytes) -> bytes | None:
+        """The key that the chains of a salt start from, but for prompts with other rotary frequencies."""
+        return ChunkReuseCache(self.model, self.store, self.policy, salt, live_quant=self._live_quant).root_of(1)
+
+    def keep_nothing(self, cache: ChunkReuseCache) -> None:
+        """From now on, store nothing that a cache holds."""
+        cache.store = _EmptyStore(self.model, chunker=self.store.chunker)
+
+    def leave_store(self) -> None:
+        """Go on without the store, which somebody has closed: open caches and later ones keep nothing."""
+        _log.warning("The store was closed: from now on nothing is kept.")
+        self.store = _EmptyStore(self.model, chunker=self.store.chunker)
+        for cache in self._caches:
+            cache.store = self.store
+
+
+class _EmptyStore(ChunkStore):
+    """A store that finds nothing and keeps nothing, so that caches compute every prompt."""
+
+    def root(self, salt: bytes, regime: bytes = b"", *, read_all: bool = False, keeps_hidden: bool = False) -> None:
+        """No key: there is nothing that chains could start from."""

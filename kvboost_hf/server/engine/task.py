@@ -1,0 +1,156 @@
+"""`Task`: a job that the engine has taken, from the queue to its end."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvboost_hf.cache.planning.report import ReuseReport
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.server.engine.session_record import SessionRecord
+from kvboost_hf.server.generation.drafted import DraftedText
+from kvboost_hf.server.generation.predicted import PredictedText
+from kvboost_hf.server.generation.sampling import Sampler, score
+from kvboost_hf.server.generation.text import TextStream
+from kvboost_hf.server.jobs import Event, Finished, FinishReason, Job, Listener, Progress, TokenLogprob
+
+_log = logging.getLogger("kvboost_hf.server")
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """The state of one job. It is also the job's `Ticket`."""
+
+    job: Job
+    listener: Listener
+    submitted: float  # all times are of time.perf_counter()
+    cancelled: bool = False
+    cache: ChunkReuseCache | None = None
+    done: int = 0  # tokens of the prompt that were computed or reused
+    scored: int = 0  # tokens of the prompt whose log probabilities were reported
+    spans: list[tuple[int, int]] = field(default_factory=list)  # of the prompt, that moved K/V may serve
+    known: int | None = None  # tokens of the prompt that were in the store when it was last looked up
+    passed: int = 0  # pieces of other prompts since the last one of this
+    ids: list[int] = field(default_factory=list)  # of the answer
+    sampler: Sampler | None = None
+    drafted: DraftedText | None = None  # made when it first runs alone
+    predicted: PredictedText | None = None  # likewise
+    text: TextStream | None = None
+    joined: int = 0  # tokens that its own cache holds while it is in the batch
+    report: ReuseReport | None = None
+    started: float | None = None
+    pinned: bool | None = None
+    session: SessionRecord | None = None
+    first: float | None = None  # when its first token was on the host
+
+    def cancel(self) -> None:
+        """End the job before the engine's next forward. Any thread may call it."""
+        self.cancelled = True
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that are still to be computed, as far as is known."""
+        return len(self.job.ids) - max(self.done, self.known or 0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer that the model has computed, once the prompt is: all but the last one."""
+        return len(self.job.ids) + len(self.ids) - 1
+
+    def must_end(self, now: float) -> FinishReason | None:
+        """Why the job ends before its next forward: `"cancelled"`, `"timeout"` or None."""
+        if self.cancelled:
+            return "cancelled"
+        limit = self.job.timeout_s
+        return "timeout" if limit is not None and now - self.submitted > limit else None
+
+    def score_prompt(self, logits: torch.Tensor) -> None:
+        """Report the log probabilities of the tokens that follow a piece of the prompt, [tokens, vocab_size].
+
+        Args:
+            logits: Of the tokens from `done` on.
+        """
+        ids, start = self.job.ids, self.done + 1
+        found = [] if self.scored else [TokenLogprob(ids[0], None)]
+        first = max(start, self.scored)  # the prompt was begun anew if its store was closed
+        following = ids[first : start + len(logits)]
+        found += score(logits[first - start :][: len(following)], following, self.job.options.logprobs or 0)
+        self.scored = first + len(following)
+        self._tell(Progress("", 0, tuple(found)))
+
+    def begin(self, tokenizer: Any) -> ReuseReport:
+        """Start the answer, after the prompt was computed; returns what was reused for the prompt."""
+        assert self.cache is not None
+        self.note_report()
+        self.sampler = Sampler(self.job.options, self.job.ids, self.job.ends)
+        self.text = TextStream(
+            tokenizer,
+            self.job.stop,
+            self.job.ids,
+            skip_special_tokens=self.job.skip_special_tokens,
+            include_stop=self.job.include_stop,
+        )
+        assert self.report is not None
+        return self.report
+
+    def note_report(self) -> None:
+        """Take the counts of the prompt from the cache; those of a repair grow after the prompt."""
+        if self.cache is not None:
+            self.report = self.cache.report
+
+    def add(self, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
+        """Append a token to the answer and tell the listener; returns why the answer ends with it, or None."""
+        assert self.text is not None
+        self.ids.append(token)
+        self.first = self.first or now
+        options = self.job.options
+        may_stop = len(self.ids) > options.min_tokens
+        reason: FinishReason | None = None
+        if token in self.job.ends:
+            reason, new = "stop", self.text.push(token) if self.job.include_stop else ""
+            new += self.text.finish()
+        else:
+            new = self.text.push(token, may_stop=may_stop)
+            constraint = options.constraint
+            if self.text.stopped or (constraint is not None and constraint.finished):
+                reason = "stop"
+            elif len(self.ids) >= options.max_tokens:
+                reason = "length"
+            if reason is not None:
+                new += self.text.finish(may_stop=may_stop)
+        self._tell(Progress(new, 1, () if logprob is None else (logprob,)))
+        return reason
+
+    def finish(self, reason: FinishReason, error: str | None, now: float) -> None:
+        """Tell the listener that the job has ended."""
+        report, predicted = self.report or ReuseReport(), self.predicted
+        accepted, drafted = (predicted.accepted, predicted.drafted) if predicted is not None else (0, 0)
+        self._tell(
+            Finished(
+                reason=reason,
+                prompt_tokens=len(self.job.ids),
+                completion_tokens=len(self.ids),
+                cached_tokens=report.reused_tokens,
+                moved_tokens=report.moved_tokens - report.recomputed_tokens,
+                repaired_tokens=report.recomputed_tokens + report.repaired_tokens,
+                computed_tokens=report.forwarded_tokens + report.repaired_tokens,
+                tiers=dict(report.tier_tokens),
+                queue_s=(self.started or now) - self.submitted,
+                ttft_s=self.first - self.submitted if self.first is not None else None,
+                total_s=now - self.submitted,
+                error=error,
+                stop=self.text.stop if self.text is not None else None,
+                pinned=self.pinned,
+                accepted_prediction=accepted if self.job.prediction else None,
+                rejected_prediction=drafted - accepted if self.job.prediction else None,
+                ids=tuple(self.ids),
+            )
+        )
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self.listener(event)
+        except Exception:  # nobody listens any more
+            self.cancelled = True
+            _log.exception("A listener has failed.")

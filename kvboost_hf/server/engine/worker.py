@@ -1,0 +1,390 @@
+"""`ModelEngine`: the thread that runs the model. It computes a piece of a prompt, then one token of each answer.
+
+    submit ──▶ Intake ──▶ Prefill, piece by piece ──▶ Decoding, a token a step ──▶ finished
+
+A long prompt delays other requests by one of its pieces at most, and an answer that ends makes room at once. When a
+job has ended, the K/V of its prompt and answer is in the store.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.cache.store.chunk_store import ChunkStore
+from kvboost_hf.cache.store.removal import Belongings, Heads, count_bytes, remove
+from kvboost_hf.compat import require_cache
+from kvboost_hf.config import DraftTreeConfig, KVQuantConfig, ReusePolicy
+from kvboost_hf.errors import StoreClosedError
+from kvboost_hf.offload.build import streaming_stats
+from kvboost_hf.server.engine.ahead import Ahead, Round
+from kvboost_hf.server.engine.decoding import Decoding
+from kvboost_hf.server.engine.embedding import EmbeddingJob
+from kvboost_hf.server.engine.intake import Intake
+from kvboost_hf.server.engine.limits import EngineLimits
+from kvboost_hf.server.engine.model_runner import ModelRunner
+from kvboost_hf.server.engine.prefill import Prefill
+from kvboost_hf.server.engine.session_record import SessionRecord
+from kvboost_hf.server.engine.session_table import SessionTable
+from kvboost_hf.server.engine.task import Task
+from kvboost_hf.server.generation.drafted import Drafts
+from kvboost_hf.server.generation.sampling import choose_rows
+from kvboost_hf.server.jobs import (
+    ConstraintError,
+    DrainingError,
+    FinishReason,
+    Job,
+    Listener,
+    Session,
+    SessionChange,
+    TokenLogprob,
+    TooLongError,
+)
+from kvboost_hf.server.jobs.model_card import ModelCard
+
+_log = logging.getLogger("kvboost_hf.server")
+
+_FORWARDS = 8  # of short prompts between two tokens of the answers, at most
+_LOOKED_UP = 8  # prompts between two forwards, at most: each takes a millisecond
+
+
+class ModelEngine:
+    """Runs jobs on a model, in a thread of its own. It is the `Engine` that the server uses.
+
+    Args:
+        model: A causal language model in eval mode.
+        tokenizer: Its tokenizer.
+        store: Where K/V is kept; None for a new store. After it is closed jobs go on, and nothing is kept.
+        policy: How stored K/V may be used; None for exact reuse.
+        live_quant: The codec of K/V of running jobs, each of which then has a cache of its own; None for K/V as the
+            model computes it.
+        draft: A smaller model with the same vocabulary, which drafts tokens for a job that runs alone; None for no
+            drafts.
+        draft_trees: The size of its trees of drafts; None for the default.
+        clock: Seconds since 1970, for what is kept of sessions.
+        limits: The fields of `EngineLimits`, such as `max_batch_size`.
+
+    Raises:
+        ValueError: The model cannot be served, the draft does not fit it, or a limit is out of its range.
+        TypeError: There is no such limit.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        store: ChunkStore | None = None,
+        policy: ReusePolicy | None = None,
+        live_quant: KVQuantConfig | None = None,
+        draft: PreTrainedModel | None = None,
+        draft_trees: DraftTreeConfig | None = None,
+        clock: Callable[[], float] = time.time,
+        **limits: Any,
+    ) -> None:
+        require_cache(model)
+        self.model, self.tokenizer = model, tokenizer
+        self._limits, self._card = EngineLimits(**limits), ModelCard.of(model)
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._max_model_len = int(self._limits.max_model_len or positions or 2**31)
+        store, policy = store if store is not None else ChunkStore(model), policy or ReusePolicy()
+        self._runner = ModelRunner(model, store, policy, live_quant, self._max_model_len)
+        reason = self._runner.lending_reason
+        drafts = Drafts.of(model, reason, draft, draft_trees) if draft is not None else None
+        self._ahead = Ahead(self._runner, drafts)
+        self._intake, self._sessions = Intake(self._limits), SessionTable(self._runner, clock)
+        self._prefill, self._decoding = Prefill(self._runner), Decoding(self._runner)
+        self._counts: Counter[str] = Counter()
+        self._tiers: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._run, name="kvboost-hf engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def store(self) -> ChunkStore:
+        """Where K/V is kept."""
+        return self._runner.store
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the model's logits."""
+        model: Any = self.model
+        return int(model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer, at most."""
+        return self._max_model_len
+
+    @property
+    def max_live_tokens(self) -> int | None:
+        """Tokens of all running jobs, at most; None for no limit."""
+        return self._limits.max_live_tokens
+
+    @property
+    def model_card(self) -> ModelCard:
+        """What the model is."""
+        return self._card
+
+    # Called by any thread
+
+    def submit(self, job: Job, listener: Listener) -> Task:
+        """Queue a job; the engine's thread calls `listener` with its events. Raises as `Engine.submit` does."""
+        task = Task(job, listener, time.perf_counter())
+        self._limits.require_fit(job, self._max_model_len)
+        self._intake.submit(task)
+        return task
+
+    def embed(self, texts: Sequence[Sequence[int]], client: bytes = b"") -> Future[list[list[float]]]:
+        """Queue texts to embed, as `Engine.embed`. One text, or a piece of it, is embedded between two steps."""
+        longest = max(map(len, texts))
+        if longest > self._max_model_len:
+            raise TooLongError(
+                f"A text of {longest} tokens is longer than the model's context of {self._max_model_len}. Cut it into "
+                "several.",
+                self._max_model_len,
+            )
+        job = EmbeddingJob(texts, client)
+        self._intake.submit_embeddings(job)
+        return job.future
+
+    def sessions(self, client: bytes | None, id: str | None = None) -> list[Session]:
+        """See `Engine`."""
+        table = self._sessions
+
+        def look() -> tuple[list[tuple[SessionRecord, Belongings]], Heads]:
+            return [(each, each.belongings) for each in table.of(client, id)], table.heads(client)
+
+        found, heads = self._intake.call(look)
+        sizes = count_bytes(self.store.records, [own for _, own in found], heads)
+        records = zip(found, sizes, strict=True)
+        return self._intake.call(lambda: [table.figures(session, nbytes) for (session, _), nbytes in records])
+
+    def change_session(self, client: bytes, id: str, change: SessionChange) -> Session | None:
+        """See `Engine`."""
+        if self._intake.call(lambda: self._sessions.change(client, id, change)) is None:
+            return None
+        return next(iter(self.sessions(client, id)), None)
+
+    def drop_session(self, client: bytes, id: str, salt: bytes) -> dict[str, int] | None:
+        """See `Engine`."""
+
+        def drop() -> tuple[bool, Belongings, Heads]:
+            known = bool(self._sessions.of(client, id))
+            return known, *self._sessions.drop(client, id, salt, self._intake.admitted)
+
+        known, own, heads = self._intake.call(drop)
+        freed = remove(self.store.records, own, heads)
+        return freed if known or freed else None
+
+    def stats(self) -> dict[str, Any]:
+        """Current figures, as numbers, strings, and dicts of them."""
+        with self._intake.changed:
+            return {
+                "waiting": self._intake.waiting,
+                "prompts": len(self._prefill.tasks),
+                "running": len(self._decoding.tasks),
+                "embeddings": len(self._intake.embeddings),
+                "sessions": len(self._sessions),
+                "pins": len(self._sessions.pins),
+                "draining": self._intake.draining,
+                "batch_bytes": self._decoding.batch_bytes,
+                **{name: self._counts[name] for name in ("prompt_tokens", "cached_tokens", "computed_tokens")},
+                **{name: self._counts[name] for name in ("generated_tokens", "steps")},
+                "pieces": self._prefill.pieces,
+                "cached_tokens_by_tier": dict(self._tiers),
+                "finished": dict(self._intake.finished),
+                "streaming": asdict(streamed) if (streamed := streaming_stats(self.model)) is not None else {},
+                "speculation": self._ahead.figures,
+                "store": dict(self.store.stats()),
+            }
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no more jobs, wait for the others, and cancel the rest; returns whether all ended in time."""
+        return self._intake.drain(timeout_s)
+
+    def close(self) -> None:
+        """Cancel all jobs and end the thread."""
+        self._intake.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # The thread
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while self._intake.wait():
+            try:
+                self._sessions.pins.expire(self.store)
+                self._intake.answer_calls()
+                self._take_up()
+                self._embed()
+                self._compute_prompts()
+                self._step()
+            except Exception as error:  # such as no memory for the batch: what it holds is no longer sure
+                self._fail_all(error)
+        for task in list(self._intake.admitted):
+            self._end(task, "cancelled")
+        for task in self._intake.take_waiting():
+            self._intake.end(task, "cancelled")
+        for job in self._intake.embeddings:
+            job.fail(DrainingError("The server has ended."))
+        self._intake.answer_calls()
+
+    def _take_up(self) -> None:
+        """Make room by ending tasks, and give it to others. Nobody waits longer for it than for one forward."""
+        self._end_those_that_must()
+        for task in self._intake.unseen(_LOOKED_UP):
+            task.known = self._runner.known(task)
+        self._prefill.add(self._intake.admit())
+
+    def _end_those_that_must(self) -> None:
+        """End the tasks that were cancelled or have timed out."""
+        now = time.perf_counter()
+        for task in self._intake.take_ended(now):
+            self._intake.end(task, task.must_end(now) or "cancelled")
+        for task in list(self._intake.admitted):
+            if (reason := task.must_end(now)) is not None:
+                self._end(task, reason)
+
+    def _embed(self) -> None:
+        """Embed the next piece of a text."""
+        piece = self._limits.prefill_chunk_size if self._runner.batchable else None
+        job = self._intake.next_embedding(piece)
+        if job is not None and job.advance(self.model, piece):
+            self._intake.embedded(job)
+
+    def _compute_prompts(self) -> None:
+        """Compute a piece of a prompt, or several short prompts."""
+        room = self._limits.prefill_chunk_size
+        least = -(-room // _FORWARDS)
+        while self._prefill.tasks and room > 0:
+            room -= max(self._compute_piece(self._prefill.next(), room), least)
+            self._take_up()
+
+    def _compute_piece(self, task: Task, room: int) -> int:
+        """Compute the next piece of a prompt, of at most `room` tokens; returns how many they were."""
+        try:
+            computed, logits = self._prefill.compute(task, room, [*self._decoding.tasks, *self._prefill.tasks])
+            self._sessions.enter(task)
+            if task.left:
+                return computed
+            self._begin(task)
+            if not task.job.options.max_tokens:
+                self._end(task, "length")
+                return computed
+        except StoreClosedError:
+            self._runner.leave_store()
+            task.cache, task.done, task.known = None, 0, 0
+            return 0
+        except Exception as error:
+            self._fail([task], error)
+            return room
+        self._prefill.remove(task)
+        self._decoding.add(task)
+        self._choose([task], logits)
+        return computed
+
+    def _begin(self, task: Task) -> None:
+        report = task.begin(self.tokenizer)
+        self._counts.update(
+            prompt_tokens=report.prompt_tokens,
+            cached_tokens=report.reused_tokens,
+            computed_tokens=report.forwarded_tokens,
+        )
+        self._tiers.update(report.tier_tokens)
+        self._sessions.begin(task)
+
+    def _step(self) -> None:
+        """Compute one more token of each answer; several of one that runs alone and has a draft or a prediction."""
+        decoding = self._decoding
+        alone = len(decoding.tasks) == 1 and not self._prefill.tasks
+        ahead = self._ahead.round(decoding.tasks[0]) if alone else None
+        for task, error in decoding.arrange(drafted=ahead is not None):
+            self._fail([task], error)
+        tasks = list(decoding.tasks)
+        if not tasks:
+            return
+        try:
+            if ahead is not None:
+                self._run_ahead(tasks[0], ahead)
+                return
+            logits = decoding.step()
+        except Exception as error:
+            self._fail(tasks, error)
+            return
+        self._counts["steps"] += 1
+        self._choose(tasks, logits)
+
+    def _run_ahead(self, task: Task, ahead: Round) -> None:
+        reason = ahead(partial(self._add, task, now=time.perf_counter()))
+        self._counts["steps"] += 1
+        if reason is not None:
+            self._end(task, reason)
+
+    def _choose(self, tasks: Sequence[Task], logits: torch.Tensor) -> None:
+        """Choose a token for each task from logits [tasks, vocab_size], and end the tasks that it ends."""
+        try:
+            chosen = choose_rows([task.sampler for task in tasks if task.sampler is not None], logits)
+        except Exception as error:
+            self._fail(tasks, error)
+            return
+        now = time.perf_counter()
+        for task, choice in zip(tasks, chosen, strict=True):
+            try:
+                if isinstance(choice, Exception):
+                    raise choice
+                reason = self._add(task, *choice, now)
+            except Exception as error:
+                self._fail([task], error)
+                continue
+            if reason is not None:
+                self._end(task, reason)
+
+    def _add(self, task: Task, token: int, logprob: TokenLogprob | None, now: float) -> FinishReason | None:
+        self._counts["generated_tokens"] += 1
+        return task.add(token, logprob, now)
+
+    def _end(self, task: Task, reason: FinishReason) -> None:
+        """Store the K/V of a task, make room for others, and tell its listener."""
+        try:
+            self._decoding.sync(task)
+            if task.cache is not None:
+                if task.report is not None:
+                    task.note_report()
+                task.cache.store_tails()
+                self._sessions.end(task)
+        except Exception:
+            _log.exception("K/V of a finished text could not be stored.")
+        self._forget(task)
+        self._intake.end(task, reason)
+
+    def _fail(self, tasks: Sequence[Task], error: Exception) -> None:
+        """End tasks whose forward has failed; nothing of what it has left behind is stored."""
+        expected = isinstance(error, ConstraintError)
+        if not expected:
+            _log.error("A forward has failed.", exc_info=error)
+        for task in tasks:
+            self._forget(task)
+            if expected:
+                self._intake.end(task, "constraint", str(error))
+            else:
+                self._intake.end(task, "error", f"{type(error).__name__}: {error}")
+
+    def _fail_all(self, error: Exception) -> None:
+        for part in (self._decoding, self._prefill):
+            part.clear()
+        self._fail(list(self._intake.admitted), error)
+
+    def _forget(self, task: Task) -> None:
+        task.cache = None
+        for part in (self._decoding, self._prefill):
+            if task in part.tasks:
+                part.remove(task)

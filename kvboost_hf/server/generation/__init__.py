@@ -1,0 +1,1 @@
+"""How tokens are generated: K/V of batches, sampling, drafts, and text from tokens."""

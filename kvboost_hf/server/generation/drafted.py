@@ -1,0 +1,148 @@
+"""Speculative decoding of an answer that runs alone: a smaller model drafts trees of tokens for it."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvboost_hf.assisted.branch_probe import branch_reason
+from kvboost_hf.assisted.rounds import Rounds
+from kvboost_hf.assisted.tree import Tree
+from kvboost_hf.assisted.tree_draft import TreeDraft
+from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
+from kvboost_hf.cache.reuse import ChunkReuseCache
+from kvboost_hf.compat import input_device
+from kvboost_hf.config import DraftTreeConfig
+from kvboost_hf.server.generation.predicted import Add, Choosing, branches_of
+from kvboost_hf.server.generation.sampling import Sampler
+from kvboost_hf.server.jobs import FinishReason, Job
+
+_log = logging.getLogger("kvboost_hf.server")
+
+
+class Drafts:
+    """The draft model of an engine, and the statistics of all rounds.
+
+    Args:
+        model: Checks the drafts.
+        draft: A smaller model with the same vocabulary.
+        config: How large trees are.
+
+    Raises:
+        ValueError: for a draft of another vocabulary, or that cannot compute tokens that branch.
+    """
+
+    def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, config: DraftTreeConfig) -> None:
+        if not fit_vocabulary(draft, model):
+            raise ValueError(
+                f"`draft` must have the vocabulary of the model, of {vocab_size(model)} tokens, got "
+                f"{vocab_size(draft)}. Choose one of the same family."
+            )
+        if (reason := branch_reason(draft)) is not None:
+            raise ValueError(
+                f"`draft` must be able to compute trees of tokens, got a {type(draft).__name__}: {reason}. Choose "
+                "another one, or none."
+            )
+        self.model, self.draft, self.config = model, draft, config
+        self.rounds, self.device = Rounds(config), input_device(model)
+        config_of: Any = draft.config.get_text_config(decoder=True)
+        self._positions: int | None = getattr(config_of, "max_position_embeddings", None)
+        self._failed = False
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        lending_reason: str | None,
+        draft: PreTrainedModel,
+        config: DraftTreeConfig | None,
+    ) -> "Drafts | None":
+        """Drafts for a model; None and a warning where it, or its caches (`lending_reason`), cannot check them."""
+        if (reason := lending_reason or branch_reason(model)) is not None:
+            _log.warning("No drafts: a %s cannot check them, for %s.", type(model).__name__, reason)
+            return None
+        return cls(model, draft, config if config is not None else DraftTreeConfig())
+
+    def take(self, job: Job) -> bool:
+        """Whether to draft for a job.
+
+        There are no drafts for a job with a constraint, which would have to check each of them, nor for one that the
+        draft model has too few positions for: a failure of the draft model would end drafting for all.
+        """
+        fits = self._positions is None or len(job.ids) + job.options.max_tokens <= self._positions
+        return fits and not self._failed and job.options.constraint is None
+
+    def give_up(self, error: BaseException | None) -> None:
+        """Stop drafting, since the draft model has failed."""
+        self._failed = True
+        _log.error("The draft model has failed: answers go on without drafts, until a restart.", exc_info=error)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Figures of all rounds so far."""
+        stats = self.rounds.stats
+        return {
+            "rounds": stats.rounds,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "committed_per_round": stats.committed_per_round,
+        }
+
+
+class _DraftFailedError(RuntimeError):
+    """The draft model has failed, not the model that checks it."""
+
+
+class _Draft(TreeDraft):
+    """A `TreeDraft` whose failures are `_DraftFailedError`."""
+
+    def grow(self, ids: torch.Tensor, room: int, *, chain: bool = False) -> Tree:
+        """See `TreeDraft`."""
+        try:
+            return super().grow(ids, room, chain=chain)
+        except Exception as error:
+            raise _DraftFailedError from error
+
+    def keep(self, path: Sequence[int]) -> None:
+        """See `TreeDraft`."""
+        try:
+            super().keep(path)
+        except Exception as error:
+            raise _DraftFailedError from error
+
+
+class DraftedText:
+    """The drafting of one answer, with the draft model's K/V.
+
+    Args:
+        drafts: The draft model and its statistics.
+        job: The job of the answer.
+        sampler: Chooses its tokens.
+    """
+
+    def __init__(self, drafts: Drafts, job: Job, sampler: Sampler) -> None:
+        self._drafts, self._job, self._sampler = drafts, job, sampler
+        self._drafting = _Draft(drafts.draft, drafts.config, drafts.rounds.growth, sampler.warpers, job.ends)
+
+    def run(self, cache: ChunkReuseCache, ids: Sequence[int], add: Add) -> FinishReason | None:
+        """Run one round, which adds the drafts that are right and one more token; none if the draft model fails.
+
+        Args:
+            cache: Holds prompt and answer but for the last token.
+            ids: Of the answer; one at least.
+            add: Called with each token, one after the other.
+
+        Returns:
+            Why the text ends; None if it goes on.
+        """
+        choosing = Choosing(self._sampler, add)
+        text = torch.tensor([[*self._job.ids, *ids]], device=self._drafts.device)
+        room = self._job.options.max_tokens - len(ids)
+        branches = branches_of(self._drafts.model, cache, text.shape[1], text.device)
+        try:
+            self._drafts.rounds.run(branches, self._drafting, text, room, choosing.take)
+        except _DraftFailedError as failed:  # before anything was checked, or behind it: the text is as it should be
+            self._drafts.give_up(failed.__cause__)
+        return choosing.reason

@@ -1,0 +1,1 @@
+"""Constraints of answers by grammars, which are compiled in processes of their own."""

@@ -1,0 +1,213 @@
+"""Compiles grammars of clients in processes that can be killed, and caches them by salt."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from kvboost_hf.errors import KVBoostError
+from kvboost_hf.server.grammars import program
+from kvboost_hf.server.grammars.structured import GrammarConstraint
+
+_START_S = 120.0  # until a process has read the tokenizer
+_WALL_S = 20.0  # for a grammar: the process ends itself by the time that it computes, which is less
+_KEPT, _KEPT_OF_ONE = 64, 8  # grammars in all, and of one salt
+
+_TOO_MUCH = (
+    f"Compiling the grammar or schema takes more than {program.CPU_S:g} s of computing or "
+    f"{program.MEMORY_BYTES // 2**20} MiB, or nests too deep. Make it simpler: fewer patterns, multiples and "
+    "combinations of them."
+)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. Safe to use from several threads.
+
+    A grammar is compiled in a process of its own first, which has limits of time, memory and stack and may be killed.
+    Only one that this process is done with is compiled here: that takes the same time once more, and is known to end.
+
+    Args:
+        tokenizer: Of the model; one of the fast ones.
+        vocab_size: How many logits the model has; may be more than the tokenizer has tokens.
+        ends: Tokens that end an answer; the tokenizer's own if empty.
+        processes: How many grammars are compiled at the same time, at most. They start when they are needed.
+
+    Example:
+        >>> from kvboost_hf.assets import load_embedded
+        >>> from kvboost_hf.server.grammars.structured import regex
+        >>> model, tokenizer = load_embedded()
+        >>> grammars = Grammars(tokenizer, model.config.vocab_size)
+        >>> constraint = grammars.constraint(regex("yes|no"))
+        >>> [tokenizer.decode(token) for token in constraint.allowed().nonzero()]
+        ['n', 'y']
+        >>> grammars.close()
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        *,
+        ends: Collection[int] = (),
+        processes: int = 2,
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, ends
+        self._lock = threading.Lock()
+        # By salt and grammar, those used last at the end: a matcher at its start, or why there is none.
+        self._kept: OrderedDict[tuple[bytes, str], LLMatcher | str] = OrderedDict()
+        self._idle: list[_Process] = []
+        self._places = threading.BoundedSemaphore(processes)
+        self._closed = False
+
+    def constraint(self, grammar: str, salt: bytes = b"", *, is_json: bool = True) -> GrammarConstraint:
+        """A constraint for one job. Equal grammars of one salt are compiled once, and kept for a while.
+
+        Args:
+            grammar: From one of the functions of :mod:`kvboost_hf.server.grammars.structured`.
+            salt: Of whoever asks: how long it takes tells nothing of what others have asked.
+            is_json: Whether runs of digits and spaces are limited.
+
+        Raises:
+            ValueError: the grammar is not one, asks for what cannot be enforced, or takes too much to compile.
+        """
+        with self._lock:
+            found = self._kept.get((salt, grammar))
+            if found is not None:
+                self._kept.move_to_end((salt, grammar))
+        if found is None:
+            found = self._compile(grammar)
+            with self._lock:
+                self._keep(salt, grammar, found)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return GrammarConstraint(found.deep_copy(), self._tokens, self._vocab_size, is_json=is_json)
+
+    def close(self) -> None:
+        """End the processes. What is compiled stays usable."""
+        with self._lock:
+            self._closed, idle, self._idle = True, self._idle, []
+        for process in idle:
+            process.kill()
+
+    def _keep(self, salt: bytes, grammar: str, found: LLMatcher | str) -> None:
+        self._kept[salt, grammar] = found
+        own = [key for key in self._kept if key[0] == salt]
+        if len(own) > _KEPT_OF_ONE:
+            del self._kept[own[0]]
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+
+    def _compile(self, grammar: str) -> LLMatcher | str:
+        tokens = self._tokens
+        with self._places:
+            tried = self._tried(grammar)
+            if tried is None:
+                return _TOO_MUCH
+            error = tried["error"]
+            matcher = program.compiled(tokens, tried["grammar"]) if not error else None
+        error = error if matcher is None else matcher.get_error()
+        return f"The grammar or schema cannot be enforced: {error}. Leave that out." if error else matcher or ""
+
+    def _tried(self, grammar: str) -> dict[str, str] | None:
+        """`grammar` as it is compiled, and its `error`, empty if it is fine; None if compiling it takes too much."""
+        process = self._take_idle() or _Process(self._settings)
+        answer = process.ask(grammar, _WALL_S)
+        with self._lock:
+            stays = answer is not None and not self._closed
+            if stays:
+                self._idle.append(process)
+        if not stays:
+            process.kill()
+        return answer
+
+    def _take_idle(self) -> "_Process | None":
+        """A process that is ready, or None. Those that something else has killed are left out."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                process = self._idle.pop()
+            if process.is_alive:
+                return process
+            process.kill()
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The arguments of an `LLTokenizer`, here and in a process."""
+        tokenizer, ends = self._tokenizer, self._ends
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ValueError(f"A grammar needs a fast tokenizer, got {type(tokenizer).__name__}.")
+        if not ends and tokenizer.eos_token_id is None:
+            raise ValueError("`ends` must name a token for a tokenizer that has no `eos_token`, got none.")
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return {
+            "tokenizer": backend.to_str(),
+            "n_vocab": max(self._vocab_size, len(tokenizer)),
+            "eos_token": sorted(ends) or [tokenizer.eos_token_id],
+        }
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        return LLTokenizer(**self._settings)
+
+
+class _Process:
+    """Runs `program`. Used by one thread at a time.
+
+    Args:
+        settings: Of the tokenizer.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            # -P: what lies beside the program is not what its imports mean.
+            [sys.executable, "-P", program.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the server
+        )
+        if self.ask(settings, _START_S) is None:
+            self.kill()
+            raise KVBoostError("The process that compiles grammars does not start. Can Python run llguidance here?")
+
+    def ask(self, question: object, limit_s: float) -> dict[str, str] | None:
+        """Send a request; returns the answer, or None if the process ended without one."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        watch = threading.Timer(limit_s, self._process.kill)
+        watch.start()
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except OSError:
+            return None
+        finally:
+            watch.cancel()
+        return dict(json.loads(answer)) if answer.endswith(b"\n") else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):  # what was not written yet
+                pipe.close()

@@ -1,0 +1,200 @@
+"""Answers that follow a grammar: JSON by a schema, a regular expression, or calls of tools. By llguidance."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from kvboost_hf.server.chats.tools import Tool, format_of
+from kvboost_hf.server.grammars.closed_schema import closed
+from kvboost_hf.server.grammars.program import WRITTEN
+from kvboost_hf.server.grammars.references import require_ends
+from kvboost_hf.server.jobs import ConstraintError
+
+# Between the parts of JSON: a space, or a line end with its indentation, much as llama.cpp allows it. With more room,
+# a model that prefers line ends to all else writes them until it has no tokens left.
+_SPACE = r" |\n {0,20}"
+_MAX_DIGITS, _MAX_SPACES = 40, 200  # in a row: of a number, and in a string
+_QUOTE, _ESCAPE = b'"\\'
+
+
+def json_schema(schema: Mapping[str, Any]) -> str:
+    """The grammar of JSON that has a schema. Objects have no properties but those that it names; see `closed`.
+
+    Raises:
+        ValueError: its references have no end, or go too deep.
+    """
+    require_ends(schema)
+    return LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), defaults={"whitespace_pattern": _SPACE})
+
+
+def regex(pattern: str) -> str:
+    """The grammar of texts that a regular expression, in the syntax of Rust, matches as a whole."""
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def choice(texts: Sequence[str]) -> str:
+    """The grammar of a few texts."""
+    return f"start: {' | '.join(map(json.dumps, texts))}"
+
+
+def written(grammar: str) -> str:
+    """The grammar that somebody has written, in GBNF as llama.cpp has it, or in Lark as llguidance has it.
+
+    Raises:
+        ValueError: it has a schema in it, whose references could not be checked.
+    """
+    if "%json" in grammar or grammar.lstrip().startswith("{"):
+        raise ValueError("A grammar must be GBNF or Lark without `%json`. Pass the schema alone, as `json_schema`.")
+    return WRITTEN + grammar
+
+
+def tool_calls(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Tool],
+    *,
+    parallel: bool = True,
+    answer: Mapping[str, Any] | None = None,
+) -> str:
+    """The grammar of an answer that calls tools and says nothing else, as the model writes it.
+
+    Args:
+        tokenizer: Of the model.
+        tools: Those that may be called, as in OpenAI's API; one for a call that is named.
+        parallel: Whether there may be more than one call.
+        answer: The schema of JSON that may be said in place of calls; None if there must be a call.
+
+    Raises:
+        ValueError: the chat template has no place for tools, it is not known how the model writes calls, or the
+            references of a schema have no end.
+    """
+    known = format_of(tokenizer, tools)
+    added = tokenizer.get_added_vocab()
+    before_name, before_arguments, behind = known.call
+    rules, names = [], []
+
+    def json_of(schema: Mapping[str, Any]) -> str:
+        require_ends(schema)
+        return f"%json {json.dumps({**closed(schema), 'x-guidance': {'whitespace_pattern': _SPACE}})}"
+
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        head = _lark(before_name + json.dumps(function["name"])[1:-1] + before_arguments, added)
+        arguments = json_of(function.get("parameters") or {"type": "object"})
+        rules.append(f"call_{i}: {head} arguments_{i} {_lark(behind, added)}\narguments_{i}: {arguments}")
+        names.append(f"call_{i}")
+    more = f"({_lark(known.between, added)} call)*" if parallel and known.between is not None else ""
+    start = f"start: {_lark(known.before, added)} call {more} {_lark(known.after, added)}"
+    if answer is not None:
+        start += f" | answer\nanswer: {json_of(answer)}"
+    return "\n".join([start, f"call: {' | '.join(names)}", *rules])
+
+
+class GrammarConstraint:
+    """Allows the tokens that a grammar does. It is a `Constraint` of :mod:`kvboost_hf.server.jobs`.
+
+    Args:
+        matcher: At the start of the grammar.
+        tokens: Of the tokenizer that it is for.
+        vocab_size: How many logits the model has.
+        is_json: Whether runs of digits and spaces are limited; see `Runs`.
+    """
+
+    def __init__(self, matcher: LLMatcher, tokens: LLTokenizer, vocab_size: int, *, is_json: bool = True) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._runs = Runs(tokens, vocab_size) if is_json else None
+
+    def allowed(self) -> Tensor:
+        """[vocab_size], bool, on the host: the tokens that may come next.
+
+        Raises:
+            ConstraintError: the grammar has become too large to follow.
+        """
+        mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        self._check()
+        allowed = mask[: self._vocab_size].bool()
+        if self._runs is None or (barred := self._runs.barred) is None:
+            return allowed
+        fewer = allowed & ~barred
+        return fewer if fewer.any() else allowed
+
+    def advance(self, token: int) -> None:
+        """Follow the grammar by one token.
+
+        Raises:
+            ConstraintError: it was not allowed, or the grammar has become too large to follow.
+        """
+        self._matcher.consume_token(token)
+        self._check()
+        if self._runs is not None:
+            self._runs.advance(token)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but the end may come."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintError(f"The grammar cannot be followed: {self._matcher.get_error()}. Use a simpler one.")
+
+
+class Runs:
+    """Follows a text, token by token, and bars what a model may repeat without an end: digits, and space in strings.
+
+    No grammar limits how many digits a number of JSON has, and a greedy model that begins to repeat one goes on until
+    it has no tokens left.
+
+    Args:
+        tokens: Of the model's tokenizer.
+        vocab_size: How many logits the model has.
+    """
+
+    def __init__(self, tokens: LLTokenizer, vocab_size: int) -> None:
+        self._tokens, self._vocab_size = tokens, vocab_size
+        self._in_string = self._escaped = False
+        self._digits = self._spaces = 0  # in a row, up to here
+
+    def advance(self, token: int) -> None:
+        """Follow the grammar by one token."""
+        for byte in self._tokens.decode_bytes([token]):
+            self._follow(byte)
+
+    def _follow(self, byte: int) -> None:
+        space = byte in b"nrt" if self._escaped else byte in b" "
+        if self._in_string and not (byte == _ESCAPE and not self._escaped):
+            self._spaces = self._spaces + 1 if space else 0
+        self._digits = self._digits + 1 if byte in b"0123456789" and not self._in_string else 0
+        if byte == _QUOTE and not self._escaped:
+            self._in_string, self._spaces = not self._in_string, 0
+        self._escaped = byte == _ESCAPE and self._in_string and not self._escaped
+
+    @property
+    def barred(self) -> Tensor | None:
+        """[vocab_size], bool, on the host: tokens that would make a run too long; None if there is none."""
+        if self._digits >= _MAX_DIGITS:
+            return _beginning(self._tokens, self._vocab_size, b"0123456789")
+        if self._spaces >= _MAX_SPACES:
+            return _beginning(self._tokens, self._vocab_size, b" \\")
+        return None
+
+
+@lru_cache(maxsize=8)
+def _beginning(tokens: LLTokenizer, vocab_size: int, chars: bytes) -> Tensor:
+    """[vocab_size], bool: the tokens that begin with one of these."""
+    starts = (tokens.decode_bytes([token])[:1] for token in range(min(vocab_size, tokens.vocab_size)))
+    found = torch.tensor([start != b"" and start in chars for start in starts])
+    return torch.nn.functional.pad(found, (0, vocab_size - len(found)))
+
+
+def _lark(text: str, added: Mapping[str, int]) -> str:
+    """`text` in a grammar. Markers that are tokens of their own have to be those."""
+    pieces = [piece for piece in re.split(r"(</?tool_call>|\[TOOL_CALLS\]|\[ARGS\])", text) if piece]
+    return " ".join(f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in pieces)

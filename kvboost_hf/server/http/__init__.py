@@ -1,0 +1,1 @@
+"""The wire: connections, keys, limits, errors, figures and traces, whatever the route."""

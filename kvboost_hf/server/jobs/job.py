@@ -1,0 +1,168 @@
+"""`Job`: one text to continue, and how the tokens of its answer are chosen."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, Protocol
+
+from kvboost_hf.config import Repair
+from kvboost_hf.errors import KVBoostError
+
+Reuse = Literal["exact"] | Repair  # "exact", or how moved K/V is repaired
+
+
+class ConstraintError(KVBoostError):
+    """A constraint cannot be followed any further, because of the request and not of the model."""
+
+
+class Constraint(Protocol):
+    """Decides which tokens may come next, such as a grammar. Belongs to one job."""
+
+    def allowed(self) -> Any:
+        """[vocab_size], bool, a tensor on the host: the tokens that may come next.
+
+        Raises:
+            ConstraintError: The constraint cannot be followed.
+        """
+        ...
+
+    def advance(self, token: int) -> None:
+        """Follow the constraint by one token.
+
+        Raises:
+            ConstraintError: The token was not allowed, or the constraint cannot be followed.
+        """
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer must end here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How the tokens of one job are chosen.
+
+    Args:
+        max_tokens: Tokens of the answer, at most; with 0 the prompt is computed and kept in the store.
+        min_tokens: Tokens of the answer before any token, or text, may end it.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_p: Sample from the likeliest tokens whose probabilities sum up to this.
+        top_k: Sample from this many of the likeliest tokens; 0 for all.
+        min_p: Sample from tokens with at least this share of the probability of the likeliest.
+        presence_penalty: Subtracted from the logit of each token that was generated before.
+        frequency_penalty: Subtracted from the logit of a token for each time that it was generated before.
+        repetition_penalty: Divides positive logits of tokens in prompt and answer, and multiplies negative ones.
+        logit_bias: By token, added to its logit.
+        seed: The seed of sampling; None for a different one each time.
+        logprobs: Report the log probability of each token, and of this many likeliest ones; None reports none.
+        prompt_logprobs: Report those of the prompt's tokens, too. All of it is computed then.
+        constraint: Restricts the tokens that may come; None for no constraint.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    constraint: Constraint | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """The first tokens of a prompt, to be pinned in host memory once they are computed.
+
+    Args:
+        ttl_s: Seconds after the last use of these tokens after which they may be evicted; None for never.
+        tokens: How many first tokens; None for all. More than the prompt has are all.
+        share: Share of the store's budget that the pins of one client may take together. Where they would take more,
+            others of this client give way: those with the largest `Job.priority` first, of them those that were not
+            used for longest. None is for the operator: such a pin counts for no share, and stays.
+    """
+
+    ttl_s: float | None = None
+    tokens: int | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values of fields that a request leaves out. These are those of OpenAI's API; models may bring others.
+
+    Args:
+        temperature: Divides the logits.
+        top_p: See `SamplingOptions`, as for the others.
+        top_k:
+        min_p:
+        repetition_penalty:
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, generation_config: Any) -> "SamplingDefaults":
+        """What a model's generation config sets, and OpenAI's defaults for all else; None for those alone."""
+        given = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def body(self) -> dict[str, float]:
+        """By the name of the field of requests."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One text to continue.
+
+    Args:
+        ids: Token ids of the prompt; at least one.
+        options: How the tokens of the answer are chosen.
+        stop: Texts that end the answer.
+        ends: Tokens that end the answer.
+        include_stop: Leave the stop text, or the token, that ends the answer in it.
+        salt: Jobs share K/V only with jobs of the same salt.
+        client: The client. Clients take turns, whatever their salts are.
+        priority: Of this client's waiting jobs, those with the smallest number run first. It does not count between
+            clients.
+        session: Names the conversation that the job belongs to, for `Engine.sessions`; None for a name that is made
+            of the first chunk of the prompt.
+        reuse: How K/V of the prompt's text that stands elsewhere may be used, in place of the engine's policy; None
+            for that policy. A job without an answer is always computed exactly.
+        keep: Beginnings of the prompt to pin in host memory.
+        timeout_s: Seconds from `submit` after which the job ends; None for no limit.
+        skip_special_tokens: Leave special tokens out of the text. Some models mark calls of tools with them.
+        prediction: Token ids of a text that the answer may have parts of, which then come with fewer forwards.
+    """
+
+    ids: Sequence[int]
+    options: SamplingOptions
+    stop: tuple[str, ...] = ()
+    ends: frozenset[int] = frozenset()
+    include_stop: bool = False
+    salt: bytes = b""
+    client: bytes = b""
+    priority: int = 0
+    session: str | None = None
+    reuse: Reuse | None = None
+    keep: tuple[Keep, ...] = ()
+    timeout_s: float | None = None
+    skip_special_tokens: bool = True
+    prediction: Sequence[int] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        return len(self.ids) + self.options.max_tokens

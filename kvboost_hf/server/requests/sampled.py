@@ -1,0 +1,128 @@
+"""`Sampled`: the fields that all requests for text have, and those of chats and completions."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from kvboost_hf.server.jobs import Reuse
+from kvboost_hf.server.requests.answer_form import FormFields
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent
+
+MAX_STOPS = 16
+
+
+MAX_BIASES = 10_000
+
+
+MAX_STOP_TOKENS = 1000
+
+
+def _as_biases(given: Any) -> Any:
+    """Pairs of a token and its bias as a dict; `false` for a token that must not come, as llama.cpp takes it."""
+    if isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given):
+        return {str(token): -100 if bias is False else bias for token, bias in given}
+    return given
+
+
+_Token = Annotated[int, Field(ge=0)]
+
+
+_Added = Annotated[float, Field(ge=-100, le=100)]
+
+
+_Bias = Annotated[dict[_Token, _Added], Field(max_length=MAX_BIASES, fail_fast=True), BeforeValidator(_as_biases)]
+
+
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+Length = Annotated[Annotated[int, Field(ge=1)] | None, absent(-1)]
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    place: ClassVar = "stream_options"
+    include_usage: bool = False
+
+
+class Request(Body):
+    """The fields that all requests for text have."""
+
+    model: str | None = None
+    """The model's name, or one of `--model-alias`; the only model where it is left out."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0 takes the likeliest token."""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """With 0 only the likeliest token is left."""
+    stream: bool | None = None
+    """Server-sent events."""
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    """Requests share K/V only with requests of the same key."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Requests share K/V only with requests of the same salt, as in vLLM."""
+    modalities: Annotated[Any, Refusal("answers are text; leave modalities out, or pass ['text']", ["text"])] = None
+    audio: Annotated[Any, Refusal("answers are text; leave audio out")] = None
+    web_search_options: Annotated[Any, Refusal("the server searches nothing; offer a tool that does")] = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """Pins the K/V of the prompt in host memory, for 10 minutes or 24 hours after each use."""
+    priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = None
+    """Of the waiting requests of one client, those with the smallest number run first."""
+    repair: Reuse | None = None
+    """How K/V of text that has moved is used, in place of the server's policy: `exact` uses none."""
+
+
+class Sampled(FormFields, Request):
+    """The fields of both kinds of completions."""
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    """Answers to one prompt; `prompts x n` may be 16."""
+    max_tokens: Length = None
+    """-1 for no limit but the context."""
+    stop: str | Annotated[Many[str], Field(max_length=MAX_STOPS)] | None = None
+    """Texts that end the answer and are left out of it; empty ones are ignored."""
+    include_stop_str_in_output: bool | None = None
+    """Leave what ends the answer in it: a stop text, or the token's text."""
+    stop_token_ids: Annotated[Many[_Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    """Tokens that end the answer, besides those of the model."""
+    ignore_eos: bool | None = None
+    """The model's tokens for an end do not end the answer; they count as any other."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Nothing ends the answer before it has so many tokens, but the end of what a grammar allows."""
+    skip_special_tokens: bool | None = None
+    """`false` leaves special tokens in the text. With tools they are read, and the field changes nothing."""
+    seed: _Int64 | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: _Bias | None = None
+    """By token id, or a list of pairs; `false` in a pair for a token that must not come."""
+    stream_options: StreamOptions | None = None
+    top_k: Annotated[
+        Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda given: 0 if given == -1 else given)
+    ] = None
+    """0 and -1 for all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """Leave out the beginning of a prompt that has more tokens; -1 for as many as the context has."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the beginning of a prompt that is too long is left out."""
+        return self.truncate_prompt_tokens is not None
+
+    def truncated(self, ids: list[int]) -> list[int]:
+        """The last tokens of a prompt, as many as are asked for."""
+        most = self.truncate_prompt_tokens or 0
+        return ids[-most:] if most > 0 else ids
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return tuple(text for text in given if text)
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage

@@ -1,0 +1,105 @@
+"""Requests with texts in place of a chat: completions and embeddings."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from kvboost_hf.server.requests.chat import MAX_TOP_LOGPROBS
+from kvboost_hf.server.requests.fields import Body, Many, Refusal, absent
+from kvboost_hf.server.requests.sampled import Sampled
+
+MAX_TEXTS = 2048  # to embed, as in OpenAI's API
+
+
+_Id = Annotated[int, Field(strict=True)]
+
+
+def _kind_of_texts(given: Any) -> str:
+    """Which kind of `Texts` this is; the first item of a list decides, so that others are errors of that kind."""
+    if not isinstance(given, list):
+        return "text"
+    match given[:1]:
+        case [list()]:
+            return "token_lists"
+        case [int()]:
+            return "tokens"
+        case _:
+            return "texts"
+
+
+Texts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Many[str], Tag("texts")]
+    | Annotated[Many[_Id], Tag("tokens")]
+    | Annotated[Many[Many[_Id]], Tag("token_lists")],
+    Discriminator(_kind_of_texts),
+]
+
+
+def _as_list(texts: Texts) -> list[str | list[int]]:
+    if isinstance(texts, str):
+        return [texts]
+    tokens = [one for one in texts if isinstance(one, int)]
+    return [tokens] if tokens else [one for one in texts if not isinstance(one, int)]
+
+
+class CompletionRequest(Sampled):
+    """A request to `/v1/completions`."""
+
+    prompt: Texts
+    """Texts, or lists of token ids."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, absent(-1)] = None
+    """16 where it is left out, or -1. 0 with `echo` for the prompt alone."""
+    echo: bool | None = None
+    """Begin the answer with the prompt; with `logprobs`, with the log probabilities of its tokens, too: all of it is
+    computed then, without reuse."""
+    suffix: str | None = None
+    """The text behind the answer, for models with tokens to fill in the middle; not with prompts of tokens."""
+    add_special_tokens: bool | None = None
+    """`false` leaves out what the tokenizer puts around a text, such as a token that begins it."""
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    """Compute so many answers, and return the `n` with the highest mean log probability of their tokens."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be 1 or more without echo, got 0")
+        if self.best_of is not None and self.best_of < self.answers:
+            raise ValueError(f"best_of must be n, {self.answers}, or more, got {self.best_of}")
+        if self.stream and self.computed > self.answers:
+            raise ValueError(f"best_of must be n, {self.answers}, in a stream, got {self.best_of}; leave one out")
+        if not self.prompts:
+            raise ValueError("prompt must not be an empty list")
+        if self.suffix and not isinstance(self.prompts[0], str):
+            raise ValueError("suffix needs prompts of text, got tokens")
+        return self
+
+    @property
+    def answers(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def computed(self) -> int:
+        """Answers to each prompt that are computed."""
+        return self.best_of or self.answers
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Texts or tokens to continue."""
+        return _as_list(self.prompt)
+
+
+class EmbeddingRequest(Body):
+    """A request to `/v1/embeddings`."""
+
+    model: str | None = None
+    input: Annotated[Texts, Field(min_length=1)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Any, Refusal("all numbers of an embedding are returned; leave dimensions out")] = None
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """Texts or tokens to embed."""
+        return _as_list(self.input)
