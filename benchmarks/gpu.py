@@ -286,7 +286,7 @@ def parts(device: str, shape: str) -> dict[str, list[Step]]:
         "2": [
             script("attention", 4, "--only", "suffix", "square", "sparse", "tree", "new_lengths"),
             script("awq", 2),
-            script("streaming", 3),
+            script("streaming", 3, "--model", "Llama-3.1-70B", "--layers", "16", "--budget", "8.5GB"),
         ],
         "3": [
             script("large", 7, *shaped),

@@ -1,13 +1,13 @@
 """A model larger than what it may take of its device, against the link that its layers come over, and accelerate.
 
-    python benchmarks/streaming.py --out benchmarks/results [--device cuda] [--layers 24] [--budget 6.5GB]
+    python benchmarks/streaming.py --out benchmarks/results [--device cuda] [--model NAME] [--layers 24] [--budget 6.5GB]
 
-On a GPU: random AWQ weights with the layer shapes of Qwen2.5-32B are written to a folder and loaded within the
-budget. The ceiling of decoding is the bandwidth of the link, taken in the same run with copies of one pinned layer,
-over the bytes that a forward copies. Decoding is 64 tokens behind a prompt of 128, the first one left out; the time to
-the first token is that of a prompt of 1,000. How long the computation stood still for copies tells whether the link
-bounds it, and the same model with all layers on the device how fast it could be at most. accelerate's `cpu_offload`
-then runs the same weights. A part that fails is named, and the others go on.
+On a GPU: random AWQ weights with the layer shapes of a model of `what_fits.py`, Qwen2.5-32B by default, are written to
+a folder and loaded within the budget. The ceiling of decoding is the bandwidth of the link, taken in the same run with
+copies of one pinned layer, over the bytes that a forward copies. Decoding is 64 tokens behind a prompt of 128, the
+first one left out; the time to the first token is that of a prompt of 1,000. How long the computation stood still for
+copies tells whether the link bounds it, and the same model with all layers on the device how fast it could be at most.
+accelerate's `cpu_offload` then runs the same weights. A part that fails is named, and the others go on.
 
 On a CPU there is no link. Layers go from files through two slots in host memory, computing nothing, against reading
 the same files one after the other; both leave nothing in the page cache. And what a hook costs: a model of tiny layers
@@ -31,7 +31,7 @@ from reuse import Ids, in_turn, measured_on, medians, provenance
 from shapes import make_model
 from targets import STREAMING, Result
 from transformers import PreTrainedConfig, PreTrainedModel
-from what_fits import qwen
+from what_fits import MODELS, qwen
 
 from kvboost_hf import StreamingConfig, load_streamed, stop_streaming, stream_layers, streaming_plan, streaming_stats
 from kvboost_hf.config import parse_size
@@ -66,6 +66,13 @@ class NoCopies:
         return 0.0
 
     def close(self) -> None: ...
+
+
+def shaped(name: str, layers: int) -> PreTrainedConfig:
+    """The configuration of a model of `what_fits.py`, with so many layers."""
+    whole = MODELS[name]
+    sizes = whole.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
+    return type(whole)(**sizes)
 
 
 @contextmanager
@@ -158,7 +165,7 @@ def peer(path: Path) -> Result:
 
 def on_gpu(options: argparse.Namespace, record: Record) -> None:
     result = record.result
-    result.update(layers=options.layers, budget=options.budget)
+    result.update(model=options.model, layers=options.layers, budget=options.budget)
 
     def add_ours(path: Path) -> None:
         result["ours"] = found = ours(path, options.budget, options.rounds)
@@ -172,7 +179,7 @@ def on_gpu(options: argparse.Namespace, record: Record) -> None:
         if "ours" in result:
             result["against cpu_offload"] = result["ours"]["tokens_per_s"] / found["tokens_per_s"]
 
-    with checkpoint(qwen(5120, 27_648, options.layers, 40, 8), options.folder) as path:
+    with checkpoint(shaped(options.model, options.layers), options.folder) as path:
         for name, add in (("ours", add_ours), ("resident", add_resident), ("cpu_offload", add_peer)):
             record.measure(name, partial(add, path))
 
@@ -256,6 +263,7 @@ def markdown(result: Result) -> str:
     if "ours" in result:
         found = result["ours"]
         rows = {
+            "layer shapes": result["model"],
             "layers on the device / streamed": f"{found['resident']} / {found['streamed']}",
             "budget": result["budget"],
             "planned": gb(found["planned_bytes"]),
@@ -285,7 +293,8 @@ def markdown(result: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, rounds=5)
-    parser.add_argument("--layers", type=int, default=24, help="of the model on a GPU: 253 MB each")
+    parser.add_argument("--model", choices=MODELS, default="Qwen2.5-32B", help="whose layers it has on a GPU")
+    parser.add_argument("--layers", type=int, default=24, help="of the model on a GPU: 253 MB each, of a 70B 455 MB")
     parser.add_argument("--budget", default="6.5GB", help="what it may take of the GPU")
     parser.add_argument("--folder", type=Path, help="where weights are written, and removed again")
     parser.add_argument("--threads", type=int, default=2)
