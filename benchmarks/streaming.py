@@ -1,6 +1,6 @@
 """A model larger than what it may take of its device, against the link that its layers come over, and accelerate.
 
-    python benchmarks/streaming.py --out benchmarks/results [--device cuda] [--model NAME] [--layers 24] [--budget 6.5GB]
+    python benchmarks/streaming.py --out benchmarks/results [--device cuda] [--model NAME] [--layers 24] [--budget 7GB]
 
 On a GPU: random AWQ weights with the layer shapes of a model of `what_fits.py`, Qwen2.5-32B by default, are written to
 a folder and loaded within the budget. The ceiling of decoding is the bandwidth of the link, taken in the same run with
