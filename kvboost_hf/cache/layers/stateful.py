@@ -4,7 +4,7 @@ A state sums up all tokens so far. It cannot be rewound, only put back as it was
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import (
@@ -117,7 +117,7 @@ class _BesideAttention(_WithStates, GrowingLayer):  # type: ignore[no-untyped-ca
             with torch.inference_mode(False):
                 LinearAttentionLayer.lazy_initialization(self, **kwargs)  # type: ignore[arg-type]
 
-    def share(self) -> GrowingLayer:
+    def share(self) -> Self:
         """See `ReuseLayer.share`."""
         twin = super().share()
         _reset_states(twin)
