@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvboost_hf.compat.attention import attention_function
+from kvboost_hf.compat.cache_names import cache_argument
 from kvboost_hf.compat.hooks import hook_hidden_states
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
     STATEFUL_LAYERS,
-    cache_argument,
     cache_layers,
     has_own_cache,
     input_device,
