@@ -116,7 +116,7 @@ def page(rows: dict[str, Row]) -> str:
     text = _INTRODUCTION.format(
         types=f"{len(covered)} of the {len(CAUSAL_LM_TYPES)}",
         version=transformers.__version__,
-        multimodal=len(MULTIMODAL),
+        multimodal=sum(name in MULTIMODAL for name in TRIED),
         classes=len(rows),
         counts=_counts(rows),
         moved=sum(found["moved"] for found in rows.values()),
