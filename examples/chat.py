@@ -21,7 +21,7 @@ messages = [{"role": "system", "content": "You read documents and answer questio
 for turn in TURNS:
     messages.append({"role": "user", "content": turn})
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=24)
+    out = model.generate(**inputs, cache=cache, max_new_tokens=24)
     answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     messages.append({"role": "assistant", "content": answer})
     report = cache.report

@@ -20,6 +20,6 @@ for question in ("Where does Maria live?", "What does Maria play?"):
         {"role": "user", "content": f"{DOCUMENT}\n\n{question}"},
     ]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    out = model.generate(**inputs, assistant_model=draft, past_key_values=cache, max_new_tokens=24)
+    out = model.generate(**inputs, assistant_model=draft, cache=cache, max_new_tokens=24)
     print(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 print(speculation_stats(draft))

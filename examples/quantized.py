@@ -22,6 +22,6 @@ inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, ret
 exact = ChunkReuseCache(model)
 codes = ChunkReuseCache(model, live_quant=KVQuantConfig(key_bits=4, value_bits=4, exact_layers=0))
 for name, cache in (("exact", exact), ("codes", codes)):
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=24)
+    out = model.generate(**inputs, cache=cache, max_new_tokens=24)
     answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     print(f"{name}: {cache.nbytes / 2**20:.2f} MiB for {cache.report.prompt_tokens} tokens. {answer}")

@@ -47,5 +47,5 @@ for names, question in QUESTIONS:
     text = "\n\n".join([*(DOCUMENTS[name] for name in names), question])
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    blended, plain = answer(inputs, past_key_values=cache), answer(inputs)
+    blended, plain = answer(inputs, cache=cache), answer(inputs)
     print(f"{question} {blended} (plain: {plain})\n  {cache.report}")

@@ -25,6 +25,6 @@ with tempfile.TemporaryDirectory() as folder:  # better a place that stays: file
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         ).to(model.device)
-        out = model.generate(**inputs, past_key_values=cache, max_new_tokens=24)
+        out = model.generate(**inputs, cache=cache, max_new_tokens=24)
         print(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     print(streaming_stats(model))

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost_hf.assets import load_embedded, load_embedded_draft
 from kvboost_hf.assets.world import Turn, chat_messages, make_chat, make_documents
+from kvboost_hf.compat import CACHE
 from recipes.evaluate import encode_chat
 
 
@@ -105,7 +106,7 @@ def assisted_answer(
     proposals: list[tuple[int, list[int]]] = []  # where the drafted tokens start, and what they are
 
     def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen, ids = kwargs["past_key_values"].get_seq_length(), kwargs["input_ids"][0].tolist()
+        seen, ids = kwargs[CACHE].get_seq_length(), kwargs["input_ids"][0].tolist()
         start = max(seen + 1, prompt.shape[1])
         proposals.append((start, ids[start - seen :]))
 
@@ -141,11 +142,11 @@ def assisted_rounds(
 def ms_per_token(model: PreTrainedModel, prompt: torch.Tensor, count: int = 100) -> float:
     """Median time of a forward over one token behind a prompt, in ms."""
     with torch.inference_mode():
-        cache = model(prompt, use_cache=True).past_key_values
+        cache = getattr(model(prompt, use_cache=True), CACHE)
         times = []
         for _ in range(count):
             begin = time.perf_counter()
-            model(prompt[:, -1:], past_key_values=cache, use_cache=True)
+            model(prompt[:, -1:], **{CACHE: cache}, use_cache=True)
             times.append(1000 * (time.perf_counter() - begin))
     return statistics.median(times)
 

@@ -199,6 +199,12 @@ def disk(tmp_path: Path) -> str:
 
 
 @pytest.fixture
+def any_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`add_adapter()` and its kin take the installed PEFT: transformers 5.24 asks for 0.22, which is not released."""
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda min_version: None)
+
+
+@pytest.fixture
 def loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models compute faster than anything is read; what is worth loading has tests of its own."""
     monkeypatch.setattr(ComputePace, "seconds_per_token", lambda self, model: 1.0)

@@ -240,7 +240,7 @@ class StockLender:
         if types or self._cache.offloading:
             found = "offloaded layers" if not types else f"layers of the kind {', '.join(sorted(types))}"
             raise ValueError(
-                f"K/V of branches cannot be held in {found}. Pass a ChunkReuseCache or nothing as `past_key_values`."
+                f"K/V of branches cannot be held in {found}. Pass a ChunkReuseCache or nothing as `cache`."
             )
 
     def lend(self) -> list[Any]:

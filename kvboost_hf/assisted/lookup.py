@@ -65,7 +65,7 @@ def lookup_assistant(
         >>> assistant = lookup_assistant(model, store)
         >>> inputs = tokenizer("The lamp is red. " * 20, return_tensors="pt")
         >>> cache = ChunkReuseCache(model, store)
-        >>> out = model.generate(**inputs, past_key_values=cache, assistant_model=assistant, max_new_tokens=8)
+        >>> out = model.generate(**inputs, cache=cache, assistant_model=assistant, max_new_tokens=8)
         >>> out.equal(model.generate(**inputs, max_new_tokens=8))
         True
     """

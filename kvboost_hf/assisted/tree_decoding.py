@@ -57,7 +57,7 @@ class TreeDecoding:
         >>> trees = TreeDecoding(load_embedded_draft())
         >>> inputs = tokenizer("Maria lives in Rome. Where does Maria live?", return_tensors="pt")
         >>> out = model.generate(
-        ...     **inputs, custom_generate=trees, past_key_values=ChunkReuseCache(model), max_new_tokens=12
+        ...     **inputs, custom_generate=trees, cache=ChunkReuseCache(model), max_new_tokens=12
         ... )
         >>> out.equal(model.generate(**inputs, max_new_tokens=12))
         True

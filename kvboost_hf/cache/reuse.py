@@ -47,9 +47,7 @@ _UNUSED = "the model has made no use of the cache"
 
 
 class ChunkReuseCache(Cache):
-    """Pass it as `past_key_values` (for Mamba-2, as `cache_params`) to as many `generate()` calls as you like.
-
-    Since transformers 5.24, both are called `cache`.
+    """Pass it as `cache` to as many `generate()` calls as you like.
 
     Each call gets what plain generate() would give. What was computed before, in this cache or in its store, is not
     computed again: the prompt may continue the one before, be shorter, diverge from it, or have nothing to do with it.
@@ -80,7 +78,7 @@ class ChunkReuseCache(Cache):
         >>> cache = ChunkReuseCache(model)
         >>> inputs = tokenizer("The lamp is red. " * 20, return_tensors="pt")
         >>> for _ in range(2):
-        ...     _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
+        ...     _ = model.generate(**inputs, cache=cache, max_new_tokens=1)
         >>> cache.report.forwarded_tokens
         1
     """

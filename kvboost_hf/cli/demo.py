@@ -81,4 +81,4 @@ def _last_lines(options: argparse.Namespace, console: Any) -> None:
         say(console, line)
     real = () if options.model else ("demo",)
     say(console, next_steps(options, *real, "check", "bench", "verify", "serve"), end="")
-    say(console, "In Python: model.generate(..., past_key_values=ChunkReuseCache(model))")
+    say(console, "In Python: model.generate(..., cache=ChunkReuseCache(model))")

@@ -3,16 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.compat.attention import attention_function, attn_implementation, mask_form
+from kvboost_hf.compat.cache_names import CACHE, cache_argument, cache_in, take_newest_name, with_cache_by
 from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
 from kvboost_hf.compat.hooks import hook_hidden_states, hook_layers, own_hook, own_hooks
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
-    CACHE,
     SERVED_LAYERS,
     available_device,
     bytes_per_token,
-    cache_argument,
-    cache_in,
     cache_layers,
     decoder_layers,
     has_own_cache,
@@ -26,7 +24,6 @@ from kvboost_hf.compat.models import (
     text_model,
     unwrapped,
     weights_come_and_go,
-    with_cache_by,
 )
 from kvboost_hf.compat.private import PrivateCache
 from kvboost_hf.compat.probes import (
@@ -97,6 +94,7 @@ __all__ = [
     "require_reusable_model",
     "rope_regime",
     "steps_reason",
+    "take_newest_name",
     "text_model",
     "tolerance",
     "training_reason",

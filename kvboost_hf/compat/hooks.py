@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvboost_hf.compat.models import cache_in, decoder_layers, text_model
+from kvboost_hf.compat.cache_names import cache_in
+from kvboost_hf.compat.models import decoder_layers, text_model
 
 
 class BeforeLayers(Protocol):

@@ -1,20 +1,13 @@
-"""Properties of a model: its cache argument, cache layers, decoder layers, devices and sizes of K/V."""
+"""Properties of a model: cache layers, decoder layers, devices and sizes of K/V."""
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.generation.utils import ALL_CACHE_NAMES
 
-from kvboost_hf.compat.memo import remember
-
-# What generate() and the outputs of models call a cache: `past_key_values`, and since transformers 5.24 `cache`. It
-# still takes the names before it, as arguments of generate() and of forwards.
-CACHE: str = ALL_CACHE_NAMES[0]
-_CACHE_NAMES = tuple(dict.fromkeys((CACHE, "past_key_values", "cache_params")))
+from kvboost_hf.compat.cache_names import cache_argument
 
 # Cache layers of transformers that `cache/layers/choose.py` can replace; stateful ones keep a sum of what they saw.
 STATEFUL_LAYERS = frozenset(
@@ -119,29 +112,6 @@ def has_own_cache(model: PreTrainedModel) -> bool:
     """Whether the model requires a cache class of its own."""
     supports: Any = model._supports_default_dynamic_cache
     return not supports()
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The argument of forward that takes a cache; empty if there is none."""
-    return remember(model, cache_argument, lambda: _cache_argument(model))
-
-
-def _cache_argument(model: PreTrainedModel) -> str:
-    arguments = inspect.signature(type(model).forward).parameters
-    return next((name for name in _CACHE_NAMES if name in arguments), "")
-
-
-def cache_in(kwargs: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of generate() or of a forward, or None."""
-    return next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-
-
-def with_cache_by(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward, with a cache by `name` that was passed by an older name."""
-    older = next((each for each in ("past_key_values", "cache_params") if each in kwargs), None)
-    if older is None or name != "cache" or name in kwargs:
-        return kwargs
-    return {name if each == older else each: value for each, value in kwargs.items()}
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvboost_hf.compat.attention import attention_function
+from kvboost_hf.compat.cache_names import cache_argument
 from kvboost_hf.compat.hooks import hook_hidden_states
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
     SERVED_LAYERS,
     STATEFUL_LAYERS,
-    cache_argument,
     cache_layers,
     has_own_cache,
     input_device,
@@ -34,8 +34,10 @@ _TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-2, tor
 _SAME_SHAPE_TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _PROBE_TOKENS = 8
 
-# Reasons that no probe of a few tokens can find, by model type.
+_GROWS = "its forward adds layers to the cache, with K/V of their own"
+# Reasons that no probe of a few tokens can find, or that hold for a first prompt, too, by model type.
 _KNOWN_WRONG = {
+    **dict.fromkeys(("dory", "inkling2_loop", "inkling2_loop_text"), _GROWS),
     "moshi": "transformers applies its sliding window to cached tokens only, so that a prompt in parts differs",
 }
 
@@ -136,7 +138,10 @@ def _probe(model: PreTrainedModel) -> str | None:
     ids, cut = probe_ids(model), _PROBE_TOKENS // 2
     other = torch.cat([ids[:, :cut], ids[:, cut:].flip(1)], dim=1)
     cache = PrivateCache(cache_layers(model))
+    count = len(cache.layers)
     both = probe_logits(model, torch.cat([ids, other]), cache)
+    if len(cache.layers) != count:
+        return _GROWS
     whole, dtype = both[:1], _computed_in(model, cache)
     off = difference(both[1:, :cut], whole[:, :cut])
     if not off <= _SAME_SHAPE_TOLERANCE.get(dtype, 2e-2):

@@ -50,7 +50,7 @@ def call_options(
         if name in more:
             raise ValueError(
                 f"`{name}` is set by the engine, got {type(more[name]).__name__}. Call "
-                "engine.model.generate(..., past_key_values=ChunkReuseCache(engine.model, engine.store)) for what it "
+                "engine.model.generate(..., cache=ChunkReuseCache(engine.model, engine.store)) for what it "
                 "does not offer."
             )
     for name in _OF_ONE_ROW:

@@ -4,6 +4,8 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -22,6 +24,12 @@ NOT_BUILT = {
     "musicgen": "stock generate() shows it only the last token of a prompt",
 }
 
+if Version(transformers.__version__) >= Version("5.24"):
+    NOT_BUILT["llama4-multimodal"] = (
+        "stock transformers fails at each forward: its model with an image encoder reads `image_outputs` of what its "
+        "language model returns, which has none"
+    )
+
 # Multimodal ones that are no causal language models to transformers, by the name that they are tried under. Here they
 # are shown text only. Gemma 3 is one of the others, too.
 MULTIMODAL = {
@@ -29,7 +37,7 @@ MULTIMODAL = {
     for name in sorted(multimodal.FAMILIES)
     if not name.endswith("_video") and not name.startswith("gemma3")
 }
-TRIED = [name for name in CAUSAL_LM_TYPES if name not in NOT_BUILT] + list(MULTIMODAL)
+TRIED = [name for name in (*CAUSAL_LM_TYPES, *MULTIMODAL) if name not in NOT_BUILT]
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # What tells a configuration's kinds of layers: a tiny model must have all that the real one has.

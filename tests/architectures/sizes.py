@@ -95,6 +95,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "o_groups": 2,
         "o_lora_rank": 16,
     },
+    "dory": {**_SLIDING_AND_FULL, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {
         "swa_num_attention_heads": 4,
@@ -126,6 +127,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _LINEAR_AND_FULL,
     "hrm_text": {"num_hidden_layers": 1},
     "inkling2_text": {**_INKLING, "n_layers_per_attn_res_block": 2, "unpadded_vocab_size": VOCAB},
+    "inkling2_loop_text": {
+        **_INKLING,
+        "n_layers_per_attn_res_block": 1,
+        "unpadded_vocab_size": VOCAB,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 8,
+    },
     "inkling_text": {**_INKLING, "logits_mup_width_multiplier": 1.0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": _LINEAR_AND_FULL,

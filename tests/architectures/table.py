@@ -55,7 +55,7 @@ without reuse: the same again, longer ones, shorter ones, unrelated ones, and a 
 - **refused**: plain `generate()` itself takes no cache for this architecture; `ChunkReuseCache(model)` raises an
   error.
 
-{counts}. `generate()` is given the cache as `past_key_values`, for Mamba-2 as `cache_params`.
+{counts}. `generate()` is given the cache as `cache`.
 
 The column *moved* says whether keys and values can also be used at other positions than those they were computed for
 ([moved chunks](moved.md)). Rotated keys were compared, layer by layer, with what the model computes for a text 300
@@ -116,7 +116,7 @@ def page(rows: dict[str, Row]) -> str:
     text = _INTRODUCTION.format(
         types=f"{len(covered)} of the {len(CAUSAL_LM_TYPES)}",
         version=transformers.__version__,
-        multimodal=len(MULTIMODAL),
+        multimodal=sum(name in MULTIMODAL for name in TRIED),
         classes=len(rows),
         counts=_counts(rows),
         moved=sum(found["moved"] for found in rows.values()),

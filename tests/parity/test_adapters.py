@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import (
     IA3Config,
     LoraConfig,
@@ -17,6 +19,7 @@ from peft import (
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, last_cache
+from kvboost_hf.compat import CACHE
 from tests.conftest import as_inputs, left_pad, random_ids
 from tests.parity.compare import same_as_plain
 
@@ -200,6 +203,7 @@ def test_switched_in_the_middle_of_a_conversation(llama: PreTrainedModel, store:
     assert 96 <= same_as_plain(llama, ChunkReuseCache(llama, store), whole) < 104
 
 
+@pytest.mark.usefixtures("any_peft")
 class TestTransformersOwn:
     """model.add_adapter() and its kin, without a wrapper."""
 
@@ -228,9 +232,17 @@ PROMPTS: dict[str, Callable[[], Any]] = {
     "p-tuning": lambda: PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=8, encoder_hidden_size=16),
     "prefix tuning": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8),
 }
+# PEFT passes the prefix as `past_key_values`, beside the `cache` that generate() of transformers 5.24 has made, which
+# wins: without this package, too, the wrapper's generate() gives the logits of the model without a prefix.
+prefix_is_ignored = pytest.mark.skipif(
+    CACHE == "cache" and Version(peft.__version__) < Version("0.22"),
+    reason="generate() of transformers 5.24 ignores the prefix that PEFT before 0.22 passes",
+)
 
 
-@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=prefix_is_ignored if kind == "prefix tuning" else ()) for kind in PROMPTS]
+)
 @pytest.mark.parametrize("attached", [False, True])
 def test_virtual_tokens(llama: PreTrainedModel, store: ChunkStore, kind: str, attached: bool) -> None:
     """Tokens that are no ids: right, and computed as ever, beside calls of the model itself that reuse."""

@@ -1,7 +1,13 @@
 """Every causal language model of transformers: K/V is reused with the same answers, or a reason is given."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
+import transformers
 from huggingface_hub.errors import StrictDataclassError
+from transformers import LlamaForCausalLM
 
 from tests.architectures import NOT_BUILT, TRIED, arguments, make_architecture
 from tests.architectures.outcome import check_context_matters, check_outputs, outcome_of
@@ -10,7 +16,19 @@ from tests.architectures.table import PAGE, class_name, page, recorded, row
 # What architectures warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+of_tested_release = pytest.mark.skipif(
+    f"transformers {transformers.__version__}," not in PAGE.read_text("utf-8"),
+    reason="the table is that of another release of transformers",
+)
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
+
+def test_the_table_is_that_of_the_tested_release() -> None:
+    (release,) = re.findall(r"^transformers==(.+)$", CONSTRAINTS.read_text("utf-8"), re.MULTILINE)
+    assert f"transformers {release}," in PAGE.read_text("utf-8"), "run make architectures"
+
+
+@of_tested_release
 @pytest.mark.parametrize("model_type", TRIED)
 def test_reuse_or_a_reason(model_type: str) -> None:
     model = make_architecture(model_type)
@@ -22,12 +40,14 @@ def test_reuse_or_a_reason(model_type: str) -> None:
     )
 
 
+@of_tested_release
 @pytest.mark.parametrize("model_type", NOT_BUILT)
 def test_what_is_left_out_cannot_be_run(model_type: str) -> None:
     with pytest.raises((AssertionError, AttributeError, ImportError, ValueError, StrictDataclassError)):
         check_context_matters(make_architecture(model_type))
 
 
+@of_tested_release
 def test_the_page_shows_the_rows_and_no_row_is_too_many() -> None:
     rows = recorded()
     assert rows.keys() <= {class_name(name) for name in TRIED}
@@ -50,6 +70,14 @@ def test_each_argument_of_a_forward_is_known() -> None:
         f"{arguments.TABLE.name} has. Find in kvboost_hf/cache/prompt what reads them, and whether another argument "
         "has taken their place. Then write the table: python -m tests.architectures.arguments"
     )
+
+
+def test_an_argument_that_a_release_adds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, input_ids: Any = None, attention_mask: Any = None, new_argument: Any = None) -> None: ...
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    with pytest.raises(AssertionError, match="new_argument"):
+        test_each_argument_of_a_forward_is_known()
 
 
 def test_the_table_of_arguments_says_what_the_code_takes_them_for() -> None:

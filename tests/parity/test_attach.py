@@ -469,6 +469,7 @@ def test_adapters_switched_between_turns() -> None:
         assert torch.equal(found[turn], found[turn + 4])
 
 
+@pytest.mark.usefixtures("any_peft")
 def test_adapters_of_transformers_are_left_in_training_mode() -> None:
     """`model.add_adapter()` does not call `eval()` on what it adds, which is the same in both modes."""
     model = make_model("llama")
@@ -481,6 +482,7 @@ def test_adapters_of_transformers_are_left_in_training_mode() -> None:
     assert report(model).reused_tokens == 199
 
 
+@pytest.mark.usefixtures("any_peft")
 def test_dropout_in_training_mode_is_seen() -> None:
     model = make_model("llama")
     model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_dropout=0.5))

@@ -23,7 +23,7 @@ from transformers import (
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility
 from kvboost_hf.compat import padding_reason, probe_reason
 from kvboost_hf.errors import StoreClosedError
-from tests.architectures.models import make_architecture
+from tests.architectures.models import TRIED, make_architecture
 from tests.conftest import VOCAB, as_inputs, counted, left_pad, make_model, random_ids
 
 BASE = random_ids(200, seed=1)
@@ -366,3 +366,9 @@ def test_positions_that_a_model_counts_otherwise_than_generate() -> None:
     with torch.no_grad():
         logits = model(ids, past_key_values=ChunkReuseCache(model, store), logits_to_keep=1).logits[:, -1]
         torch.testing.assert_close(logits, model(ids).logits[:, -1])
+
+
+@pytest.mark.skipif("dory" not in TRIED, reason="only since transformers 5.24")
+def test_a_forward_that_adds_layers_to_the_cache_is_noticed() -> None:
+    """By a run, also where no table knows the model."""
+    assert probe_reason(make_architecture("dory")) == "its forward adds layers to the cache, with K/V of their own"

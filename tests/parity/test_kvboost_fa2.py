@@ -265,6 +265,7 @@ REFUSED = {
     "dots3_note_text",
     "glm_moe_dsa",
     "hy_v4",
+    "inkling2_loop_text",
     "inkling2_text",
     "minimax_m3_vl_text",
 }

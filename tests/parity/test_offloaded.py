@@ -113,6 +113,7 @@ def test_taken_back(llama: PreTrainedModel) -> None:
     assert same_as_plain(model, cache, BASE) == 99
 
 
+@pytest.mark.usefixtures("any_peft")
 def test_adapters_on_an_offloaded_model(llama: PreTrainedModel) -> None:
     llama.add_adapter(LoraConfig(target_modules=["v_proj"], init_lora_weights=False), adapter_name="a")
     model = cpu_offload(llama.eval(), torch.device("cpu"))

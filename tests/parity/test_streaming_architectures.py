@@ -19,7 +19,9 @@ NOT_STREAMED = {
     "longcat_flash": "has no list of decoder layers",  # two layers in one
 }
 # At another address of the weights the CPU computes a convolution in another order.
-ROUNDED = {"inkling_text": 1e-5, "zaya": 1e-5}
+ROUNDED = {"inkling_text": 1e-5, "lara_mini": 1e-5, "zaya": 1e-5}
+# Layers that run twice are not ahead in the second turn.
+MISSES = {"dory": 3}
 IDS = random_ids(12, seed=0) % 60 + 2
 
 
@@ -42,7 +44,7 @@ def test_streamed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         stats = streaming_stats(loaded)
         assert stats is not None
         assert stats.layer_calls >= 4
-        assert stats.misses == 1
+        assert stats.misses == MISSES.get(name, 1)
         found, state = loaded.state_dict(), plain.state_dict()
         assert found.keys() == state.keys()
         assert all(torch.equal(found[key], state[key]) for key in state)

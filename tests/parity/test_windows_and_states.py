@@ -441,7 +441,7 @@ def test_a_cache_that_the_model_calls_cache_params() -> None:
         torch.testing.assert_close(found.logits[0], expected.logits[0], atol=2e-4, rtol=2e-4)
         assert work.tokens - (NEW - 1) <= most
     if CACHE == "past_key_values":  # since transformers 5.24, all names are taken
-        with pytest.raises(ValueError, match="past_key_values"):  # what docs/faq.md quotes
+        with pytest.raises(ValueError, match="past_key_values"):
             generate(model, as_inputs(BASE[:, :20]), past_key_values=cache)
 
 

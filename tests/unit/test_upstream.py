@@ -269,3 +269,40 @@ def test_every_cache_layer_is_known() -> None:
         "the new names in kvboost_hf/cache/layers/choose.py, and keep the old ones as long as pyproject.toml allows "
         "releases that have them."
     )
+
+
+class TestChangesAreNoticed:
+    """Each test above fails where a release changes what it looks at."""
+
+    def test_a_name_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(GenerationMixin, "_prefill")
+        assert not has(LISTED["_prefill"], "_prefill")
+
+    def test_a_local_variable_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def generate(self: Any, inputs: Any, generation_config: Any, **kwargs: Any) -> Any: ...
+
+        monkeypatch.setattr(GenerationMixin, "generate", generate)
+        with pytest.raises(AssertionError, match=r"has no local variables .*model_kwargs"):
+            test_the_local_variables_exist("generate")
+
+    @pytest.mark.parametrize(
+        "change", ["", "class NewLayer(DynamicSlidingWindowLayer):", "class NewLayer(New, StaticLayer):"]
+    )
+    def test_a_layer_that_is_new(self, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+        source = inspect.getsource
+        monkeypatch.setattr(
+            inspect, "getsource", lambda of: source(of) + (f"\n{change}\n" if of is cache_utils else "")
+        )
+        if not change:
+            test_every_cache_layer_is_known()
+            return
+        with pytest.raises(AssertionError, match=r"has cache layers \['NewLayer'\]"):
+            test_every_cache_layer_is_known()
+
+    def test_a_layer_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = inspect.getsource
+        monkeypatch.setattr(
+            inspect, "getsource", lambda of: source(of).replace("class QuantizedLayer(", "class Renamed(")
+        )
+        with pytest.raises(AssertionError, match=r"Renamed"):
+            test_every_cache_layer_is_known()

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from kvboost_hf.cache.identity.hooks import note_call
 from kvboost_hf.cache.identity.model_state import ModelState
-from kvboost_hf.compat import cache_argument, cache_in, own_hook, with_cache_by
+from kvboost_hf.compat import cache_argument, cache_in, own_hook, take_newest_name, with_cache_by
 
 Kwargs = dict[str, Any]
 Changed = tuple[tuple[Any, ...], Kwargs] | None  # arguments in place of the caller's
@@ -111,6 +111,7 @@ def _is_foreign(kwargs: Kwargs) -> bool:
 def install(model: PreTrainedModel) -> None:
     """Put the hooks on `model`, unless they are there."""
     with ModelState.of(model).lock:
+        take_newest_name(model)
         if not _handles(model):
             hook = ForwardHook()
             own_hook(model.register_forward_pre_hook(hook.before, with_kwargs=True))
