@@ -12,6 +12,7 @@ from triton import knobs
 
 from kvboost_hf.attention import backends, kernel_calls, use_tier
 from tests.architectures.models import TRIED, make_architecture
+from tests.architectures.table import of_tested_release
 from tests.conftest import as_inputs, left_pad, make_model, random_ids
 
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "phi", "gpt2", "deepseek_v3", "bloom"]
@@ -271,6 +272,7 @@ REFUSED = {
 }
 
 
+@of_tested_release
 @pytest.mark.parametrize("model_type", TRIED)
 def test_every_architecture(model_type: str) -> None:
     """Prompts with and without padding: the logits of eager attention, or a refusal."""
