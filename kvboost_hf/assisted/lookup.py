@@ -97,7 +97,7 @@ class LookupAssistant(PreTrainedModel, GenerationMixin):  # type: ignore[no-unty
         """The device of the target."""
         return self._target[0].device
 
-    def generate(  # type: ignore[override]
+    def generate(
         self, input_ids: torch.Tensor, max_new_tokens: int, generation_config: GenerationConfig, **kwargs: Any
     ) -> GenerateDecoderOnlyOutput:
         """Propose tokens, as assisted decoding asks for them.

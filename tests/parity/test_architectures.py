@@ -5,21 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaForCausalLM
 
 from tests.architectures import NOT_BUILT, TRIED, arguments, make_architecture
 from tests.architectures.outcome import check_context_matters, check_outputs, outcome_of
-from tests.architectures.table import PAGE, class_name, page, recorded, row
+from tests.architectures.table import PAGE, class_name, of_tested_release, page, recorded, row
 
 # What architectures warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-of_tested_release = pytest.mark.skipif(
-    f"transformers {transformers.__version__}," not in PAGE.read_text("utf-8"),
-    reason="the table is that of another release of transformers",
-)
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 

@@ -342,7 +342,7 @@ def test_arguments_that_generate_passes_on(options: dict[str, Any]) -> None:
     given = tokenizer("The lamp is red. " * 30, return_tensors="pt")
     for _ in range(2):
         found = model.generate(**given, tokenizer=tokenizer, max_new_tokens=6, **options)
-        assert torch.equal(found, plain.generate(**given, tokenizer=tokenizer, max_new_tokens=6, **options))  # type: ignore[arg-type]
+        assert torch.equal(found, plain.generate(**given, tokenizer=tokenizer, max_new_tokens=6, **options))
     assert report(model).reused_tokens == given["input_ids"].shape[1] - 1
 
 

@@ -648,7 +648,8 @@ def test_a_failed_forward_leaves_nothing_on_the_model() -> None:
     cache = ChunkReuseCache(model, store_with_documents(model), blend("selective"))
     with pytest.raises(RuntimeError, match="out of luck"), OutOfLuck():
         generate(model, as_inputs(prompt([2, 0, 3, 1])), cache)
-    pickle.dumps(model)
+    # With `kernels`, the models of transformers 5.17 themselves cannot be pickled.
+    pickle.dumps([module._forward_pre_hooks for module in model.modules()])
     gone = weakref.ref(cache)
     del cache
     gc.collect()

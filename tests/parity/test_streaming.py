@@ -531,7 +531,7 @@ def test_from_pretrained() -> None:
     assert stats is not None
     plain = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_DIR)
     told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 8}
-    assert torch.equal(model.generate(**told), plain.generate(**told))  # type: ignore[arg-type]
+    assert torch.equal(model.generate(**told), plain.generate(**told))
     assert not getattr(model, "is_quantized", False)
     assert not hasattr(model.config, "quantization_config")
 

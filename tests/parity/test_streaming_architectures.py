@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from kvboost_hf import stop_streaming, stream_layers, streaming_stats, with_streaming
 from kvboost_hf.offload.backends.choice import use_backend
 from tests.architectures.models import TRIED, make_architecture
+from tests.architectures.table import of_tested_release
 from tests.conftest import random_ids
 from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM, stream_everything
@@ -25,6 +26,7 @@ MISSES = {"dory": 3}
 IDS = random_ids(12, seed=0) % 60 + 2
 
 
+@of_tested_release
 @pytest.mark.parametrize("name", [name for name in TRIED if name not in NOT_STREAMED])
 def test_streamed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvboost_hf.offload.build.plan_residency", stream_everything)

@@ -162,7 +162,7 @@ def test_from_pretrained(checkpoint: Path, tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert saved == json.loads((checkpoint / "config.json").read_text())["quantization_config"]
     again = load_streamed(str(tmp_path), device="cpu", dtype=torch.float32)
-    assert torch.equal(again.generate(**told), wanted)  # type: ignore[arg-type]
+    assert torch.equal(again.generate(**told), wanted)
 
 
 def test_reuse_across_plans(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

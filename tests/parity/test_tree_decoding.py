@@ -181,7 +181,7 @@ def test_stop_strings_and_a_streamer(capsys: pytest.CaptureFixture[str]) -> None
     criteria = [StopStringCriteria(tokenizer, ["."])]
     plain = {**inputs, "max_new_tokens": 24, "eos_token_id": None, "stopping_criteria": criteria}
     found = model.generate(**plain, custom_generate=trees, streamer=TextStreamer(tokenizer, skip_prompt=True))
-    assert torch.equal(found, wanted)  # type: ignore[arg-type]
+    assert torch.equal(found, wanted)
     text = tokenizer.decode(wanted[0, inputs["input_ids"].shape[1] :])
     assert capsys.readouterr().out.strip() == text.strip()
 
@@ -319,7 +319,7 @@ def test_fewer_passes_of_the_target() -> None:
         trees, count = TreeDecoding(draft, config), [0]
         handle = target.register_forward_hook(lambda *_, count=count: count.append(1))
         for ids in held_out_prompts(tokenizer, 8, seed=4):
-            target.generate(**as_inputs(ids), custom_generate=trees, max_new_tokens=16, eos_token_id=None)  # type: ignore[arg-type]
+            target.generate(**as_inputs(ids), custom_generate=trees, max_new_tokens=16, eos_token_id=None)
         handle.remove()
         passes[arm] = len(count)
     assert passes["tree"] < 0.9 * passes["chain"]

@@ -39,7 +39,7 @@ def explained(first: str, second: str) -> str:
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
     for text in (first, second):
         inputs = tokenizer(text, return_tensors="pt")
-        model.generate(**as_inputs(inputs["input_ids"]), past_key_values=cache, max_new_tokens=1)  # type: ignore[arg-type]
+        model.generate(**as_inputs(inputs["input_ids"]), past_key_values=cache, max_new_tokens=1)
         cache.reset() if text is first else None
     return cache.report.explain(tokenizer)  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ def test_retokenized_text_is_recognized() -> None:
     pieces[at : at + 1] = [tokenizer(c, add_special_tokens=False)["input_ids"][0] for c in text]
     cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=16))
     for ids in (whole, pieces):
-        model.generate(**as_inputs(torch.tensor([ids])), past_key_values=cache, max_new_tokens=1)  # type: ignore[arg-type]
+        model.generate(**as_inputs(torch.tensor([ids])), past_key_values=cache, max_new_tokens=1)
         said = cache.report.explain(tokenizer)  # type: ignore[arg-type]
         cache.reset()
     assert "same text in other tokens" in said
