@@ -58,7 +58,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """The repair with its measure: `"query 15%"`, `"selective 16, not progressive"`."""
+        """The repair with its measure: `"query 15%"`, `"selective 16, once"`."""
         kind, policy = self.kind, self.policy
         if self.coding is not None:
             return self.coding.name
@@ -76,7 +76,7 @@ class Arm:
         """What the policy of a repair says of the time after the first token: `", progressive"`, or nothing."""
         if self.policy is None or self.kind != "repaired" or self.policy.progressive is None:
             return ""
-        return ", progressive" if self.policy.progressive else ", not progressive"
+        return ", progressive" if self.policy.progressive else ", once"
 
 
 FULL, EXACT = Arm(None), Arm(ReusePolicy())

@@ -74,5 +74,5 @@ def _look(label: str) -> tuple[str, str]:
     warmed = "warmed" in more
     if kind in _POINTS:
         return "#999999" if warmed else "#333333", _POINTS[kind]
-    marker = "^" if "progressive" in more else "v" if "not progressive" in more else "o"
+    marker = "^" if "progressive" in more else "v" if "once" in more else "o"
     return _COLOURS[kind], f"{marker}--" if warmed else f"{marker}-"

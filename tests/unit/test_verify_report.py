@@ -208,7 +208,7 @@ def test_no_two_policies_of_an_arm_share_a_name(repair: Repair) -> None:
     names = [replace(arm, warmed=warmed).name for arm in arms for warmed in (False, True)]
     assert len(set(names)) == 6
     own = {"none": "none", "auto": "auto 15%", "selective": "selective 16", "query": "query 15%"}[repair]
-    once = "naive" if repair == "none" else f"{own}, not progressive"
+    once = "naive" if repair == "none" else f"{own}, once"
     assert names[::2] == [own, f"{own}, progressive", once]
 
 
