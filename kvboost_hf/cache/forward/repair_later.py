@@ -24,7 +24,7 @@ from kvboost_hf.compat import PrivateCache, cache_argument, input_device
 from kvboost_hf.config import ReusePolicy
 
 PIECE = 512  # columns at once where nobody waits
-_TOKENS_FOR_A_SEAM = 512
+_TOKENS_FOR_A_SEAM = 1024  # documents of 800 tokens, and what stands between them
 _AT_ONCE = 2048  # columns: with so many, the first token alone stands on repaired K/V, and all later ones on exact K/V
 _TOKENS = 3  # with which all of a longer prompt is computed again: its mask has columns by columns
 
