@@ -73,8 +73,8 @@ class ReusePolicy:
             Prompts of more than 2,048 tokens are computed again in steps of 2,048 tokens, or of a third of the prompt
             if that is more, one before each next token. Then later tokens and turns are exact, and the prompt is
             stored as if it had been computed whole. It costs what moving has saved, a token later; False leaves it at
-            the first repair. None goes on where moved text has a seam every 1,024 tokens or more often, as documents in
-            another order have, and leaves it where it has fewer, as behind an edit: K/V changes most near a seam.
+            the first repair. None goes on where moved text has a seam every 1,024 tokens or more often, as documents
+            in another order have, and leaves it where it has fewer, as behind an edit: K/V changes most near a seam.
             `ChunkReuseCache.repair` does all of it at once. Not where layers with a sliding window have let go of
             tokens, where an image came behind moved text, where drafts branch, or while a server decodes several
             requests in one batch.
