@@ -68,14 +68,16 @@ class ReusePolicy:
         audit_rate: Share of the reused prompts, from 0 to 1, that are also computed whole, to compare the answers. If
             they differ, the plain answer is returned, the stored chunks that differ are no longer used, and `stats()`,
             the report and the log say so. An audit costs as much as reuse saves.
-        progressive: With `"blend"`, go on with the repair after the first token: with each of the next three, a third
-            of the prompt is computed again (128 tokens at least), in order, until all K/V is that of plain
-            `generate()`. Then later tokens and turns are exact, and the prompt is stored as if it had been
-            computed whole. It costs what moving has saved, a token later; False leaves it at the first repair. None
-            goes on where moved text has a seam every 512 tokens or more often, as documents in another order have,
-            and leaves it where it has fewer, as behind an edit: K/V changes most near a seam. `ChunkReuseCache.repair`
-            does all of it at once. Not where layers with a sliding window have let go of tokens, where an image came
-            behind moved text, where drafts branch, or while a server decodes several requests in one batch.
+        progressive: With `"blend"`, go on with the repair after the first token: before the second one, everything
+            from the first moved token on is computed again, in order, so that all K/V is that of plain `generate()`.
+            Prompts of more than 2,048 tokens are computed again in steps of 2,048 tokens, or of a third of the prompt
+            if that is more, one before each next token. Then later tokens and turns are exact, and the prompt is
+            stored as if it had been computed whole. It costs what moving has saved, a token later; False leaves it at
+            the first repair. None goes on where moved text has a seam every 1,024 tokens or more often, as documents
+            in another order have, and leaves it where it has fewer, as behind an edit: K/V changes most near a seam.
+            `ChunkReuseCache.repair` does all of it at once. Not where layers with a sliding window have let go of
+            tokens, where an image came behind moved text, where drafts branch, or while a server decodes several
+            requests in one batch.
         keep_logprobs: Keep the last hidden states of all tokens beside their K/V (`hidden_size` numbers a token), so
             that calls which want the logits of all tokens, or a loss, reuse as others do: the head of the model
             computes the logits of reused tokens from them. K/V stored with it is not found without it. Not with mode

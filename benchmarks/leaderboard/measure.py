@@ -7,6 +7,7 @@ one. On a CPU, seconds are those that this process was computing, so that other 
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class Answer(NamedTuple):
     tokens: list[int]
     logits: torch.Tensor  # [tokens, vocabulary]
     first: float  # seconds to the first logits
+    wait: float  # seconds between two tokens, at most
     whole: float  # seconds in all
 
 
@@ -107,6 +109,7 @@ def measure(
             "computed": report.forwarded_tokens / len(ids) if report is not None else 1.0,
             "repaired": report.repaired_tokens / len(ids) if report is not None else 0.0,
             "first_token": found.first / plain.first,
+            "wait": found.wait / plain.first,
             "answer": found.whole / plain.whole,
             "tokens": len(ids),
         }
@@ -116,20 +119,18 @@ def measure(
 
 
 class _Feed(LogitsProcessor):
-    """Has generate() give certain tokens, if there are any, and takes the time at which the first logits are there."""
+    """Has generate() give certain tokens, if there are any, and takes the time at which the logits of each come."""
 
     def __init__(self, tokens: Sequence[int], device: torch.device) -> None:
-        self._tokens, self._device, self._at = tokens, device, 0
-        self.first = 0.0
+        self._tokens, self._device = tokens, device
+        self.times: list[float] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self._at == 0:
-            self.first = _now(self._device)
-        self._at += 1
+        self.times.append(_now(self._device))
         if not self._tokens:
             return scores
         forced = torch.full_like(scores, -torch.inf)
-        forced[:, self._tokens[self._at - 1]] = 0.0
+        forced[:, self._tokens[len(self.times) - 1]] = 0.0
         return forced  # type: ignore[return-value]
 
 
@@ -153,7 +154,8 @@ def answer(model: PreTrainedModel, ids: Sequence[int], tokens: Sequence[int] | i
     )
     ended = _now(model.device)
     logits = torch.stack([step[0] for step in out.logits])
-    return Answer(out.sequences[0, len(ids) :].tolist(), logits, feed.first - began, ended - began)
+    wait = max((after - before for before, after in pairwise(feed.times)), default=0.0)
+    return Answer(out.sequences[0, len(ids) :].tolist(), logits, feed.times[0] - began, wait, ended - began)
 
 
 def _now(device: torch.device) -> float:

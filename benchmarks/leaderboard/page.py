@@ -21,6 +21,8 @@ rotated to their new positions, and some tokens are computed again. How near is 
 - **right**: prompts whose first choices hold the known answer, of those that plain answers right.
 - **first token**, **answer**: time over that of plain `generate()`, median over prompts. On a CPU it is the time that
   the process was computing.
+- **wait**: the longest time between two tokens of the answer, over the time to the first token of plain; where it was
+  measured.
 - **computed**, **later**: tokens that go through the model before the first new token, and with the ones that follow,
   as shares of the prompt.
 - **frontier**: no other method has a smaller KL at the same or an earlier first token (or whole answer), or is earlier
@@ -82,15 +84,16 @@ def _table(results: Results, lines: list[Line]) -> Iterator[str]:
     judged = any(line.figures["judged"] for line in lines)
     first, whole = (results.frontier(lines, figure) for figure, _ in _PANELS)
     right = " right |" if judged else ""
-    yield f"| method | KL | same first choice |{right} first token | answer | computed | later | frontier |"
-    yield "| --- |" + " ---: |" * (6 + judged) + " --- |"
+    yield f"| method | KL | same first choice |{right} first token | wait | answer | computed | later | frontier |"
+    yield "| --- |" + " ---: |" * (7 + judged) + " --- |"
     for way, _, found in lines:
         on = [name for name, ways in (("first token", first), ("answer", whole)) if way in ways]
         right = f" {found['right']:.0f} of {found['judged']:.0f} |" if judged else ""
+        wait = f"{found['wait']:.2f}" if "wait" in found else ""
         yield (
             f"| {f'**{way}**' if on else way} | {found['kl']:.4f} | {found['agreement']:.1%} |{right} "
-            f"{found['first_token']:.2f} | {found['answer']:.2f} | {found['computed']:.0%} | {found['repaired']:.0%} "
-            f"| {', '.join(on)} |"
+            f"{found['first_token']:.2f} | {wait} | {found['answer']:.2f} | {found['computed']:.0%} "
+            f"| {found['repaired']:.0%} | {', '.join(on)} |"
         )
 
 

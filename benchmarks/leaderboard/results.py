@@ -11,7 +11,7 @@ from benchmarks.leaderboard.workloads import WORKLOADS
 
 FIGURES = ("kl", "kl_first", "agreement", "computed", "repaired")  # means; of times the median
 TIMES = ("first_token", "answer")
-ROW = (*FIGURES, *TIMES, "tokens", "right")
+ROW = (*FIGURES, *TIMES, "tokens", "right", "wait")  # not every row has the last two
 STEP = 0.05  # of plain's time: what is closer is no difference
 
 
@@ -53,7 +53,7 @@ class Results:
         self.rows: dict[Cell, Row] = {}
         for row in held.get("rows", []):
             of, figures = row[: len(Cell._fields)], row[len(Cell._fields) :]
-            named = zip(ROW, figures, strict=True)
+            named = zip(held["columns"][len(Cell._fields) :], figures, strict=True)
             self.rows[Cell(*of)] = {name: figure for name, figure in named if figure is not None}
 
     def describe(self, ways: Iterable[Way]) -> None:
@@ -104,6 +104,8 @@ class Results:
                 each = [table[way].figures for table in tables]
                 names = (*FIGURES, *TIMES)
                 mean = {name: statistics.fmean(figures[name] for figures in each) for name in names}
+                if all("wait" in figures for figures in each):
+                    mean["wait"] = statistics.fmean(figures["wait"] for figures in each)
                 for name in ("right", "judged"):
                     mean[name] = sum(figures[name] for figures in each)
                 lines.append(Line(way, sum(table[way].prompts for table in tables), mean))
@@ -147,5 +149,7 @@ def in_order(lines: Iterable[Line]) -> list[Line]:
 def _summary(rows: list[Row]) -> Row:
     found = {name: statistics.fmean(row[name] for row in rows) for name in FIGURES}
     found |= {name: statistics.median(row[name] for row in rows) for name in TIMES}
+    if all("wait" in row for row in rows):
+        found["wait"] = statistics.median(row["wait"] for row in rows)
     judged = [row["right"] for row in rows if "right" in row]
     return {**found, "right": sum(judged), "judged": len(judged)}

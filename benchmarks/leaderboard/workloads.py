@@ -142,12 +142,19 @@ class Workload(NamedTuple):
 
 LINKED = "ten linked documents of 110 tokens"
 NOTES = Pool("six notes of 220 tokens", prose, 220, 12, 6)
+CHAPTERS = Pool("four chapters of 600 tokens", prose, 600, 8, 4)
 SOURCES = Pool("five source files of 280 tokens", source, 280, 9, 5)
 WORKLOADS: dict[str, Workload] = {
     "notes": Workload(NOTES.title, "six of twelve, which four earlier prompts had in other orders and choices", NOTES),
     "alone": Workload(f"{NOTES.title}, stored alone", "each was computed behind the system prompt alone", NOTES.alone),
+    "chapters": Workload(
+        CHAPTERS.title, "four of eight, which four earlier prompts had in other orders and choices", CHAPTERS
+    ),
     "sources": Workload(SOURCES.title, "five of nine, which four earlier prompts had in other choices", SOURCES),
     "linked": Workload(LINKED, "each begins with a sentence about the last subject of the one before", linked),
     "facts": Workload("ten linked documents, known answers", "every other question is about such a sentence", facts),
 }
-OF_READER, OF_OTHERS = ("facts",), ("notes", "alone", "sources", "linked")  # it knows a made-up world alone
+OF_READER, OF_OTHERS = (
+    ("facts",),
+    ("notes", "alone", "chapters", "sources", "linked"),
+)  # it knows a made-up world alone

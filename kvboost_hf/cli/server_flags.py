@@ -256,7 +256,7 @@ def _add_reuse(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=_ENGINE.progressive,
         help="go on with the repair after the first token, until K/V is exact (default: where moved text has a seam "
-        "every 512 tokens or more often); not in steps that several requests share, nor with trees of drafts",
+        "every 1,024 tokens or more often); not in steps that several requests share, nor with trees of drafts",
     )
     group.add_argument(
         "--sink-tokens",

@@ -54,11 +54,11 @@ class Arm:
             return "full"
         if self.policy.mode == "exact":
             return "exact"
-        return "naive" if self.policy.repair == "none" else "repaired"
+        return "naive" if self.policy.repair == "none" and self.policy.progressive is False else "repaired"
 
     @property
     def name(self) -> str:
-        """The repair with its measure: `"query 15%"`, `"selective 16"`."""
+        """The repair with its measure: `"query 15%"`, `"selective 16, once"`."""
         kind, policy = self.kind, self.policy
         if self.coding is not None:
             return self.coding.name
@@ -66,13 +66,17 @@ class Arm:
             return kind
         name: str = kind
         if kind == "repaired":
-            seams = policy.repair == "selective"
-            name = f"{policy.repair} {policy.seam_tokens if seams else _share(policy.recompute_ratio)}"
-            if policy.max_recompute_ratio is not None and not seams:
-                name += f" to {policy.max_recompute_ratio:.0%}"
+            name = _repair(policy)
         if policy.overlap_k:
             name += f" + {policy.overlap_k}"
-        return f"{name}, warmed" if self.warmed else name
+        return f"{name}{self.goes_on}, warmed" if self.warmed else f"{name}{self.goes_on}"
+
+    @property
+    def goes_on(self) -> str:
+        """What the policy of a repair says of the time after the first token: `", progressive"`, or nothing."""
+        if self.policy is None or self.kind != "repaired" or self.policy.progressive is None:
+            return ""
+        return ", progressive" if self.policy.progressive else ", once"
 
 
 FULL, EXACT = Arm(None), Arm(ReusePolicy())
@@ -129,6 +133,15 @@ def checked_policies(policies: Sequence[ReusePolicy]) -> tuple[ReusePolicy, ...]
                 f"measured; pass ReusePolicy(mode='blend', repair=…) with one of {get_args(Repair)}."
             )
     return tuple(policies)
+
+
+def _repair(policy: ReusePolicy) -> str:
+    if policy.repair == "none":
+        return "none"
+    if policy.repair == "selective":
+        return f"selective {policy.seam_tokens}"
+    most = policy.max_recompute_ratio
+    return f"{policy.repair} {_share(policy.recompute_ratio)}{f' to {most:.0%}' if most is not None else ''}"
 
 
 def _share(ratio: float | None) -> str:

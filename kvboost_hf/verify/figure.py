@@ -10,6 +10,8 @@ _COLOURS = {
     "cacheblend": "#d9822b",
     "first_k": "#3a9a5b",
     "selective": "#8e5ea2",
+    "auto": "#b0413e",
+    "none": "#7a6a53",
 }
 _POINTS = {"full": "*", "exact": "s", "naive": "X"}
 _SMALLEST_KL = 1e-8  # what is smaller is drawn there: the axis is logarithmic
@@ -59,14 +61,18 @@ def _lines(report: CorrectnessReport) -> dict[str, list[ArmResult]]:
     """Arms by the line that they are points of, from the lowest computed share to the highest."""
     lines: dict[str, list[ArmResult]] = {}
     for arm in (arm for arm in report.arms if arm.arm.kind != "coded"):
-        label = arm.policy.repair if arm.policy is not None and arm.arm.kind == "repaired" else arm.arm.kind
+        label: str = arm.arm.kind
+        if arm.policy is not None and label == "repaired":
+            label = arm.policy.repair + arm.arm.goes_on
         lines.setdefault(f"{label}, warmed" if arm.arm.warmed else label, []).append(arm)
     return {label: sorted(arms, key=lambda arm: arm.forwarded_share) for label, arms in lines.items()}
 
 
 def _look(label: str) -> tuple[str, str]:
     """Colour and format of a line."""
-    repair, _, warmed = label.partition(", ")
-    if repair in _POINTS:
-        return "#999999" if warmed else "#333333", _POINTS[repair]
-    return _COLOURS[repair], "o--" if warmed else "o-"
+    kind, *more = label.split(", ")
+    warmed = "warmed" in more
+    if kind in _POINTS:
+        return "#999999" if warmed else "#333333", _POINTS[kind]
+    marker = "^" if "progressive" in more else "v" if "once" in more else "o"
+    return _COLOURS[kind], f"{marker}--" if warmed else f"{marker}-"

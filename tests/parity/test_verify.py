@@ -160,7 +160,8 @@ def test_documents_are_warmed() -> None:
     *_, in_context, alone = report.arms
     assert in_context.prompts[0].moved_tokens == 0  # never seen before
     assert alone.prompts[0].moved_tokens > 0.7 * len(ids[0])  # but warmed
-    names = ["full", "exact", "naive", "naive, warmed", "first_k 15%", "first_k 15%, warmed"]
+    once = "first_k 15%, once"
+    names = ["full", "exact", "naive", "naive, warmed", once, f"{once}, warmed"]
     assert [arm.name for arm in report.arms] == names
 
 

@@ -51,7 +51,8 @@ def test_a_method_is_one_file(run: Run, tmp_path: Path, capsys: pytest.CaptureFi
     assert rows["full"]["kl"] < 1e-9
     assert rows["full"]["computed"] == rows["exact"]["computed"] > 0.9
     assert rows["progressive, nothing at first"]["repaired"] > 0.8
-    assert rows["progressive, nothing at first"]["kl"] < rows["none"]["kl"]
+    assert rows["progressive, nothing at first"]["kl"] < rows["in_thirds, nothing at first"]["kl"] < rows["none"]["kl"]
+    assert rows["progressive, nothing at first"]["wait"] > 2 * rows["none"]["wait"] > 0
     assert min(rows[way]["kl"] for way in ("zeroed", "shuffled")) > 5 * rows["none"]["kl"]
 
     capsys.readouterr()

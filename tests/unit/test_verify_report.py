@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -200,15 +201,29 @@ def test_json_comes_back() -> None:
     assert content["ok"] is True
 
 
+@pytest.mark.parametrize("repair", ["none", "auto", "selective", "query"])
+def test_no_two_policies_of_an_arm_share_a_name(repair: Repair) -> None:
+    """Two that differ in `progressive` alone are two arms, of two lines in the figure."""
+    arms = [Arm(ReusePolicy(mode="blend", repair=repair, progressive=value)) for value in (None, True, False)]
+    names = [replace(arm, warmed=warmed).name for arm in arms for warmed in (False, True)]
+    assert len(set(names)) == 6
+    own = {"none": "none", "auto": "auto 15%", "selective": "selective 16", "query": "query 15%"}[repair]
+    once = "naive" if repair == "none" else f"{own}, once"
+    assert names[::2] == [own, f"{own}, progressive", once]
+
+
 def test_figure(tmp_path: Path) -> None:
     arms = [blended(ratio, 0.1 * (1 - ratio) ** 4, repair=repair) for ratio in (0.1, 0.5) for repair in REPAIRS]
+    for number, value in enumerate((True, False)):
+        policy = ReusePolicy(mode="blend", progressive=value)
+        arms.append(ArmResult(Arm(policy, warmed=value), blended(0.15, 0.01 + number).prompts))
     figure(tmp_path / "verify.png", report_of(ArmResult(NAIVE, blended(0, 0.3, 1).prompts), *arms))
     assert (tmp_path / "verify.png").read_bytes().startswith(b"\x89PNG")
     figure(tmp_path / "nothing.png", report_of(coded(0.1)))
     assert (tmp_path / "nothing.png").exists()
 
 
-REPAIRS: tuple[Repair, ...] = ("query", "cacheblend", "first_k", "selective")
+REPAIRS = get_args(Repair)
 
 
 def test_compare_stops_at_the_first_token_that_differs() -> None:

@@ -5,7 +5,7 @@ from kvboost_hf import ReusePolicy
 
 METHOD = Method(
     source="ours",
-    about='`ReusePolicy(mode="blend")`: as `auto`, and then all moved tokens are computed again, in order, with the '
-    "three tokens that follow the first one.",
+    about='`ReusePolicy(mode="blend")`: as `auto`, and then all from the first moved token on is computed again, in '
+    "order: 2,048 tokens with the second token, or in thirds with the next three where the prompt is longer.",
     settings={"the default": ReusePolicy(mode="blend"), "nothing at first": ReusePolicy(mode="blend", repair="none")},
 )

@@ -24,9 +24,9 @@ from kvboost_hf.compat import PrivateCache, cache_argument, input_device
 from kvboost_hf.config import ReusePolicy
 
 PIECE = 512  # columns at once where nobody waits
-_TOKENS_FOR_A_SEAM = 512
-_TOKENS = 3  # with which all of a prompt is computed again
-_LEAST = 128  # columns: a forward of fewer takes hardly less time
+_TOKENS_FOR_A_SEAM = 1024  # documents of 800 tokens, and what stands between them
+_AT_ONCE = 2048  # columns: with so many, the first token alone stands on repaired K/V, and all later ones on exact K/V
+_TOKENS = 3  # with which all of a longer prompt is computed again: its mask has columns by columns
 
 
 def may_repair(live: LiveKV, *, at_once: bool = False) -> bool:
@@ -49,9 +49,9 @@ def goes_on(policy: ReusePolicy, moved: int, seams: int) -> bool:
 
 
 def columns_per_token(live: LiveKV) -> int:
-    """How many columns of each row to compute again with a new token: a third of all, so that three tokens wait."""
+    """How many columns of each row to compute again with a new token: all, or a third of a long prompt."""
     assert live.ledger is not None
-    return max(_LEAST, math.ceil(live.ledger.log.length / _TOKENS))
+    return max(_AT_ONCE, math.ceil(live.ledger.log.length / _TOKENS))
 
 
 @torch.no_grad()
