@@ -67,7 +67,7 @@ libraries-quick: .venv-libraries/installed
 
 # Tests of the core with other releases of torch and transformers than the tested ones, in an environment of its own. CI
 # runs the oldest releases that pyproject.toml takes, and the newest.
-RELEASES ?= torch==2.11.* transformers==5.17.*
+RELEASES ?= torch==2.11.* transformers==5.17.* numpy==2.3.*
 KERNELS ?= kernels>=0.16,<0.17
 OTHER_RELEASES := torch|transformers|tokenizers|huggingface_hub|accelerate|kernels|numpy|peft|triton
 compat:

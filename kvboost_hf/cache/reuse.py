@@ -166,7 +166,7 @@ class ChunkReuseCache(Cache):
         if static is None or self._live.plain_reason is not None:
             return False
         if torch.compiler.is_compiling():
-            return bool(super().is_compileable)
+            return all(layer.is_compileable for layer in self.layers)  # torch 2.11 cannot trace super()'s property
         return static.in_use and self._live.static_layers[0].whole and not in_prefill()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -203,8 +203,8 @@ def stream_layers(
 
 
 def default_device() -> torch.device:
-    """The accelerator, or the CPU if there is none."""
-    found = torch.accelerator.current_accelerator()
+    """The accelerator, or the CPU if there is none; a build for GPUs may run where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else found
 
 

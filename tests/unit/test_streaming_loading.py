@@ -290,3 +290,13 @@ def test_memory_of_loading(tmp_path: Path) -> None:
     peak, after = map(int, told.stdout.split())
     assert size <= after
     assert peak <= 1.15 * size
+
+
+def test_a_build_for_gpus_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch names the accelerator that it was built for, unless it is asked whether there is one."""
+
+    def built_for(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for)
+    assert build.default_device() == torch.device("cpu")
