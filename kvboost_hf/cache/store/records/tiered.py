@@ -191,7 +191,7 @@ class TieredRecords:
             return key if key in self.memory else self.memory.covering(parent, tokens) if unfinished else None
 
         chunk = StoredChunk(key, root, parent, start, tokens, None, nbytes + tokens.nbytes)
-        return self._take_in(chunk, copy_kv, holder, pinned)
+        return self._open_insertion().take(chunk, copy_kv, holder, pinned)
 
     def put_content(
         self,
@@ -220,7 +220,7 @@ class TieredRecords:
         history = parent if parent is not None else os.urandom(KEY_BYTES)
         key = content_only_key(root, history, start, tokens)
         chunk = StoredChunk(key, root, history, start, tokens, None, nbytes + tokens.nbytes, content_only=True)
-        return self._take_in(chunk, copy_kv, holder, pinned)
+        return self._open_insertion().take(chunk, copy_kv, holder, pinned)
 
     def put_states(
         self,
@@ -235,17 +235,12 @@ class TieredRecords:
         """See `Records.put_states`."""
         key = states_key(parent, tokens)
         states = StoredStates(key, root, parent, tokens, None, nbytes + tokens.nbytes)
-        return self._take_in(states, copy_states, lambda: key if key in self.memory else None, pinned)
+        return self._open_insertion().take(states, copy_states, lambda: key if key in self.memory else None, pinned)
 
-    def _take_in(
-        self,
-        offered: Stored,
-        copy: Callable[[], LayerKV | LayerStates] | None,
-        holder: Callable[[], bytes | None],
-        pinned: bool,
-    ) -> Put:
+    def _open_insertion(self) -> Insertion:
+        """What takes records in, unless the store was closed."""
         self.require_open()
-        return self._insertion.take(offered, copy, holder, pinned)
+        return self._insertion
 
     # Pinning, and letting go
 
