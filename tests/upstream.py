@@ -141,7 +141,7 @@ PRIVATE = (
     _names("torch", "_C _dynamo", "modules of torch"),
     _names("torch.utils", "_python_dispatch _pytree", "modules of torch"),
     _names("torch.utils._python_dispatch", "_disable_current_modes", "hides modes that watch operations"),
-    _names("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu", "attention with its log-sum-exp"),
+    _names("torch", "_scaled_dot_product_flash_attention_for_cpu", "attention with its log-sum-exp"),
     _names("torch.amp.autocast_mode", "_enabled", "whether autocast is on", in_source=True),
     _names("torch._dynamo.eval_frame", "_orig_mod _torchdynamo_orig_callable", "what was compiled", in_source=True),
     _names(

@@ -49,7 +49,9 @@ class GrowingTensor:
     def view(self, start: int = 0) -> torch.Tensor:
         """Columns from `start`, or from the first one held, on."""
         assert self.buffer is not None
-        return self.buffer[:, :, max(start - self.first, 0) : self.stop - self.first]
+        held = self.stop - self.first
+        begin = min(max(start - self.first, 0), held)
+        return self.buffer.narrow(2, begin, held - begin)
 
     def row(self, row: int, start: int, stop: int) -> torch.Tensor:
         """Columns [start, stop) of a row, as far as they are held."""
@@ -296,4 +298,7 @@ def write_row(opened: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
 
 def version_of(tensor: torch.Tensor) -> int:
     """PyTorch's count of in-place writes to a tensor and its views; those made in inference mode have none."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
