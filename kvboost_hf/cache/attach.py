@@ -5,7 +5,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import MethodType
+from functools import partial
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.walk import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
-from kvboost_hf.cache.prompt.generate_call import calling, is_inside_of_us, running_config
+from kvboost_hf.cache.prompt.generate_call import calling, is_inside_of_us, running_config, running_streamer
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
@@ -124,7 +125,10 @@ class _Attachment:
         if config is None:
             cache.stores_prompts_whole = True
         else:  # generate() makes it for one call, and lets go of it when it returns
-            weakref.finalize(config, self._call_has_ended, weakref.ref(cache)).atexit = False
+            store = partial(self._call_has_ended, weakref.ref(cache))
+            weakref.finalize(config, store).atexit = False
+            if (streamer := running_streamer()) is not None:  # whose reader may begin the next call before that
+                weakref.finalize(config, _before_end(streamer, store)).atexit = False
         return cache
 
     def _of_any_size(self, model: PreTrainedModel) -> ChunkReuseCache:
@@ -179,10 +183,15 @@ class _Attachment:
     def _note(self, cache: ChunkReuseCache) -> None:
         self._of_thread.last = self._latest = cache
 
-    def _call_has_ended(self, ended: "weakref.ref[ChunkReuseCache]") -> None:
-        """Called when nobody refers to a call's configuration any more: as a rule, by the return of generate()."""
+    def _call_has_ended(self, ended: "weakref.ref[ChunkReuseCache]", frame: FrameType | None = None) -> None:
+        """Called when nobody refers to a call's configuration any more: as a rule, by the return of generate().
+
+        Args:
+            ended: The cache of the call.
+            frame: Of whoever has let go of it.
+        """
         cache = ended()
-        if cache is None or is_inside_of_us(sys._getframe(1)):
+        if cache is None or is_inside_of_us(frame if frame is not None else sys._getframe(1)):
             return  # a collection of garbage in the middle of our work: the thread's next call will do it
         with contextlib.suppress(Exception):  # a finalizer could only print it
             self._store_tails(cache)
@@ -190,6 +199,33 @@ class _Attachment:
     def _store_tails(self, cache: ChunkReuseCache) -> None:
         with self._storing:
             cache.store_tails()
+
+
+def _before_end(streamer: Any, store: Callable[[FrameType], None]) -> Callable[[], None]:
+    """Have a call's last tokens stored before the streamer says that it has ended; returns what undoes that.
+
+    Args:
+        streamer: Of the call. One that takes no attributes is left as it is.
+        store: Called with the frame in which the call ends.
+    """
+    own = getattr(streamer, "__dict__", {}).get("end")
+
+    def stored_end(*args: Any, **kwargs: Any) -> Any:
+        undo()
+        store(sys._getframe(1))
+        return end(*args, **kwargs)
+
+    def undo() -> None:
+        if vars(streamer).get("end") is stored_end:
+            del streamer.end
+            if own is not None:
+                streamer.end = own
+
+    try:
+        end, streamer.end = streamer.end, stored_end
+    except AttributeError:
+        return lambda: None
+    return undo
 
 
 def _begins_text(model: PreTrainedModel, theirs: Any, kwargs: Kwargs, *, keeps_logprobs: bool) -> bool:

@@ -65,7 +65,6 @@ def outcome_of(what: Scenario) -> Outcome:
     ours = _run(what, attach)
     equal = plain.answers == ours.answers and plain.raised.partition(":")[0] == ours.raised.partition(":")[0]
     reasons = dict.fromkeys(forward.why for forward in ours.forwards if forward.why)
-    failures = {"without reuse": plain.raised, "with reuse": ours.raised}
     return Outcome(
         what.name,
         what.package,
@@ -77,11 +76,18 @@ def outcome_of(what: Scenario) -> Outcome:
         what.probe + _NOT_WORTH_IT * sum(forward.begins for forward in plain.forwards),
         equal,
         "; ".join(reasons),
-        "; ".join(f"{when}, {raised}" for when, raised in failures.items() if raised),
+        _failure(plain.raised, ours.raised),
         what.known,
         ("; ".join(plain.notes), "; ".join(ours.notes)),
         None if equal else (plain.answers, ours.answers),
     )
+
+
+def _failure(plain: str, ours: str) -> str:
+    if plain == ours:
+        return f"It fails without this library, too: {plain}" if plain else ""
+    failures = {"without reuse": plain, "with reuse": ours}
+    return "; ".join(f"{when}, {raised}" for when, raised in failures.items() if raised)
 
 
 @dataclass(frozen=True, slots=True)

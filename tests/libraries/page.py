@@ -17,9 +17,10 @@ calls the model's own `generate()`, and no setting of the library changes.
 
 ## What to know
 
-- **Threads.** Each call has its own cache, and the store is shared. When `generate()` returns, its last tokens are
-  stored, so that the next request finds them in any thread. `last_cache(model).report` is that of the thread's own
-  last call; in a thread that has made none, that of the last call of any thread.
+- **Threads.** Each call has its own cache, and the store is shared. The last tokens of a call are stored before its
+  streamer says that the stream has ended, or, without a streamer, when `generate()` returns. So the next request finds
+  them in any thread. `last_cache(model).report` is that of the thread's own last call; in a thread that has made none,
+  that of the last call of any thread.
 - **Code that is given the cache** (a forward hook with keyword arguments on the attention, as kvpress has it, or a
   replaced forward): calls run on transformers' own cache and compute whole prompts, so the hook sees what it would see
   without this library. The report says so. A hook that only looks can set `hook.leaves_kv_alone = True`; then prompts

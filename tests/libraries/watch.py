@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvboost_hf import ChunkReuseCache
-from kvboost_hf.compat import PrivateCache
+from kvboost_hf.compat import PrivateCache, cache_in
 
 _USUAL = frozenset(
-    "input_ids attention_mask position_ids past_key_values use_cache logits_to_keep return_dict cache_position".split()
+    "input_ids attention_mask position_ids cache past_key_values use_cache logits_to_keep return_dict "
+    "cache_position".split()
 )
 _CAUSES = {"fingerprint": "what is stored is for other weights", "evicted": "it has been evicted"}
 
@@ -115,7 +116,7 @@ class Watch:
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             return
         self._count(0, ids.numel())
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         new = ids.shape[1]
         rows = _without_padding(ids, kwargs.get("attention_mask"))
         keep = kwargs.get("logits_to_keep", 0)

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import pipeline
 
+from kvboost_hf.compat import cache_in
 from tests.libraries.prompts import DOCUMENT, GREEDY
 from tests.libraries.scenario import Answers, Session, scenario
 
@@ -26,11 +27,14 @@ _PRESSES: dict[str, Callable[[Any], Any]] = {
 
 
 def _fitted(press: Any) -> Any:
-    """kvpress 0.5.5 is made for transformers before 5.3, whose attention layers were told `cache_position`."""
+    """kvpress 0.5.5 is made for transformers before 5.3, whose attention layers were told `cache_position`, and called
+    the cache `past_key_values`.
+    """
     hook = press.forward_hook
 
     def forward_hook(module: Any, given: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        return hook(module, given, {**kwargs, "cache_position": kwargs["position_ids"][0]}, output)
+        old = {"cache_position": kwargs["position_ids"][0], "past_key_values": cache_in(kwargs)}
+        return hook(module, given, {**kwargs, **old}, output)
 
     press.forward_hook = forward_hook
     return press

@@ -6,6 +6,7 @@ import inspect
 import re
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import (
     TextIteratorStreamer,
     pipeline,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
 from kvboost_hf.assets import load_embedded
@@ -246,6 +248,74 @@ def test_a_stream_read_by_another_thread(attached: PreTrainedModel) -> None:
         return found[0]
 
     assert nothing_is_lost(chat(attached, 8, ask))
+
+
+class Tokens(BaseStreamer):
+    """Keeps what it is given; `at_end` is called when that is all."""
+
+    def __init__(self, at_end: Callable[[], Any]) -> None:
+        self.ids: list[int] = []
+        self.at_end = at_end
+
+    def put(self, value: torch.Tensor) -> None:
+        self.ids += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.at_end()
+
+
+def test_the_next_request_may_come_at_the_end_of_the_stream(attached: PreTrainedModel) -> None:
+    """Before generate() has returned: as a reader in another thread may make it."""
+    found: list[Any] = []
+
+    def go_on() -> None:
+        prompt = torch.cat([torch.tensor([streamer.ids]), random_ids(9, seed=1)], dim=1)
+
+        def ask() -> None:
+            with counted(attached) as work:
+                answer = attached.generate(**as_inputs(prompt), max_new_tokens=1)
+            found.extend((prompt, answer, work.tokens))
+
+        in_a_thread(ask)
+
+    streamer = Tokens(go_on)
+    attached.generate(**as_inputs(BASE[:, :45]), max_new_tokens=15, streamer=streamer)
+    prompt, answer, tokens = found
+    assert torch.equal(answer, make_model("llama").generate(**as_inputs(prompt), max_new_tokens=1))
+    assert tokens == 10, "the last token of the answer, and the new ones"
+    assert "end" not in vars(streamer), "the streamer was not left as it was"
+
+
+class Slotted(Tokens):
+    """Takes no attributes."""
+
+    __slots__ = ("at_end", "ids")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "end":
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("kind", [Tokens, Slotted])
+def test_a_streamer_serves_many_calls(attached: PreTrainedModel, kind: type[Tokens]) -> None:
+    """Also after one that fails before its end, and with an `end` of its own."""
+    ends: list[int] = []
+    streamer = kind(lambda: ends.append(1))
+    for _ in range(2):
+        attached.generate(**as_inputs(BASE[:, :45]), max_new_tokens=3, streamer=streamer)
+    with pytest.raises(RuntimeError, match="enough"):
+        attached.generate(
+            **as_inputs(BASE[:, :45]), max_new_tokens=3, streamer=streamer, logits_processor=[_Fails(46)]
+        )
+    assert len(ends) == 2
+    if kind is Tokens:
+        streamer.end = own = lambda: ends.append(2)  # type: ignore[method-assign]
+        attached.generate(**as_inputs(BASE[:, :45]), max_new_tokens=3, streamer=streamer)
+        assert vars(streamer)["end"] is own
+    else:
+        attached.generate(**as_inputs(BASE[:, :45]), max_new_tokens=3, streamer=streamer)
+    assert len(ends) == 3
 
 
 def test_the_end_of_a_call_stores_its_last_tokens(attached: PreTrainedModel) -> None:
