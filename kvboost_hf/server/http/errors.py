@@ -103,7 +103,9 @@ def api_error(error: Exception) -> ApiError:
             code = _CODES.get(error.status_code)
             return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
         case _:
-            return ApiError(500, "The server failed; its log says why.", code="internal_error")
+            # uvicorn closes a connection whose request has failed: a client that reused it would get no answer.
+            close = {"Connection": "close"}
+            return ApiError(500, "The server failed; its log says why.", code="internal_error", headers=close)
 
 
 def add_handlers(app: FastAPI) -> None:
