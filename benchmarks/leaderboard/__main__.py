@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page.write(results, options.out)
     page.figure(results, options.out / "leaderboard.png")
     failed = results.controls_that_passed()
-    print("\n".join(failed), file=sys.stderr)
+    for line in (*results.left_out(chosen), *failed):
+        print(line, file=sys.stderr)
     return 1 if failed else 0
 
 

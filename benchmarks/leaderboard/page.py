@@ -45,9 +45,10 @@ attention or by deviation. This is `{name}`:
 ```python
 {source}```
 
-`python -m benchmarks.leaderboard --methods {stem}` measures it with the embedded reader, and adds it to this page.
-What was measured before is not measured again. `--methods my_rule.py` takes a file from anywhere, and
-`--model NAME_OR_FOLDER` another model.
+`python -m benchmarks.leaderboard --methods {stem} --prompts 40` measures it with the embedded model, the
+*reader*, on as many prompts as the others, and adds it to the tables of this page. Commit the page with its JSON and
+figure: a test compares them. What was measured before is not measured again. `--methods my_rule.py` takes a file from
+anywhere, and `--model NAME_OR_FOLDER` another model.
 """
 
 

@@ -95,6 +95,21 @@ class Results:
         most = max(map(len, found.values()))
         return in_order(Line(way, most, _summary(rows)) for way, rows in found.items() if len(rows) == most)
 
+    def left_out(self, ways: Iterable[str]) -> list[str]:
+        """What to run for ways that no table of a workload has, since others have run on more prompts of it."""
+        said = []
+        for model in self.models():
+            for workload in self.workloads(model):
+                lines = self.table(model, workload)
+                for way in sorted(set(ways) - {line.way for line in lines}):
+                    run = sum((cell.model, cell.workload, cell.way) == (model, workload, way) for cell in self.rows)
+                    if run:
+                        said.append(
+                            f"{way} has run on {run} of {lines[0].prompts} prompts ({model}, {workload}), so that the "
+                            f"table leaves it out: add `--prompts {lines[0].prompts}`"
+                        )
+        return said
+
     def overall(self, model: str) -> list[Line]:
         """The ways that have run on all prompts of all workloads; means over workloads."""
         tables = [{line.way: line for line in self.table(model, workload)} for workload in self.workloads(model)]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kvboost_hf import __version__
 from kvboost_hf.cli import bench, check, demo, doctor, fits, inspect, serving, verify, warm
+from kvboost_hf.cli.arguments import refuse_unknown
 from kvboost_hf.cli.config_file import apply_config
 from kvboost_hf.cli.models import require_device
 from kvboost_hf.errors import KVBoostError
@@ -26,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else arguments
     parser = command_line()
-    options = parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        refuse_unknown(options.parser, unknown)
     try:
         if getattr(options, "config", None) is not None:
             apply_config(options, parser)
@@ -60,4 +63,6 @@ def command_line() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     for command in (demo, bench, doctor, check, verify, fits, warm, serving, inspect):
         command.add(commands)
+    for one in commands.choices.values():
+        one.set_defaults(parser=one)
     return parser

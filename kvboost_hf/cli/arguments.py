@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from kvboost_hf.cache.tiers.addresses import parse_tier
 from kvboost_hf.outputs import output_path
@@ -88,6 +89,20 @@ def one_of(names: Iterable[str], text: str) -> str:
 def add_json(parser: argparse.ArgumentParser, help: str = "write all figures ('-' for standard output)") -> None:
     """Add `--json FILE`."""
     parser.add_argument("--json", type=output, metavar="FILE", help=help)
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """End the process for arguments that a command does not take, with the flag that may be meant."""
+    given, _, _ = unknown[0].partition("=")
+    if given.startswith("-"):
+        near = get_close_matches(given, parser._option_string_actions, n=1)
+        meant = f"; did you mean {near[0]}?" if near else "."
+        said = f"there is no flag {given}{meant}"
+    elif "--model" in parser._option_string_actions:
+        said = f"{given!r} must have a flag before it. A model is named so: {parser.prog} --model {given}."
+    else:
+        said = f"{given!r} must have a flag before it."
+    parser.exit(2, f"{parser.prog}: {said} All flags: {parser.prog} --help\n")
 
 
 def require_lasting(addresses: Sequence[str]) -> None:

@@ -23,7 +23,6 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="take flags from this TOML file, by their names: `max-batch-size = 16`; those of the command line win",
     )
-    parser.set_defaults(parser=parser)
 
 
 def apply_config(typed: argparse.Namespace, whole: argparse.ArgumentParser) -> None:

@@ -147,7 +147,7 @@ def streaming_config(options: argparse.Namespace) -> StreamingConfig | None:
     if not options.awq_streaming:
         if given:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"{flags} must be left out without `--awq-streaming`.")
+            raise ValueError(f"{flags} must be left out without `--awq-streaming`. Pass both to stream layers.")
         return None
     mode = given.pop("streaming_mode", StreamingConfig().residency_mode)
     live_tokens = getattr(options, "max_live_tokens", None) or getattr(options, "max_model_len", None)

@@ -16,6 +16,7 @@ from rich.text import Text
 from kvboost_hf.demo.measure import Figures, Measured
 
 _COLOURS = {"plain": "#9a9a9a", "exact": "#1f6fb2", "blend": "#d9822b"}
+_KL = ("KL from", "plain")
 _LEGEND = {"plain": "plain generate()", "exact": "with ChunkReuseCache", "blend": "documents moved, repaired"}
 
 
@@ -42,7 +43,7 @@ def _columns(measured: Measured) -> Iterator[tuple[tuple[str, str], list[str]]]:
     if measured.best != "blend":
         return
     if all(found.right is None for found in best):
-        yield ("KL from", "plain"), [f"{found.kl:.3f}" for found in best]
+        yield _KL, [f"{found.kl:.3f}" for found in best]
     else:
         yield ("right", "answer"), ["yes" if found.right else "no" for found in best]
 
@@ -75,12 +76,14 @@ def summary(measured: Sequence[Measured]) -> RenderableType:
 def remarks(measured: Sequence[Measured], repeats: int, dtype: torch.dtype) -> Iterator[str]:
     """Explain the tables, and show the last answers."""
     runs = "one run" if repeats == 1 else f"medians of {repeats} runs"
-    yield (
+    told = (
         "TTFT: time from the call of generate() to the first token on the host, looking up and storing K/V included; "
         f"{runs}, each from an empty cache. exact: K/V of the same text at the same place; it leaves answers as they "
-        "are. blend: K/V moves with its text and is repaired in part, so that answers may differ; KL tells by how "
-        "much the next-token distributions do up to the first other token, in nats (0: not at all)."
+        "are. blend: K/V moves with its text and is repaired in part, so that answers may differ."
     )
+    if any(head == _KL for one in measured for head, _ in _columns(one)):
+        told += " KL: how far next-token probabilities are from plain ones up to the first other token, in nats."
+    yield told
     exact = [found for one in measured for found in one.arms["exact"]]
     same = sum(found.same_tokens for found in exact)
     told = f"Exact reuse: {same} of {len(exact)} answers have the tokens of plain generate()."

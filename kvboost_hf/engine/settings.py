@@ -13,7 +13,7 @@ from kvboost_hf.cache.codecs import config_of, live_config
 from kvboost_hf.cache.planning.chunks import Chunker, FixedChunker
 from kvboost_hf.cache.planning.cutting import LEAST_CHUNK_SIZE, ContentChunker
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES
+from kvboost_hf.cache.tiers.addresses import DEFAULT_DISK_BYTES, parse_tier
 from kvboost_hf.cache.tiers.base import Tier
 from kvboost_hf.compat import bytes_per_token
 from kvboost_hf.config import KVQuantConfig, ReusePolicy, require_size
@@ -72,9 +72,9 @@ class EngineSettings:
             texts as they are.
 
     Raises:
-        ValueError: for an unknown strategy or codec, other bits, counts or ratios that are none, both of
-            `max_cache_bytes` and `max_chunks`, or of `codec` and `kv_cache_bits`, `live_quant` beside a strategy, and
-            a window that `chunk_size` has no room for.
+        ValueError: for an unknown strategy or codec, a text that is no address of a tier, other bits, counts or ratios
+            that are none, both of `max_cache_bytes` and `max_chunks`, or of `codec` and `kv_cache_bits`, `live_quant`
+            beside a strategy, and a window that `chunk_size` has no room for.
     """
 
     recompute_strategy: RecomputeStrategy | str | None = None
@@ -113,6 +113,9 @@ class EngineSettings:
                 "of the two."
             )
         config_of(self.codec)  # refuses what is none
+        for tier in () if isinstance(self.tiers, str) else self.tiers:  # a text is refused where tiers are opened
+            if isinstance(tier, str):
+                parse_tier(tier)  # refuses what is no address, before a model is loaded
         if self.live_config is not None and self.recompute_strategy is not None:
             raise ValueError(
                 f"`live_quant` must be None with a `recompute_strategy` ({str(self.recompute_strategy)!r}), for codes "

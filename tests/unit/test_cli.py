@@ -24,6 +24,7 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(head in shown for head in ("computed", "right", "The last prompt of each"))
     assert "20 of 20 answers have the tokens of plain generate()" in shown
+    assert "KL" not in shown  # what no table has is not explained
     assert figure.read_bytes().startswith(b"\x89PNG")
     told = json.loads(figures.read_text())
     chat, document, shuffled = (rows(told, name) for name in ("chat", "document", "shuffled"))
@@ -143,6 +144,40 @@ def test_what_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["demo", "--repeats", "0"])
     assert "whole positive number, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["demo", "--modle", "gpt2"],
+            "demo: there is no flag --modle; did you mean --model? All flags: kvboost-hf demo -",
+        ),
+        (["demo", "--xyz=1"], "kvboost-hf demo: there is no flag --xyz. All flags: "),
+        (
+            ["doctor", "gpt2"],
+            "'gpt2' must have a flag before it. A model is named so: kvboost-hf doctor --model gpt2.",
+        ),
+        (
+            ["inspect", "--tiers", "ram:1GB", "--limit", "1", "gpt2"],
+            "inspect: 'gpt2' must have a flag before it. All ",
+        ),
+    ],
+)
+def test_the_flag_that_was_meant_is_said(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1  # the usage of a command fills a screen
+
+
+def test_a_wrong_tier_is_refused_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "no/model", "--port", "0", "--tiers", "disk:"]) == 2
+    assert "there is no path after 'disk:'" in capsys.readouterr().err
 
 
 def test_check_of_a_model_that_cannot_reuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

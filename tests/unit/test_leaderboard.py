@@ -115,6 +115,9 @@ def test_ways_that_have_not_run_on_all_prompts_are_left_out(tmp_path: Path) -> N
     results = of(tmp_path, plain=(0, 1, 1), late=(0.1, 0.5, 0.5))
     results.rows[Cell("model", "facts", 1, 1, "plain")] = results.rows[Cell("model", "facts", 1, 0, "plain")]
     assert [(line.way, line.prompts) for line in results.table("model", "facts")] == [("plain", 2)]
+    (said,) = results.left_out(["plain", "late", "never run"])
+    assert said.startswith("late has run on 1 of 2 prompts (model, facts)")
+    assert said.endswith("add `--prompts 2`")
 
 
 def test_the_page_is_that_of_the_committed_results() -> None:
