@@ -578,6 +578,7 @@ def test_compiled_hooks() -> None:
         return output * 1.5 if output.shape[1] == 1 else None
 
     handles = [owner.model.layers[0].mlp.register_forward_hook(louder) for owner in (model, plain)]
+    handles += [owner.model.layers[0].mlp.register_forward_pre_hook(lambda *_: None) for owner in (model, plain)]
     for ids in (BASE, torch.cat([generate(plain, BASE), BASE[:, :9]], dim=1)):
         assert torch.equal(generate(model, ids, kept, compile_config=compiled), generate(plain, ids))
     assert "are compiled" in str(kept.report.bypass_reason)
