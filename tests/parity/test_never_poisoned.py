@@ -38,7 +38,7 @@ from kvboost_hf.compat import CACHE
 from tests import multimodal
 from tests.architectures.models import make_architecture
 from tests.conftest import _MAKERS as MODELS
-from tests.conftest import STATEFUL, as_inputs, counted, make_model, random_ids
+from tests.conftest import STATEFUL, as_inputs, counted, make_model, pickles_models, random_ids
 
 CHANGED = "the cache was changed by somebody else"
 BASE = random_ids(100, seed=1)
@@ -724,6 +724,15 @@ def test_hooks_stay_who_they_are() -> None:
     handle.remove()
     generate(model, BASE, ChunkReuseCache(model, store))
     assert not any(each is hook for each in layer._forward_hooks.values())
+
+
+@pickles_models
+def test_a_model_that_hooks_have_left_can_be_pickled() -> None:
+    model = make_model("llama")
+    store = store_of(model)
+    handle = model.model.layers[0].mlp.register_forward_hook(ByData(1.0))  # type: ignore[attr-defined]
+    generate(model, BASE, ChunkReuseCache(model, store))
+    handle.remove()
     pickle.loads(pickle.dumps(model))
 
 
