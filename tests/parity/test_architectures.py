@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaForCausalLM
 
-from tests.architectures import NOT_BUILT, TRIED, arguments, make_architecture
+from tests.architectures import BROKEN_SINCE, NOT_BUILT, TRIED, arguments, make_architecture
 from tests.architectures.outcome import check_context_matters, check_outputs, outcome_of
 from tests.architectures.table import PAGE, class_name, of_tested_release, page, recorded, row
 
@@ -26,9 +26,19 @@ def test_the_table_is_that_of_the_tested_release() -> None:
 @of_tested_release
 @pytest.mark.parametrize("model_type", TRIED)
 def test_reuse_or_a_reason(model_type: str) -> None:
+    check_row(model_type)
+
+
+@pytest.mark.parametrize("model_type", [name for name in BROKEN_SINCE if name in TRIED])
+def test_what_a_later_release_has_broken(model_type: str) -> None:
+    """Its row is that of releases before, and says so."""
+    check_row(model_type, before=BROKEN_SINCE[model_type][0])
+
+
+def check_row(model_type: str, **more: str) -> None:
     model = make_architecture(model_type)
     check_outputs(model)
-    found = row(model, outcome_of(model))
+    found = row(model, outcome_of(model)) | more
     written = recorded().get(type(model).__name__)
     assert found == written, (
         f"kvboost_hf/architectures.json says {written}. If the new row is right: make architectures"
