@@ -6,6 +6,7 @@ import functools
 import pickle
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -724,6 +725,27 @@ def test_hooks_stay_who_they_are() -> None:
     handle.remove()
     generate(model, BASE, ChunkReuseCache(model, store))
     assert not any(each is hook for each in layer._forward_hooks.values())
+
+
+def test_a_model_that_sets_methods_of_the_cache() -> None:
+    """As RecurrentGemma of transformers 5.17 does in each forward, so that its first layer of attention is asked."""
+    model, plain = make_model("llama"), make_model("llama")
+    cache = ChunkReuseCache(model, store_of(model))
+
+    def length(self: Any, layer_idx: int = 0) -> Any:
+        return self.layers[1].get_seq_length()
+
+    def sizes(self: Any, query_length: int, layer_idx: int) -> Any:
+        return self.layers[1].get_mask_sizes(query_length)
+
+    def own_methods(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if any(value is cache for value in kwargs.values()):
+            cache.get_seq_length = types.MethodType(length, cache)  # type: ignore[method-assign]
+            cache.get_mask_sizes = types.MethodType(sizes, cache)  # type: ignore[method-assign]
+
+    model.model.register_forward_pre_hook(own_methods, with_kwargs=True)
+    for ids in (BASE, torch.cat([generate(plain, BASE), BASE[:, :9]], dim=1), BASE[:, :60], BASE):
+        assert torch.equal(generate(model, ids, cache), generate(plain, ids))
 
 
 @pickles_models
