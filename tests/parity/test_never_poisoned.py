@@ -740,8 +740,8 @@ def test_a_model_that_sets_methods_of_the_cache() -> None:
 
     def own_methods(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if any(value is cache for value in kwargs.values()):
-            cache.get_seq_length = types.MethodType(length, cache)  # type: ignore[method-assign]
-            cache.get_mask_sizes = types.MethodType(sizes, cache)  # type: ignore[method-assign]
+            cache.get_seq_length = types.MethodType(length, cache)
+            cache.get_mask_sizes = types.MethodType(sizes, cache)
 
     model.model.register_forward_pre_hook(own_methods, with_kwargs=True)
     for ids in (BASE, torch.cat([generate(plain, BASE), BASE[:, :9]], dim=1), BASE[:, :60], BASE):
@@ -752,7 +752,7 @@ def test_a_model_that_sets_methods_of_the_cache() -> None:
 def test_a_model_that_hooks_have_left_can_be_pickled() -> None:
     model = make_model("llama")
     store = store_of(model)
-    handle = model.model.layers[0].mlp.register_forward_hook(ByData(1.0))  # type: ignore[attr-defined]
+    handle = model.model.layers[0].mlp.register_forward_hook(ByData(1.0))
     generate(model, BASE, ChunkReuseCache(model, store))
     handle.remove()
     pickle.loads(pickle.dumps(model))
