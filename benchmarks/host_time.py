@@ -167,9 +167,10 @@ def next_operators(model: PreTrainedModel, tokens: int) -> dict[str, float]:
     """For each token after the second, per layer of the model."""
     ids, found = Ids(tokens)(tokens), {}
     for name, make in caches_of(model, ids).items():
-        generate(model, ids, make())  # a cache that is kept has seen the prompt
         counts = []
         for steps in (2, 4):
+            for _ in range(2):  # the model is probed, and a cache that is kept has answered as many tokens before
+                generate(model, ids, make(), steps)
             cache = make()
             with Operators() as counted:
                 generate(model, ids, cache, steps)

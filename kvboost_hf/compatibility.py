@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.forward.moved_probe import blend_reason
@@ -20,7 +22,8 @@ class CompatibilityReport:
 
     Args:
         architecture: Class name of the model.
-        tested: Whether the tests of this library include an architecture of this class.
+        tested: Whether the tests of this library include an architecture of this class that works in the installed
+            transformers.
         exact: Whether stored K/V can be reused for the same tokens after the same history.
         reason: Why not, or None.
         moved: Whether K/V can be moved: rotated to other positions, and repaired by the repairs of `ReusePolicy` that
@@ -106,8 +109,10 @@ def check_model_compatibility(model: PreTrainedModel, strict: bool = True) -> Co
 
 @cache
 def known_architectures() -> frozenset[str]:
-    """Class names of the models that the tests run."""
-    return frozenset(json.loads((Path(__file__).parent / "architectures.json").read_text(encoding="utf-8")))
+    """Class names of the models that the tests run, but for those that the installed transformers has broken."""
+    rows = json.loads((Path(__file__).parent / "architectures.json").read_text(encoding="utf-8"))
+    installed = Version(transformers.__version__)
+    return frozenset(name for name, row in rows.items() if "before" not in row or installed < Version(row["before"]))
 
 
 def moving_reason(model: PreTrainedModel, exact_reason: str | None) -> str | None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 from kvboost_hf.bench.kvboost_peer import KVBOOST_PEERS, KVBoostPeer
@@ -16,6 +18,8 @@ from kvboost_hf.bench.served import Served, Server, reason, served
 from kvboost_hf.compat import CACHE
 
 _PAGES, _BATCH_TOKENS = 64, 2048  # pages of 256 tokens
+# In 5.17 a layer that keeps what has left its window fails at the second token: the mask does not fit.
+_KEEPS_PAST = Version(transformers.__version__) >= Version("5.18")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +59,15 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 def _new_cache(model: Any) -> DynamicCache:
     """One that can be cut: layers with windows keep what has left them."""
     cache: Any = DynamicCache(config=model.config)
-    if hasattr(cache, "activate_past_recording"):  # not in older releases
+    if _KEEPS_PAST:
         cache.activate_past_recording()
     return cache  # type: ignore[no-any-return]
 
 
-def _is_whole(cache: Any) -> bool:
-    """Whether all layers still have the K/V that has left their windows; a layer that is cut loses it."""
-    return all(layer.keys is None or layer.keys.shape[2] == cache.get_seq_length() for layer in cache.layers)
+def _can_be_cut(cache: Any, tokens: int) -> bool:
+    """Whether nothing is to be cut, or all layers still have what has left their windows; one that is cut loses it."""
+    length = cache.get_seq_length()
+    return tokens == length or all(layer.keys is None or layer.keys.shape[2] == length for layer in cache.layers)
 
 
 def _cut(cache: Any, tokens: int) -> None:
@@ -78,7 +83,7 @@ def _nbytes(cache: DynamicCache) -> int:
 class KeptCache:
     """One DynamicCache for all prompts; before each, what the prompt does not share is cut off by hand.
 
-    With windows it can be cut once, and begins anew the next time.
+    With windows it can be cut once, and with transformers 5.17 not at all; where it cannot be cut, it begins anew.
     """
 
     def __init__(self, counted: Counted) -> None:
@@ -92,7 +97,7 @@ class KeptCache:
 
         def make() -> dict[str, Any]:
             self._reused = min(_common(self._ids, ids), len(ids) - 1)
-            if self._reused < self._cache.get_seq_length() and not _is_whole(self._cache):
+            if not _can_be_cut(self._cache, self._reused):
                 self._cache, self._reused = _new_cache(self._model), 0
             _cut(self._cache, self._reused)
             return {CACHE: self._cache}
@@ -109,7 +114,8 @@ class CopiedPrefix:
     """A copy of the K/V of the first prompt and its answer for each later prompt, cut to what it shares.
 
     It is the recipe "Re-use cache to continue generation" of transformers' documentation, told where the shared part
-    ends. Copying counts as time to the first token.
+    ends. Copying counts as time to the first token. Where it cannot be cut, as with windows and transformers 5.17,
+    nothing is copied.
     """
 
     def __init__(self, counted: Counted) -> None:
@@ -125,8 +131,11 @@ class CopiedPrefix:
         def make() -> dict[str, Any]:
             nonlocal mine
             self._reused = min(_common(self._ids, ids), len(ids) - 1)
-            mine = _new_cache(self._model) if self._first is None else copy.deepcopy(self._first)
-            _cut(mine, self._reused)
+            if self._first is None or not _can_be_cut(self._first, self._reused):
+                mine, self._reused = _new_cache(self._model), 0
+            else:
+                mine = copy.deepcopy(self._first)
+                _cut(mine, self._reused)
             return {CACHE: mine}
 
         found = served(self._model, self._count, ids, max_new_tokens, make)

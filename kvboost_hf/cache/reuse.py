@@ -136,6 +136,9 @@ class ChunkReuseCache(Cache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
+        for name in ("get_seq_length", "get_mask_sizes"):
+            # RecurrentGemma of transformers 5.17 sets its own in each forward; they do not know an armed cache.
+            self.__dict__.pop(name, None)
         self._settle_last()
         call, live, static = calling(), self._live, self._live.static
         if static is not None:

@@ -102,6 +102,12 @@ class KVBoost:
             self.assistant = load_assistant(assistant, target=model)
         self._runner = CallRunner(model, tokenizer, self.store, self.policy, self.settings, self.assistant)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A KVBoost can be neither pickled nor copied: its store belongs to a model in this process. Make a new "
+            "one."
+        )
+
     @classmethod
     def from_pretrained(
         cls,

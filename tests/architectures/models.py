@@ -24,11 +24,17 @@ NOT_BUILT = {
     "musicgen": "stock generate() shows it only the last token of a prompt",
 }
 
-if Version(transformers.__version__) >= Version("5.24"):
-    NOT_BUILT["llama4-multimodal"] = (
-        "stock transformers fails at each forward: its model with an image encoder reads `image_outputs` of what its "
-        "language model returns, which has none"
+# What a release of transformers has broken: the first such release, and how.
+BROKEN_SINCE = {
+    "llama4-multimodal": (
+        "5.24",
+        "stock transformers 5.24 fails at each forward: its model with an image encoder reads `image_outputs` of what "
+        "its language model returns, which has none. With transformers 5.17 to 5.23 it is reused",
     )
+}
+NOT_BUILT |= {
+    name: why for name, (since, why) in BROKEN_SINCE.items() if Version(transformers.__version__) >= Version(since)
+}
 
 # Multimodal ones that are no causal language models to transformers, by the name that they are tried under. Here they
 # are shown text only. Gemma 3 is one of the others, too.

@@ -8,7 +8,16 @@ import pytest
 import transformers
 from transformers import PreTrainedModel
 
-from tests.architectures.models import CAUSAL_LM_TYPES, MULTIMODAL, NOT_BUILT, TRIED, classes_of, make_architecture
+from kvboost_hf.compatibility import known_architectures
+from tests.architectures.models import (
+    BROKEN_SINCE,
+    CAUSAL_LM_TYPES,
+    MULTIMODAL,
+    NOT_BUILT,
+    TRIED,
+    classes_of,
+    make_architecture,
+)
 from tests.architectures.outcome import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -100,15 +109,25 @@ def row(model: PreTrainedModel, outcome: Outcome) -> Row:
 
 
 def recorded() -> dict[str, Row]:
-    """The rows that were written last, by class name."""
-    found: dict[str, Row] = json.loads(ROWS.read_text(encoding="utf-8"))
-    return found
+    """The rows that were written last, by class name; those that this release of transformers has broken left out."""
+    return {name: found for name, found in _all_rows().items() if name in known_architectures()}
 
 
 def write(rows: dict[str, Row]) -> None:
-    """Write the rows, by class name, for programs, and the page for people."""
-    ROWS.write_text(json.dumps(dict(sorted(rows.items())), indent=2) + "\n", encoding="utf-8")
+    """Write the rows, by class name, for programs, and the page for people.
+
+    What this release has broken keeps its row, with the first such release as `before`.
+    """
+    old = _all_rows()
+    broken = {class_name(name): {"before": since} for name, (since, _) in BROKEN_SINCE.items() if name in NOT_BUILT}
+    kept = {name: old[name] | before for name, before in broken.items() if name in old}
+    ROWS.write_text(json.dumps(dict(sorted((kept | rows).items())), indent=2) + "\n", encoding="utf-8")
     PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def _all_rows() -> dict[str, Row]:
+    found: dict[str, Row] = json.loads(ROWS.read_text(encoding="utf-8"))
+    return found
 
 
 def page(rows: dict[str, Row]) -> str:
@@ -145,7 +164,8 @@ def _in_words(layers: list[str]) -> list[str]:
     return list(dict.fromkeys(_WORDS.get(name, _OTHER) for name in layers))
 
 
+IS_TESTED_RELEASE = f"transformers {transformers.__version__}," in PAGE.read_text("utf-8")
 of_tested_release = pytest.mark.skipif(
-    f"transformers {transformers.__version__}," not in PAGE.read_text("utf-8"),
+    not IS_TESTED_RELEASE,
     reason="the sizes and the table of architectures are those of another release of transformers",
 )

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvboost_hf import load_assistant, speculation_stats
-from tests.conftest import as_inputs, random_ids
+from tests.conftest import as_inputs, pickles_models, random_ids
 from tests.streaming import make_layers
 
 IDS = random_ids(30, 1)
@@ -30,7 +30,7 @@ def pickled(draft: PreTrainedModel) -> Any:
     return pickle.loads(pickle.dumps(draft))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pytest.param(pickled, marks=pickles_models)])
 def test_a_copy_is_a_draft_of_its_own(duplicate: Any) -> None:
     target, draft = pair()
     wanted = answer(target)

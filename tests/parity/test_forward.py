@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_compatibility
-from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
+from tests.conftest import as_inputs, counted, left_pad, make_model, pickles_models, random_ids
 
 BASE = random_ids(200, seed=1)
 
@@ -22,6 +23,17 @@ def warm(llama: PreTrainedModel) -> ChunkStore:
     store = ChunkStore(llama, chunk_size=32)
     store.warm(BASE)
     return store
+
+
+def pickled(model: PreTrainedModel) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: PreTrainedModel) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -318,21 +330,18 @@ class TestCopies:
             assert torch.equal(found, llama.generate(**as_inputs(BASE[:, :101]), max_new_tokens=6))
             assert cache.report.forwarded_tokens == 1
 
-    def test_the_model_can_be_copied_pickled_and_saved(self, llama: PreTrainedModel, warm: ChunkStore) -> None:
-        buffer = io.BytesIO()
-        torch.save(llama, buffer)
-        buffer.seek(0)
-        copies = [
-            copy.deepcopy(llama),
-            pickle.loads(pickle.dumps(llama)),
-            torch.load(buffer, weights_only=False),
-        ]
-        for twin in copies:
-            cache = ChunkReuseCache(twin, ChunkStore(twin, chunk_size=32))
-            for _ in range(2):
-                found = twin.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=4)
-            assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=4))
-            assert cache.report.forwarded_tokens == 1
+    @pytest.mark.parametrize(
+        "duplicate", [copy.deepcopy, *(pytest.param(each, marks=pickles_models) for each in (pickled, saved))]
+    )
+    def test_the_model_can_be_copied_pickled_and_saved(
+        self, duplicate: Callable[[Any], Any], llama: PreTrainedModel, warm: ChunkStore
+    ) -> None:
+        twin = duplicate(llama)
+        cache = ChunkReuseCache(twin, ChunkStore(twin, chunk_size=32))
+        for _ in range(2):
+            found = twin.generate(**as_inputs(BASE), past_key_values=cache, max_new_tokens=4)
+        assert torch.equal(found, llama.generate(**as_inputs(BASE), max_new_tokens=4))
+        assert cache.report.forwarded_tokens == 1
 
 
 @torch.no_grad()

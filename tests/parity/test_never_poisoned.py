@@ -6,6 +6,7 @@ import functools
 import pickle
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -38,7 +39,7 @@ from kvboost_hf.compat import CACHE
 from tests import multimodal
 from tests.architectures.models import make_architecture
 from tests.conftest import _MAKERS as MODELS
-from tests.conftest import STATEFUL, as_inputs, counted, make_model, random_ids
+from tests.conftest import STATEFUL, as_inputs, counted, make_model, pickles_models, random_ids
 
 CHANGED = "the cache was changed by somebody else"
 BASE = random_ids(100, seed=1)
@@ -578,6 +579,7 @@ def test_compiled_hooks() -> None:
         return output * 1.5 if output.shape[1] == 1 else None
 
     handles = [owner.model.layers[0].mlp.register_forward_hook(louder) for owner in (model, plain)]
+    handles += [owner.model.layers[0].mlp.register_forward_pre_hook(lambda *_: None) for owner in (model, plain)]
     for ids in (BASE, torch.cat([generate(plain, BASE), BASE[:, :9]], dim=1)):
         assert torch.equal(generate(model, ids, kept, compile_config=compiled), generate(plain, ids))
     assert "are compiled" in str(kept.report.bypass_reason)
@@ -723,6 +725,36 @@ def test_hooks_stay_who_they_are() -> None:
     handle.remove()
     generate(model, BASE, ChunkReuseCache(model, store))
     assert not any(each is hook for each in layer._forward_hooks.values())
+
+
+def test_a_model_that_sets_methods_of_the_cache() -> None:
+    """As RecurrentGemma of transformers 5.17 does in each forward, so that its first layer of attention is asked."""
+    model, plain = make_model("llama"), make_model("llama")
+    cache = ChunkReuseCache(model, store_of(model))
+
+    def length(self: Any, layer_idx: int = 0) -> Any:
+        return self.layers[1].get_seq_length()
+
+    def sizes(self: Any, query_length: int, layer_idx: int) -> Any:
+        return self.layers[1].get_mask_sizes(query_length)
+
+    def own_methods(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if any(value is cache for value in kwargs.values()):
+            cache.get_seq_length = types.MethodType(length, cache)
+            cache.get_mask_sizes = types.MethodType(sizes, cache)
+
+    model.model.register_forward_pre_hook(own_methods, with_kwargs=True)
+    for ids in (BASE, torch.cat([generate(plain, BASE), BASE[:, :9]], dim=1), BASE[:, :60], BASE):
+        assert torch.equal(generate(model, ids, cache), generate(plain, ids))
+
+
+@pickles_models
+def test_a_model_that_hooks_have_left_can_be_pickled() -> None:
+    model = make_model("llama")
+    store = store_of(model)
+    handle = model.model.layers[0].mlp.register_forward_hook(ByData(1.0))
+    generate(model, BASE, ChunkReuseCache(model, store))
+    handle.remove()
     pickle.loads(pickle.dumps(model))
 
 

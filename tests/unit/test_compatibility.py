@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvboost_hf import check_model_compatibility
@@ -78,6 +80,11 @@ def test_our_layers_are_those_that_compat_knows() -> None:
     for name in ("llama", "mistral", "falcon_h1"):
         assert make_layers(make_model(name))
     assert "LlamaForCausalLM" in known_architectures()
+
+
+def test_what_a_release_has_broken_is_tested_with_those_before_it() -> None:
+    works = Version(transformers.__version__) < Version("5.24")
+    assert ("Llama4ForConditionalGeneration" in known_architectures()) == works
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_next"])

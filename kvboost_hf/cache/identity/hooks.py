@@ -4,7 +4,9 @@ computes, and whether they do.
 
 import functools
 import types
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -165,6 +167,7 @@ def watch_forward(model: nn.Module) -> ForwardWatch | None:
         unwatch_forward(model)
         watch = attributes[_FORWARD_WATCH] = ForwardWatch(function)
         watch.handles.append(own_hook(inner.register_forward_pre_hook(watch.before, prepend=True, with_kwargs=True)))
+        _order_below(inner._forward_pre_hooks)
     return None if watch.alters else watch
 
 
@@ -238,7 +241,20 @@ def watch_hooks(module: nn.Module) -> tuple[list[Any], HookWatch | None]:
         if behind and list(hooks)[-len(behind) :] != behind:
             for number in behind:
                 hooks.move_to_end(number)
+        _order_below(hooks)
     return found, watch
+
+
+def _order_below(hooks: Any) -> None:
+    """Give the `dict` below an `OrderedDict` the same order, in which torch.compile of torch 2.11 looks for hooks.
+
+    Where they differ, as after `prepend=True`, it fails: https://github.com/pytorch/pytorch/issues/160083.
+    """
+    numbers = list(hooks)
+    if list(dict.keys(hooks)) != numbers:
+        with suppress(KeyError):  # another thread has just removed one
+            # In one call, during which no other thread runs: its forward would miss the hook that is taken out.
+            deque(map(hooks.__setitem__, numbers, map(hooks.pop, numbers)), maxlen=0)
 
 
 def _stands_behind(hook: Any) -> bool:
