@@ -175,6 +175,12 @@ def test_the_dockerfile_copies_what_there_is() -> None:
     extras = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     [named] = re.findall(r'"\.\[([\w,-]+)\]"', dockerfile)
     assert {*named.split(",")} <= extras.keys()
+    # A build for CPUs stays only where the constraints ask for the same release.
+    torch, ours = (
+        dockerfile.index(text) for text in ('"$(grep ^torch== constraints.txt)"', "--constraint constraints.txt")
+    )
+    assert dockerfile.index("COPY constraints.txt") < torch < ours
+    assert len(re.findall(r"^torch==", (root / "constraints.txt").read_text("utf-8"), re.MULTILINE)) == 1
     assert dockerfile.rindex("\nUSER 10001") < dockerfile.index("\nENTRYPOINT")
 
 
