@@ -79,7 +79,9 @@ def _annotation(annotation: Any) -> str:
 
 
 def _short(text: str) -> str:
-    return re.sub(r"(?<![\w'.])(?:[a-z_]\w*\.)+(?=[A-Za-z_])", "", text).replace("NoneType", "None")
+    short = re.sub(r"(?<![\w'.])(?:[a-z_]\w*\.)+(?=[A-Za-z_])", "", text).replace("NoneType", "None")
+    # numpy writes its alias in full before 2.5.
+    return re.sub(r"\bndarray\[tuple\[Any, \.\.\.\], dtype\[(\w+)\]\]", r"NDArray[\1]", short)
 
 
 if __name__ == "__main__":
