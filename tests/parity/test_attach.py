@@ -310,7 +310,7 @@ def test_a_streamer_serves_many_calls(attached: PreTrainedModel, kind: type[Toke
         )
     assert len(ends) == 2
     if kind is Tokens:
-        streamer.end = own = lambda: ends.append(2)  # type: ignore[method-assign]
+        streamer.end = own = lambda: ends.append(2)
         attached.generate(**as_inputs(BASE[:, :45]), max_new_tokens=3, streamer=streamer)
         assert vars(streamer)["end"] is own
     else:

@@ -1,6 +1,7 @@
 """The disk tier: what it keeps, what it gives up, and what it does about damage, full disks and other processes."""
 
 import errno
+import gc
 import json
 import logging
 import multiprocessing
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -118,6 +120,21 @@ def test_it_is_there_after_the_next_start(opened: Open) -> None:
     assert same(again.find([key_of(1)])[key_of(1)], entry)
     assert kept(again, 1) == [1]
     assert again.hits() == {key_of(1): 1}
+
+
+def test_one_that_nobody_holds_leaves_no_file_open(folder: Path) -> None:
+    def open_files() -> list[str]:
+        found = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        return [path for path in found if path.startswith(str(folder))]
+
+    tier = DiskTier(folder, 2**20)
+    assert put(tier, 1)
+    reference = weakref.ref(tier)
+    assert open_files()
+    del tier
+    gc.collect()
+    assert reference() is None
+    assert not open_files()
 
 
 def test_one_that_is_there_stays_as_it_is(opened: Open, folder: Path) -> None:

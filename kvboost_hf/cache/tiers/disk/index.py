@@ -69,6 +69,9 @@ class DiskIndex:
             self._closed = True
             self._disconnect()
 
+    def __del__(self) -> None:
+        self._disconnect()
+
     @contextmanager
     def _folder_locked(self) -> Iterator[None]:
         if self._closed:
@@ -97,13 +100,16 @@ class DiskIndex:
         if _identity(self._path) is None:
             self._replace(None)
         try:
-            return self._open()
-        except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
-                self._disconnect_index()
-                raise
-            self._replace(error)
-            return self._open()
+            try:
+                return self._open()
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise
+                self._replace(error)
+                return self._open()
+        except BaseException:
+            self._disconnect_index()  # nobody has looked at all of it
+            raise
 
     def _remove_links(self) -> None:
         """Nothing of the index is a link, and SQLite would write to whatever one leads to."""
@@ -150,14 +156,16 @@ class DiskIndex:
             db = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
             db.text_factory = _as_text
             try:
-                version = _version(db)
-            except sqlite3.OperationalError:
+                if (version := _version(db)) != VERSION:
+                    raise sqlite3.DatabaseError(
+                        f"The index has version {version}, not {VERSION}, and cannot be remade."
+                    )
+                _require_schema(db)
+            except BaseException as error:
                 db.close()
-                continue
-            if version != VERSION:
-                db.close()
-                raise sqlite3.DatabaseError(f"The index has version {version}, not {VERSION}, and cannot be remade.")
-            _require_schema(db)
+                if isinstance(error, sqlite3.OperationalError):
+                    continue
+                raise
             self._db, self._file = db, _identity(self._path)
             return db
         raise sqlite3.OperationalError("The index cannot be opened.")
