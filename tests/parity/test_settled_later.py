@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -326,3 +327,95 @@ def test_once(llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.Mon
     generate(llama, cache, 1)
     assert cache.report.prompt_tokens == 300
     assert len(settled) == len(set(settled)) == 2
+
+
+# A prompt that another thread is about to store
+
+
+class Reading(BaseStreamer):
+    """Calls `at_first` when the first token is there."""
+
+    def __init__(self, at_first: Callable[[], Any]) -> None:
+        self.tokens, self.at_first = 0, at_first
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += 1
+        if self.tokens == 2:  # behind the prompt
+            self.at_first()
+
+    def end(self) -> None:
+        pass
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """Have prompts settled after `wait`, by the thread that has computed them."""
+    settle = Reused.settle
+
+    def slow(self: Reused) -> None:
+        wait()
+        settle(self)
+
+    monkeypatch.setattr(Reused, "settle", slow)
+
+
+def asked_at_the_first_token(model: PreTrainedModel, store: ChunkStore, prompt: torch.Tensor, *, joined: bool) -> int:
+    """The tokens that a call of another thread reuses, which begins when PROMPT has its first token."""
+    cache, found = ChunkReuseCache(model, store), []
+
+    def ask() -> None:
+        model.generate(**as_inputs(prompt), past_key_values=cache, max_new_tokens=1, do_sample=False)
+        found.append(cache.report.reused_tokens)
+
+    thread = threading.Thread(target=ask)
+
+    def begin() -> None:
+        thread.start()
+        if joined:
+            thread.join()
+
+    generate(model, ChunkReuseCache(model, store), streamer=Reading(begin))
+    thread.join()
+    return found[0]
+
+
+def test_the_same_prompt_waits_for_the_other_thread(
+    llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one request goes first, and the others follow at its first token."""
+    slowly(monkeypatch, lambda: time.sleep(0.2))
+    longer = torch.cat([PROMPT, random_ids(20, seed=7)], dim=1)
+    assert asked_at_the_first_token(llama, store, longer, joined=False) >= 256
+
+
+def test_a_thread_that_is_kept_from_it_is_not_waited_for(llama: PreTrainedModel, store: ChunkStore) -> None:
+    """By a reader of its stream that waits for the second answer."""
+    begin = time.monotonic()
+    assert asked_at_the_first_token(llama, store, PROMPT, joined=True) == 0
+    assert time.monotonic() - begin < 30
+    assert store.stats()["chunks"] == 4
+
+
+@pytest.mark.parametrize(("seed", "salt"), [(5, None), (0, "another")])
+def test_what_can_use_nothing_of_it_does_not_wait(
+    llama: PreTrainedModel, store: ChunkStore, monkeypatch: pytest.MonkeyPatch, seed: int, salt: str | None
+) -> None:
+    """Another prompt, or another salt: not while the first one is being stored, either."""
+    answered, late = threading.Event(), []
+    first, cache = threading.get_ident(), ChunkReuseCache(llama, store, salt=salt)
+
+    def wait() -> None:
+        if threading.get_ident() == first:
+            late.append(not answered.wait(20))
+
+    def ask() -> None:
+        prompt = random_ids(300, seed=seed)
+        llama.generate(**as_inputs(prompt), past_key_values=cache, max_new_tokens=1, do_sample=False)
+        answered.set()
+
+    slowly(monkeypatch, wait)
+    thread = threading.Thread(target=ask)
+    generate(llama, ChunkReuseCache(llama, store), streamer=Reading(thread.start))
+    thread.join()
+    assert late
+    assert not any(late)
+    assert cache.report.reused_tokens == 0

@@ -24,6 +24,7 @@ from kvboost_hf.cache.forward.repair_later import goes_on
 from kvboost_hf.cache.forward.reused import PromptColumns, note_miss
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Request, note_hooks, offer
 from kvboost_hf.cache.forward.scatter import Columns, Narrowing, ScatterPass
+from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.planning.match import find_moved
 from kvboost_hf.cache.planning.moved_columns import MovedColumns
 from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, trim_row
@@ -131,6 +132,11 @@ class Moved(Forward):
         self._repair, self._measures = repair, measures
         self._looked = [0] * len(parts.live.layers)  # tokens through each layer, to see what the end attends to
         self._scatter: ScatterPass | None = None
+
+    @property
+    def beginning(self) -> Tokens:
+        """See `Forward`."""
+        return self._prompt.ids
 
     def begin(self, request: Request) -> Kwargs:
         """See `Forward`."""

@@ -28,6 +28,7 @@ def plan_prompt(parts: CacheParts, model: PreTrainedModel, prompt: PromptColumns
     min_saving = min_saving_of(parts, prompt)
     stems_to = _stems_to(parts, ledger, prompt)
     lost: frozenset[bytes] = frozenset()
+    binding.store.records.wait_for_others(ledger.root, ids)
     while True:
         plan = ledger.plan(
             ids,

@@ -98,6 +98,11 @@ class Reused(Forward):
         self._only_if_altered = self._changed = False
         self._began = 0.0
 
+    @property
+    def beginning(self) -> Tokens:
+        """See `Forward`."""
+        return self._prompt.ids
+
     def begin(self, request: Request) -> Kwargs:
         """See `Forward`."""
         parts, prompt, plan, model = self.parts, self._prompt, self._plan, request.model

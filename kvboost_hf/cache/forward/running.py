@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
+from kvboost_hf.cache.planning.chunks import Tokens
 from kvboost_hf.cache.prompt.generate_call import is_inside_of_us
 from kvboost_hf.cache.prompt.hook import Kwargs
 from kvboost_hf.cache.prompt.inputs import ForwardInputs
@@ -29,7 +30,8 @@ from kvboost_hf.cache.prompt.token_log import MaskShape
 from kvboost_hf.errors import StoreClosedError
 
 _log = logging.getLogger("kvboost_hf")
-_MOMENT_S = 0.05  # in which a finalizer ends
+_MOMENT_S = 0.05  # in which a finalizer ends, and a thread takes a token and goes on
+_ALIKE = 16  # columns in which two prompts agree that may share more
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,11 @@ class Forward(ABC):
     def __init__(self, parts: CacheParts, length: int) -> None:
         self.parts, self.length = parts, length
 
+    @property
+    def beginning(self) -> Tokens | None:
+        """Codes of the first columns [batch, columns] of what can be settled later."""
+        return None
+
     def begin(self, request: Request) -> Kwargs:
         """Put in place what can be reused; returns the arguments to run the model with. By default they stay.
 
@@ -141,12 +148,17 @@ class SettledLater:
         self._forward: Forward | None = forward
         self._thread, self._ended = threading.get_ident(), False
         self._lock = threading.RLock()  # whoever comes second waits until it is settled
+        self._begun = threading.Event()
+        ledger, beginning = forward.parts.live.ledger, forward.beginning
+        self._root = ledger.root if ledger is not None else None
+        self._beginnings = _beginnings(beginning) if beginning is not None else frozenset()
         weakref.finalize(config, self._call_has_ended).atexit = False
         forward.parts.binding.store.records.settles_first(self)
 
     def settle(self) -> None:
         """Settle it, once."""
         with self._lock:
+            self._begun.set()
             forward, self._forward = self._forward, None
             if forward is not None:
                 with contextlib.suppress(StoreClosedError):  # then there is nothing to store it in
@@ -156,6 +168,19 @@ class SettledLater:
         """Settle it, unless another thread may still be running the call."""
         if self._ended or self._thread == threading.get_ident():
             self.settle()
+
+    def wait_for(self, root: bytes, ids: Tokens) -> None:
+        """Wait until it is settled, if a prompt with columns `ids` [batch, columns] begins as it does.
+
+        The call's thread settles it when it goes on to the next token. That may be kept from it, by a reader of its
+        stream: it is not waited for longer than a moment.
+        """
+        if self._thread == threading.get_ident() or self._root != root:
+            return
+        if self._beginnings.isdisjoint(_beginnings(ids)) or not self._begun.wait(_MOMENT_S):
+            return
+        with self._lock:  # until it is settled
+            pass
 
     def _call_has_ended(self) -> None:
         self._ended = True
@@ -167,6 +192,11 @@ class SettledLater:
             threading.Timer(_MOMENT_S, _thread.interrupt_main).start()
         except Exception:
             _log.exception("K/V of a prompt could not be stored. It is computed again when the prompt comes again.")
+
+
+def _beginnings(ids: Tokens) -> frozenset[bytes]:
+    """The first columns of the rows [batch, columns] that have enough of them."""
+    return frozenset(row[:_ALIKE].tobytes() for row in ids) if ids.shape[1] >= _ALIKE else frozenset()
 
 
 class Unrecorded(Forward):

@@ -20,6 +20,9 @@ class Unsettled(Protocol):
     def settle_here(self) -> None:
         """Store it, unless another thread may still be computing."""
 
+    def wait_for(self, root: bytes, ids: Tokens) -> None:
+        """Wait for another thread that is about to store a prompt which begins as `ids` [batch, columns] do."""
+
 
 class Records(Protocol):
     """Chunks and states of one store, wherever they are. Safe for threads.
@@ -28,6 +31,10 @@ class Records(Protocol):
     """
 
     # Find
+
+    def wait_for_others(self, root: bytes, ids: Tokens) -> None:
+        """Wait for other threads that are about to store a prompt which begins as `ids` [batch, columns] do."""
+        ...
 
     def view(self, root: bytes, row: Row, without: frozenset[bytes] = frozenset()) -> ChunkIndex:
         """The chunks and states that a row can find by prefix key, in whatever tier.

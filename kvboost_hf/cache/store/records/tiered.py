@@ -76,6 +76,13 @@ class TieredRecords:
 
     # Finding
 
+    def wait_for_others(self, root: bytes, ids: Tokens) -> None:
+        """See `Records.wait_for_others`."""
+        with self.lock:
+            unsettled = list(self._unsettled)
+        for each in unsettled:
+            each.wait_for(root, ids)
+
     def view(self, root: bytes, row: Row, without: frozenset[bytes] = frozenset()) -> ChunkIndex:
         """See `Records.view`."""
         return TieredView(self.memory, self.lower.tiers, row, without) if self.lower.keeps(root) else self.memory
