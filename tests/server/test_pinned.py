@@ -62,7 +62,9 @@ def test_what_the_operator_warms_survives_other_requests(
     with engine_of(*reader, policy=policy) as engine:
         ask(engine, ids)  # a prompt that nobody has asked to keep
         crowd(engine)
-        assert ask(engine, ids).cached_tokens < len(ids) // 2
+        found = ask(engine, ids)
+        # Its sentences are alike: with "blend", a chunk that is left may serve in several places.
+        assert found.cached_tokens - found.moved_tokens < len(ids) // 2
         _warm(engine, ids, [b""])
         pinned = engine.stats()["store"]["pinned_chunks"]
         assert pinned > 2
