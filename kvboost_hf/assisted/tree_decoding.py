@@ -19,7 +19,7 @@ from kvboost_hf.assisted.stats import SpeculationStats
 from kvboost_hf.assisted.tree import Tree
 from kvboost_hf.assisted.tree_draft import TreeDraft
 from kvboost_hf.assisted.vocabulary import fit_vocabulary, vocab_size
-from kvboost_hf.compat import CACHE, generate_frame, input_device
+from kvboost_hf.compat import CACHE, input_device, running_streamer
 from kvboost_hf.config import DraftTreeConfig
 
 # Processors of transformers that keep something of the texts that they are called with.
@@ -204,9 +204,7 @@ class _Answer:
         wanted = self.config.return_dict_in_generate
         self._scores: list[torch.Tensor] | None = [] if wanted and self.config.output_scores else None
         self._logits: list[torch.Tensor] | None = [] if wanted and self.config.output_logits else None
-        frame = generate_frame(sys._getframe())
-        # transformers keeps it from functions of a user's own.
-        self._streamer: Any = frame.f_locals.get("streamer") if frame is not None else None
+        self._streamer = running_streamer()  # transformers keeps it from functions of a user's own
 
     @property
     def room(self) -> int:

@@ -18,12 +18,12 @@ from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.walk import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
-from kvboost_hf.cache.prompt.generate_call import calling, is_inside_of_us, running_config, running_streamer
+from kvboost_hf.cache.prompt.generate_call import calling, is_inside_of_us, running_config
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import CACHE, cache_in, known_reason, unwrapped
+from kvboost_hf.compat import CACHE, cache_in, known_reason, running_streamer, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None

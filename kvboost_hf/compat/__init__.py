@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost_hf.compat.attention import attention_function, attn_implementation, mask_form
 from kvboost_hf.compat.cache_names import CACHE, cache_argument, cache_in, take_newest_name, with_cache_by
-from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate
+from kvboost_hf.compat.calls import MAX_DEPTH, generate_frame, is_generate, running_streamer
 from kvboost_hf.compat.hooks import hook_hidden_states, hook_layers, own_hook, own_hooks
 from kvboost_hf.compat.memo import KeptOnModel, attempt, recall, remember
 from kvboost_hf.compat.models import (
@@ -93,6 +93,7 @@ __all__ = [
     "require_cache",
     "require_reusable_model",
     "rope_regime",
+    "running_streamer",
     "steps_reason",
     "take_newest_name",
     "text_model",

@@ -1,6 +1,8 @@
 """Finds the frame of the generate() call under way."""
 
+import sys
 from types import FrameType
+from typing import Any
 
 MAX_DEPTH = 40  # frames to look at
 
@@ -12,6 +14,12 @@ def generate_frame(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def running_streamer() -> Any:
+    """The streamer of the generate() call under way, or None."""
+    found = generate_frame(sys._getframe(1))
+    return found.f_locals.get("streamer") if found is not None else None
 
 
 def is_generate(frame: FrameType) -> bool:

@@ -143,7 +143,7 @@ def source_of(module: str) -> str:
 def test_every_local_variable_that_is_read_is_listed() -> None:
     listed = {name for names in upstream.LOCALS.values() for name in names}
     read = set()
-    for path in ("kvboost_hf/cache/prompt/generate_call.py", "kvboost_hf/assisted/tree_decoding.py"):
+    for path in ("kvboost_hf/cache/prompt/generate_call.py", "kvboost_hf/compat/calls.py"):
         for node in parsed()[path]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
                 of, key = node.func.value, node.args[0]
@@ -163,7 +163,7 @@ def test_the_local_variables_exist(function: str) -> None:
     gone = {name: names[name] for name in names.keys() - set(there)}
     assert not gone, (
         f"GenerationMixin.{function}() of transformers {RELEASE} has no local variables {gone}. "
-        "kvboost_hf/cache/prompt/generate_call.py and kvboost_hf/assisted/tree_decoding.py read them: find what holds "
+        "kvboost_hf/cache/prompt/generate_call.py and kvboost_hf/compat/calls.py read them: find what holds "
         "the same in this release, read that, and list it in tests/upstream.py."
     )
 

@@ -83,12 +83,6 @@ def running_config() -> Any:
     return found.f_locals.get("generation_config") if found is not None else None
 
 
-def running_streamer() -> Any:
-    """The streamer of the generate() call under way, or None."""
-    found = generate_frame(sys._getframe(1))
-    return found.f_locals.get("streamer") if found is not None else None
-
-
 def encoded_from(encoded: Any) -> dict[str, Any] | None:
     """The arguments of the generate() call under way, if `encoded` are the features it has made of its images."""
     found = generate_frame(sys._getframe(1))
