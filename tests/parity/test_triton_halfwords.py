@@ -64,9 +64,9 @@ def combine(a: np.ndarray, b: np.ndarray, c: np.ndarray, lut: np.ndarray) -> np.
     return found
 
 
-def fused(dtype: torch.dtype, *given: np.ndarray) -> np.ndarray:
+def fused(dtype: torch.dtype, *given: np.ndarray, least: float = float("-inf")) -> np.ndarray:
     a, b, c = (halves(np.atleast_1d(each), dtype).double() for each in given)
-    return (a * b + c).to(dtype).view(torch.int16).numpy().view(np.uint32)[..., 0]
+    return (a * b + c).clamp(min=least).to(dtype).view(torch.int16).numpy().view(np.uint32)[..., 0]
 
 
 def halves(words: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -83,6 +83,8 @@ OPERATIONS = {
     "prmt.b32": choose,
     "lop3.b32": combine,
     "fma.rn.bf16x2": lambda *given: fused(torch.bfloat16, *given),
+    "fma.rn.relu.bf16x2": lambda *given: fused(torch.bfloat16, *given, least=0.0),
+    "neg.bf16x2": lambda a: a ^ np.uint32(0x80008000),
     "fma.rn.f16x2": lambda *given: fused(torch.float16, *given),
 }
 
@@ -140,7 +142,13 @@ def test_codebooks(bits: int, dtype: torch.dtype) -> None:
     assert torch.equal(found.unique(), table.to(dtype))
 
 
-@pytest.mark.parametrize("damage", [("29521", "25152"), ("0x80008000", "0x80000000"), ("t, 7;", "t, 6;")], ids=str)
+@pytest.mark.parametrize("damage", [("29521", "25152"), ("0x80808080", "0x80808000"), ("t, 7;", "t, 6;")], ids=str)
 def test_damage_is_found(damage: tuple[str, str]) -> None:
     found, expected = made(4, torch.bfloat16, codebook(4, torch.bfloat16), damage)
+    assert not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("damage", [("relu.", ""), ("neg.bf16x2 t, t", "mov.b32 t, t"), ("21329", "21072")], ids=str)
+def test_damage_to_8_bits_is_found(damage: tuple[str, str]) -> None:
+    found, expected = made(8, torch.bfloat16, None, damage)
     assert not torch.equal(found, expected)

@@ -8,7 +8,9 @@ product of matrices takes one after the other, and no number moves to another la
 
 On a GPU a register holds two halfwords, and an instruction makes two numbers of 16 bits:
 
-- Even steps: a code in the last bits of 128 (bfloat16) or 1024 (float16) is that number plus the code.
+- Even steps: a code in the last bits of 128 (bfloat16) or 1024 (float16) is that number plus the code. One of 8 bits
+  reaches into the exponent of bfloat16: the number x is 128 + code below 128, and twice the code from there on. The
+  code is `x / 2 - max(128 - x / 2, 0)`, without rounding.
 - Codebooks: `prmt` takes four of eight bytes, chosen by four codes of 3 bits: the lower bytes of the numbers, then the
   upper ones. The numbers of 4 bits are as far below 0 as above, so that one of the bits is a sign.
 
@@ -161,21 +163,31 @@ def instructions(bits: int, dtype: torch.dtype, *, codebook: bool) -> str:
     asm("mov.b32 one, {}", _twice(_bits(1, half)))
     asm("mov.b32 magic, {}", _twice(magic))
     asm("mov.b32 away, {}", _twice(_bits(-base, half)))
-    asm("mov.b32 back, {}", _twice(_bits(128, half)))
+    if bits == 8:
+        _read_bytes(asm, code, half=half)
+        return asm.whole()
     for i in range(count):
         own = code
         if bit_of(i):
             asm("shr.b32 t, {}, {}", code, bit_of(i))
             own = "t"
-        if bits == 8 and not half:  # 128 + 7 bits, plus -256 or -128
-            asm("lop3.b32 u, {}, {}, {}, {}", own, _twice(0x80), _twice(0xC380), _lut(lambda a, b, c: (a & b) ^ c))
-            asm("lop3.b32 ${}, {}, {}, magic, {}", i, own, _twice(0x7F), _lut(lambda a, b, c: (a & b) | c))
-            asm("fma.rn.bf16x2 ${}, ${}, one, u", i, i)
-            asm("fma.rn.bf16x2 ${}, ${}, one, back", i, i)
-        else:
-            asm("lop3.b32 ${}, {}, {}, magic, {}", i, own, _twice(mask_of(bits)), _lut(lambda a, b, c: (a & b) | c))
-            asm("fma.rn.{} ${}, ${}, one, away", fma, i, i)
+        asm("lop3.b32 ${}, {}, {}, magic, {}", i, own, _twice(mask_of(bits)), _lut(lambda a, b, c: (a & b) | c))
+        asm("fma.rn.{} ${}, ${}, one, away", fma, i, i)
     return asm.whole()
+
+
+def _read_bytes(asm: "_Text", code: str, *, half: bool) -> None:
+    asm("mov.b32 by_half, {}", _twice(_bits(0.5, half)))
+    asm("mov.b32 by_minus_half, {}", _twice(_bits(-0.5, half)))
+    asm("mov.b32 base, {}", _twice(_bits(128, half)))
+    for byte in range(2):
+        asm("prmt.b32 ${}, {}, magic, {}", byte, code, 0x5351 if byte else 0x5250)
+        if half:
+            asm("fma.rn.f16x2 ${}, ${}, one, away", byte, byte)
+        else:
+            asm("fma.rn.relu.bf16x2 t, ${}, by_minus_half, base", byte)
+            asm("neg.bf16x2 t, t")
+            asm("fma.rn.bf16x2 ${}, ${}, by_half, t", byte, byte)
 
 
 def _aligned(asm: "_Text", name: str, operand: int) -> str:
@@ -195,6 +207,7 @@ def _choose(asm: "_Text", bits: int, code: str) -> None:
         asm("and.b32 t, t, 0x11111111")
         asm("mul.lo.u32 t, t, 7")
         asm("lop3.b32 index, {}, t, 0x77777777, {}", code, _lut(lambda a, b, c: ~(a ^ b) & c))
+        asm("shl.b32 u, {}, 4", code)  # signs of both nibbles are then the first bits of bytes
     else:
         asm("and.b32 index, {}, {}", code, f"0x{0x11111111 * mask_of(bits):08x}")
     if bits == 3:
@@ -205,12 +218,11 @@ def _choose(asm: "_Text", bits: int, code: str) -> None:
         asm("prmt.b32 t, index, zero, {}", 0x4431 if byte else 0x4420)
         asm("prmt.b32 low, {}, {}, t", low, more_low)
         asm("prmt.b32 high, {}, {}, t", high, more_high)
+        if bits == 4:
+            asm("prmt.b32 t, {}, u, {}", code, 0x3715 if byte else 0x2604)
+            asm("lop3.b32 high, high, t, 0x80808080, {}", _lut(lambda a, b, c: a ^ (~b & c)))
         for nibble in range(2):
-            i = 2 * nibble + byte
-            asm("prmt.b32 ${}, low, high, {}", i, 0x7351 if nibble else 0x6240)
-            if bits == 4:
-                asm("shl.b32 u, {}, {}", code, 12 - bit_of(i))
-                asm("lop3.b32 ${}, ${}, u, 0x80008000, {}", i, i, _lut(lambda a, b, c: a ^ (~b & c)))
+            asm("prmt.b32 ${}, low, high, {}", 2 * nibble + byte, 0x7351 if nibble else 0x6240)
 
 
 class _Text:
@@ -223,7 +235,7 @@ class _Text:
         self._lines.append(line.format(*given) + ";")
 
     def whole(self) -> str:
-        names = "t, u, code, third, index, low, high, zero, one, magic, away, back"
+        names = "t, u, code, third, index, low, high, zero, one, magic, away, by_half, by_minus_half, base"
         return "\n".join(["{", f".reg .b32 {names};", *self._lines, "}"])
 
 
