@@ -193,3 +193,11 @@ def test_codes_at_odd_bytes_are_left_to_others() -> None:
     call, keys, values, _ = Coded(config="int4", problem=Problem(queries=1)).given()
     odd = values.codes.new_empty(values.codes.numel() + 1)[1:].view(values.codes.shape)
     assert not codes.can_attend(call.query, keys, replace(values, codes=odd))
+
+
+@pytest.mark.parametrize(("apart", "taken"), [(2**31 - 2, True), (2**31, False)])
+def test_blocks_too_far_apart_are_left_to_others(apart: int, taken: bool) -> None:
+    call, keys, values, _ = Coded(config="int4", problem=Problem(queries=1)).given()
+    strides = [apart if dim == 1 else stride for dim, stride in enumerate(values.codes.stride())]
+    far = torch.empty_strided(values.codes.shape, strides, dtype=values.codes.dtype, device="meta")
+    assert codes.can_attend(call.query, keys, replace(values, codes=far)) == taken

@@ -59,16 +59,18 @@ def can_attend(query: torch.Tensor, keys: CodePlanes, values: CodePlanes) -> boo
         and values.bits in _BITS
         and values.mean is None
         and whole
-        and _are_even((keys.codes, keys.least, keys.step, values.codes, values.least, values.step))
+        and _are_readable((keys.codes, keys.least, keys.step, values.codes, values.least, values.step))
     )
 
 
-def _are_even(planes: tuple[torch.Tensor | None, ...]) -> bool:
-    """Whether planes can be read in words of two numbers, or as halfwords of codes."""
+def _are_readable(planes: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether `start_of` takes their strides, and they can be read as words of two numbers, or as halfwords."""
     for each in planes:
         if each is None:
             continue
         if each.data_ptr() % 4 or (each.storage_offset() | each.stride(0) | each.stride(1)) % 2:
+            return False
+        if each.stride(1) >= 2**31:
             return False
     return True
 
