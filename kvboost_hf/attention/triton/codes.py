@@ -70,7 +70,7 @@ def _are_readable(planes: tuple[torch.Tensor | None, ...]) -> bool:
             continue
         if each.data_ptr() % 4 or (each.storage_offset() | each.stride(0) | each.stride(1)) % 2:
             return False
-        if each.stride(1) >= 2**31:
+        if each.stride(1) >= 2**31:  # scales and means have less room in a block than codes
             return False
     return True
 

@@ -177,9 +177,11 @@ def instructions(bits: int, dtype: torch.dtype, *, codebook: bool) -> str:
 
 
 def _read_bytes(asm: "_Text", code: str, *, half: bool) -> None:
-    asm("mov.b32 by_half, {}", _twice(_bits(0.5, half)))
-    asm("mov.b32 by_minus_half, {}", _twice(_bits(-0.5, half)))
-    asm("mov.b32 base, {}", _twice(_bits(128, half)))
+    """Write what takes codes of 8 bits out of halfwords; registers `one`, `magic` and `away` are set."""
+    if not half:
+        asm("mov.b32 by_half, {}", _twice(_bits(0.5, half)))
+        asm("mov.b32 by_minus_half, {}", _twice(_bits(-0.5, half)))
+        asm("mov.b32 base, {}", _twice(_bits(128, half)))
     for byte in range(2):
         asm("prmt.b32 ${}, {}, magic, {}", byte, code, 0x5351 if byte else 0x5250)
         if half:
