@@ -150,6 +150,77 @@ def test_what_cannot_be_read_is_decoded(config: KVQuantConfig | str) -> None:
     assert encoded(config, torch.randn(1, 1, 2, 16, 32), "keys", None)[0] is None
 
 
+SIZES = {  # of queries, keys and values
+    "small keys": (1e6, 1e-6, 1.0),
+    "large keys": (1e-4, 1e4, 1.0),
+    "small values": (1.0, 1.0, 1e-6),
+    "large values": (1.0, 1.0, 1e4),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("config", ["int8", "int4", "turboquant"])
+def test_numbers_of_any_size(config: str, sizes: tuple[float, float, float]) -> None:
+    case = Coded(config=config, problem=Problem(queries=3, batch=1, dtype=BF16), block_n=32)
+    call, keys, values, lengths = case.given()
+    of_query, of_keys, of_values = sizes
+    given = call._replace(query=call.query * of_query), resized(keys, of_keys), resized(values, of_values), lengths
+    names = ("call", "keys", "values", "lengths")
+    found = case.found(**dict(zip(names, given, strict=True)))
+    truth, same = (reference.attend_codes(*given, compute=each) for each in (torch.float64, BF16))
+    for ours, exact, plain, size in zip(found, truth, same, (of_values, 1.0), strict=True):
+        assert_within_budget(ours / size, exact / size, plain / size, BF16)
+
+
+def resized(codes: CodePlanes, size: float) -> CodePlanes:
+    """Each number times `size`."""
+    changed = {name: getattr(codes, name) for name in ("least", "step", "scale", "mean")}
+    return replace(codes, **{name: each * size for name, each in changed.items() if each is not None})
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("config", ["int8", "int4", "turboquant"])
+@pytest.mark.parametrize("empty", ["the one that is seen most", "the last half", "all"])
+def test_values_of_zeros_keep_their_weights(config: str, dtype: torch.dtype, empty: str) -> None:
+    """They have steps of 0, which weights cannot be multiplied by and divided by again."""
+    case = Coded(config=config, problem=Problem(queries=1, batch=1, dtype=dtype), tokens=64)
+    call, keys, values, lengths = case.given()
+    there = torch.ones(BLOCKS, 1, 64, 1, dtype=dtype)
+    if empty == "the one that is seen most":
+        there[0, :, 3] = 0
+        call = call._replace(query=case.planes("keys")[1][:, 0, :, 3:4].repeat_interleave(2, 1).to(dtype))
+    elif empty == "the last half":
+        there[:, :, 32:] = 0
+    else:
+        there[:] = 0
+    names = [name for name in ("least", "step", "scale") if getattr(values, name) is not None]
+    factors = {
+        name: getattr(values, name) * there.view(1, *there.shape[: getattr(values, name).dim() - 1]) for name in names
+    }
+    values = replace(values, **factors)
+    found = case.found(call=call, values=values)
+    truth, same = (
+        reference.attend_codes(call, keys, values, lengths, compute=each) for each in (torch.float64, dtype)
+    )
+    for ours, exact, plain in zip(found, truth, same, strict=True):
+        assert_within_budget(ours, exact, plain, dtype)
+
+
+def test_a_token_of_large_values_leaves_the_others_theirs() -> None:
+    """Weights are relative to the largest product with a step: a millionth of it must not be rounded to nothing."""
+    case = Coded(config="int4", problem=Problem(queries=1, batch=1, dtype=BF16, heads=2, kv_heads=1))
+    call, keys, values, lengths = case.given()
+    assert values.least is not None
+    assert values.step is not None
+    step, least, used = values.step * 1e-6, values.least * 1e-6, values.codes.clone()
+    step[0, 0, 0, 0], least[0, 0, 0, 0], used[0, 0, 0, 0] = 0.5, 0, 0  # a vector of zeros, with a large step
+    call = call._replace(query=torch.zeros_like(call.query))
+    values = replace(values, step=step, least=least, codes=used)
+    found = case.found(call=call, values=values)[0]
+    truth = reference.attend_codes(call, keys, values, lengths, compute=torch.float64)[0]
+    torch.testing.assert_close(found.double(), truth, rtol=1e-3, atol=1e-12)
+
+
 @pytest.mark.parametrize("config", ["int4", "turboquant"])
 @pytest.mark.parametrize("damage", ["no key codes", "no value codes", "another length", "another query"])
 def test_damage_is_found(config: str, damage: str) -> None:
@@ -158,7 +229,7 @@ def test_damage_is_found(config: str, damage: str) -> None:
     changed: dict[str, Any] = {  # type: ignore[assignment]
         "no key codes": {"keys": replace(keys, codes=torch.zeros_like(keys.codes))},
         "no value codes": {"values": replace(values, codes=torch.zeros_like(values.codes))},
-        "another length": {"lengths": lengths - 1},
+        "another length": {"lengths": lengths - 3},
         "another query": {"call": call._replace(query=call.query.roll(1, 3))},
     }[damage]
     with pytest.raises(AssertionError, match="off by"):

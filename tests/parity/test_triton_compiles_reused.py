@@ -84,7 +84,7 @@ CASES: list[tuple[Callable[..., Launch], tuple[object, ...]]] = [
     (over_codes, (90, 128, 1, KVQuantConfig(grouped_values=True, key_bits=2))),
 ]
 # How many times as many instructions as bfloat16 for as many columns, and how many were aimed at.
-BUDGETS = {"int8": (2.55, 1.7), "int4": (2.25, 2.0), "turboquant:4": (3.1, 3.0), "turboquant:3": (3.0, 3.0)}
+BUDGETS = {"int8": (1.7, 1.7), "int4": (1.85, 2.0), "turboquant:4": (2.75, 3.0), "turboquant:3": (2.7, 3.0)}
 
 
 @pytest.fixture(scope="module")
@@ -120,5 +120,5 @@ def test_instructions_for_codes(compiled: list[Compiled]) -> None:
         assert times <= budget, (name, times, loop)
         assert loop["LDGSTS"] >= 4, "tiles are copied ahead"
         assert made.stack_bytes == 0, (name, made)
-        if name.startswith("int"):  # but for the length of a block, nothing waits for memory
-            assert loop.get("LDG", 0) <= 1, (name, loop)
+        if name.startswith("int"):  # nothing waits for memory: these are for the next block, as are its length
+            assert loop.get("LDG", 0) <= 5, (name, loop)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvboost_hf.attention.triton.halfwords import halves
+from kvboost_hf.attention.triton.halfwords import number_in
 
 
 @triton.jit
@@ -18,48 +18,36 @@ def start_of(plane, batch, block):
 
 @triton.jit
 def load_factors(
-    lengths, key_scale, value_scale, batch, block, head, token, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Load the length of a block, and the scales of its values and of its keys, if they have any."""
+    lengths, key_scale, value_step, value_least, batch, block, head, token, VALUE_GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Load the length of a block, the steps and the least numbers of its values, and the scales of its keys, if any.
+
+    The steps of two groups that are two halfwords are a word.
+    """
     found: tl.tuple = (tl.load(lengths + block),)
     vector = head * TOKENS + token
-    if value_scale is not None:
-        size = _load(start_of(value_scale, batch, block) + vector, token, 0, TOKENS, BLOCK_N, 16)
-        found += (size,)
+    for plane in tl.static_range(2):
+        values = value_least if plane == 1 else value_step
+        if values is not None:
+            start = start_of(values, batch, block)
+            if in_words(VALUE_GROUPS, start.dtype.element_ty):
+                found += (_load(_words(start) + vector, token, 0, TOKENS, BLOCK_N, 16),)
+            else:
+                for group in tl.static_range(VALUE_GROUPS):
+                    found += (_load(start + vector * VALUE_GROUPS + group, token, 0, TOKENS, BLOCK_N, 16),)
     if key_scale is not None:
-        size = _load(start_of(key_scale, batch, block) + vector, token, 0, TOKENS, BLOCK_N, 16)
-        found += (size,)
+        found += (_load(start_of(key_scale, batch, block) + vector, token, 0, TOKENS, BLOCK_N, 16),)
     return found
 
 
 @triton.jit
-def load_grouped(
-    step, least, head, token, column, first: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """Load `step` and `least` of values, for dimension `first` and each second one behind it in a run."""
-    groups: tl.constexpr = (HEAD_DIM + GROUP - 1) // GROUP
-    at = (head * TOKENS + token)[:, None] * groups
-    if first // GROUP != (first + 2 * RUN - 1) // GROUP:
-        at += (first + 2 * column)[None, :] // GROUP
-        found = (
-            _load(step + at, token[:, None], column[None, :], TOKENS, BLOCK_N, RUN),
-            _load(least + at, token[:, None], column[None, :], TOKENS, BLOCK_N, RUN),
-        )
-    elif groups == 2 and step.dtype.element_ty.primitive_bitwidth == 16:  # words are copied ahead
-        dtype: tl.constexpr = step.dtype.element_ty
-        upper: tl.constexpr = first // GROUP == 1
-        at = at // 2
-        steps = _load(_words(step) + at, token[:, None], 0, TOKENS, BLOCK_N, 16)
-        leasts = _load(_words(least) + at, token[:, None], 0, TOKENS, BLOCK_N, 16)
-        found = halves(steps, upper, dtype, PACKED), halves(leasts, upper, dtype, PACKED)
+def factor_of(factors, plane: tl.constexpr, group: tl.constexpr, VALUE_GROUPS: tl.constexpr, dtype: tl.constexpr):
+    """The steps (plane 0) or the least numbers (plane 1) of a group of values, as `load_factors` loads them."""
+    if in_words(VALUE_GROUPS, dtype):
+        found = number_in(factors[1 + plane], group == 1, dtype)
     else:
-        at += first // GROUP
-        found = (
-            _load(step + at, token[:, None], 0, TOKENS, BLOCK_N, 16),
-            _load(least + at, token[:, None], 0, TOKENS, BLOCK_N, 16),
-        )
+        found = factors[1 + plane * VALUE_GROUPS + group].to(tl.float32)
     return found
 
 
@@ -98,21 +86,38 @@ def _load(at, token, column, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMN
 
 
 @triton.jit
-def load_pairs(plane, at, column, COLUMNS: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """Load two tiles, for each column the two numbers from `at` on; as words, where two numbers fit into one."""
-    inside = column < COLUMNS
+def load_pairs(start, column, inside):
+    """Load the numbers at `2 * column` and those behind them, in float32; numbers of 16 bits begin at words."""
+    dtype: tl.constexpr = start.dtype.element_ty
     if dtype.primitive_bitwidth == 16:
-        pairs = tl.load(_words(plane + at) + column, mask=inside, other=0)
-        even, odd = halves(pairs, False, dtype, PACKED)[:, None], halves(pairs, True, dtype, PACKED)[:, None]
+        words = tl.load(_words(start) + column, mask=inside, other=0)
+        even, odd = number_in(words, False, dtype), number_in(words, True, dtype)
     else:
-        even = tl.load(plane + at + 2 * column, mask=inside, other=0.0)[:, None]
-        odd = tl.load(plane + at + 2 * column + 1, mask=inside, other=0.0)[:, None]
+        even = tl.load(start + 2 * column, mask=inside, other=0.0)
+        odd = tl.load(start + 2 * column + 1, mask=inside, other=0.0)
     return even, odd
+
+
+@triton.jit
+def in_bytes(halfword, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Give each row of [COLUMNS, BLOCK_N] twice, for both of its bytes: eight rows, then the same ones again.
+
+    Two rows that are eight apart are in the registers of one lane in a product of matrices, and so share what was
+    read from memory.
+    """
+    eights = tl.reshape(halfword, [COLUMNS // 8, 1, 8, BLOCK_N])
+    return tl.reshape(tl.broadcast_to(eights, [COLUMNS // 8, 2, 8, BLOCK_N]), [2 * COLUMNS, BLOCK_N])
+
+
+@triton.constexpr_function
+def in_words(groups: int, dtype: tl.dtype) -> bool:
+    """Whether the steps of a token are one word."""
+    return groups == 2 and dtype.primitive_bitwidth == 16
 
 
 @triton.constexpr_function
 def columns_of(head_dim: int, bits: int) -> int:
-    """The columns of `numbers` that a row has."""
+    """The columns of halfwords that a row has."""
     return head_dim // (2 if bits == 8 else 4)
 
 
@@ -123,6 +128,12 @@ def block_of(columns: int) -> int:
 
 
 @triton.constexpr_function
-def dim_of(head_dim: int, n: int, column: int) -> int:
-    """The dimension in that column of tile n of `numbers`, or in the first one of a run that begins there."""
-    return n // 2 * (head_dim // 2) + n % 2 + 2 * column
+def groups_of(head_dim: int, group: int) -> int:
+    """The groups of the dimensions of a value."""
+    return -(-head_dim // group)
+
+
+@triton.constexpr_function
+def dim_of(head_dim: int, nibble: int, column: int) -> int:
+    """The dimension of byte 0 of a nibble, in that column or in the first one of a run that begins there."""
+    return nibble * (head_dim // 2) + 2 * column

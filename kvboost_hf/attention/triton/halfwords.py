@@ -3,86 +3,93 @@
 A row of codes is read in halfwords. Codes of 4 bits or fewer have one nibble each: column c of a tile has the halfword
 c % n of a row of n, moved by `c // n` codes, so that all of them together are `head_dim / 4` columns. As `CodePlanes`
 packs them, nibble i of byte b in column c is then dimension `i * head_dim / 2 + 2 * c + b`, whatever the bits; with 8
-bits, byte b is `2 * c + b`. A tile becomes one tile of numbers for each nibble and byte, of its shape and layout: a
-product of matrices takes one after the other, and no number moves to another lane.
+bits, byte b is `2 * c + b`. One byte of each halfword of a tile becomes one tile of numbers for each nibble, of its
+shape and layout, so that no number moves to another lane.
 
-On a GPU a register holds two halfwords, and an instruction makes two numbers of 16 bits:
+On NVIDIA's GPUs a register holds two halfwords, and an instruction makes two numbers in float16:
 
-- Even steps: a code in the last bits of 128 (bfloat16) or 1024 (float16) is that number plus the code. One of 8 bits
-  reaches into the exponent of bfloat16: the number x is 128 + code below 128, and twice the code from there on. The
-  code is `x / 2 - max(128 - x / 2, 0)`, without rounding.
+- Even steps: a code that is taken for the bits of a float16 is the subnormal number `code * 2**-24`, exactly, and that
+  of the upper nibble is 16 times as large. Tensor cores multiply subnormal numbers as they do others (Fasi et al.,
+  2021, https://doi.org/10.7717/peerj-cs.330). One instruction is left for each two numbers, which takes their bits out
+  of the halfwords.
 - Codebooks: `prmt` takes four of eight bytes, chosen by four codes of 3 bits: the lower bytes of the numbers, then the
   upper ones. The numbers of 4 bits are as far below 0 as above, so that one of the bits is a sign.
 
-In Triton's interpreter and with float32, operations on single numbers say the same; tests compare both on every
-halfword.
+Elsewhere, and with float32, operations on single numbers say the same, but that a code is a whole number: AMD's MI200
+takes subnormal numbers for 0. Tests compare both on every halfword.
 """
 
-import struct
 from collections.abc import Callable
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 
-FUSED = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
-FUSED_HALF = tl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
-
 
 @triton.jit
-def numbers(given, table, BITS: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    """Decode a tile of halfwords into `count_of` tiles; tile i is of nibble `i // 2` of byte `i % 2`.
+def numbers(given, byte, table, BITS: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
+    """Decode one byte of each halfword of a tile into `nibbles_of` tiles, one for each nibble.
 
     Args:
         given: The halfwords, int16; with fewer than 4 bits also how far up codes begin in their nibbles, int32; with 3
             bits also the halfwords with the third ones, and how far up these begin.
-        table: As `load_table` gives it, or None: then a number is its code.
+        byte: Which byte, 0 or 1: an integer, or a tile of int32 for another one in each place.
+        table: As `load_table` gives it, or None: then tile n has codes times `16 ** n * unit_of(PTX)`.
     """
     found: tl.tuple = ()
     if PTX is not None:
+        given += (byte,)
         if table is not None:
             given += table
         found = tl.inline_asm_elementwise(
-            PTX, _constraints(BITS, table is not None), given, _repeated(dtype, count_of(BITS)), is_pure=True, pack=2
+            PTX, _constraints(BITS, table is not None), given, _repeated(dtype, nibbles_of(BITS)), is_pure=True, pack=2
         )
     else:
-        for i in tl.static_range(count_of(BITS)):
-            codes = given[0].to(tl.int32) >> bit_of(i)
+        for n in tl.static_range(nibbles_of(BITS)):
+            codes = given[0].to(tl.int32) >> (8 * byte + 4 * n)
             if BITS < 4:
                 codes = codes >> given[1]
             codes &= mask_of(BITS)
             if BITS == 3:
-                codes += ((given[2].to(tl.int32) >> bit_of(i) >> given[3]) & 1) * 4
+                codes += ((given[2].to(tl.int32) >> (8 * byte + 4 * n) >> given[3]) & 1) * 4
             if table is None:
-                found += (codes.to(tl.float32).to(dtype),)
+                found += ((codes << (4 * n)).to(tl.float32).to(dtype),)
             else:
                 found += (_look_up(codes, table, BITS).to(dtype),)
     return found
 
 
 @triton.jit
-def scaled(x, step, least, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """Compute `x * step + least`, rounded once."""
+def rounded(x, dtype: tl.constexpr, PACKED: tl.constexpr):
+    """Round numbers of float32 to `dtype`, and those beyond the largest one to that."""
     if PACKED:
         found = tl.inline_asm_elementwise(
-            FUSED_HALF if dtype == tl.float16 else FUSED, "=r,r,r,r", [x, step, least], x.dtype, is_pure=True, pack=2
+            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.float16, is_pure=True, pack=2
         )
+    elif dtype == tl.float16:
+        found = tl.clamp(x, -65504.0, 65504.0).to(tl.float16)
     else:
-        found = (x.to(tl.float32) * step.to(tl.float32) + least.to(tl.float32)).to(dtype)
+        found = x.to(dtype)
     return found
 
 
 @triton.jit
-def halves(words, upper: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
-    """Take the numbers in the lower or the upper halves of words of two."""
-    if PACKED:
-        found = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7632;" if upper else "prmt.b32 $0, $1, $2, 0x5410;",
-            "=r,r,r", [words], _repeated(dtype, 1), is_pure=True, pack=2,
-        )[0]  # fmt: skip
+def log2(x, PACKED: tl.constexpr):
+    """Compute log2 of normal numbers of float32, to some 22 bits."""
+    if PACKED:  # `tl.log2` takes 18 instructions
+        found = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
     else:
-        found = (words >> (16 if upper else 0)).to(tl.int16).to(dtype, bitcast=True)
+        found = tl.log2(x)
+    return found
+
+
+@triton.jit
+def number_in(words, upper: tl.constexpr, dtype: tl.constexpr):
+    """Take the numbers of 16 bits in the lower or the upper halves of words of two, as float32."""
+    if dtype == tl.bfloat16:
+        found = (words & -65536 if upper else words << 16).to(tl.float32, bitcast=True)
+    else:
+        found = (words >> (16 if upper else 0)).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     return found
 
 
@@ -124,15 +131,15 @@ def _look_up(codes, table, BITS: tl.constexpr):
 
 
 @triton.constexpr_function
-def count_of(bits: int) -> int:
-    """The codes of a column."""
-    return 2 if bits == 8 else 4
+def nibbles_of(bits: int) -> int:
+    """The codes of a byte of a column."""
+    return 1 if bits == 8 else 2
 
 
 @triton.constexpr_function
-def bit_of(i: int) -> int:
-    """The bit of a halfword at which the code of tile i of `numbers` begins."""
-    return i // 2 * 4 + i % 2 * 8
+def unit_of(ptx: str | None) -> float:
+    """What a code of 1 becomes in the lower nibble."""
+    return 1.0 if ptx is None else 2.0**-24
 
 
 @triton.constexpr_function
@@ -142,8 +149,14 @@ def mask_of(bits: int) -> int:
 
 
 @triton.constexpr_function
+def _inputs(bits: int) -> int:
+    """The operands of 32 bits of a tile: two halfwords are one, and two numbers of int32 are two."""
+    return {1: 3, 2: 3, 3: 6, 4: 1, 8: 1}[bits]
+
+
+@triton.constexpr_function
 def _constraints(bits, table):
-    return ",".join(["=&r"] * count_of(bits) + ["r"] * ({1: 3, 2: 3, 3: 6, 4: 1, 8: 1}[bits] + (8 if table else 0)))
+    return ",".join(["=&r"] * nibbles_of(bits) + ["r"] * (_inputs(bits) + 2 + (8 if table else 0)))
 
 
 @triton.constexpr_function
@@ -152,44 +165,22 @@ def _repeated(dtype, count):
 
 
 @cache
-def instructions(bits: int, dtype: torch.dtype, *, codebook: bool) -> str:
+def instructions(bits: int, *, codebook: bool) -> str:
     """Write the PTX of `numbers`; its operands are the tiles, then the inputs, of 32 bits for two halfwords."""
-    asm, count, half = _Text(), count_of(bits), dtype == torch.float16
+    asm, count = _Text(), nibbles_of(bits)
+    byte = count + _inputs(bits)
     code = _aligned(asm, "code", count) if bits < 4 else f"${count}"
     if codebook:
-        _choose(asm, bits, code)
-        return asm.whole()
-    magic, base, fma = (0x6400, 1024, "f16x2") if half else (0x4300, 128, "bf16x2")
-    asm("mov.b32 one, {}", _twice(_bits(1, half)))
-    asm("mov.b32 magic, {}", _twice(magic))
-    asm("mov.b32 away, {}", _twice(_bits(-base, half)))
-    if bits == 8:
-        _read_bytes(asm, code, half=half)
-        return asm.whole()
-    for i in range(count):
-        own = code
-        if bit_of(i):
-            asm("shr.b32 t, {}, {}", code, bit_of(i))
-            own = "t"
-        asm("lop3.b32 ${}, {}, {}, magic, {}", i, own, _twice(mask_of(bits)), _lut(lambda a, b, c: (a & b) | c))
-        asm("fma.rn.{} ${}, ${}, one, away", fma, i, i)
+        _choose(asm, bits, code, byte)
+    elif bits == 8:
+        asm("mad.lo.u32 t, ${}, 0x101, 0x4240", byte)
+        asm("prmt.b32 $0, {}, 0, t", code)
+    else:
+        asm("shl.b32 t, ${}, 3", byte)
+        asm("shr.b32 t, {}, t", code)
+        for n in range(count):
+            asm("and.b32 ${}, t, {}", n, f"0x{(mask_of(bits) << 4 * n) * 0x10001:08x}")
     return asm.whole()
-
-
-def _read_bytes(asm: "_Text", code: str, *, half: bool) -> None:
-    """Write what takes codes of 8 bits out of halfwords; registers `one`, `magic` and `away` are set."""
-    if not half:
-        asm("mov.b32 by_half, {}", _twice(_bits(0.5, half)))
-        asm("mov.b32 by_minus_half, {}", _twice(_bits(-0.5, half)))
-        asm("mov.b32 base, {}", _twice(_bits(128, half)))
-    for byte in range(2):
-        asm("prmt.b32 ${}, {}, magic, {}", byte, code, 0x5351 if byte else 0x5250)
-        if half:
-            asm("fma.rn.f16x2 ${}, ${}, one, away", byte, byte)
-        else:
-            asm("fma.rn.relu.bf16x2 t, ${}, by_minus_half, base", byte)
-            asm("neg.bf16x2 t, t")
-            asm("fma.rn.bf16x2 ${}, ${}, by_half, t", byte, byte)
 
 
 def _aligned(asm: "_Text", name: str, operand: int) -> str:
@@ -200,9 +191,8 @@ def _aligned(asm: "_Text", name: str, operand: int) -> str:
     return name
 
 
-def _choose(asm: "_Text", bits: int, code: str) -> None:
-    first = count_of(bits) + {1: 3, 2: 3, 3: 6, 4: 1}[bits]
-    low, more_low, high, more_high = (f"${first + 2 * i}" for i in range(4))
+def _choose(asm: "_Text", bits: int, code: str, byte: int) -> None:
+    low, more_low, high, more_high = (f"${byte + 2 + 2 * i}" for i in range(4))
     asm("mov.b32 zero, 0")
     if bits == 4:
         asm("shr.b32 t, {}, 3", code)
@@ -213,18 +203,19 @@ def _choose(asm: "_Text", bits: int, code: str) -> None:
     else:
         asm("and.b32 index, {}, {}", code, f"0x{0x11111111 * mask_of(bits):08x}")
     if bits == 3:
-        third = _aligned(asm, "third", count_of(bits) + 3)
+        third = _aligned(asm, "third", nibbles_of(bits) + 3)
         asm("shl.b32 t, {}, 2", third)
         asm("lop3.b32 index, t, 0x44444444, index, {}", _lut(lambda a, b, c: (a & b) | c))
-    for byte in range(2):
-        asm("prmt.b32 t, index, zero, {}", 0x4431 if byte else 0x4420)
-        asm("prmt.b32 low, {}, {}, t", low, more_low)
-        asm("prmt.b32 high, {}, {}, t", high, more_high)
-        if bits == 4:
-            asm("prmt.b32 t, {}, u, {}", code, 0x3715 if byte else 0x2604)
-            asm("lop3.b32 high, high, t, 0x80808080, {}", _lut(lambda a, b, c: a ^ (~b & c)))
-        for nibble in range(2):
-            asm("prmt.b32 ${}, low, high, {}", 2 * nibble + byte, 0x7351 if nibble else 0x6240)
+    asm("mad.lo.u32 t, ${}, 0x0011, 0x4420", byte)
+    asm("prmt.b32 t, index, zero, t")
+    asm("prmt.b32 low, {}, {}, t", low, more_low)
+    asm("prmt.b32 high, {}, {}, t", high, more_high)
+    if bits == 4:
+        asm("mad.lo.u32 t, ${}, 0x1111, 0x2604", byte)
+        asm("prmt.b32 t, {}, u, t", code)
+        asm("lop3.b32 high, high, t, 0x80808080, {}", _lut(lambda a, b, c: a ^ (~b & c)))
+    asm("prmt.b32 $0, low, high, 0x6240")
+    asm("prmt.b32 $1, low, high, 0x7351")
 
 
 class _Text:
@@ -237,17 +228,8 @@ class _Text:
         self._lines.append(line.format(*given) + ";")
 
     def whole(self) -> str:
-        names = "t, u, code, third, index, low, high, zero, one, magic, away, by_half, by_minus_half, base"
+        names = "t, u, code, third, index, low, high, zero"
         return "\n".join(["{", f".reg .b32 {names};", *self._lines, "}"])
-
-
-def _twice(halfword: int) -> str:
-    return f"0x{halfword * 0x10001:08x}"
-
-
-def _bits(x: float, half: bool) -> int:
-    """The 16 bits that store a number exactly."""
-    return int.from_bytes(struct.pack("<e", x) if half else struct.pack("<f", x)[2:], "little")
 
 
 def _lut(function: Callable[[int, int, int], int]) -> int:
