@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, check_model_compatibility
+from kvboost_hf.cache.identity.weights import WeightsWatch, _reads_addresses, _window
 from tests.conftest import FULL_ATTENTION, counted, left_pad, make_model, random_ids
 from tests.gpu.device import DEVICE
+from tests.parity.test_changed_weights import SAMPLED, sampled, values
 
 BASE = random_ids(200, seed=1)
 
@@ -61,3 +63,22 @@ def test_moved_to_the_gpu_between_calls() -> None:
     model.to(DEVICE)
     found = model.generate(**on_gpu(left_pad(BASE)), max_new_tokens=8, past_key_values=cache)
     assert torch.equal(found, model.generate(**on_gpu(left_pad(BASE)), max_new_tokens=8))
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_weights_are_read_at_their_addresses(kind: str) -> None:
+    tensor, other = SAMPLED[kind]().to(DEVICE), torch.ones(1000, device=DEVICE)
+    assert _reads_addresses(tensor.device)
+    offset, sizes, strides = _window(tensor) or (tensor.storage_offset(), tensor.shape, tensor.stride())
+    view = tensor.as_strided(sizes, strides, offset).contiguous().flatten().view(torch.uint8).cpu()
+    assert values(sampled([tensor]), [tensor]) == view.numpy().tobytes()
+    assert len(values(sampled([tensor, other]), [tensor, other])) > len(view)
+
+
+def test_a_write_that_nobody_counts() -> None:
+    tensors = [torch.randn(64, 96, device=DEVICE, dtype=torch.bfloat16), torch.randn(12, device=DEVICE)]
+    watch = WeightsWatch()
+    before = watch.epoch(tensors)
+    assert watch.epoch(tensors) == before
+    tensors[1].data.add_(1)
+    assert watch.epoch(tensors) == before + 1

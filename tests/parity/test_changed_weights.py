@@ -1,8 +1,9 @@
 """Weights and buffers changed in every way that Python allows: K/V of what was before is never used again."""
 
 import copy
+import ctypes
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, check_model_com
 from kvboost_hf.cache.identity.aliases import Memories, _memory
 from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
-from kvboost_hf.cache.identity.weights import _HostSample, _window
+from kvboost_hf.cache.identity.weights import WeightsWatch, _SampleInPlace, _window
 from tests.conftest import make_model, random_ids
 from tests.parity.compare import same_as_plain
 
@@ -358,38 +359,77 @@ SAMPLED: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-class TestHostSample:
+@pytest.fixture(params=["host", "device"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors are; the host may be read as a device would be."""
+
+    def device_words(device: torch.device, address: int, count: int, word: int) -> torch.Tensor:
+        memory: Any = (ctypes.c_char * (count * word)).from_address(address)
+        kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
+        return torch.frombuffer(memory, dtype=kind)
+
+    if request.param == "device":
+        monkeypatch.setattr("kvboost_hf.cache.identity.weights._HOST", "nothing")
+        monkeypatch.setattr("kvboost_hf.cache.identity.weights._reads_addresses", lambda device: True)
+        monkeypatch.setattr("kvboost_hf.cache.identity.weights._device_words", device_words)
+    return str(request.param)
+
+
+def sampled(tensors: Sequence[torch.Tensor]) -> _SampleInPlace:
+    return _SampleInPlace(tensors, [tensor.data_ptr() for tensor in tensors])
+
+
+def values(sample: _SampleInPlace, tensors: Sequence[torch.Tensor]) -> bytes:
+    """All that was read."""
+    read = sample.read(tensors)
+    assert read is not None
+    on_host, on_devices = read
+    return on_host + b"".join(each.cpu().numpy().tobytes() for each in on_devices)
+
+
+class TestSampleInPlace:
     """Values that are read at their addresses are those that views of the tensors have."""
 
     @pytest.mark.parametrize("kind", SAMPLED)
-    def test_as_views(self, kind: str) -> None:
+    def test_as_views(self, kind: str, place: str) -> None:
         tensor = SAMPLED[kind]()
         offset, sizes, strides = _window(tensor) or (tensor.storage_offset(), tensor.shape, tensor.stride())
         view = tensor.as_strided(sizes, strides, offset).contiguous()
-        assert (
-            _HostSample([tensor], [tensor.data_ptr()]).read([tensor])
-            == view.flatten().view(torch.uint8).numpy().tobytes()
-        )
+        found = sampled([tensor]).read([tensor])
+        assert found is not None
+        assert bool(found[0]) == (place == "host")
+        assert values(sampled([tensor]), [tensor]) == view.flatten().view(torch.uint8).numpy().tobytes()
 
-    def test_all_at_once(self) -> None:
+    def test_all_at_once(self, place: str) -> None:
         tensors = [make() for make in SAMPLED.values()]
-        sample = _HostSample(tensors, [tensor.data_ptr() for tensor in tensors])
-        before = sample.read(tensors)
-        assert sample.read(tensors) == before
+        sample = sampled(tensors)
+        before = values(sample, tensors)
+        assert values(sample, tensors) == before
         for tensor in tensors:
             first = tensor.as_strided((1,), (1,), tensor.storage_offset())
-            now = sample.read(tensors)
+            now = values(sample, tensors)
             first.copy_(first + 1)
-            assert sample.read(tensors) != now
+            assert values(sample, tensors) != now
 
-    def test_without_memory(self) -> None:
+    def test_without_memory(self, place: str) -> None:
         """FSDP takes memory from weights between their forwards; meta tensors and empty ones have none."""
         freed = torch.randn(64, 96)
         freed.untyped_storage().resize_(0)
         tensors = [torch.empty(0, 3), freed, torch.ones(3)]
-        assert len(_HostSample(tensors, [tensor.data_ptr() for tensor in tensors]).read(tensors)) == 12
+        assert len(values(sampled(tensors), tensors)) == 12
 
-    def test_other_memory_while_it_is_read(self, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_write_that_nobody_counts(self, place: str) -> None:
+        tensors = [torch.randn(64, 96), torch.randn(12)]
+        watch = WeightsWatch()
+        before = watch.epoch(tensors), watch.sample
+        assert (watch.epoch(tensors), watch.sample) == before
+        tensors[1].numpy()[3] += 1
+        assert watch.epoch(tensors) == before[0] + 1
+        assert watch.sample != before[1]
+
+    def test_other_memory_while_it_is_read(
+        self, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, place: str
+    ) -> None:
         """Another thread may give a weight other memory at any time: what is gone is not read."""
         fingerprint, weight = ModelFingerprint(), wide(llama)
         fingerprint.current(llama)
@@ -403,16 +443,26 @@ class TestHostSample:
 
         monkeypatch.setattr(Memories, "writes", meanwhile)
         tensors = list(llama.parameters())
-        sample = _HostSample(tensors, [tensor.data_ptr() for tensor in tensors])
+        sample = sampled(tensors)
         assert sample.read(tensors) is not None
         now = fingerprint.current(llama)
         assert fingerprint.current(llama) == now
         assert sample.read(tensors) is None
 
-    def test_a_tensor_without_an_address(self) -> None:
+    def test_a_tensor_without_an_address(self, place: str) -> None:
         ones = torch.ones(3)
         tensors = [torch.Tensor._make_wrapper_subclass(Wrapped, (64, 96)), ones]
-        assert _HostSample(tensors, [0, ones.data_ptr()]).read(tensors) == ones.numpy().tobytes()
+        assert values(_SampleInPlace(tensors, [0, ones.data_ptr()]), tensors) == ones.numpy().tobytes()
+
+    def test_a_device_that_cannot_be_read_at_addresses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its tensors are read by views."""
+        monkeypatch.setattr("kvboost_hf.cache.identity.weights._reads_addresses", lambda device: False)
+        tensors = [torch.randn(64, 96), torch.randn(12)]
+        watch = WeightsWatch()
+        before = watch.epoch(tensors)
+        assert watch.epoch(tensors) == before
+        tensors[1].numpy()[3] += 1
+        assert watch.epoch(tensors) == before + 1
 
 
 class Wrapped(torch.Tensor):

@@ -44,11 +44,11 @@ class WeightsWatch:
         self._marks: Marks | None = None
         self._memories = Memories([])
         self._writes: int | None = None
-        self._on_host = _HostSample([], [])
-        # Of tensors on devices, by device and dtype: their indices, and which of their values are read.
+        self._in_place = _SampleInPlace([], [])
+        # Of other tensors, by device and dtype: their indices, and which of their values are read.
         self._windows: list[list[tuple[int, Window]]] = []
         self._read_on_host = b""
-        self._samples: list[torch.Tensor] = []  # by device and dtype
+        self._samples: list[torch.Tensor] = []  # by device, and word or dtype
 
     def epoch(self, tensors: list[torch.Tensor]) -> int:
         """How often the tensors have changed."""
@@ -58,11 +58,13 @@ class WeightsWatch:
             if not same:
                 self._marks, self._memories = marks, Memories(tensors)
                 self._writes = self._memories.writes(tensors)
-                self._on_host, self._windows = _HostSample(tensors, marks[0]), _windows(tensors)
-            on_host, samples = self._on_host.read(tensors), _read(tensors, self._windows)
-            if on_host is None:  # another thread has given a weight other memory just now
+                self._in_place, self._windows = _SampleInPlace(tensors, marks[0]), _windows(tensors)
+            in_place = self._in_place.read(tensors)
+            if in_place is None:  # another thread has given a weight other memory just now
                 self._marks = None
                 return self.epoch(tensors)
+            on_host, samples = in_place
+            samples += _read(tensors, self._windows)
             if not same or on_host != self._read_on_host or not all(map(torch.equal, samples, self._samples)):
                 self.last_epoch += 1
                 self._read_on_host, self._samples = on_host, samples
@@ -127,9 +129,9 @@ def _marks(tensors: list[torch.Tensor]) -> Marks:
     return list(map(_ADDRESS, tensors)), versions, list(map(_SHAPE, tensors)), list(map(_STRIDE, tensors))
 
 
-class _HostSample:
-    """Values of tensors in host memory, which are read at their addresses: a view of each tensor would take PyTorch
-    longer than all of them together.
+class _SampleInPlace:
+    """Values of tensors that are read at their addresses: a view of each tensor would take PyTorch longer than all of
+    them together.
 
     Args:
         tensors: The tensors, of any device.
@@ -140,31 +142,73 @@ class _HostSample:
         self._at = [at for at, tensor in enumerate(tensors) if _is_sampled_in_place(tensor)]
         storages = [tensors[at].untyped_storage() for at in self._at]
         self._memories = list(map(_ADDRESS, storages))
-        found: dict[int, list[NDArray[np.int64]]] = {}  # addresses of words, by their size
+        found: dict[tuple[torch.device, int], list[NDArray[np.int64]]] = {}  # addresses of words, by their size
         for at in self._at:
             tensor, address = tensors[at], addresses[at]
             word = gcd(tensor.element_size(), address, 8)
             inside = np.arange(0, tensor.element_size(), word)
             values = address + tensor.element_size() * _places(tensor)
-            found.setdefault(word, []).append((values[:, None] + inside).ravel())
-        self._words: list[tuple[NDArray[Any], NDArray[np.int64]]] = []  # memory as words, and which of them
-        for word, groups in found.items():
+            found.setdefault((tensor.device, word), []).append((values[:, None] + inside).ravel())
+        # Memory as words, and which of them.
+        self._on_host: list[tuple[NDArray[Any], NDArray[np.int64]]] = []
+        self._on_devices: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for (device, word), groups in found.items():
             places = np.concatenate(groups)
             first, last = int(places.min()), int(places.max())
-            memory: Any = (ctypes.c_char * (last - first + word)).from_address(first)
-            self._words.append((np.frombuffer(memory, dtype=f"u{word}"), (places - first) // word))
+            words, count = (places - first) // word, (last - first) // word + 1
+            if device.type == _HOST:
+                memory: Any = (ctypes.c_char * (count * word)).from_address(first)
+                self._on_host.append((np.frombuffer(memory, dtype=f"u{word}"), words))
+            else:
+                self._on_devices.append(
+                    (_device_words(device, first, count, word), torch.from_numpy(words).to(device))
+                )
 
-    def read(self, tensors: Sequence[torch.Tensor]) -> bytes | None:
-        """The values; None if the tensors, those of the constructor, have other memory now."""
+    def read(self, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]] | None:
+        """The values in host memory, and those on devices, by device and word.
+
+        None if the tensors, those of the constructor, have other memory now.
+        """
         storages = [tensors[at].untyped_storage() for at in self._at]  # hold it while it is read
         if list(map(_ADDRESS, storages)) != self._memories:
             return None
-        return b"".join([memory.take(places).tobytes() for memory, places in self._words])
+        on_host = b"".join([memory.take(places).tobytes() for memory, places in self._on_host])
+        return on_host, [memory.take(places).view(torch.uint8) for memory, places in self._on_devices]
+
+
+class _DeviceWords:
+    """Memory of a CUDA device, as other libraries hand it to PyTorch, which does not own it then."""
+
+    def __init__(self, address: int, count: int, word: int) -> None:
+        kind = f"<i{word}" if word > 1 else "|u1"
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": kind, "version": 2}
+
+
+def _device_words(device: torch.device, address: int, count: int, word: int) -> torch.Tensor:
+    """All memory of a device from an address on, as words; only those that belong to tensors may be read."""
+    return torch.as_tensor(_DeviceWords(address, count, word), device=device)  # with another one, it would be copied
+
+
+@cache
+def _reads_addresses(device: torch.device) -> bool:
+    """Whether memory of a device can be read at its addresses, as seen with a tensor whose values are known."""
+    if device.type == _HOST:
+        return True
+    if device.type != "cuda":
+        return False
+    known = torch.arange(64, dtype=torch.int32, device=device)
+    try:
+        words = _device_words(device, known.data_ptr(), 64, 4)
+        return words.device == known.device and torch.equal(words.take(known.long()), known)
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def _is_sampled_in_place(tensor: torch.Tensor) -> bool:
     """Whether the values of a tensor can be read at its address."""
-    return type(tensor) in _PLAIN and tensor.device.type == _HOST and tensor.data_ptr() != 0 and _is_in_memory(tensor)
+    return (
+        type(tensor) in _PLAIN and _reads_addresses(tensor.device) and tensor.data_ptr() != 0 and _is_in_memory(tensor)
+    )
 
 
 def _is_in_memory(tensor: torch.Tensor) -> bool:
