@@ -4,6 +4,7 @@ import copy
 import ctypes
 import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvboost_hf.cache.identity.aliases import Memories, _memory
 from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.fingerprint import ModelFingerprint
 from kvboost_hf.cache.identity.weights import WeightsWatch, _SampleInPlace, _window
+from kvboost_hf.config import WeightsCheck
 from tests.conftest import make_model, random_ids
 from tests.parity.compare import same_as_plain
 
@@ -418,6 +420,15 @@ class TestSampleInPlace:
         tensors = [torch.empty(0, 3), freed, torch.ones(3)]
         assert len(values(sampled(tensors), tensors)) == 12
 
+    def test_what_comes_back_may_be_anything(self, place: str) -> None:
+        freed = torch.randn(64, 96)
+        watch, tensors = WeightsWatch(), [freed, torch.ones(3)]
+        whole = watch.epoch(tensors)
+        freed.untyped_storage().resize_(0)
+        assert [watch.epoch(tensors) for _ in range(3)] == [whole + 1, whole + 2, whole + 3]
+        freed.untyped_storage().resize_(64 * 96 * 4)
+        assert [watch.epoch(tensors) for _ in range(2)] == [whole + 4] * 2
+
     def test_a_write_that_nobody_counts(self, place: str) -> None:
         tensors = [torch.randn(64, 96), torch.randn(12)]
         watch = WeightsWatch()
@@ -463,6 +474,37 @@ class TestSampleInPlace:
         assert watch.epoch(tensors) == before
         tensors[1].numpy()[3] += 1
         assert watch.epoch(tensors) == before + 1
+
+
+@pytest.mark.parametrize("check", ["sample", "full"])
+def test_memory_that_is_there_in_forwards_only(
+    tmp_path: Path, check: WeightsCheck, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As FSDP and ZeRO 3 do, by hooks on modules: no K/V is kept, and answers are those of the model."""
+    model = make_model("llama")
+    expected = model.generate(BASE, max_new_tokens=5)
+    for layer in model.model.layers:
+        module = layer.mlp.gate_proj
+        memory, kept = module.weight.untyped_storage(), module.weight.detach().clone()
+
+        def take(module: nn.Linear, given: Any, kept: torch.Tensor = kept) -> None:
+            module.weight.untyped_storage().resize_(kept.nbytes)
+            with torch.no_grad():
+                module.weight.copy_(kept)
+
+        def give_back(module: nn.Linear, given: Any, output: Any) -> None:
+            module.weight.untyped_storage().resize_(0)
+
+        module.register_forward_pre_hook(take)
+        module.register_forward_hook(give_back)
+        memory.resize_(0)
+    policy = ReusePolicy(weights_check=check)
+    with ChunkStore(model, chunk_size=16, tiers=[f"disk:{tmp_path}"]) as store:
+        cache = ChunkReuseCache(model, store, policy)
+        for held in (cache, cache, ChunkReuseCache(model, store, policy)):
+            assert torch.equal(model.generate(BASE, max_new_tokens=5, past_key_values=held), expected)
+            assert held.report.forwarded_tokens == 100
+    assert "memory is taken" in caplog.text
 
 
 class Wrapped(torch.Tensor):

@@ -20,7 +20,7 @@ from kvboost_hf.cache.identity.durable_names import durable_name, library_versio
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
 from kvboost_hf.cache.identity.settings import config_scalars
 from kvboost_hf.cache.identity.walk import Found, ModelWalk
-from kvboost_hf.cache.identity.weights import WeightsWatch
+from kvboost_hf.cache.identity.weights import WeightsWatch, lack_memory
 from kvboost_hf.compat import note_changes, training_reason
 
 
@@ -55,6 +55,7 @@ class ModelFingerprint:
         with self._lock:
             found, serials = self._look(model)
             switches = (*found.switches, *sorted(found.files), *serials)
+            full = full and not lack_memory(found.tensors)
             weights: Hashable = checksum(found.tensors, found.used_on) if full else self._weights.epoch(found.tensors)
             state = (switches, weights, self.bumps)
             known = self._digests.get(full)
@@ -75,6 +76,8 @@ class ModelFingerprint:
         """
         with self._lock:
             found, _ = self._look(model)
+            if lack_memory(found.tensors):
+                return "weights whose memory is taken from them between forwards cannot be told apart from others"
             codes: set[str] = set()
             for part in found.parts:
                 name = durable_name(part)

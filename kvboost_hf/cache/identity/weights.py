@@ -1,7 +1,7 @@
 """Detects changed weights without reading all of them, and without keeping any of them in memory."""
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
 from math import gcd
@@ -35,7 +35,8 @@ class WeightsWatch:
     PyTorch's own bookkeeping (address, version, shape) shows most changes. Fused optimizers do not count their writes:
     a hook on the steps of all optimizers does. Writes through `weight.data` are found by
     hashing memory that was handed out (`aliases.py`), and many other changes by a sample of the values. Memory is
-    referred to weakly: a reused address is not taken for the old memory, and memory that a user frees is free.
+    referred to weakly: a reused address is not taken for the old memory, and memory that a user frees is free. Weights
+    whose memory was taken from them, until hooks of others bring it back, are taken for changed each time.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class WeightsWatch:
         self._marks: Marks | None = None
         self._memories = Memories([])
         self._writes: int | None = None
+        self._without_memory = False  # some weight has none now, so that nobody can see what it will hold
         self._in_place = _SampleInPlace([], [])
         # Of other tensors, by device and dtype: their indices, and which of their values are read.
         self._windows: list[list[tuple[int, Window]]] = []
@@ -56,6 +58,7 @@ class WeightsWatch:
             marks = _marks(tensors)
             same = marks == self._marks and self._memories.writes(tensors) == self._writes
             if not same:
+                self._without_memory = lack_memory(tensors)
                 self._marks, self._memories = marks, Memories(tensors)
                 self._writes = self._memories.writes(tensors)
                 self._in_place, self._windows = _SampleInPlace(tensors, marks[0]), _windows(tensors)
@@ -65,7 +68,8 @@ class WeightsWatch:
                 return self.epoch(tensors)
             on_host, samples = in_place
             samples += _read(tensors, self._windows)
-            if not same or on_host != self._read_on_host or not all(map(torch.equal, samples, self._samples)):
+            same = same and on_host == self._read_on_host and all(map(torch.equal, samples, self._samples))
+            if not same or self._without_memory:
                 self.last_epoch += 1
                 self._read_on_host, self._samples = on_host, samples
         return self.last_epoch
@@ -218,6 +222,11 @@ def _is_in_memory(tensor: torch.Tensor) -> bool:
     return bool(tensor.numel()) and tensor.untyped_storage().nbytes() >= end
 
 
+def lack_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the memory of some tensor was taken from it, until its next forward."""
+    return any(type(tensor) in _PLAIN and tensor.numel() and not _is_in_memory(tensor) for tensor in tensors)
+
+
 def _places(tensor: torch.Tensor) -> NDArray[np.int64]:
     """Which values of a tensor are read, counted in its memory from its first one on."""
     window = _window(tensor)
@@ -231,7 +240,7 @@ def _places(tensor: torch.Tensor) -> NDArray[np.int64]:
 def _windows(tensors: list[torch.Tensor]) -> list[list[tuple[int, Window]]]:
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Window]]] = {}
     for idx, tensor in enumerate(tensors):
-        if tensor.numel() and not _is_sampled_in_place(tensor):
+        if tensor.numel() and not _is_sampled_in_place(tensor) and not lack_memory([tensor]):
             groups.setdefault((tensor.device, tensor.dtype), []).append((idx, _window(tensor)))
     return list(groups.values())
 
