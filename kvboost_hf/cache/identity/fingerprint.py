@@ -55,8 +55,8 @@ class ModelFingerprint:
         with self._lock:
             found, serials = self._look(model)
             switches = (*found.switches, *sorted(found.files), *serials)
-            full = full and not lack_memory(found.tensors)
-            weights: Hashable = checksum(found.tensors, found.used_on) if full else self._weights.epoch(found.tensors)
+            weights = self._weights_of(found, full=full)
+            full = isinstance(weights, bytes)
             state = (switches, weights, self.bumps)
             known = self._digests.get(full)
             if known is None or known[0] != state:
@@ -76,8 +76,6 @@ class ModelFingerprint:
         """
         with self._lock:
             found, _ = self._look(model)
-            if lack_memory(found.tensors):
-                return "weights whose memory is taken from them between forwards cannot be told apart from others"
             codes: set[str] = set()
             for part in found.parts:
                 name = durable_name(part)
@@ -85,7 +83,9 @@ class ModelFingerprint:
                     return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
                 codes.add(name)
             switches = (*found.switches, *sorted(found.files), *sorted(codes))
-            weights: Hashable = checksum(found.tensors, found.used_on) if full else self._weights.epoch(found.tensors)
+            weights = self._weights_of(found, full=full)
+            if isinstance(weights, int) and (full or self._weights.without_memory):
+                return "weights whose memory is taken from them between forwards cannot be told apart from others"
             state = (switches, full, weights, self.bumps)
             if self._durable is None or self._durable[0] != state:
                 read = checksum(found.tensors, found.used_on)
@@ -125,6 +125,12 @@ class ModelFingerprint:
         elif self._settings is None or self._settings[0] != settings:
             self._settings = settings, blake2b(repr(settings).encode(), digest_size=20).digest()
         return found, serials
+
+    def _weights_of(self, found: Found, *, full: bool) -> bytes | int:
+        """A checksum of all weights; or how often they have changed, without `full` and where some have no memory."""
+        if full and not lack_memory(found.tensors):
+            return checksum(found.tensors, found.used_on)
+        return self._weights.epoch(found.tensors)
 
     def _serials(self, parts: Iterable[Any]) -> list[int]:
         """A number for each part: the same as long as it stays in place, never used again."""

@@ -45,7 +45,7 @@ class WeightsWatch:
         self._marks: Marks | None = None
         self._memories = Memories([])
         self._writes: int | None = None
-        self._without_memory = False  # some weight has none now, so that nobody can see what it will hold
+        self.without_memory = False  # some weight had none when last asked: nobody can see what it will hold
         self._in_place = _SampleInPlace([], [])
         # Of other tensors, by device and dtype: their indices, and which of their values are read.
         self._windows: list[list[tuple[int, Window]]] = []
@@ -58,7 +58,7 @@ class WeightsWatch:
             marks = _marks(tensors)
             same = marks == self._marks and self._memories.writes(tensors) == self._writes
             if not same:
-                self._without_memory = lack_memory(tensors)
+                self.without_memory = lack_memory(tensors)
                 self._marks, self._memories = marks, Memories(tensors)
                 self._writes = self._memories.writes(tensors)
                 self._in_place, self._windows = _SampleInPlace(tensors, marks[0]), _windows(tensors)
@@ -69,7 +69,7 @@ class WeightsWatch:
             on_host, samples = in_place
             samples += _read(tensors, self._windows)
             same = same and on_host == self._read_on_host and all(map(torch.equal, samples, self._samples))
-            if not same or self._without_memory:
+            if not same or self.without_memory:
                 self.last_epoch += 1
                 self._read_on_host, self._samples = on_host, samples
         return self.last_epoch
