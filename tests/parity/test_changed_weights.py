@@ -429,6 +429,19 @@ class TestSampleInPlace:
         freed.untyped_storage().resize_(64 * 96 * 4)
         assert [watch.epoch(tensors) for _ in range(2)] == [whole + 4] * 2
 
+    @pytest.mark.parametrize("full", [False, True])
+    def test_weights_without_memory_have_no_durable_name(self, llama: PreTrainedModel, place: str, full: bool) -> None:
+        fingerprint, memory = ModelFingerprint(), wide(llama).untyped_storage()
+        named, kept, nbytes = fingerprint.durable(llama, full=full), wide(llama).detach().clone(), memory.nbytes()
+        assert isinstance(named, bytes)
+        memory.resize_(0)
+        assert "memory" in str(fingerprint.durable(llama, full=full))
+        assert len({fingerprint.current(llama, full=full) for _ in range(3)}) == 3
+        memory.resize_(nbytes)
+        with torch.no_grad():
+            wide(llama).copy_(kept)
+        assert fingerprint.durable(llama, full=full) == named
+
     def test_a_write_that_nobody_counts(self, place: str) -> None:
         tensors = [torch.randn(64, 96), torch.randn(12)]
         watch = WeightsWatch()
@@ -504,7 +517,7 @@ def test_memory_that_is_there_in_forwards_only(
         for held in (cache, cache, ChunkReuseCache(model, store, policy)):
             assert torch.equal(model.generate(BASE, max_new_tokens=5, past_key_values=held), expected)
             assert held.report.forwarded_tokens == 100
-    assert "memory is taken" in caplog.text
+    assert "kept in host memory only" in caplog.text
 
 
 class Wrapped(torch.Tensor):
