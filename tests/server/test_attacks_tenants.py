@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import truediv
 from typing import Any
 
 import httpx
@@ -249,7 +250,7 @@ def many_merges() -> PreTrainedTokenizerFast:
 
 
 def test_time_to_encode_tells_nothing() -> None:
-    """Tokenizers remember words that they have encoded, and are then more than twice as fast."""
+    """Tokenizers remember words that they have encoded, and are then about 1.5 times as fast."""
     tokenizer = many_merges()
     times = defaultdict[str, list[float]](list)
 
@@ -262,9 +263,9 @@ def test_time_to_encode_tells_nothing() -> None:
         async with encoder._place(client, 0) as found:
             return seconds(found.encode, asked)
 
-    for seed in range(9):
+    for seed in range(15):
         rng = random.Random(seed)
-        asked = " ".join("".join(rng.choices(LETTERS, k=12)) for _ in range(1000))
+        asked = " ".join("".join(rng.choices(LETTERS, k=24)) for _ in range(1000))
         for client, name in ((b"one", "sent by the same key"), (b"two", "sent by another key")):
             encoder = Encoder(tokenizer, context=2**31, truncates=False, max_waiting=8)
             asyncio.run(encoded(encoder, asked, b"one"))
@@ -272,9 +273,8 @@ def test_time_to_encode_tells_nothing() -> None:
         markers = Markers(tokenizer)  # they encode texts with special tokens, for all keys
         for name in ("apart, first", "apart, again"):
             times[name].append(seconds(partial(markers.encode, markers=[]), asked))
-    least = {name: min(found) for name, found in times.items()}
     for name in ("sent by another key", "apart, again"):
-        assert least[name] > 1.2 * least["sent by the same key"]  # more than 2, where nothing else runs
+        assert statistics.median(map(truediv, times[name], times["sent by the same key"])) > 1.2
 
 
 def test_the_order_of_answers_tells_nothing(tenants: Tenants) -> None:
