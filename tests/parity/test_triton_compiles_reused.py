@@ -120,5 +120,5 @@ def test_instructions_for_codes(compiled: list[Compiled]) -> None:
         assert times <= budget, (name, times, loop)
         assert loop["LDGSTS"] >= 4, "tiles are copied ahead"
         assert made.stack_bytes == 0, (name, made)
-        if name.startswith("int"):  # nothing waits for memory: these are for the next block, as are its length
+        if name.startswith("int"):  # nothing waits for memory: the length and the steps of the next block
             assert loop.get("LDG", 0) <= 5, (name, loop)

@@ -224,7 +224,11 @@ def _is_in_memory(tensor: torch.Tensor) -> bool:
 
 def lack_memory(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether the memory of some tensor was taken from it, until its next forward."""
-    return any(type(tensor) in _PLAIN and tensor.numel() and not _is_in_memory(tensor) for tensor in tensors)
+    return any(map(_lacks_memory, tensors))
+
+
+def _lacks_memory(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.numel() > 0 and not _is_in_memory(tensor)
 
 
 def _places(tensor: torch.Tensor) -> NDArray[np.int64]:
@@ -240,7 +244,7 @@ def _places(tensor: torch.Tensor) -> NDArray[np.int64]:
 def _windows(tensors: list[torch.Tensor]) -> list[list[tuple[int, Window]]]:
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Window]]] = {}
     for idx, tensor in enumerate(tensors):
-        if tensor.numel() and not _is_sampled_in_place(tensor) and not lack_memory([tensor]):
+        if tensor.numel() and not _is_sampled_in_place(tensor) and not _lacks_memory(tensor):
             groups.setdefault((tensor.device, tensor.dtype), []).append((idx, _window(tensor)))
     return list(groups.values())
 
