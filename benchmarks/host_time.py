@@ -4,8 +4,9 @@
 
 Beside a fast device the host decides how soon a token is there, and what it does grows with layers and chunks, not
 with their width. Times are those that the thread was computing, the least of all rounds, with all arms of a comparison
-in turn within one loop; every prompt of `--tokens` tokens ends with 8 that were never seen. Operators are what PyTorch
-was asked for, and do not depend on the machine.
+in turn within one loop. What one more chunk costs is what `stored` takes longer for a long prompt than for a short one,
+less what `live` takes longer: the median over the rounds. Every prompt of `--tokens` tokens ends with 8 that were never
+seen. Operators are what PyTorch was asked for, and do not depend on the machine.
 
     forward     of the last 8 tokens over a `DynamicCache` that holds the rest
     stock       generate() with that cache
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.bench.provenance import provenance
 
 LAYERS, UNSEEN, STEPS, CHUNK = 32, 8, 16, 128
+FEW = 2 * CHUNK  # tokens of the prompt that shows what each more chunk costs
 SIZES: dict[str, Any] = {  # so small that computing takes no time; in place of those of `tiny`
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -116,8 +119,12 @@ def arms_of(model: PreTrainedModel, tokens: int) -> dict[str, Arm]:
     }
 
 
-def least(arms: dict[str, Arm], rounds: int) -> dict[str, float]:
-    times = in_turn({name: lambda _, arm=arm: arm() for name, arm in arms.items()}, rounds)
+def measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
+    """ms of each arm in each round."""
+    return in_turn({name: lambda _, arm=arm: arm() for name, arm in arms.items()}, rounds)
+
+
+def least(times: dict[str, list[float]]) -> dict[str, float]:
     return {name: min(values) for name, values in times.items()}
 
 
@@ -133,11 +140,13 @@ def operators(model: PreTrainedModel, arms: dict[str, Arm]) -> dict[str, float]:
 
 def first_tokens(model: PreTrainedModel, tokens: int, rounds: int) -> Result:
     arms = arms_of(model, tokens)
-    few = {name: arm for name, arm in arms_of(model, CHUNK + UNSEEN).items() if name in ("live", "stored")}
-    found = least({**arms, **{f"{name}, one chunk": arm for name, arm in few.items()}}, rounds)
-    more = found["stored"] - found["stored, one chunk"] - (found["live"] - found["live, one chunk"])
-    chunks = tokens // CHUNK - 1
-    return {"ms": found, "us_per_chunk_and_layer": 1000 * more / chunks / LAYERS, "operators": operators(model, arms)}
+    # Both prompts end with a chunk: with another length, `live` keeps a tail before the next first token.
+    few = {f"{name}, few": arm for name, arm in arms_of(model, FEW).items() if name in ("live", "stored")}
+    times = measure({**arms, **few}, rounds)
+    names = ("stored", "stored, few", "live", "live, few")
+    more = median(a - b - (c - d) for a, b, c, d in zip(*(times[name] for name in names), strict=True))
+    per_chunk = 1000 * more / ((tokens - FEW) // CHUNK) / LAYERS
+    return {"ms": least(times), "us_per_chunk_and_layer": per_chunk, "operators": operators(model, arms)}
 
 
 def caches_of(model: PreTrainedModel, ids: list[int]) -> dict[str, Callable[[], Any]]:
@@ -160,7 +169,7 @@ def next_tokens(model: PreTrainedModel, tokens: int, rounds: int) -> dict[str, f
         return sorted(times)[len(times) // 2]
 
     made = caches_of(model, ids)
-    return least({name: lambda make=make: step(make) for name, make in made.items()}, rounds)
+    return least(measure({name: lambda make=make: step(make) for name, make in made.items()}, rounds))
 
 
 def next_operators(model: PreTrainedModel, tokens: int) -> dict[str, float]:
