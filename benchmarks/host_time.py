@@ -4,9 +4,9 @@
 
 Beside a fast device the host decides how soon a token is there, and what it does grows with layers and chunks, not
 with their width. Times are those that the thread was computing, the least of all rounds, with all arms of a comparison
-in turn within one loop. What one more chunk costs is what `stored` takes longer for a long prompt than for a short one,
-less what `live` takes longer: the median over the rounds. Every prompt of `--tokens` tokens ends with 8 that were never
-seen. Operators are what PyTorch was asked for, and do not depend on the machine.
+in turn within one loop. What one more chunk costs is what `stored` takes longer for a long prompt than for a short
+one, less what `live` takes longer: the median over the rounds. Every prompt of `--tokens` tokens ends with 8 that were
+never seen. Operators are what PyTorch was asked for, and do not depend on the machine.
 
     forward     of the last 8 tokens over a `DynamicCache` that holds the rest
     stock       generate() with that cache
