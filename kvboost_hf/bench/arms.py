@@ -1,5 +1,6 @@
 """The arms of the benchmark: ways in which this package serves prompts. A new arm is a line in `ARMS`."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +66,11 @@ class Arm:
         return OurServer(self, models, tokenizer, folder)
 
 
+def _tier_in(folder: Path) -> str:
+    """The address of a tier that keeps K/V in a folder."""
+    return folder.as_uri() if sys.platform == "win32" else f"disk:{folder}:{_DISK}"
+
+
 def _once(repair: Repair) -> ReusePolicy:
     """Moved chunks with this repair, which ends with the first token."""
     return ReusePolicy(mode="blend", repair=repair, progressive=False)
@@ -112,7 +118,7 @@ class OurServer:
                 self._model,
                 chunker=ContentChunker.for_tokenizer(tokenizer) if arm.policy.mode == "blend" else None,
                 codec=arm.codec,
-                tiers=[_MEMORY, *([f"disk:{folder}:{_DISK}"] if folder is not None else [])],
+                tiers=[_MEMORY, *([_tier_in(folder)] if folder is not None else [])],
             )
         if arm.drafts == "model":
             # The adaptive schedule goes by the clock: no two runs would forward as many tokens.

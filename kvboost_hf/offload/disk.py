@@ -1,7 +1,6 @@
 """Keeps streamed layers in files, one each, which later runs with the same checkpoint use again."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -13,11 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from kvboost_hf.offload.flat import FlatLayout
 
+if sys.platform != "win32":
+    import fcntl
+
 _log = logging.getLogger(__name__)
-_INDEX, _VERSION = "streamed-layers.json", 1
+_INDEX, _VERSION, _LOCK = "streamed-layers.json", 1, "streamed-layers.lock"
 
 
 class FileSource:
@@ -40,11 +43,12 @@ class FileSource:
         """See `Source.read_into`. The pages that were read are dropped from the page cache."""
         wanted, done = target.numpy().data, 0
         try:
-            with _opened(self.path, os.O_RDONLY) as file:
-                while done < len(wanted) and (count := os.preadv(file, [wanted[done:]], start + done)):
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(start)
+                while done < len(wanted) and (count := file.readinto(wanted[done:])):
                     done += count
-                _forget_pages(file, start, done)
-                found = os.fstat(file)  # after reading, so that it was whole until then
+                _forget_pages(file.fileno(), start, done)
+                found = os.fstat(file.fileno())  # after reading, so that it was whole until then
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, f"A streamed layer is gone. {_REMEDY}", self.path) from error
         if found.st_size != self.nbytes or done < len(wanted):
@@ -125,9 +129,16 @@ class LayerFolder:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Exclude other processes from writing to the folder."""
-        with _opened(self._folder, os.O_RDONLY) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        if sys.platform == "win32":  # folders cannot be opened there
+            with FileLock(self._folder / _LOCK):
+                yield
+            return
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(folder)
 
 
 def _digest(layout: FlatLayout) -> str:
@@ -138,13 +149,13 @@ def _digest(layout: FlatLayout) -> str:
 def _replace(path: Path, content: memoryview) -> os.stat_result:
     unfinished = path.with_suffix(".tmp")
     try:
-        with _opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+        with open(unfinished, "wb", buffering=0, opener=_for_owner) as file:
             done = 0
             while done < len(content):
-                done += os.write(file, content[done:])
-            os.fsync(file)
-            _forget_pages(file, 0, done)
-            written = os.fstat(file)
+                done += file.write(content[done:])
+            os.fsync(file.fileno())
+            _forget_pages(file.fileno(), 0, done)
+            written = os.fstat(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
         message = f"could not be written ({error.strerror}): it takes {len(content)} bytes, and {path.parent} has "
@@ -160,10 +171,5 @@ def _forget_pages(file: int, start: int, nbytes: int) -> None:
         os.posix_fadvise(file, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-@contextmanager
-def _opened(path: str | Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -2,7 +2,6 @@
 
 import logging
 import mmap
-import resource
 import sys
 import weakref
 from collections.abc import Callable
@@ -11,6 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+if sys.platform != "win32":
+    import resource
 
 _log = logging.getLogger(__name__)
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
@@ -66,7 +68,10 @@ class HostMemory:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Zeros, uint8 [nbytes]; pinned, if possible, for as long as the tensor or a view of it lives."""
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform == "win32":
+            mapping = mmap.mmap(-1, nbytes)
+        else:
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if sys.platform == "linux":
             with suppress(OSError):  # a kernel without huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -82,7 +87,6 @@ class HostMemory:
             pinning.register(address, owner.nbytes)
         except RuntimeError as error:
             self._pinning = None
-            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             _log.warning(
                 "Only %d of %d bytes of streamed layers could be pinned in host memory (%s; `ulimit -l` is %s). The "
                 "others are copied right, but more slowly. Raise the limit (`ulimit -l unlimited`, or `--ulimit "
@@ -90,12 +94,20 @@ class HostMemory:
                 self.pinned_bytes,
                 self._total_bytes,
                 error,
-                "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB",
+                _limit(),
             )
             return
         self.pinned_bytes += owner.nbytes
         # Runs when the last view is gone, or at exit, and keeps the mapping until then.
         weakref.finalize(owner, _unpin, pinning, address, mapping)
+
+
+def _limit() -> str:
+    """How much this process may pin."""
+    if sys.platform == "win32":
+        return "not known on Windows"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
 
 
 def _unpin(pinning: Pinning, address: int, mapping: mmap.mmap) -> None:

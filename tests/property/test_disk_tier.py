@@ -126,7 +126,7 @@ class DiskTierMachine(RuleBasedStateMachine):
             self.tier.touch([key_of(n)])
             self.time += 1
             self.kept[n] = (self.time, self.kept[n][1])
-            self.sql("DELETE FROM blobs WHERE ?1 != ?2 AND key = ?3", n)
+            self.sql("DELETE FROM blobs WHERE ? != ? AND key = ?", n)
             parent = n - 1 if n % 4 else None
             os.utime(self.file(n), ns=(time.time_ns(),) * 2)
             self.reopen()

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,13 @@ from tests.offload.simulated_cuda import BYTES_PER_MS, SimulatedGpu
 
 CPU = torch.device("cpu")
 NBYTES = 5120
+LOCKS = {"streamed-layers.lock"} if sys.platform == "win32" else set()
 LAYOUT = FlatLayout({"weight": torch.empty(NBYTES, dtype=torch.uint8, device="meta")})
+
+
+def _names(folder: Path) -> set[str]:
+    """The files in a folder, without its lock."""
+    return {path.name for path in folder.iterdir()} - LOCKS
 
 
 def content(seed: int = 0, nbytes: int = NBYTES) -> torch.Tensor:
@@ -128,7 +135,7 @@ def test_a_layer_is_found_again_and_read_in_any_parts(tmp_path: Path) -> None:
         target = torch.zeros(end - start, dtype=torch.uint8)
         source.read_into(target, start)
         assert torch.equal(target, content()[start:end])
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["layer-00003.bin", "streamed-layers.json"]
+    assert _names(tmp_path / "new") == {"layer-00003.bin", "streamed-layers.json"}
 
 
 def test_a_layer_that_is_there_is_not_written_again(tmp_path: Path) -> None:
@@ -140,20 +147,29 @@ def test_a_layer_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
+def _open_as(kind: type[FileIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the files of layers opened as objects of this class."""
+
+    def opened(path: str | Path, mode: str, buffering: int, opener: Any = None) -> FileIO:
+        assert buffering == 0
+        return kind(path, mode, opener=opener)
+
+    monkeypatch.setattr(disk, "open", opened, raising=False)
+
+
 def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"read": 0, "write": 0}
-    preadv, write = os.preadv, os.write
 
-    def short_read(file: int, buffers: list[memoryview], start: int) -> int:
-        calls["read"] += 1
-        return preadv(file, [buffers[0][:1000]], start)
+    class Short(FileIO):
+        def readinto(self, buffer: Any, /) -> int:
+            calls["read"] += 1
+            return super().readinto(buffer[:1000]) or 0
 
-    def short_write(file: int, data: memoryview) -> int:
-        calls["write"] += 1
-        return write(file, data[:1000])
+        def write(self, data: Any, /) -> int:
+            calls["write"] += 1
+            return super().write(data[:1000]) or 0
 
-    monkeypatch.setattr(disk.os, "preadv", short_read)  # type: ignore[attr-defined]
-    monkeypatch.setattr(disk.os, "write", short_write)  # type: ignore[attr-defined]
+    _open_as(Short, monkeypatch)
     assert torch.equal(read(LayerFolder(tmp_path, "a").write(0, content(), LAYOUT)), content())
     assert calls == {"read": 6, "write": 7}  # and one for the index
 
@@ -176,7 +192,7 @@ def test_layers_of_another_checkpoint_make_room(tmp_path: Path, caplog: pytest.L
     folder = LayerFolder(tmp_path, "b")
     assert "another checkpoint" in caplog.text
     assert folder.find(0, LAYOUT) is None
-    assert list(tmp_path.iterdir()) == [theirs]
+    assert _names(tmp_path) == {theirs.name}
     folder.write(0, content(1), LAYOUT)
     found = LayerFolder(tmp_path, "b").find(0, LAYOUT)
     assert found is not None
@@ -223,23 +239,23 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.Mon
     folder = LayerFolder(tmp_path, "a")
     folder.write(0, content(), LAYOUT)
     room = 3000
-    write = os.write
 
-    def write_until_full(file: int, data: memoryview) -> int:
-        nonlocal room
-        if not room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done = write(file, data[:room])
-        room -= done
-        return done
+    class UntilFull(FileIO):
+        def write(self, data: Any, /) -> int:
+            nonlocal room
+            if not room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            done = super().write(data[:room]) or 0
+            room -= done
+            return done
 
-    monkeypatch.setattr(disk.os, "write", write_until_full)  # type: ignore[attr-defined]
+    _open_as(UntilFull, monkeypatch)
     with pytest.raises(
         OSError, match=rf"No space left on device\): it takes {NBYTES} bytes.*Make room there"
     ) as found:
         folder.write(1, content(1), LAYOUT)
     assert found.value.errno == errno.ENOSPC
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["layer-00000.bin", "streamed-layers.json"]
+    assert _names(tmp_path) == {"layer-00000.bin", "streamed-layers.json"}
     monkeypatch.undo()
     assert folder.find(1, LAYOUT) is None
     assert folder.find(0, LAYOUT) is not None

@@ -9,6 +9,7 @@ entry in it.
 import hmac
 import os
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
@@ -122,12 +123,12 @@ def read_tier_key(path: str | os.PathLike[str]) -> bytes:
         ValueError: if others can read it, or it has fewer bytes or more.
         OSError: if it cannot be read.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+    with open(path, "rb", opener=_without_waiting) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"The key of tiers must be in a file, got {os.fspath(path)!r}, which is none. {_REMEDY}")
         mode = stat.S_IMODE(status.st_mode)
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        if sys.platform != "win32" and mode & (stat.S_IRWXG | stat.S_IRWXO):  # Windows tells nothing by it
             raise ValueError(
                 f"The file with the key of tiers must be open to its owner only, got {os.fspath(path)!r} with mode "
                 f"{mode:04o}. Run `chmod 600` on it, and make another key if somebody may have read this one."
@@ -139,6 +140,11 @@ def read_tier_key(path: str | os.PathLike[str]) -> bytes:
             f"{os.fspath(path)!r}. {_REMEDY}"
         )
     return key
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe would wait for somebody to write."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _without_seal(entry: Entry) -> Entry:

@@ -1,5 +1,13 @@
 """A tier in a folder: files with blobs, and an index in SQLite beside them."""
 
+import sys
+
+if sys.platform == "win32":
+    raise ImportError(
+        "A disk tier needs a POSIX system, such as Linux, macOS or the Windows Subsystem for Linux. On Windows, pass "
+        'tiers=["file:///C:/FOLDER"]: it keeps K/V in files, too.'
+    )
+
 from kvboost_hf.cache.tiers.disk.tier import DiskTier
 
 __all__ = ["DiskTier"]
