@@ -517,6 +517,7 @@ def test_memory_that_is_there_in_forwards_only(
         for held in (cache, cache, ChunkReuseCache(model, store, policy)):
             assert torch.equal(model.generate(BASE, max_new_tokens=5, past_key_values=held), expected)
             assert held.report.forwarded_tokens == 100
+            assert store.stats()["tiers"]["ram"]["chunks"] == 0
     assert "kept in host memory only" in caplog.text
 
 
