@@ -155,7 +155,7 @@ def _replace(path: Path, content: memoryview) -> os.stat_result:
                 done += file.write(content[done:])
             os.fsync(file.fileno())
             _forget_pages(file.fileno(), 0, done)
-            written = os.fstat(file.fileno())
+        written = os.stat(unfinished)  # on Windows its time of last change is known when it is closed
         os.replace(unfinished, path)
     except OSError as error:
         message = f"could not be written ({error.strerror}): it takes {len(content)} bytes, and {path.parent} has "
