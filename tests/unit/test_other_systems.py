@@ -36,4 +36,4 @@ def test_windows_has_no_disk_tier() -> None:
     done = _as_on("win32", *CHOSEN[:1], "-k", "outlive_the_process")
     assert done.returncode == 1
     assert "ImportError: A disk tier needs a POSIX system" in done.stdout
-    assert 'tiers=["file:///C:/FOLDER"]' in done.stdout
+    assert "use the tier file:///C:/FOLDER" in done.stdout
