@@ -20,7 +20,7 @@ from kvboost_hf.server.http.hosts import Hosts
 from kvboost_hf.server.http.keys import read_keys
 from kvboost_hf.server.tls import TlsFiles
 from tests.server.browser import CHROMIUM, DRIVER, Browser
-from tests.server.conftest import Listening, Serve
+from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.wire import WAIT_S, running, until
 
