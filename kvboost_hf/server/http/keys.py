@@ -1,8 +1,8 @@
 """Reads API keys from files, and makes salts of them."""
 
 import hashlib
-import os
 import stat
+import sys
 from pathlib import Path
 
 
@@ -40,7 +40,7 @@ def require_closed(path: Path, what: str) -> None:
         what: The file in the error.
     """
     mode = path.stat().st_mode
-    if os.name == "posix" and mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+    if sys.platform != "win32" and mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
         raise ValueError(
             f"The {what} must be closed to other users, but its mode is {stat.S_IMODE(mode):04o}. "
             f"Run: chmod 600 {path}"
