@@ -216,9 +216,11 @@ def markdown(result: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON and the table")
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=2048, help=f"a multiple of {CHUNK}, more than {FEW}")
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
+    if options.tokens % CHUNK or options.tokens <= FEW:
+        parser.error(f"`--tokens` must be a multiple of {CHUNK}, more than {FEW}, got {options.tokens}.")
     torch.set_num_threads(1)
     model = make_model("cpu", "tiny", **SIZES)
     result: Result = {"tokens": options.tokens, "first": [], "next": []}
