@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.compat import decoder_layers, weights_come_and_go
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.errors import StreamingError
+from kvboost_hf.offload.awq.swap import lay_out
 from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend, make_mapping
 from kvboost_hf.offload.disk import FileSource, LayerFolder
 from kvboost_hf.offload.flat import FlatLayout
@@ -181,6 +182,7 @@ def stream_layers(
         )
     where = default_device() if device is None else torch.device(device)
     with torch.inference_mode(False), torch.no_grad():
+        lay_out(model, where)
         builder = StreamBuilder(model, config, where)
         try:
             for number in range(len(builder.units)):

@@ -63,9 +63,9 @@ class Checkpoint:
         renamed = (self._rename(f"{module}.weight", names, merged=False) for module in modules)
         return {name.removesuffix(".weight") for name in renamed}
 
-    def identity(self) -> str:
-        """A hash that changes with the files and with the dtype they are loaded as."""
-        digest = blake2b(str(self._dtype).encode(), digest_size=20)
+    def identity(self, order: str | None = None) -> str:
+        """A hash that changes with the files, the dtype they are loaded as, and the order of 4-bit codes on a CPU."""
+        digest = blake2b(f"{self._dtype}{order or ''}".encode(), digest_size=20)
         for path in sorted({os.path.realpath(path) for path in self._files.values()}):
             found = os.stat(path)
             digest.update(f"{path} {found.st_size} {found.st_mtime_ns};".encode())

@@ -17,7 +17,8 @@ from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvboost_hf.config import StreamingConfig
-from kvboost_hf.offload.awq.swap import AwqSettings, expect_version, swap_linears, to_gemm
+from kvboost_hf.offload.awq.int4pack import order_name
+from kvboost_hf.offload.awq.swap import AwqSettings, expect_version, lay_out, save_converted, swap_linears, to_gemm
 from kvboost_hf.offload.build import StreamBuilder, default_device
 from kvboost_hf.offload.checkpoint import Checkpoint
 
@@ -117,7 +118,10 @@ class LayerStreamingQuantizer(HfQuantizer):
         self._checkpoint = Checkpoint(model, checkpoint_files, self)
         if self._awq is not None:
             swap_linears(model, self._awq, self._checkpoint.quantized(), self._streaming.quant_kernel)
-        self._builder = StreamBuilder(model, self._streaming, self._device, self._checkpoint.identity())
+            lay_out(model, self._device)
+        on_cpu = self._awq is not None and self._device.type == "cpu"
+        identity = self._checkpoint.identity(order_name() if on_cpu else None)
+        self._builder = StreamBuilder(model, self._streaming, self._device, identity)
         if self._awq is not None:
             expect_version(model, self._awq.version)
         # Embeddings that stay in host memory are loaded after the layers: the device may have no room for them.
@@ -134,12 +138,15 @@ class LayerStreamingQuantizer(HfQuantizer):
                 if staying or not builder.has_file(number):
                     checkpoint.load(number, self._device, streamed)
                 to_gemm(unit.layer)
+                lay_out(unit.layer, self._device)
+                save_converted(unit.layer, False)  # transformers asks for a state_dict() at each layer, for its names
                 if streamed:
                     builder.take(number)
             if builder.waiting_embeddings is not None:
                 checkpoint.put_back(len(builder.units), ("",))
                 checkpoint.load(len(builder.units), self._device, ("",))
             builder.finish()
+            save_converted(model, True)
         del self._builder, self._checkpoint
         if self._awq is None:
             self._leave(model)

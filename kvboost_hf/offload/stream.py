@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -72,6 +72,8 @@ class LayerStream:
         in_slot = unit.tensors().values()
         kept = [None] * len(in_slot) if self._sources[number].host is None else self._at_rest(number).values()
         self._resting[number] = {id(tensor): (tensor, rest) for tensor, rest in zip(in_slot, kept, strict=True)}
+        for module, prefix in _converting(unit):
+            module._kvboost_hf_at_rest = functools.partial(self._tensor_at_rest, number, prefix)
         self._handles[number] = [
             unit.layer.register_state_dict_post_hook(functools.partial(self._put_right, number)),  # type: ignore[no-untyped-call]
             unit.layer.register_load_state_dict_pre_hook(_refuse_loading),  # type: ignore[no-untyped-call]
@@ -91,6 +93,8 @@ class LayerStream:
             handle.remove()
         for name, tensor in at_rest.items():
             unit.holders[name].put(tensor)
+        for module, _ in _converting(unit):
+            module._kvboost_hf_at_rest = None
         self._ring.leave(number)
         if not self._bound:
             self._closed = True
@@ -191,6 +195,15 @@ class LayerStream:
         """The tensors of a unit in host memory, or read from its file."""
         return self._layouts[number].views(in_memory(self._sources[number]))
 
+    def _tensor_at_rest(self, number: int, prefix: str, name: str) -> torch.Tensor:
+        """One tensor of a unit, in host memory."""
+        source, place = self._sources[number], self._layouts[number].places[prefix + name]
+        if source.host is not None:
+            return self._at_rest(number)[prefix + name]
+        flat = torch.empty(place.nbytes, dtype=torch.uint8)
+        source.read_into(flat, place.offset)
+        return flat.view(place.dtype).view(place.shape)
+
     def _put_right(self, number: int, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Replace the content of the slot in a state_dict() with the unit's weights."""
         at_rest, slot = in_memory(self._sources[number]), self._slots[self._ring.slot(number)]
@@ -207,6 +220,13 @@ class LayerStream:
         """The file of a unit, if its source is one."""
         path = self._sources[number].path
         return () if path is None else (path,)
+
+
+def _converting(unit: Unit) -> Iterator[tuple[Any, str]]:
+    """Modules that convert their weights when they are saved, and the prefix of their tensors' names."""
+    for name, holder in unit.holders.items():
+        if hasattr(holder.module, "_kvboost_hf_at_rest"):
+            yield holder.module, name.removesuffix(holder.attribute)
 
 
 def _address(holder: Holder) -> tuple[dict[str, Any], str, int]:

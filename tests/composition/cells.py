@@ -137,7 +137,9 @@ def _model(name: str, weights: str) -> PreTrainedModel:
         return model
     with use_backend(PoisoningBackend), tempfile.TemporaryDirectory() as folder:
         quantize_awq(_whole(name), folder, group_size=32, skip=("lm_head", *_UNPACKED))
-        config = FULL_STREAM if weights == "streamed AWQ" else replace(FULL_STREAM, residency_mode="full_resident")
+        config = replace(FULL_STREAM, quant_kernel="torch")  # exact in float32, also on a CPU
+        if weights == "AWQ":
+            config = replace(config, residency_mode="full_resident")
         return load_streamed(folder, config, dtype=torch.float32)
 
 

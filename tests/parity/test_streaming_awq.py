@@ -40,6 +40,7 @@ from tests.offload.poisoning import PoisoningBackend
 from tests.streaming import FULL_STREAM
 
 IDS = random_ids(40, seed=1)
+EXACT = StreamingConfig(residency_mode="full_stream", quant_kernel="torch")  # float32 as it is, also on a CPU
 SIZES: dict[str, Any] = {
     "vocab_size": 200,
     "hidden_size": 128,
@@ -96,7 +97,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 @pytest.mark.parametrize("config", [{"keep_first_k": 1}, {"residency_mode": "full_stream"}], ids=str)
 def test_as_dequantized(checkpoint: Path, expected: PreTrainedModel, config: dict[str, Any]) -> None:
     with use_backend(PoisoningBackend):
-        model = load_streamed(str(checkpoint), StreamingConfig(**config), dtype=torch.float32)
+        model = load_streamed(str(checkpoint), StreamingConfig(**config, quant_kernel="torch"), dtype=torch.float32)
     with torch.no_grad():
         found, wanted = model(input_ids=IDS).logits, expected(input_ids=IDS).logits
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=2e-4)
@@ -227,7 +228,7 @@ def write_experts(model: PreTrainedModel, folder: Path, parts: tuple[str, str, s
 def test_experts(make: Any, parts: tuple[str, str, str], prefix: str, tmp_path: Path) -> None:
     wanted = write_experts(make(), tmp_path, parts, prefix)
     with use_backend(PoisoningBackend):
-        model = load_streamed(str(tmp_path), FULL_STREAM, dtype=torch.float32)
+        model = load_streamed(str(tmp_path), EXACT, dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=IDS).logits, wanted(input_ids=IDS).logits, atol=2e-4, rtol=2e-4)
     told: dict[str, Any] = {**as_inputs(IDS), "max_new_tokens": 6}

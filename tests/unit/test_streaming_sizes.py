@@ -122,7 +122,7 @@ def test_activations_are_what_a_forward_takes(tokens: int) -> None:
 def test_an_estimate_is_what_loading_finds(mode: Any, tmp_path: Path) -> None:
     config = llama(dtype=torch.float16)
     write_random_awq(config, tmp_path)
-    asked = StreamingConfig(residency_mode=mode, keep_first_k=0, max_tokens=50)
+    asked = StreamingConfig(residency_mode=mode, keep_first_k=0, max_tokens=50, quant_kernel="torch")  # as on a GPU
     with use_backend(PoisoningBackend):
         plan = streaming_plan(load_streamed(str(tmp_path), asked, device="cpu"))
     assert plan is not None

@@ -9,14 +9,23 @@ import torch
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.kernel_calls import count
 from kvboost_hf.offload.awq.cpu import awq_matmul_torch
+from kvboost_hf.offload.awq.int4pack import can_pack, int4pack_matmul
 
 _logger = logging.getLogger(__name__)
 
 
 def multiply(
-    x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, kernel: QuantKernel
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales: torch.Tensor,
+    kernel: QuantKernel,
+    scales_and_zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply by AWQ weights with the chosen kernel, as `matmul.awq_matmul` describes."""
+    if scales_and_zeros is not None:
+        count("int4pack", "awq_matmul")
+        return int4pack_matmul(x, qweight, qzeros, scales, scales_and_zeros)
     if runs_triton(kernel, x.device):
         from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
 
@@ -24,6 +33,11 @@ def multiply(
         return awq_matmul_triton(x, qweight, qzeros, scales)
     count("reference", "awq_matmul")
     return awq_matmul_torch(x, qweight, qzeros, scales)
+
+
+def wants_int4pack(kernel: QuantKernel, device: torch.device, out_features: int) -> bool:
+    """Whether weights on a device are to have the layout `int4pack`: on CPUs, unless a kernel was named."""
+    return kernel == "auto" and device.type == "cpu" and can_pack(out_features)
 
 
 @cache

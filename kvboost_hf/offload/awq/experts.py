@@ -1,24 +1,29 @@
 """Mixture-of-experts layers on AWQ weights, stacked from the separate experts of a checkpoint."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from kvboost_hf.config import QuantKernel
-from kvboost_hf.offload.awq.linear import AwqLinear
+from kvboost_hf.offload.awq.int4pack import order_name
+from kvboost_hf.offload.awq.layout import Packed
+from kvboost_hf.offload.awq.linear import AwqLinear, keeping_dtypes
 from kvboost_hf.offload.awq.matmul import awq_matmul
 
 # Names of the parts of an expert in checkpoints: gate, up, down.
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_BUFFERS = ("qweight", "qzeros", "scales")
+_BUFFERS = (*Packed._fields, "scales_and_zeros")  # the last one in the layout int4pack alone
 
 
 class AwqExperts(nn.Module):
     """Replaces the experts of one layer.
 
     Buffers, for each part of an expert: `<part>_qweight`, `<part>_qzeros` and `<part>_scales`, as in `AwqLinear` with
-    a first dimension of experts. `state_dict()` names each expert separately, as checkpoints do.
+    a first dimension of experts, and on a CPU `<part>_scales_and_zeros`. `state_dict()` names each expert separately,
+    as checkpoints do.
 
     Args:
         stacked: The experts of transformers, on the meta device; they lose their weights.
@@ -30,6 +35,9 @@ class AwqExperts(nn.Module):
         ValueError: the experts are not stacked in a known way.
     """
 
+    _kvboost_hf_saves_converted = True  # as in `AwqLinear`
+    _kvboost_hf_at_rest: Callable[[str], torch.Tensor] | None = None
+
     def __init__(
         self, stacked: Any, parts: tuple[str, str, str], *, group_size: int, quant_kernel: QuantKernel
     ) -> None:
@@ -39,6 +47,7 @@ class AwqExperts(nn.Module):
                 f"Experts on AWQ weights must have a gate and no biases, as those of Qwen3-MoE and Mixtral; "
                 f"{type(stacked).__name__} is of another kind. Use a checkpoint that is not quantized."
             )
+        self.order: str | None = None  # of the codes in the layout int4pack
         self.count, hidden, inner = stacked.down_proj.shape
         sizes = ((hidden, inner), (hidden, inner), (inner, hidden))
         self.parts = dict(zip(parts, sizes, strict=True))
@@ -46,10 +55,7 @@ class AwqExperts(nn.Module):
         stacked.gate_up_proj = stacked.down_proj = None
         self.stacked = stacked
         for part in self.parts:
-            linear = self._linear(part)
-            for name in _BUFFERS:
-                one = getattr(linear, name)
-                self.register_buffer(f"{part}_{name}", one.new_empty(self.count, *one.shape))
+            self._stack(part, [self._linear(part)] * self.count)
 
     def expect_(self, version: str) -> None:
         """Create a linear layer for each part of each expert, on the meta device, to load a checkpoint into.
@@ -57,9 +63,7 @@ class AwqExperts(nn.Module):
         Raises:
             ValueError: sizes that do not fit the layout, or an unknown one.
         """
-        for part in self.parts:
-            for name in _BUFFERS:
-                del self._buffers[f"{part}_{name}"]
+        self._buffers.clear()
         for number in range(self.count):
             expert = nn.Module()
             for part in self.parts:
@@ -71,16 +75,23 @@ class AwqExperts(nn.Module):
     def to_gemm_(self) -> None:
         """Stack the weights loaded since `expect_`."""
         for part in self.parts:
-            linears = [self.get_submodule(f"{number}.{part}") for number in range(self.count)]
+            linears: list[Any] = [self.get_submodule(f"{number}.{part}") for number in range(self.count)]
             for linear in linears:
-                assert isinstance(linear, AwqLinear)
                 linear.to_gemm_()
-            for name in _BUFFERS:
-                self.register_buffer(f"{part}_{name}", torch.stack([getattr(linear, name) for linear in linears]))
+            self._stack(part, linears)
             for number in range(self.count):
                 delattr(self.get_submodule(str(number)), part)
         for number in range(self.count):
             delattr(self, str(number))
+
+    def lay_out_(self, device: torch.device) -> None:
+        """Convert the stacked weights to the layout in which a device multiplies by them, as `AwqLinear.lay_out_`."""
+        for part in self.parts:
+            linears = [self._expert(number, part) for number in range(self.count)]
+            for linear in linears:
+                linear.lay_out_(device)
+            self._stack(part, linears)
+        self.order = order_name()
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -111,17 +122,58 @@ class AwqExperts(nn.Module):
         with torch.device("meta"):
             return AwqLinear(*self.parts[part], bias=False, group_size=self.group_size, quant_kernel=self.quant_kernel)
 
+    def _expert(self, number: int, part: str) -> AwqLinear:
+        """A linear layer on the weights of one expert, which are views."""
+        linear = self._linear(part)
+        linear.order = self.order
+        found = {name: self._buffers.get(f"{part}_{name}") for name in _BUFFERS}
+        held = {name: stacked[number] for name, stacked in found.items() if stacked is not None}
+        linear.hold_("int4pack" if "scales_and_zeros" in held else "gemm", held)
+        return linear
+
+    def _stack(self, part: str, linears: Sequence[AwqLinear]) -> None:
+        for name in _BUFFERS:
+            self._buffers.pop(f"{part}_{name}", None)
+        for name in linears[0].weight_names:
+            self.register_buffer(f"{part}_{name}", torch.stack([getattr(linear, name) for linear in linears]))
+
     def _times(self, rows: torch.Tensor, part: str, number: int) -> torch.Tensor:
-        qweight, qzeros, scales = (getattr(self, f"{part}_{name}")[number] for name in _BUFFERS)
-        return awq_matmul(rows, qweight, qzeros, scales, self.quant_kernel)
+        held: dict[str, Any] = self._buffers
+        qweight, qzeros, scales = (held[f"{part}_{name}"][number] for name in Packed._fields)
+        pairs = held.get(f"{part}_scales_and_zeros")
+        return awq_matmul(rows, qweight, qzeros, scales, self.quant_kernel, None if pairs is None else pairs[number])
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "AwqExperts":
+        before = {tensor.device for tensor in self._buffers.values() if tensor is not None}
+        super()._apply(keeping_dtypes(fn, list(self._buffers.values())), recurse)  # type: ignore[no-untyped-call]
+        now = {tensor.device for tensor in self._buffers.values() if tensor is not None}
+        if before != now and len(now) == 1 and torch.device("meta") not in now:
+            self.lay_out_(now.pop())
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if not self._buffers or not self._kvboost_hf_saves_converted:
+            return
         for number in range(self.count):
             for part in self.parts:
-                for name in _BUFFERS:
-                    stacked = self._buffers.get(f"{part}_{name}")
-                    if stacked is not None:
-                        destination[f"{prefix}{number}.{part}.{name}"] = stacked[number]
+                linear = self._expert(number, part)
+                if self._kvboost_hf_at_rest is not None:
+                    linear._kvboost_hf_at_rest = partial(self._at_rest, number, part)
+                linear._save_to_state_dict(destination, f"{prefix}{number}.{part}.", keep_vars)
+
+    def _at_rest(self, number: int, part: str, name: str) -> torch.Tensor:
+        assert self._kvboost_hf_at_rest is not None
+        return self._kvboost_hf_at_rest(f"{part}_{name}")[number]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.order not in (None, order_name()):  # pickled on another kind of processor
+            for part in self.parts:
+                linears = [self._expert(number, part) for number in range(self.count)]
+                for linear in linears:
+                    linear.to_gemm_()
+                self._stack(part, linears)
+            self.lay_out_(torch.device("cpu"))
 
 
 def are_stacked(stacked: Any) -> bool:

@@ -69,6 +69,13 @@ def layout_of(version: str, in_features: int, out_features: int, group_size: int
             "scales": ((padded, out_features), torch.float16),
             "scaled_zeros": ((padded, out_features), torch.float16),
         }
+    if version == "int4pack":
+        return {
+            "qweight": ((out_features, in_features // 2), torch.uint8),
+            "qzeros": ((groups, out_features // 8), torch.int32),
+            "scales": ((groups, out_features), torch.float16),
+            "scales_and_zeros": ((groups, out_features, 2), torch.bfloat16),
+        }
     raise ValueError(f"`version` must be 'gemm', 'gemv' or 'llm-awq', got {version!r}; take a checkpoint in gemm.")
 
 

@@ -1,6 +1,6 @@
 """A linear layer on 4-bit weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,18 +9,23 @@ from torch.autograd.function import once_differentiable
 
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.cpu import awq_matmul_transposed_torch
-from kvboost_hf.offload.awq.layout import gemm_from_gemv, gemm_from_llm_awq, layout_of
+from kvboost_hf.offload.awq.dispatch import wants_int4pack
+from kvboost_hf.offload.awq.int4pack import gemm_qweight, int4pack_from_gemm, order_name
+from kvboost_hf.offload.awq.layout import Packed, gemm_from_gemv, gemm_from_llm_awq, layout_of
 from kvboost_hf.offload.awq.matmul import awq_matmul
+
+_MULTIPLIED = ("gemm", "int4pack")  # layouts that there are kernels for
 
 
 class AwqLinear(nn.Module):
-    """`y = x @ W + bias`, with AWQ weights `W` in the layout `gemm`.
+    """`y = x @ W + bias`, with AWQ weights `W` in the layout `gemm`, or on a CPU in `int4pack`.
 
-    Buffers, with `g` the group size: `qweight` int32 [in_features, out_features / 8], `qzeros` int32
+    Buffers of `gemm`, with `g` the group size: `qweight` int32 [in_features, out_features / 8], `qzeros` int32
     [in_features / g, out_features / 8], `scales` float16 [in_features / g, out_features], `bias` [out_features] or
     None. Element (i, o) of `W` is `(q[i, o] - z[i // g, o]) * scales[i // g, o]`; column `o` of a word of 8 is at bit
-    [0, 16, 4, 20, 8, 24, 12, 28][o]. Only `bias` follows `to(dtype)`. Gradients reach `x`, for adapters that are
-    trained beside the weights.
+    [0, 16, 4, 20, 8, 24, 12, 28][o]. `int4pack.py` describes the other layout. `state_dict()` and `load_state_dict()`
+    have that of `gemm` in any case, and a move to another device converts the weights. Only `bias` follows
+    `to(dtype)`. Gradients reach `x`, for adapters that are trained beside the weights.
 
     Args:
         in_features: A multiple of the group size.
@@ -40,6 +45,10 @@ class AwqLinear(nn.Module):
     scales: torch.Tensor
     scaled_zeros: torch.Tensor  # of llm-awq alone
     bias: torch.Tensor | None
+    order: str | None = None  # of the codes in the layout int4pack
+    # Returns a buffer's true content by its name, while the buffers are views into a slot that layers take in turn.
+    _kvboost_hf_saves_converted = True  # state_dict() has the layout gemm; not while the model is being loaded
+    _kvboost_hf_at_rest: Callable[[str], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -62,17 +71,30 @@ class AwqLinear(nn.Module):
         self.register_buffer("bias", torch.zeros(out_features, dtype=torch.float16) if bias else None)
 
     def to_gemm_(self) -> None:
-        """Convert buffers loaded from a checkpoint of another layout to `gemm`, in place."""
+        """Convert the buffers to the layout `gemm`, in place: those of a checkpoint of another layout, or of a CPU."""
         if self.version == "gemv":
             found = gemm_from_gemv(self.qweight, self.qzeros, self.scales, self.group_size)
         elif self.version == "llm-awq":
             found = gemm_from_llm_awq(self.qweight, self.scales, self.scaled_zeros, self.group_size)
-            del self.scaled_zeros
+        elif self.version == "int4pack":
+            found = Packed(gemm_qweight(self.qweight, self.order), self.qzeros, self.scales)
         else:
             return
-        for name, tensor in found._asdict().items():
-            self.register_buffer(name, tensor)
-        self.version = "gemm"
+        self.hold_("gemm", found._asdict())
+
+    def lay_out_(self, device: torch.device) -> None:
+        """Convert the buffers to the layout in which a device multiplies by them, in place; they stay where they are.
+
+        Buffers that still have the layout of a checkpoint are left as they are.
+        """
+        if self.version == "gemm" and wants_int4pack(self.quant_kernel, device, self.out_features):
+            if self.qweight.is_meta:
+                self.expect_("int4pack")
+            else:
+                self.hold_("int4pack", int4pack_from_gemm(Packed(self.qweight, self.qzeros, self.scales))._asdict())
+            self.order = order_name()
+        elif self.version == "int4pack" and not wants_int4pack(self.quant_kernel, device, self.out_features):
+            self.to_gemm_()
 
     def expect_(self, version: str) -> None:
         """Replace the buffers with those of a checkpoint of another layout, on the meta device.
@@ -81,11 +103,21 @@ class AwqLinear(nn.Module):
             ValueError: sizes that do not fit the layout, or an unknown one.
         """
         found = layout_of(version, self.in_features, self.out_features, self.group_size)
-        for name in ("qweight", "qzeros", "scales"):
+        tensors = {name: torch.zeros(shape, dtype=dtype, device="meta") for name, (shape, dtype) in found.items()}
+        self.hold_(version, tensors)
+
+    def hold_(self, version: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the buffers of the weight with `tensors`, in the layout `version`."""
+        for name in self.weight_names:
             del self._buffers[name]
-        for name, (shape, dtype) in found.items():
-            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device="meta"))
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
         self.version = version
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names of the buffers that the weight consists of."""
+        return tuple(layout_of(self.version, self.in_features, self.out_features, self.group_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features], in the dtype of `x`.
@@ -95,14 +127,15 @@ class AwqLinear(nn.Module):
         """
         if x.shape[-1] != self.in_features:
             raise ValueError(f"`x` must have {self.in_features} features, got a shape of {tuple(x.shape)}.")
-        if self.version != "gemm":
+        if self.version not in _MULTIPLIED:
             raise ValueError(f"The weights must have the layout gemm, got {self.version}; call to_gemm_() first.")
-        weight = self.qweight, self.qzeros, self.scales
+        held: dict[str, Any] = self._buffers
+        weight = held["qweight"], held["qzeros"], held["scales"], self.quant_kernel, held.get("scales_and_zeros")
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled() and x.requires_grad:
-            y: torch.Tensor = _Product.apply(rows, *weight, self.quant_kernel)  # type: ignore[no-untyped-call]
+            y: torch.Tensor = _Product.apply(rows, *weight)  # type: ignore[no-untyped-call]
         else:
-            y = awq_matmul(rows, *weight, self.quant_kernel)
+            y = awq_matmul(rows, *weight)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
@@ -113,16 +146,48 @@ class AwqLinear(nn.Module):
         return f"{sizes}, group_size={self.group_size}, version={self.version}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "AwqLinear":
+        before = self.qweight.device
         kept = [tensor for name, tensor in self._buffers.items() if name != "bias"]
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            found = fn(tensor)
-            if found.dtype == tensor.dtype or all(tensor is not other for other in kept):
-                return found
-            return tensor.to(found.device)
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(keeping_dtypes(fn, kept), recurse)  # type: ignore[no-untyped-call]
+        if before != self.qweight.device and not self.qweight.is_meta:
+            self.lay_out_(self.qweight.device)
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.version == "int4pack" and self._kvboost_hf_saves_converted:
+            qweight = self.qweight if self._kvboost_hf_at_rest is None else self._kvboost_hf_at_rest("qweight")
+            destination[f"{prefix}qweight"] = gemm_qweight(qweight, self.order)
+            del destination[f"{prefix}scales_and_zeros"]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.version == "int4pack":
+            held = Packed(gemm_qweight(self.qweight, self.order), self.qzeros, self.scales)
+            given = {name: state_dict[prefix + name] for name in Packed._fields if prefix + name in state_dict}
+            if given:
+                packed = int4pack_from_gemm(held._replace(**given))._asdict()
+                state_dict = {**state_dict, **{prefix + name: tensor for name, tensor in packed.items()}}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.version == "int4pack" and self.order != order_name():  # pickled on another kind of processor
+            self.to_gemm_()
+            self.lay_out_(self.qweight.device)
+
+
+def keeping_dtypes(
+    fn: Callable[[torch.Tensor], torch.Tensor], kept: Sequence[torch.Tensor | None]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function for `Module._apply` that moves these tensors as `fn` does, and leaves their dtypes as they are."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        found = fn(tensor)
+        if found.dtype == tensor.dtype or all(tensor is not other for other in kept):
+            return found
+        return tensor.to(found.device)
+
+    return moved
 
 
 class _Product(torch.autograd.Function):
@@ -136,11 +201,16 @@ class _Product(torch.autograd.Function):
         qzeros: torch.Tensor,
         scales: torch.Tensor,
         kernel: QuantKernel,
+        scales_and_zeros: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(qweight, qzeros, scales)
-        return awq_matmul(x, qweight, qzeros, scales, kernel)
+        ctx.is_int4pack = scales_and_zeros is not None
+        return awq_matmul(x, qweight, qzeros, scales, kernel, scales_and_zeros)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return awq_matmul_transposed_torch(grad, *ctx.saved_tensors), None, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        qweight, qzeros, scales = ctx.saved_tensors
+        if ctx.is_int4pack:
+            qweight = gemm_qweight(qweight)
+        return awq_matmul_transposed_torch(grad, qweight, qzeros, scales), None, None, None, None, None

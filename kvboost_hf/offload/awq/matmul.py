@@ -7,13 +7,19 @@ from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq import dispatch
 
 torch.library.define(
-    "kvboost_hf::awq_matmul", "(Tensor x, Tensor qweight, Tensor qzeros, Tensor scales, str kernel) -> Tensor"
+    "kvboost_hf::awq_matmul",
+    "(Tensor x, Tensor qweight, Tensor qzeros, Tensor scales, str kernel, Tensor? scales_and_zeros=None) -> Tensor",
 )
 torch.library.impl("kvboost_hf::awq_matmul", "default", dispatch.multiply)
 
 
 def awq_matmul(
-    x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, kernel: QuantKernel
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales: torch.Tensor,
+    kernel: QuantKernel,
+    scales_and_zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply by 4-bit weights. Not differentiable.
 
@@ -22,10 +28,12 @@ def awq_matmul(
 
     Args:
         x: float16, bfloat16 or float32 [tokens, in_features].
-        qweight: int32 [in_features, out_features / 8].
+        qweight: int32 [in_features, out_features / 8], or as the layout `int4pack` has it.
         qzeros: int32 [groups, out_features / 8].
         scales: float16 [groups, out_features].
         kernel: `"triton"`, `"torch"`, or `"auto"`: Triton where `x` is on a GPU that it can be compiled for.
+            Weights in the layout `int4pack` are multiplied by PyTorch's 4-bit product, whatever it is.
+        scales_and_zeros: bfloat16 [groups, out_features, 2] in the layout `int4pack`, else None.
 
     Returns:
         [tokens, out_features], in the dtype of `x`, summed up in float32.
@@ -34,9 +42,11 @@ def awq_matmul(
         ValueError: `kernel` is `"triton"`, and Triton is missing or cannot run on the device of `x`.
     """
     if _is_watched(x):
-        out: torch.Tensor = torch.ops.kvboost_hf.awq_matmul.default(x, qweight, qzeros, scales, kernel)
+        out: torch.Tensor = torch.ops.kvboost_hf.awq_matmul.default(
+            x, qweight, qzeros, scales, kernel, scales_and_zeros
+        )
         return out
-    return dispatch.multiply(x, qweight, qzeros, scales, kernel)
+    return dispatch.multiply(x, qweight, qzeros, scales, kernel, scales_and_zeros)
 
 
 def _is_watched(x: torch.Tensor) -> bool:
@@ -47,6 +57,11 @@ def _is_watched(x: torch.Tensor) -> bool:
 
 @torch.library.register_fake("kvboost_hf::awq_matmul")  # type: ignore[untyped-decorator]
 def _(
-    x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, kernel: QuantKernel
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales: torch.Tensor,
+    kernel: QuantKernel,
+    scales_and_zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], scales.shape[1])

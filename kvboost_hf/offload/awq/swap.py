@@ -113,3 +113,17 @@ def to_gemm(layer: nn.Module) -> None:
     for module in list(layer.modules()):
         if isinstance(module, AwqExperts) or (isinstance(module, AwqLinear) and module.version != "gemm"):
             module.to_gemm_()
+
+
+def save_converted(module: nn.Module, converted: bool) -> None:
+    """Choose whether `state_dict()` has AWQ weights as checkpoints have them, or the buffers as they are."""
+    for each in module.modules():
+        if isinstance(each, AwqLinear | AwqExperts):
+            each._kvboost_hf_saves_converted = converted
+
+
+def lay_out(module: nn.Module, device: torch.device) -> None:
+    """Convert AWQ weights, which may be on the meta device, to the layout in which a device multiplies by them."""
+    for each in list(module.modules()):
+        if isinstance(each, AwqLinear | AwqExperts):
+            each.lay_out_(device)
