@@ -100,7 +100,7 @@ SIGMAS = 6  # standard deviations that sums of independent roundings are allowed
 EXPONENTIAL = 8 * UNIT  # of an exponential: 2 units in the last place on GPUs, and once more for a part
 
 
-def roundings(dtype: torch.dtype) -> dict[str, float]:
+def roundings(dtype: torch.dtype) -> dict[str, Any]:
     """How often Triton kernels round weights, as `within` takes it.
 
     Triton's interpreter cuts off what does not fit into bfloat16, where a GPU rounds: it errs by twice as much.

@@ -148,11 +148,9 @@ def test_columns_in_any_order() -> None:
     columns = problem.visibility().columns
     assert columns is not None
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
-    sorted_out, _ = solve(problem)
     seen = Visibility(window=50, columns=columns[:, order])
     call = problem.call(query=problem.tensors()[0][:, :, order], visibility=seen, partial=True)
-    out, _ = attend(call, *problem.kv())
-    torch.testing.assert_close(out, sorted_out[:, order])
+    assert_within_budget(attend(call, *problem.kv()), call, *problem.kv(), **rounding(problem.dtype))
 
 
 @pytest.mark.parametrize("keys_first", [True, False])
@@ -161,7 +159,7 @@ def test_other_dimensions_of_values(keys_first: bool) -> None:
     dims = (48, 32) if keys_first else (32, 48)
     query, key, value = (torch.randn(2, 4, 40, dim, generator=draw) for dim in (dims[0], *dims))
     call = AttentionCall(query, 0.2, Visibility())
-    torch.testing.assert_close(attend(call, key, value)[0], reference.attend(call, key, value)[0])
+    assert_within_budget(attend(call, key, value), call, key, value, **rounding(query.dtype))
 
 
 def test_the_dtype_of_the_query_comes_back_and_calls_are_counted() -> None:

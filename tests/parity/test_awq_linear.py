@@ -209,7 +209,8 @@ def test_an_adapter_is_trained() -> None:
         adapter.weight.data = draw(32, 64, seed=5)
         (two(torch.relu(one(x) + adapter(x))) - target).square().sum().backward()
         grads.append(adapter.weight.grad)
-    torch.testing.assert_close(*grads)
+    size = grads[1].abs().max()  # what sums in float32 are off by is relative to their terms
+    torch.testing.assert_close(grads[0] / size, grads[1] / size, rtol=0, atol=2e-5)
 
 
 def test_gradients_are_not_differentiated_again() -> None:

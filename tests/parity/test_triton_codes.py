@@ -79,7 +79,7 @@ Given = tuple[AttentionCall, CodePlanes, CodePlanes, torch.Tensor]
 def check(case: Coded, found: Part, given: Given | None = None) -> None:
     """Assert that a result is within the budget; by default that of what the case is given."""
     assert all(each.dtype == torch.float32 for each in found)
-    call, keys, values, _ = given = given or case.given()
+    call, keys, values, lengths = given or case.given()
     # Products of 16 bits are of float16: a rounding is then an eighth of one of bfloat16.
     unit = 1 / 8 if call.query.dtype == BF16 else 1.0
     # Queries are rounded when they are rotated; then as products with steps, or divided by their size, beside the
@@ -88,7 +88,7 @@ def check(case: Coded, found: Part, given: Given | None = None) -> None:
     operands = (keys.rotation is not None) + products * unit**2
     weights = unit * (1 + (values.codebook is not None))  # products with steps; numbers of a codebook
     allowed = of_codes(keys, values) | {"operands": operands, "weights": weights}
-    assert_within_budget(found, *reference.over_codes(*given, torch.float64), **allowed)
+    assert_within_budget(found, *reference.over_codes(call, keys, values, lengths, torch.float64), **allowed)
 
 
 KIVI = KVQuantConfig(method="kivi", group_size=16)

@@ -21,7 +21,7 @@ from kvboost_hf.server.jobs import Engine
 from tests.server.conftest import SETTINGS
 from tests.servers import free_port
 
-WAIT_S, START_S = 30, 120
+WAIT_S, START_S = 30, 300
 CHAT = "/v1/chat/completions"
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 
