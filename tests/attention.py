@@ -190,14 +190,12 @@ def of_codes(keys: CodePlanes, values: CodePlanes) -> dict[str, Any]:
             assert planes.step is not None
             planes = replace(planes, least=planes.least.abs(), step=planes.step.abs())
             return reference.decode(planes, head_dim, torch.float64)
-        found = reference.decode(replace(planes, mean=None), head_dim, torch.float64).abs()
-        if planes.mean is not None:
-            found = found + (reference.decode(planes, head_dim, torch.float64).abs() + found)
-        if planes.rotation is not None:
-            found = found + found.norm(dim=-1, keepdim=True) * head_dim**-0.5
-        return found
+        found = reference.decode(replace(planes, mean=None), head_dim, torch.float64)
+        return torch.hypot(found, reference.decode(planes, head_dim, torch.float64) - found)
 
     key, value = (sizes(each).transpose(1, 2).flatten(2, 3) for each in (keys, values))
+    if values.rotation is not None:  # what each number of a vector is off by is spread over all
+        value = value + value.norm(dim=-1, keepdim=True) * value.shape[-1] ** -0.5
     return {"key_sizes": key.norm(dim=-1), "value_sizes": value}
 
 
