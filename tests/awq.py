@@ -6,6 +6,7 @@ import torch
 
 from kvboost_hf.offload.awq.layout import Packed
 from kvboost_hf.offload.awq.linear import AwqLinear
+from tests.attention import SIGMAS, sum_error
 
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of the columns of a word of gemm
 
@@ -24,8 +25,47 @@ class Weight(NamedTuple):
         return (levels - zeros.repeat_interleave(self.group_size, 0)) * scales.repeat_interleave(self.group_size, 0)
 
     @property
+    def sizes(self) -> torch.Tensor:
+        """float64 [in_features, out_features]: levels and zeros, which may be multiplied apart."""
+        levels, zeros, scales = (tensor.double().abs() for tensor in self)
+        return (levels + zeros.repeat_interleave(self.group_size, 0)) * scales.repeat_interleave(self.group_size, 0)
+
+    @property
     def group_size(self) -> int:
         return len(self.levels) // len(self.scales)
+
+
+def share_of_budget(
+    found: torch.Tensor,
+    x: torch.Tensor,
+    weight: Weight,
+    *,
+    transposed: bool = False,
+    roundings: int = 1,
+    truncates: bool = False,
+) -> float:
+    """Divide what products are off by what their arithmetic explains; the largest share, up to 1, is rounding.
+
+    Args:
+        found: [tokens, features], in the dtype of `x`; the sums before were in float32.
+        x: [tokens, features].
+        weight: What it is multiplied by.
+        transposed: Whether by its transpose.
+        roundings: How often weights or products are rounded to that dtype before they are added up.
+        truncates: Whether what does not fit is cut off, which errs by twice as much, and always towards 0.
+    """
+    dense, sizes = (each.T if transposed else each for each in (weight.dense, weight.sizes))
+    dense, sizes, given = (each.to(found.device) for each in (dense, sizes, x.double()))
+    truth = given @ dense
+    assert (found.shape, found.dtype) == (truth.shape, x.dtype)
+    unit = torch.finfo(x.dtype).eps / (1 if truncates else 2)
+    # Each rounding is off by `unit` at most, and by the square of it over 3 on average, independently of the others.
+    budget = SIGMAS * (roundings / 3) ** 0.5 * unit * (given.square() @ dense.square()).sqrt()
+    budget += (1 + roundings * truncates) * unit * truth.abs()
+    budget += sum_error(len(dense) + 8) * (given.abs() @ sizes) + torch.finfo(x.dtype).smallest_normal * unit
+    largest = torch.finfo(x.dtype).max  # what is larger becomes infinite, as it does in PyTorch
+    off = (found.double().clamp(-largest, largest) - truth.clamp(-largest, largest)).abs()
+    return (off / budget).max().item() if found.numel() else 0.0
 
 
 def random_weight(in_features: int, out_features: int, group_size: int, seed: int = 0) -> Weight:

@@ -50,8 +50,14 @@ def attend(
 
 def attend_pieces(call: AttentionCall, table: PieceTable, total: int, *, compute: torch.dtype = torch.float32) -> Part:
     """Compute attention over pieces, as `ops.attend_pieces` describes it."""
+    return attend(*over_pieces(call, table, total, compute), compute=compute)
+
+
+def over_pieces(
+    call: AttentionCall, table: PieceTable, total: int, dtype: torch.dtype
+) -> tuple[AttentionCall, torch.Tensor, torch.Tensor]:
+    """Make a call over pieces one of `attend`: with its keys and values."""
     query, visibility = call.query, call.visibility
-    keys, values = dense_pieces(table, compute)
     own = visibility.columns_of(query.shape[2], total, query.device).expand(len(query), -1)
     there = torch.zeros(len(query), table.columns, dtype=torch.bool, device=query.device)
     for row, pieces in enumerate(table.rows.tolist()):
@@ -61,7 +67,7 @@ def attend_pieces(call: AttentionCall, table: PieceTable, total: int, *, compute
     if visibility.keep is not None:
         there &= visibility.keep[:, : table.columns]
     seen = Visibility(visibility.causal, visibility.window, there, own)
-    return attend(call._replace(visibility=seen, sinks=None, partial=True), keys, values, compute=compute)
+    return call._replace(visibility=seen, sinks=None, partial=True), *dense_pieces(table, dtype)
 
 
 def dense_pieces(table: PieceTable, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,13 +100,19 @@ def attend_codes(
     compute: torch.dtype = torch.float32,
 ) -> Part:
     """Compute attention over codes, as `ops.attend_codes` describes it."""
+    return attend(*over_codes(call, keys, values, lengths, compute), compute=compute)
+
+
+def over_codes(
+    call: AttentionCall, keys: CodePlanes, values: CodePlanes, lengths: torch.Tensor, dtype: torch.dtype
+) -> tuple[AttentionCall, torch.Tensor, torch.Tensor]:
+    """Make a call over codes one of `attend`: with its keys and values."""
     query = call.query
-    head_dim = query.shape[3]
-    key, value = (decode(each, head_dim, compute).transpose(1, 2).flatten(2, 3) for each in (keys, values))
+    key, value = (decode(each, query.shape[3], dtype).transpose(1, 2).flatten(2, 3) for each in (keys, values))
     tokens = keys.codes.shape[3]
     keep = (torch.arange(tokens, device=query.device) < lengths[:, None]).flatten()[None].expand(len(query), -1)
     seen = Visibility(causal=False, keep=keep)
-    return attend(call._replace(visibility=seen, sinks=None, partial=True), key, value, compute=compute)
+    return call._replace(visibility=seen, sinks=None, partial=True), key, value
 
 
 def decode(codes: CodePlanes, head_dim: int, dtype: torch.dtype) -> torch.Tensor:

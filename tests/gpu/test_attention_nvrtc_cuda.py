@@ -10,7 +10,7 @@ from kvboost_hf.attention import kernel_calls, use_tier
 from kvboost_hf.attention.call import Part
 from kvboost_hf.attention.cuda import can_attend, nvrtc
 from kvboost_hf.attention.ops import attend
-from tests.attention import Problem, assert_within_budget
+from tests.attention import Problem
 from tests.cuda_kernel.problems import PROBLEMS
 from tests.gpu.device import DEVICE, needs_gpu
 
@@ -38,8 +38,7 @@ def solve(problem: Problem, *, partial: bool = True) -> Part:
 @pytest.mark.parametrize("name", [*PROBLEMS, *LARGE])
 def test_parity(name: str) -> None:
     problem = replace((PROBLEMS | LARGE)[name], device=DEVICE)
-    for each, truth, same in zip(solve(problem), problem.solve(torch.float64), problem.solve(HALF), strict=True):
-        assert_within_budget(each, truth, same, HALF)
+    problem.check(solve(problem))
 
 
 def test_the_same_each_time_and_in_half_precision() -> None:

@@ -11,7 +11,7 @@ from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.cpu import attend, codes, dense
 from kvboost_hf.attention.visibility import Visibility
 from kvboost_hf.handles import CodePlanes
-from tests.attention import Problem, assert_within_budget
+from tests.attention import UNIT, Problem, assert_within_budget, of_codes
 
 PROBLEMS = {
     "suffix": Problem(),
@@ -54,6 +54,14 @@ def solve(problem: Problem, visibility: Visibility | None = None) -> tuple[torch
     return attend(call, *problem.kv())
 
 
+def rounding(dtype: torch.dtype) -> dict[str, Any]:
+    """What PyTorch's kernel rounds: weights, and its result, of which there is one for each part.
+
+    With AVX-512 its exponentials are of a polynomial in 16 bits: `fexp_u20`, which is off by 1.1e-4.
+    """
+    return {"weights": 2, "exponential": 1.2e-4 if dtype.itemsize == 2 else 40 * UNIT}  # `exp_u20`: 20 units
+
+
 @pytest.mark.parametrize("in_parts", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -61,9 +69,9 @@ def test_parity(name: str, dtype: torch.dtype, in_parts: bool, monkeypatch: pyte
     if in_parts:  # as large calls are
         monkeypatch.setattr(dense, "_SMALL", 0)
     problem = replace(PROBLEMS[name], dtype=dtype)
-    for found, truth, same in zip(solve(problem), problem.solve(torch.float64), problem.solve(dtype), strict=True):
-        assert found.dtype == torch.float32
-        assert_within_budget(found, truth, same, dtype)
+    found = solve(problem)
+    assert all(each.dtype == torch.float32 for each in found)
+    problem.check(found, **rounding(dtype))
 
 
 def planes(form: str, tokens: int = 32, blocks: int = 9, dim: int = 32) -> tuple[CodePlanes, CodePlanes]:
@@ -120,22 +128,19 @@ def test_parity_over_codes(form: str, queries: int, softcap: float, monkeypatch:
     before = kernel_calls()["cpu.attend_codes"]
     found = ops.attend_codes(*given)
     assert kernel_calls()["cpu.attend_codes"] == before + 1
-    truth = reference.attend_codes(*given, compute=torch.float64)
-    same = reference.attend_codes(*given)
-    for each in zip(found, truth, same, strict=True):
-        assert_within_budget(*each, torch.float32)
+    assert_within_budget(
+        found, *reference.over_codes(*given, torch.float64), **of_codes(*given[1:3]), **rounding(query.dtype)
+    )
 
 
 @pytest.mark.parametrize("hidden", ["the first column", "the last column"])
 def test_a_column_that_is_not_read_is_noticed(hidden: str) -> None:
     problem = Problem()
-    key, lost = problem.tensors()[1], 0 if hidden == "the first column" else problem.columns - 1
+    lost = 0 if hidden == "the first column" else problem.columns - 1
     keep = torch.ones(problem.batch, problem.columns, dtype=torch.bool)
     keep[:, lost] = False
-    found, _ = solve(problem, Visibility(keep=keep))
-    truth, same = problem.solve(torch.float64)[0], problem.solve(key.dtype)[0]
     with pytest.raises(AssertionError, match="off by"):
-        assert_within_budget(found, truth, same, key.dtype)
+        problem.check(solve(problem, Visibility(keep=keep)), **rounding(problem.dtype))
 
 
 def test_columns_in_any_order() -> None:
@@ -143,11 +148,9 @@ def test_columns_in_any_order() -> None:
     columns = problem.visibility().columns
     assert columns is not None
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
-    sorted_out, _ = solve(problem)
     seen = Visibility(window=50, columns=columns[:, order])
     call = problem.call(query=problem.tensors()[0][:, :, order], visibility=seen, partial=True)
-    out, _ = attend(call, *problem.kv())
-    torch.testing.assert_close(out, sorted_out[:, order])
+    assert_within_budget(attend(call, *problem.kv()), call, *problem.kv(), **rounding(problem.dtype))
 
 
 @pytest.mark.parametrize("keys_first", [True, False])
@@ -156,7 +159,7 @@ def test_other_dimensions_of_values(keys_first: bool) -> None:
     dims = (48, 32) if keys_first else (32, 48)
     query, key, value = (torch.randn(2, 4, 40, dim, generator=draw) for dim in (dims[0], *dims))
     call = AttentionCall(query, 0.2, Visibility())
-    torch.testing.assert_close(attend(call, key, value)[0], reference.attend(call, key, value)[0])
+    assert_within_budget(attend(call, key, value), call, key, value, **rounding(query.dtype))
 
 
 def test_the_dtype_of_the_query_comes_back_and_calls_are_counted() -> None:

@@ -365,7 +365,7 @@ def test_positions_that_a_model_counts_otherwise_than_generate() -> None:
         assert cache.report.exact_tokens >= reused
     with torch.no_grad():
         logits = model(ids, past_key_values=ChunkReuseCache(model, store), logits_to_keep=1).logits[:, -1]
-        torch.testing.assert_close(logits, model(ids).logits[:, -1])
+        torch.testing.assert_close(logits, model(ids).logits[:, -1], atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.skipif("dory" not in TRIED, reason="only since transformers 5.24")

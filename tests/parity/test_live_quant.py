@@ -267,12 +267,12 @@ def divergence(model: Any, ids: torch.Tensor, cache: Any, start: int = 40, step:
     """Mean KL of the next token from that of a whole forward, fed token by token; and how often the first choice is
     the same."""
     with torch.no_grad():
-        truth = model(ids).logits[0, start:].log_softmax(-1)
+        truth = model(ids).logits[0, start:].double().log_softmax(-1)
         found = [model(ids[:, :start], past_key_values=cache).logits[0, -1:]]
         found += [
             model(ids[:, at : at + step], past_key_values=cache).logits[0] for at in range(start, ids.shape[1], step)
         ]
-        ours = torch.cat(found)[1:].log_softmax(-1)
+        ours = torch.cat(found)[1:].double().log_softmax(-1)
     kl = (truth.exp() * (truth - ours)).sum(-1).mean()
     return float(kl), float((truth.argmax(-1) == ours.argmax(-1)).float().mean())
 

@@ -273,7 +273,10 @@ def test_an_interrupt_just_after_loading_began(disk: str, loadings: list[Any], m
     model, store, cache = restart("llama", disk)
     fill_layer = loading.Loading._fill
 
+    looked = threading.Event()
+
     def slowly(self: loading.Loading, idx: int) -> None:
+        assert looked.wait(60)
         time.sleep(0.3)
         fill_layer(self, idx)
 
@@ -283,6 +286,7 @@ def test_an_interrupt_just_after_loading_began(disk: str, loadings: list[Any], m
         with pytest.raises(Interrupt):
             generate(model, as_inputs(BASE), cache)
         assert loadings[0]._thread.is_alive()
+        looked.set()
         cache.reset()
         assert not loadings[0]._thread.is_alive()
     same_as_plain(model, cache, BASE)

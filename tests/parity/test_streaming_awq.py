@@ -272,5 +272,6 @@ def test_experts_that_no_token_needs() -> None:
         none = chosen == 6
         with torch.no_grad():
             wanted = experts(hidden, chosen.masked_fill(none, 0), shares.masked_fill(none, 0))
-            torch.testing.assert_close(ours(hidden, chosen, shares), wanted)
+            found, size = ours(hidden, chosen, shares), wanted.abs().max()
+            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(size))
     assert ours(torch.randn(0, 128), torch.zeros(0, 2, dtype=torch.long), torch.rand(0, 2)).shape == (0, 128)

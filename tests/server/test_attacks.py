@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvboost_hf.server.chats import encoding
 from kvboost_hf.server.grammars.compiling import Grammars
 from tests.server.conftest import Listening, Serve
 from tests.server.fake_engine import FakeEngine
+from tests.server.wire import Wire, post_json, until
 
 _MIB = 2**20
 _FROZEN_S = 2  # longer than this nobody may wait for work of the server
@@ -175,18 +176,17 @@ def test_what_nobody_waits_for_is_not_done(
     else:
         monkeypatch.setattr(encoding, "_encode", wait)
 
-    def leave() -> None:
-        with pytest.raises(httpx.TimeoutException):
-            httpx.post(at.url + path, json=body, timeout=0.7)
-
-    threads = [threading.Thread(target=leave) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    # Without keys there is one client, of whose long texts one is tokenized at a time.
-    assert len(begun) == (2 if kind == "schema" else 1)
-    time.sleep(0.3)  # until the server has noticed
+    wire, connections = Wire(httpx.URL(at.url).port), at.server.server_state.connections
+    with ExitStack() as opened:
+        before = len(connections)
+        for _ in range(12):
+            opened.enter_context(wire.open(post_json(body, path)))
+        # Without keys there is one client, of whose long texts one is tokenized at a time.
+        until(lambda: len(begun) == (2 if kind == "schema" else 1), "none was begun")
+        until(lambda: len(connections) == before + 12, "not all have arrived")
+    until(lambda: len(connections) == before, "the server did not notice")
+    for _ in range(2):  # and what it does about it is done before what comes after
+        assert wire.health(20) == 200
     go.set()
     body = _bomb(1) if kind == "schema" else body  # what was found of the first is kept
     response = httpx.post(at.url + path, json=body, timeout=20)

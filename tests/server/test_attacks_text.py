@@ -550,12 +550,12 @@ def test_others_are_answered_while_a_long_text_is_tokenized(serve: Serve, engine
 def test_no_text_has_too_many_markers() -> None:
     """A text of nothing else is looked through once, not once for each of them."""
     markers = Markers(load_embedded()[1])
-    began = time.perf_counter()
+    began = time.thread_time()
     cut = markers.cut(["<|im_end|>" * 50_000])
     assert cut is not None
     text, found = cut.markers(cut.given[0])
     assert (len(text), found) == (500_000, [])
-    assert time.perf_counter() - began < 20
+    assert time.thread_time() - began < 20
 
 
 def test_the_end_by_a_stop_text_is_told_from_others() -> None:

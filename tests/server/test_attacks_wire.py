@@ -21,10 +21,9 @@ from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.http.connections import ConnectionLimits, connections_that_fit
 from kvboost_hf.server.jobs import DrainingError, Event, Finished, Job, SamplingOptions
 from tests.server.fake_engine import FakeEngine, FakeTicket
-from tests.server.wire import HALF, WAIT_S, Slow, Wire, process, running, until
+from tests.server.wire import CHAT, HALF, WAIT_S, Slow, Wire, post, process, running, until
 
 ASK: dict[str, Any] = {"model": "reader", "messages": [{"role": "user", "content": "Who?"}]}
-CHAT = "/v1/chat/completions"
 
 
 class Ending(FakeEngine):
@@ -76,12 +75,6 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
     with caplog.at_level(logging.INFO):
         yield found
     root.removeHandler(handler)
-
-
-def post(body: bytes, *headers: str, path: str = CHAT) -> bytes:
-    """A request as it is on the wire."""
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
-    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def answer(connection: socket.socket) -> http.client.HTTPResponse:

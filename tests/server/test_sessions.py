@@ -15,6 +15,7 @@ from kvboost_hf import ChunkStore, ReusePolicy
 from kvboost_hf.assets import load_embedded
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.server.app import make_app
+from kvboost_hf.server.engine.model_runner import ModelRunner
 from kvboost_hf.server.engine.waiting import WaitingLine
 from kvboost_hf.server.engine.worker import ModelEngine
 from kvboost_hf.server.generation.sharing import choose_attention
@@ -23,6 +24,7 @@ from kvboost_hf.server.settings import ServerSettings
 from tests.conftest import make_model, random_ids
 from tests.server.conftest import Listening, listening
 from tests.server.test_worker import Told, numbers
+from tests.server.wire import until
 
 BOOK = "Anna lives in Oslo. She plays the piano. The lamp is red. It costs ten coins. Tom has two goats. " * 12
 HOUR = Keep(ttl_s=3600, share=0.5)
@@ -122,7 +124,9 @@ def test_exact_answers_beside_those_with_moved_kv() -> None:
             assert logprobs(one) != pytest.approx(logprobs(alone), abs=1e-4)  # or this could not fail
 
 
-def test_prompts_with_moved_kv_are_computed_in_pieces(reader: tuple[PreTrainedModel, Any]) -> None:
+def test_prompts_with_moved_kv_are_computed_in_pieces(
+    reader: tuple[PreTrainedModel, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of as many new tokens as others; what is moved does not count. A short request behind them waits for one."""
     book = reader[1].encode(BOOK)
     news = [reader[1].encode(f"Ben sells {n} {word}. " * 30) for n, word in enumerate(("hats", "nets", "maps"))]
@@ -132,11 +136,19 @@ def test_prompts_with_moved_kv_are_computed_in_pieces(reader: tuple[PreTrainedMo
         ask(engine, book)
         pieces = engine.stats()["pieces"]
         order: list[str] = []
-        long = Told(lambda event: order.append("long"))
-        engine.submit(Job(ids=prompt, options=SamplingOptions(max_tokens=1), reuse="selective"), long)
-        while engine.stats()["pieces"] == pieces:
-            pass
-        ask(engine, book[:40], 1, client=b"other", salt=b"other")
+        long, short = Told(lambda event: order.append("long")), Told()
+        asked, one, forward = threading.Event(), SamplingOptions(max_tokens=1), ModelRunner.forward
+
+        def wait_for_the_short_one(*given: Any) -> torch.Tensor:  # a hook of the model would rule out reuse
+            assert engine.stats()["pieces"] == pieces or asked.wait(60)
+            return forward(*given)
+
+        monkeypatch.setattr(ModelRunner, "forward", wait_for_the_short_one)
+        engine.submit(Job(ids=prompt, options=one, reuse="selective"), long)
+        until(lambda: engine.stats()["pieces"] > pieces, "nothing was computed")
+        engine.submit(Job(ids=book[:40], options=one, client=b"other", salt=b"other"), short)
+        asked.set()
+        assert short.end.error is None
         order.append("short")
         assert long.end.moved_tokens > len(book) // 2
         assert order[0] == "short"

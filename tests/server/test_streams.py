@@ -11,6 +11,7 @@ import pytest
 from kvboost_hf.server.app import make_app
 from tests.server.conftest import SETTINGS, Listening, Serve, listening
 from tests.server.fake_engine import FakeEngine, FakeTicket
+from tests.server.wire import Wire, post_json, until
 
 ASK: list[Any] = [{"role": "user", "content": "Who?"}]
 
@@ -62,10 +63,10 @@ def test_closing_a_stream_ends_the_job(serve: Serve, endless: FakeEngine, route:
 def test_going_away_while_waiting_ends_the_job(
     serve: Serve, endless: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
-    at = serve(endless)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(at.url + path, json={"model": "reader"} | body, timeout=0.5)
-    _require_cancelled(endless, 1 if path == "/v1/responses" else 2)
+    at, jobs = serve(endless), 1 if path == "/v1/responses" else 2
+    with Wire(httpx.URL(at.url).port).open(post_json({"model": "reader"} | body, path)):
+        until(lambda: len(endless.tickets) == jobs, "it did not arrive")
+    _require_cancelled(endless, jobs)
     assert 'kvboost_finished_total{reason="cancelled"}' in at.http.get("/metrics").text
 
 

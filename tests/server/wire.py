@@ -1,5 +1,6 @@
 """The server as it is started, in a thread or as a process, and clients that speak to its sockets directly."""
 
+import json
 import os
 import socket
 import subprocess
@@ -20,7 +21,8 @@ from kvboost_hf.server.jobs import Engine
 from tests.server.conftest import SETTINGS
 from tests.servers import free_port
 
-WAIT_S, START_S = 30, 120
+WAIT_S, START_S = 30, 300
+CHAT = "/v1/chat/completions"
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 
 
@@ -31,6 +33,18 @@ def until(holds: Callable[[], Any], otherwise: str, timeout_s: float = WAIT_S) -
         assert time.monotonic() < end, otherwise
         time.sleep(0.01)
     return found
+
+
+def post(body: bytes, *headers: str, path: str = CHAT) -> bytes:
+    """A request as it is on the wire."""
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def post_json(body: Any, path: str = CHAT) -> bytes:
+    """A request that is whole."""
+    content = json.dumps(body).encode()
+    return post(content, f"Content-Length: {len(content)}", path=path)
 
 
 class Wire:

@@ -47,8 +47,8 @@ def test_a_method_is_one_file(run: Run, tmp_path: Path, capsys: pytest.CaptureFi
         assert (mine_row["kl"], mine_row["computed"]) == (same["kl"], same["computed"])
     assert rows["none"]["computed"] < 0.1 < rows["mine, 15%"]["computed"] < rows["mine, 30%"]["computed"] < 0.5
     assert rows["plain"]["kl"] == 0 == rows["plain"]["first_token"] - 1
-    assert rows["exact"]["kl"] < 1e-9
-    assert rows["full"]["kl"] < 1e-9
+    # Logits of float32 in matrices of other shapes are off by 1e-4 at most, which makes half the square of that.
+    assert max(rows["exact"]["kl"], rows["full"]["kl"]) < 1e-8 < rows["none"]["kl"] / 1e4
     assert rows["full"]["computed"] == rows["exact"]["computed"] > 0.9
     assert rows["progressive, nothing at first"]["repaired"] > 0.8
     assert rows["progressive, nothing at first"]["kl"] < rows["in_thirds, nothing at first"]["kl"] < rows["none"]["kl"]

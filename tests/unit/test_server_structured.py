@@ -337,7 +337,7 @@ def test_too_much_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     for schema in TOO_MUCH:
         with pytest.raises(ValueError, match="takes more than 2 s"):
             grammars.constraint(json_schema(schema))
-    assert time.monotonic() - start < 1  # known
+    assert time.monotonic() - start < 2  # known: one alone would take as long
     grammars.close()
 
 

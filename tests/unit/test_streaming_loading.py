@@ -133,9 +133,9 @@ def test_a_pattern_for_many_names() -> None:
     parts = itertools.product(range(48), range(128), ("up", "down"), ("qweight", "scales"))
     names = [f"layers.{layer}.experts.{expert}.{part}.{kind}" for layer, expert, part, kind in parts]
     pattern = re.compile(f"^{any_of([*names, 'layers'])}$")
-    before = time.perf_counter()
+    before = time.thread_time()
     assert all(map(pattern.search, [*names, "layers"]))
-    assert time.perf_counter() - before < 5
+    assert time.thread_time() - before < 5
     assert not any(map(pattern.search, ["layers.48.experts.0.up.scales", "layers.0", names[0][:-1], names[0] + "s"]))
 
 
