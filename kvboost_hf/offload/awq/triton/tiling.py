@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-# For more rows, weights are dequantized to memory for PyTorch's own product: a second tile of rows took as long as
-# both of these (benchmarks/results/awq-cuda.md).
+# For more rows, weights are dequantized to memory for PyTorch's own product, which moves 4.5 bytes for each, not
+# half a byte. Up to here one takes 2 to 8 instructions in registers. benchmarks/awq.py measures both ways.
 MOST_ROWS = 128
 SCRATCH_BYTES = 128 << 20  # of dequantized weights at a time
 _MOST_PARTS = 16  # of a product of several rows: the last program adds up 4 at a time
@@ -19,7 +19,9 @@ class Tiling:
     warps: int
     stages: int  # blocks that are loaded ahead
     parts: int  # of the sum, each with programs of its own
-    scaled: bool = False  # whether weights are multiplied by scales, in place of the sums of a group
+    # Whether weights are multiplied by scales, in place of the sums of a group. A weight is then off by at most 2**-11
+    # of itself with float16, and by 2**-7 with bfloat16, in which its scale is rounded first; else none is rounded.
+    scaled: bool = False
 
 
 def plan_tiling(
