@@ -1,6 +1,7 @@
 """Products with AWQ weights on a GPU, of the shapes of models of 32 and 70 billion parameters.
 
-    python benchmarks/awq.py --device cuda --out benchmarks/results [--only "5120 x 27648"] [--tilings]
+    python benchmarks/awq.py --device cuda --out benchmarks/results [--only "5120 x 27648"] [--tilings] \
+        [--dtype bfloat16]
 
 One row is bound by reading the weights: the rate is that of their bytes, beside what a large copy on the device reads
 and writes, and beside a copy from pinned host memory, which is how streamed layers come. All are measured in this run.
@@ -8,10 +9,11 @@ Dense is PyTorch's linear layer with weights of 16 bits. Times are medians of de
 around one call for each of several weights, which are larger than the second-level cache in all; the first one waits
 for the host to launch all of them. Each way has been called with each weight before, which compiles it.
 
-Several rows are measured in two ways: with weights that become numbers in registers, and with ones that do so in
-memory for PyTorch's product. AWQ takes the former up to `MOST_ROWS` in kvboost_hf/offload/awq/triton/tiling.py, and
-the latter for more. What a call of one row takes the host, and one of PyTorch's linear layer, is told, too: where a
-model is not compiled, the GPU waits for it.
+Each number of rows is measured in two ways: with weights that become numbers in registers, and with ones that do so in
+memory for PyTorch's product, of which the first half, without the product, is told, too. One row has a kernel of its
+own; "in registers" is then the one for several rows, which takes fewer instructions and computes 15 rows for nothing.
+AWQ takes registers up to `MOST_ROWS` in kvboost_hf/offload/awq/triton/tiling.py, and memory for more. What a call
+takes the host, and one of PyTorch's linear layer, is told, too: where a model is not compiled, the GPU waits for it.
 
 `--tilings` tries other tilings than the planned one, too, and names the fastest.
 """
@@ -38,7 +40,7 @@ Call = Callable[[], object]
 Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # codes, zeros, scales, and the weight as it is
 
 GROUP = 128
-ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 # Layers of each model: in_features and out_features, and how many of them a layer has.
 LAYERS = {
     "32B": {(5120, 5120): 2, (5120, 1024): 2, (5120, 27648): 2, (27648, 5120): 1},
@@ -89,7 +91,7 @@ def rates(rounds: int) -> dict[str, float]:
     return {"copy": 2 * here.nbytes / copy / 1e6, "link": host.nbytes / link / 1e6}
 
 
-def draw(in_features: int, out_features: int) -> Drawn:
+def draw(in_features: int, out_features: int, dtype: torch.dtype) -> Drawn:
     """qweight, qzeros, scales, and dense weights, which are others: their numbers take no time."""
     groups, words = in_features // GROUP, out_features // 8
     qweight, qzeros = (
@@ -97,42 +99,51 @@ def draw(in_features: int, out_features: int) -> Drawn:
         for size in (in_features, groups)
     )
     scales = torch.rand(groups, out_features, dtype=torch.float16, device="cuda") / 100
-    return qweight, qzeros, scales, torch.randn(out_features, in_features, dtype=torch.float16, device="cuda")
+    return qweight, qzeros, scales, torch.randn(out_features, in_features, dtype=dtype, device="cuda")
 
 
-def measure(in_features: int, out_features: int, tilings: bool, rounds: int) -> Iterator[Result]:
+def measure(in_features: int, out_features: int, dtype: torch.dtype, tilings: bool, rounds: int) -> Iterator[Result]:
     """A product of each number of rows."""
     from kvboost_hf.offload.awq.triton.launch import awq_matmul_dense, awq_matmul_triton
 
-    first = draw(in_features, out_features)
+    first = draw(in_features, out_features, dtype)
     nbytes = sum(each.nbytes for each in first[:3])
     count = max(2, min(-(-2 * L2_BYTES // nbytes), MOST_WEIGHTS))
-    weights = [first, *(draw(in_features, out_features) for _ in range(count - 1))]
+    weights = [first, *(draw(in_features, out_features, dtype) for _ in range(count - 1))]
+    dequantize = device_ms([partial(dequantize_all, *each[:3], dtype) for each in weights], rounds)
     for rows in ROWS:
-        x = torch.randn(rows, in_features, dtype=torch.float16, device="cuda")
-        awq = device_ms([partial(awq_matmul, x, *each[:3], "triton") for each in weights], rounds)
-        dense = device_ms([partial(F.linear, x, each[3]) for each in weights], rounds)
-        found = {"in": in_features, "out": out_features, "rows": rows, "bytes": nbytes, "awq": awq, "dense": dense}
-        if rows > 1:
-            tiling = planned(x, out_features)
-            ways = {
-                "registers": [partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights],
-                "memory": [partial(awq_matmul_dense, x, *each[:3]) for each in weights],
-            }
-            found |= {name: device_ms(calls, rounds) for name, calls in ways.items()}
-        else:
-            found["host_us"] = host_us(partial(awq_matmul, x, *first[:3], "triton"))
-            found["host_us_dense"] = host_us(partial(F.linear, x, first[3]))
+        x = torch.randn(rows, in_features, dtype=dtype, device="cuda")
+        tiling = planned(x, out_features)
+        ways = {
+            "awq": [partial(awq_matmul, x, *each[:3], "triton") for each in weights],
+            "dense": [partial(F.linear, x, each[3]) for each in weights],
+            "registers": [partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights],
+            "memory": [partial(awq_matmul_dense, x, *each[:3]) for each in weights],
+        }
+        found = {"in": in_features, "out": out_features, "rows": rows, "bytes": nbytes, "dequantize": dequantize}
+        found |= {name: device_ms(calls, rounds) for name, calls in ways.items()}
+        found |= {"host_us": host_us(ways["awq"][0]), "host_us_dense": host_us(ways["dense"][0])}
         yield {**found, "fastest": fastest(x, weights, rounds) if tilings else None}
 
 
+def dequantize_all(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
+    """Dequantize to memory, without the product."""
+    from kvboost_hf.offload.awq.triton.launch import dequantized
+
+    for _ in dequantized(qweight, qzeros, scales, dtype):
+        pass
+
+
 def planned(x: torch.Tensor, out_features: int) -> Any:
-    """The tiling of a product in registers, which for many rows is not taken."""
+    """The tiling of a product in registers by the kernel for several rows, also where another way is taken."""
+    from kvboost_hf.offload.awq.triton.launch import traits_of
     from kvboost_hf.offload.awq.triton.tiling import plan_tiling
 
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    device = torch.cuda.get_device_properties(0)
+    traits = traits_of(device.major, device.multi_processor_count)
     rows, in_features = x.shape
-    return plan_tiling(rows, in_features, out_features, GROUP, processors=processors, tensor_cores=True)
+    shape = max(rows, 2), in_features, out_features, GROUP
+    return plan_tiling(*shape, processors=traits.processors, tile_rows=traits.tile_rows)
 
 
 def fastest(x: torch.Tensor, weights: list[Drawn], rounds: int) -> Result | None:
@@ -144,12 +155,22 @@ def fastest(x: torch.Tensor, weights: list[Drawn], rounds: int) -> Result | None
 
     first = planned(x, weights[0][2].shape[1])
     if len(x) == 1:
-        blocks = [(1, block_n, block_k, 1) for block_n in (128, 256, 512) for block_k in (8, 16, 32)]
+        blocks = [(1, block_n, block_k, 1, False) for block_n in (128, 256, 512) for block_k in (8, 16, 32)]
     else:
-        blocks = list(product((first.block_m, 2 * first.block_m), (64, 128, 256), (32, 64, 128), (3, 4)))
+        blocks = list(product((first.block_m,), (128, 256, 512), (32, 64), (2, 3, 4), (False, True)))
     found = []
-    for (block_m, block_n, block_k, stages), warps, parts in product(blocks, (4, 8), {1, 2, 4, 8, first.parts}):
-        tiling = Tiling(block_m=block_m, block_n=block_n, block_k=block_k, warps=warps, stages=stages, parts=parts)
+    for (block_m, block_n, block_k, stages, scaled), warps, parts in product(
+        blocks, (2, 4, 8), {1, 2, 4, 8, first.parts}
+    ):
+        tiling = Tiling(
+            block_m=block_m,
+            block_n=block_n,
+            block_k=block_k,
+            warps=warps,
+            stages=stages,
+            parts=parts,
+            scaled=scaled,
+        )
         try:
             ms = device_ms([partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights], rounds)
         except OutOfResources:
@@ -175,8 +196,8 @@ def row_of(name: str, case: Result, result: Result) -> str:
     aim = f" ({'reached' if share >= AWQ_COPY_RATE else 'missed'})" if case["rows"] == 1 else ""
     best = case.get("fastest")
     tried = f"{best['ms']:.4f}: {', '.join(f'{k} {v}' for k, v in best.items() if k != 'ms')}" if best else ""
-    ways = [f"{case[way]:.4f}" if way in case else "" for way in ("registers", "memory")]
-    hosts = [f"{case[each]:.0f}" if each in case else "" for each in ("host_us", "host_us_dense")]
+    ways = [f"{case[way]:.4f}" for way in ("registers", "memory", "dequantize")]
+    hosts = [f"{case[each]:.0f}" for each in ("host_us", "host_us_dense")]
     return (
         f"| {name} | {case['rows']} | {case['awq']:.4f} | {rate:.0f} | {share:.0%}{aim} | {link:.1f}x "
         f"| {case['dense']:.4f} | {case['dense'] / case['awq']:.2f}x | {' | '.join([*ways, *hosts])} | {tried} |"
@@ -186,15 +207,15 @@ def row_of(name: str, case: Result, result: Result) -> str:
 def markdown(result: Result) -> str:
     copy, link = result["rates"]["copy"], result["rates"]["link"]
     lines = [
-        f"float16, groups of {GROUP}; {measured_on(result['provenance'])}",
+        f"{result['dtype']}, groups of {GROUP}; {measured_on(result['provenance'])}",
         "",
         f"A copy on the device reads and writes {copy:.0f} GB/s; one from pinned host memory takes {link:.1f} GB/s. "
         f"For one row, {AWQ_COPY_RATE:.0%} of the former is aimed at. Times in ms, those of the host in µs; in "
-        "registers and in memory are the two ways for several rows.",
+        "registers and in memory are the two ways; dequantize is the first half of the latter.",
         "",
         "| in x out | rows | AWQ | weights, GB/s | of a copy | of the link | dense | dense / AWQ | in registers "
-        "| in memory | host | host, dense | best tiling |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| in memory | dequantize | host | host, dense | best tiling |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     lines += [row_of(f"{each['in']} x {each['out']}", each, result) for each in result["cases"]]
     lines += [row_of(f"layer of {each['model']}", each, result) for each in result["layers"]]
@@ -205,6 +226,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, rounds=7)
     parser.add_argument("--only", default="", help="cases whose names begin so")
+    parser.add_argument(
+        "--dtype", choices=("float16", "bfloat16"), default="float16", help="of rows and dense weights"
+    )
     parser.add_argument("--tilings", action="store_true", help="try other tilings, too; takes its time")
     options = parser.parse_args()
     if options.device != "cuda" or not torch.cuda.is_available():
@@ -213,14 +237,17 @@ def main() -> None:
     torch.manual_seed(0)
     result: Result = {
         "provenance": provenance(sys.argv[1:], "awq.py"),
+        "dtype": options.dtype,
         "rates": rates(options.rounds),
         "cases": [],
         "layers": [],
     }
-    record = Record("awq-cuda", options, result, markdown)
+    record = Record("awq-cuda" if options.dtype == "float16" else "awq-bfloat16-cuda", options, result, markdown)
 
     def add(in_features: int, out_features: int) -> None:
-        for found in measure(in_features, out_features, options.tilings, options.rounds):
+        for found in measure(
+            in_features, out_features, getattr(torch, options.dtype), options.tilings, options.rounds
+        ):
             result["cases"].append(found)
             print(row_of(f"{in_features} x {out_features}", found, result), flush=True)
         result["layers"] = list(layers(result))

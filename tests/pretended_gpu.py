@@ -308,7 +308,7 @@ def awq() -> dict[str, Any]:
         pretended_gpu() as gpu,
         torch.no_grad(),
         mock.patch.object(dispatch, "runs_triton", runs),
-        mock.patch.object(launch, "_device", return_value=(132, True)),
+        mock.patch.object(launch, "_traits", return_value=launch.traits_of(9, 132)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", captures),
     ):
         linear(x)

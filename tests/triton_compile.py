@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -68,6 +69,13 @@ def pointer(x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(map(pointer, x))
     return _NAMES[x.dtype] if isinstance(x, torch.Tensor) else x
+
+
+@cache
+def targets() -> frozenset[int]:
+    """The GPUs that the programs which come with Triton can write instructions for: 80 for sm_80, and so on."""
+    said = subprocess.run([_tool("ptxas"), "--help"], capture_output=True, text=True, check=True).stdout
+    return frozenset(int(each) for each in re.findall(r"'sm_(\d+)'", said))
 
 
 def compile_launches(launches: Sequence[Launch]) -> list[Compiled]:
@@ -150,13 +158,16 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 def _ask(tool: str, option: str, cubin: bytes) -> str:
     """What one of the programs that come with Triton says of a cubin."""
-    import triton.backends.nvidia
-
-    path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([_tool(tool), option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _tool(name: str) -> Path:
+    import triton.backends.nvidia
+
+    return Path(triton.backends.nvidia.__file__).parent / "bin" / name
 
 
 if __name__ == "__main__":

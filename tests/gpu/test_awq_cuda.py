@@ -9,10 +9,20 @@ from kvboost_hf.attention import kernel_calls
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.matmul import awq_matmul
 from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
-from kvboost_hf.offload.awq.triton.tiling import plan_tiling
+from kvboost_hf.offload.awq.triton.tiling import Tiling, plan_tiling
 from tests.awq import Packed
 from tests.gpu.device import COMPILER, DEVICE, ON_GPU, needs_gpu
-from tests.parity.test_awq_triton import BF16, CASES, F16, F32, Product, check
+from tests.parity.test_awq_triton import (
+    BF16,
+    CASES,
+    F16,
+    F32,
+    SCALED,
+    Product,
+    assert_exact_weights,
+    assert_infinities,
+    check,
+)
 
 pytestmark = [
     pytest.mark.skipif(
@@ -21,7 +31,7 @@ pytestmark = [
 ]
 LARGE = [
     *(Product(rows=rows, in_features=5120, out_features=27648) for rows in (1, 7, 16, 40, 300)),
-    *(Product(rows=rows, in_features=27648, out_features=5120, dtype=BF16) for rows in (1, 20, 100)),
+    *(Product(rows=rows, in_features=27648, out_features=5120, dtype=BF16) for rows in (1, 8, 20, 64, 100)),
     *(
         Product(rows=rows, in_features=8192, out_features=1024, dtype=dtype)
         for rows in (1, 33)
@@ -52,6 +62,18 @@ def test_parity(product: Product) -> None:
     check(product, found)
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("tiling", SCALED, ids=["sums", "weights"])
+def test_weights_are_as_exact_as_the_dtype(tiling: Tiling, dtype: torch.dtype) -> None:
+    assert_exact_weights(tiling, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("rows", [5, 17, 64, 128])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_infinities(rows: int, dtype: torch.dtype) -> None:
+    assert_infinities(Product(rows=rows, in_features=LONG, out_features=WIDE, dtype=dtype, device=DEVICE))
+
+
 @pytest.mark.parametrize("product", LARGE[:5], ids=str)
 def test_plain_pytorch_says_the_same(product: Product) -> None:
     given = replace(product, device=DEVICE).tensors()
@@ -78,7 +100,7 @@ def test_the_same_numbers_at_each_call(rows: int) -> None:
 @pytest.mark.parametrize("parts", [1, 3, 40])
 def test_parts_add_up(rows: int, parts: int) -> None:
     product = Product(rows=rows, in_features=LONG, out_features=WIDE + 8, device=DEVICE)
-    planned = plan_tiling(rows, LONG, WIDE + 8, 128, processors=1, tensor_cores=True)
+    planned = plan_tiling(rows, LONG, WIDE + 8, 128, processors=1, tile_rows=64)
     check(product, awq_matmul_triton(*product.tensors(), replace(planned, parts=parts)))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,10 +14,11 @@ from kvboost_hf.attention import kernel_calls
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq import dispatch
 from kvboost_hf.offload.awq.matmul import awq_matmul
-from kvboost_hf.offload.awq.triton import launch
+from kvboost_hf.offload.awq.triton import halfwords, launch
 from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
 from kvboost_hf.offload.awq.triton.tiling import MOST_ROWS, Tiling, plan_tiling, scratch_columns
 from tests.awq import SHIFTS, Packed, Weight, in_gemm, share_of_budget
+from tests.parity.test_triton_halfwords import halves, run
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -36,6 +38,7 @@ class Product:
         dtype: Of x.
         levels: The least of the numbers that weights and zeros are drawn from, and one more than the largest.
         size: Of scales.
+        spread: Standard deviation of x.
         device: Where.
     """
 
@@ -46,13 +49,14 @@ class Product:
     dtype: torch.dtype = F16
     levels: tuple[int, int] = (0, 16)
     size: float = 0.02
+    spread: float = 1.0
     device: torch.device | str = "cpu"
 
     def drawn(self) -> tuple[torch.Tensor, Weight]:
         """Rows and weights."""
         draw = torch.Generator().manual_seed(self.rows + self.out_features)
         groups = self.in_features // self.group_size
-        x = torch.randn(self.rows, self.in_features, generator=draw).to(self.dtype)
+        x = (self.spread * torch.randn(self.rows, self.in_features, generator=draw)).to(self.dtype)
         levels, zeros = (
             torch.randint(*self.levels, (size, self.out_features), generator=draw, dtype=torch.uint8)
             for size in (self.in_features, groups)
@@ -84,6 +88,11 @@ CASES = [
     Product(rows=MOST_ROWS + 1, in_features=96, out_features=520, group_size=32),
     *(Product(rows=rows, size=100.0) for rows in (1, 5, MOST_ROWS + 1)),
     *(Product(rows=rows, size=6e-6, dtype=F32) for rows in (1, 5)),
+    # Large, and less than any normal number of float16; of bfloat16, what float16 cannot hold.
+    *(Product(rows=rows, spread=2.0**13, size=0.002) for rows in (1, 5, 40)),
+    *(Product(rows=rows, spread=2.0**-20, size=100.0) for rows in (1, 5, 40)),
+    *(Product(rows=rows, spread=size, dtype=BF16) for rows in (5, 40) for size in (2.0**100, 2.0**-100)),
+    *(Product(rows=64, group_size=group, dtype=dtype) for group in (32, 64) for dtype in (F16, BF16)),
 ]
 
 
@@ -119,7 +128,7 @@ def test_another_order_of_nibbles_is_found_out(rows: int) -> None:
 def test_parts_add_up(rows: int, parts: int) -> None:
     """Any number of parts, also one that the steps cannot be divided by; the same numbers twice."""
     product = Product(rows=rows, in_features=256, out_features=40, group_size=64)
-    planned = plan_tiling(rows, 256, 40, 64, processors=1, tensor_cores=True)
+    planned = plan_tiling(rows, 256, 40, 64, processors=1, tile_rows=64)
     found, again = (awq_matmul_triton(*product.tensors(), replace(planned, parts=parts)) for _ in range(2))
     check(product, found)
     assert torch.equal(found, again)
@@ -239,19 +248,102 @@ def test_on_a_cpu_it_is_plain_pytorch(kernel: QuantKernel) -> None:
 SHAPES = [(i, o, group) for i in (256, 5120, 28672) for o in (8, 1024, 27648) for group in (32, 64, 128)]
 
 
-@pytest.mark.parametrize("tensor_cores", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 100, 4096])
-def test_tilings(rows: int, tensor_cores: bool) -> None:
+@pytest.mark.parametrize("tile_rows", [0, 32, 64, 128])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 40, 100, 4096])
+def test_tilings(rows: int, tile_rows: int) -> None:
     for in_features, out_features, group in SHAPES:
         shape = rows, in_features, out_features, group
-        tiling = plan_tiling(*shape, processors=132, tensor_cores=tensor_cores)
+        tiling = plan_tiling(*shape, processors=132, tile_rows=tile_rows)
         programs = -(-rows // tiling.block_m) * -(-out_features // tiling.block_n) * tiling.parts
-        steps = -(-in_features // (4 * group)) if rows == 1 else in_features // tiling.block_k
+        steps = -(-in_features // (4 * group)) if rows == 1 else in_features // group
         assert (tiling.block_m == 1) == (rows == 1)
+        assert tiling.block_m <= (tile_rows or 32)
         assert group % tiling.block_k == 0
         assert -(-steps // tiling.parts) * (tiling.parts - 1) < steps, "a part is empty"
         most = 12 if rows == 1 else 3  # those of one row are short, and follow each other
         assert tiling.parts == 1 or programs <= most * 132, "they do not fit on the device at a time"
         if in_features == 5120 and out_features >= 1024:
             assert programs >= 132 // 2, "most processors stand still"
-    assert plan_tiling(1, 5120, 5120, 128, processors=1, tensor_cores=tensor_cores).parts == 1
+    assert plan_tiling(1, 5120, 5120, 128, processors=1, tile_rows=tile_rows).parts == 1
+
+
+@pytest.mark.parametrize("major", [7, 8, 9, 10, 12])
+def test_few_rows_round_no_weights(major: int) -> None:
+    """Scales are multiplied by in float32 as long as registers hold two sums."""
+    tile_rows = launch.traits_of(major, 132).tile_rows
+    for rows in (2, 16, 17, 64):
+        scaled = plan_tiling(rows, 5120, 5120, 128, processors=132, tile_rows=tile_rows).scaled
+        assert scaled == (rows > 16 and major >= 8)
+
+
+SCALED = [
+    Tiling(block_m=16, block_n=64, block_k=32, warps=4, stages=1, parts=1, scaled=each) for each in (False, True)
+]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("tiling", SCALED, ids=["sums", "weights"])
+def test_weights_are_as_exact_as_the_dtype(tiling: Tiling, dtype: torch.dtype) -> None:
+    """Rows that pick one weight of each column give it, rounded once; and with bfloat16, scales rounded, too."""
+    assert_exact_weights(tiling, dtype, "cpu")
+
+
+def assert_exact_weights(tiling: Tiling, dtype: torch.dtype, device: torch.device | str) -> None:
+    product = Product(rows=16, dtype=dtype, device=device)
+    _, weight = product.drawn()
+    x = torch.zeros(16, product.in_features, dtype=dtype, device=device)
+    picked = torch.arange(16) * 16 + 3
+    x[torch.arange(16), picked] = 1
+    found, dense = awq_matmul_triton(x, *in_gemm(weight), tiling), weight.dense[picked]
+    if dtype == F16:
+        assert torch.equal(found, dense.half())
+    else:
+        off = ((found.double() - dense).abs() / dense.abs().clamp(min=1e-30)).max().item()
+        rounded = 2 if tiling.scaled else 1
+        cut = 2 if str(device) == "cpu" else 1  # Triton's interpreter does not round to bfloat16
+        assert off <= 1.01 * rounded * cut * 2**-8
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_infinities(rows: int, dtype: torch.dtype) -> None:
+    assert_infinities(Product(rows=rows, dtype=dtype))
+
+
+@np.errstate(invalid="ignore")  # in the interpreter
+def assert_infinities(product: Product) -> None:
+    """They stay in their rows, and become what plain weights make of them: one of weight 0 is not a number."""
+    x, *packed = product.tensors()
+    weights, (_, weight) = Packed(*packed), product.drawn()
+    finite = awq_matmul(x, *weights, "triton")
+    x[1, 7], x[2, 9], x[3, 11] = float("inf"), float("-inf"), float("nan")
+    found = awq_matmul(x, *weights, "triton")
+    plain = x[1:4].double() @ weight.dense
+    torch.testing.assert_close(found[1:4].double(), plain, rtol=0, atol=0, equal_nan=True)
+    assert plain[:2].isnan().any()
+    assert plain[:2].isinf().any(1).all()
+    others = [0, *range(4, product.rows)]
+    assert torch.equal(found[others], finite[others])
+
+
+@pytest.mark.parametrize("damage", [None, ("0x000f000f", "0x00070007"), ("base,", "t,")], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_instructions(dtype: torch.dtype, damage: tuple[str, str] | None) -> None:
+    """The PTX makes numbers of all halfwords that differ by codes, or by 16 times as much, from those of 0."""
+    text = halfwords.instructions(dtype)
+    if damage:
+        assert damage[0] in text
+        text = text.replace(*damage)
+
+    def numbers(words: np.ndarray) -> list[torch.Tensor]:
+        operands = [np.zeros(1, np.uint32)] * 4 + [words]
+        run(text, operands)
+        return [halves(each).view(dtype).flatten().double() for each in operands[:4]]
+
+    every = np.arange(1 << 16, dtype=np.uint16)
+    lowest = numbers(np.zeros(1, np.uint32))
+    found = [each - low[0] for each, low in zip(numbers(every.view(np.uint32)), lowest, strict=True)]
+    steps = [16.0 if dtype == F16 and j % 2 else 1.0 for j in range(4)]
+    expected = [torch.from_numpy((every >> 4 * j & 15).astype(np.float64)) for j in range(4)]
+    right = all(torch.equal(each / step, code) for each, step, code in zip(found, steps, expected, strict=True))
+    assert right == (damage is None)

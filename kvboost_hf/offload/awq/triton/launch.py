@@ -1,15 +1,18 @@
 """Chooses and launches the kernels."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.runtime import driver
 
 from kvboost_hf.offload.awq.triton.dequantize import dequantize
 from kvboost_hf.offload.awq.triton.gemm import gemm
 from kvboost_hf.offload.awq.triton.gemv import gemv
+from kvboost_hf.offload.awq.triton.halfwords import instructions
 from kvboost_hf.offload.awq.triton.tiling import MOST_ROWS, Tiling, plan_tiling, scratch_columns
 from kvboost_hf.triton_launch import Launcher
 
@@ -25,7 +28,7 @@ class Planned:
     grid: tuple[int, int, int]
     strides: tuple[int, ...]  # arguments of the kernel behind its tensors
     numbers: tuple[int, ...]
-    constants: tuple[int, ...]
+    constants: tuple[int | str | None, ...]
     warps: int
     stages: int
     parts: int = 1  # of the sum
@@ -72,18 +75,26 @@ def awq_matmul_dense(
 
     The scratch memory is freed at the end, for the next layer.
     """
-    (rows, in_features), (groups, out_features) = x.shape, scales.shape
-    out, x = x.new_empty(rows, out_features), x.detach()
+    out, x = x.new_empty(len(x), scales.shape[1]), x.detach()
+    for start, weight in dequantized(qweight, qzeros, scales, x.dtype):
+        torch.mm(x, weight, out=out[:, start : start + weight.shape[1]])
+    return out
+
+
+def dequantized(
+    qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Slices of columns: the first of them, and weights [in_features, columns], valid until the next slice."""
+    in_features, (groups, out_features) = len(qweight), scales.shape
     packed = qweight.contiguous(), qzeros.contiguous(), scales.contiguous()
-    most = scratch_columns(in_features, out_features, x.itemsize)
-    scratch = x.new_empty(in_features * most)
+    most = scratch_columns(in_features, out_features, dtype.itemsize)
+    scratch = torch.empty(in_features * most, dtype=dtype, device=qweight.device)
     for start in range(0, out_features, most):
         width = min(most, out_features - start)
-        plan = plan_dequantizing(in_features, groups, out_features, width, x.dtype, x.device)
+        plan = plan_dequantizing(in_features, groups, out_features, width, dtype, qweight.device)
         weight = scratch[: in_features * width]
-        plan(x.device, (*packed, weight), start // 8)
-        torch.mm(x, weight.view(in_features, width), out=out[:, start : start + width])
-    return out
+        plan(qweight.device, (*packed, weight), start // 8)
+        yield start, weight.view(in_features, width)
 
 
 @lru_cache(_KEPT)
@@ -98,22 +109,25 @@ def planned(
     tiling: Tiling | None,
 ) -> Planned:
     """The launch for `x` [rows, in_features] with this stride, and a weight."""
-    group_size = in_features // groups
+    group_size, traits = in_features // groups, _traits(device)
     if tiling is None:
-        processors, tensor_cores = _device(device)
+        tile_rows = traits.tile_rows if dtype.itemsize == 2 else 0
         shape = rows, in_features, out_features, group_size
-        tiling = plan_tiling(*shape, processors=processors, tensor_cores=tensor_cores and dtype.itemsize == 2)
+        tiling = plan_tiling(*shape, processors=traits.processors, tile_rows=tile_rows)
     assert group_size % tiling.block_k == 0
     tiles = -(-rows // tiling.block_m) * -(-out_features // tiling.block_n)
     split = tiling.parts > 1
     assert tiles <= _COUNTERS or not split
-    rest, words = (tiling.block_n, tiling.block_k, split), out_features // 8
+    rest = tiling.block_n, tiling.block_k, split
     given: dict[str, Any] = {"grid": (tiles, tiling.parts, 1), "parts": tiling.parts}
     given |= {"warps": tiling.warps, "stages": tiling.stages}
     if tiling.block_m == 1:
-        return Planned(launch=_gemv, strides=(words,), numbers=(groups,), constants=(group_size, *rest), **given)
-    constants = group_size, tiling.block_m, *rest
-    return Planned(launch=_gemm, strides=(stride, words), numbers=(rows, groups), constants=constants, **given)
+        return Planned(
+            launch=_gemv, strides=(out_features // 8,), numbers=(groups,), constants=(group_size, *rest), **given
+        )
+    ptx = instructions(dtype) if traits.packed and dtype.itemsize == 2 else None
+    given |= {"strides": (stride, out_features // 4), "numbers": (rows, groups)}
+    return Planned(launch=_gemm, constants=(group_size, tiling.block_m, *rest, tiling.scaled, ptx), **given)
 
 
 @lru_cache(_KEPT)
@@ -147,10 +161,28 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
     return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """A device, as kernels are planned for it."""
+
+    processors: int
+    tile_rows: int  # the most in a tile for its tensor cores; 0 where Triton has no use for them
+    packed: bool  # whether PTX can be run, two numbers of 16 bits at a time
+
+
 @cache
-def _device(device: torch.device) -> tuple[int, bool]:
-    """The number of processors, and whether Triton can use their tensor cores."""
+def _traits(device: torch.device) -> Traits:
     if device.type == "cpu":
-        return 1, True
+        return Traits(1, 64, not knobs.runtime.interpret)
     found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, torch.version.hip is not None or found.major >= 8
+    if torch.version.hip is not None:
+        return Traits(found.multi_processor_count, 64, False)
+    return traits_of(found.major, found.multi_processor_count)
+
+
+def traits_of(major: int, processors: int) -> Traits:
+    """NVIDIA's GPUs, by the first number of their compute capability."""
+    # Hopper's tensor cores read weights from shared memory, which leaves registers for the sums of more rows. Those of
+    # sm_100 take tiles of 64 rows from memory of their own, which costs 16 instructions a weight.
+    tile_rows = {8: 64, 9: 128, 10: 32, 11: 32}.get(major, 64 if major >= 8 else 0)
+    return Traits(processors, tile_rows, packed=major >= 8)
