@@ -1,6 +1,7 @@
-"""Calls `scaled_dot_product_attention`: the fastest for a plain square prompt on a GPU; with a mask for all else."""
+"""Calls `scaled_dot_product_attention`: where it is fastest on a GPU, and with a mask for all else."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +19,32 @@ _FASTEST_FIRST = [
 ]
 
 
-def is_faster(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether this is a plain square prompt on a GPU, for which PyTorch has the vendor's kernels."""
+def faster_case(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Literal["square", "decode"] | None:
+    """Return the case for which PyTorch has a kernel of the vendor's that is at least as fast as ours, if it is one.
+
+    Args:
+        call: Queries, and how their logits are made.
+        key: [batch, num_kv_heads, columns, head_dim].
+        value: [batch, num_kv_heads, columns, value_dim].
+
+    Returns:
+        `"square"` for a plain square prompt, `"decode"` for one query that sees all columns, and None for every other
+        call, and off a GPU.
+    """
     query, seen = call.query, call.visibility
-    if not (1 < query.shape[2] == key.shape[2] and query.is_cuda):
-        return False
-    asked = seen.keep, seen.columns, seen.tree, seen.mask, call.sinks
-    return (
-        not any(each is not None for each in asked)
-        and not (seen.window or call.softcap or call.partial)
-        and query.dtype != torch.float32
-        and key.shape[3] == value.shape[3] <= 256
-    )
+    queries, dim = query.shape[2], query.shape[3]
+    if call.partial or not (queries == 1 or queries == key.shape[2]) or not query.is_cuda:
+        return None
+    if seen.keep is not None or seen.columns is not None or seen.tree is not None or seen.mask is not None:
+        return None
+    if seen.window or call.softcap or call.sinks is not None or query.dtype is torch.float32:
+        return None
+    if not key.shape[3] == value.shape[3] <= 256:
+        return None
+    if queries > 1:
+        return "square"
+    # Other widths it pads, in a copy of all columns. Its kernel for AMD was never timed with one query.
+    return "decode" if dim % 8 == 0 and not torch.version.hip else None
 
 
 def attend(
