@@ -177,6 +177,33 @@ def python_calls() -> dict[str, int]:
     return found
 
 
+def token_calls() -> dict[str, int]:
+    """Functions, of Python and of C, that a token of a model with 8 layers calls, by attention."""
+    import torch
+    from transformers import DynamicCache
+
+    from tests.conftest import make_model
+
+    model, ids, found = make_model("deep_llama").to(torch.bfloat16), torch.ones(1, 20, dtype=torch.long), {}
+    with pretended_gpu(), torch.no_grad():
+        for attention in ("sdpa", "kvboost_fa2"):
+            model.set_attn_implementation(attention)
+            cache, count = DynamicCache(config=model.config), 0
+            model(ids, past_key_values=cache)
+
+            def note(frame: Any, event: str, _: Any) -> None:
+                nonlocal count
+                count += event in ("call", "c_call")
+
+            for _ in range(2):  # the first one imports
+                count = 0
+                sys.setprofile(note)
+                model(ids[:, :1], past_key_values=cache)
+                sys.setprofile(None)
+            found[attention] = count
+    return found
+
+
 def launches() -> dict[str, list[str]]:
     """The kernels of one layer's attention as a token is decoded."""
     import torch

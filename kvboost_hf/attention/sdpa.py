@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvboost_hf.attention.call import AttentionCall, Part
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.visibility import Visibility
 
 _LONG = 32_768  # tokens: cuDNN plans for each length anew, for about as long as it then saves on all layers
@@ -54,39 +54,31 @@ def attend(
     *,
     bias: torch.Tensor | None = None,
     dropout: float = 0.0,
-) -> Part:
-    """Compute what `reference.attend` defines, without softcap, sinks and log-sum-exp. Differentiable."""
+) -> torch.Tensor:
+    """Compute attention [batch, queries, heads, value_dim] without softcap, sinks and log-sum-exp. Differentiable."""
     assert not call.softcap
     assert not call.partial
     assert call.sinks is None
     query, visibility = call.query, call.visibility
-    queries, total = query.shape[2], key.shape[2]
-    own = (visibility.keep, visibility.columns, visibility.tree, visibility.mask, bias)
-    plain = not visibility.window and all(each is None for each in own)
+    queries, total, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    plain = visibility.keep is None and visibility.columns is None and visibility.tree is None
+    plain = plain and visibility.mask is None and bias is None and not visibility.window
     square = plain and visibility.causal and queries == total > 1
-    mask = (
-        None if square or (plain and (not visibility.causal or queries == 1)) else _mask(query, key, visibility, bias)
-    )
-    if mask is not None and query.shape[1] != key.shape[1]:  # with a mask, grouped heads take the slowest kernel
-        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
-    grouped = query.shape[1] != key.shape[1]
-    with _order(query, square=square):
+    mask = None
+    if not (square or (plain and (queries == 1 or not visibility.causal))):
+        mask = _mask(query, key, visibility, bias)
+        if groups > 1:  # with a mask, grouped heads take the slowest kernel
+            key, value, groups = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1), 1
+    with _order(query) if square else nullcontext():
         out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=square,
-            scale=call.scale,
-            enable_gqa=grouped,
+            query, key, value, mask, dropout, square, scale=call.scale, enable_gqa=groups > 1
         )
-    return out.transpose(1, 2).contiguous(), query.new_empty(0, dtype=torch.float32)
+    return out.transpose(1, 2).contiguous()
 
 
-def _order(query: torch.Tensor, *, square: bool) -> AbstractContextManager[None]:
+def _order(query: torch.Tensor) -> AbstractContextManager[None]:
     """Ask cuDNN first for a long square prompt, on a GPU where it is faster than what PyTorch would ask first."""
-    if not square or query.shape[2] < _LONG or not query.is_cuda or torch.version.hip:
+    if query.shape[2] < _LONG or not query.is_cuda or torch.version.hip:
         return nullcontext()
     if torch.cuda.get_device_capability(query.device) < (9, 0):
         return nullcontext()

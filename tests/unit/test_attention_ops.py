@@ -114,7 +114,7 @@ def test_cudnn_plans_for_long_prompts_only(tokens: int, asked: bool, monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with FakeTensorMode():
         query = torch.empty(1, 4, tokens, 32, dtype=torch.float16, device="cuda")
-    assert isinstance(sdpa._order(query, square=True), nullcontext) != asked
+    assert isinstance(sdpa._order(query), nullcontext) != asked
 
 
 @pytest.mark.parametrize(("tier", "called"), [("triton", "sdpa.square"), ("reference", "reference.attend")])
