@@ -196,14 +196,15 @@ class Loading:
         """The table of all columns on the device of a layer, made by its stream; None if the layer is to be copied."""
         if not opened or opened[0].device not in self._streams:
             return None
-        device, chunks = opened[0].device, [chunk.kv for chunk in self._chunks]
+        device, dtype = opened[0].device, self._chunks[0].kv.blocks[0].dtype
         if any(part.device != device or part.stride()[2:] != (part.shape[3], 1) for part in opened):
             return None
-        if any(part.dtype != chunks[0].blocks[0].dtype for part in opened):  # a layer may keep another one
+        if any(part.dtype != dtype for part in opened):  # a layer may keep another one
             return None
         if device not in self._tables:
             self._tables[device] = None
             if transfer.link.gathers(device):
+                chunks = [chunk.kv for chunk in self._chunks]
                 for kv in chunks:
                     for block in kv.blocks:
                         block.wait()
