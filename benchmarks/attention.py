@@ -11,7 +11,9 @@ all, is said, too, since prompts are of ever new lengths. A way or a case that f
 
 On a GPU all is bfloat16: squares against PyTorch's flash and cuDNN kernels and FlexAttention; suffixes, trees and
 sparse rows against `sdpa` as transformers calls it, with a mask and keys repeated for each head of a group, and
-suffixes against PyTorch's bias for them, which needs neither; decode as a share of what a copy of as many bytes takes.
+suffixes against PyTorch's bias for them, which needs neither; decode against `sdpa` without a mask, and as a share of
+what a copy of as many bytes takes, except over 4k columns, where launches take longer than the bytes. A plain square
+and one query without padding go to PyTorch's kernels: "own kernel" is that of padded rows.
 On a CPU all is float32 against `sdpa` as transformers calls it, and codes against decoding all of them as a live cache
 does.
 """
@@ -52,7 +54,8 @@ L2_BYTES = 128 << 20  # inputs of a case take at least twice as much
 MOST_INPUTS = 64
 LAUNCH_CYCLES = 1 << 20  # of a GPU, about half a millisecond: in which the host launches one call
 CLOCKS = ("first", "wall", "device", "graph")
-WINDOW = 128  # tokens of a block of codes, and of a piece of a table
+WINDOW = 128  # tokens of a block of codes
+PIECES = 128, 2048  # tokens of a piece of a table: of a chunk, and of the 16 chunks that caches join
 CODES = {
     "int8": KVQuantConfig(method="kivi", key_bits=8, value_bits=8),
     "int4": KVQuantConfig(method="kivi", key_bits=4, value_bits=4),
@@ -290,15 +293,17 @@ def copied(codes: CodePlanes) -> CodePlanes:
     return replace(codes, **{name: plane.clone() for name, plane in planes.items() if plane is not None})
 
 
-def table(queries: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
-    """Pieces in any order in memory, against the same columns in order."""
-    pieces = total // WINDOW
+def table(
+    tokens: int, queries: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype
+) -> Case:
+    """Pieces of so many tokens in any order in memory, against the same columns in order."""
+    pieces = total // tokens
 
     def make() -> Inputs:
         query, key, value = draw(queries, total, heads, dim, device, dtype)()
         order = torch.randperm(pieces)
-        rows = torch.stack([order, torch.arange(pieces) * WINDOW, torch.full((pieces,), -1)], dim=-1)
-        parts = (tuple(each[0].split(WINDOW, dim=1)) for each in (key, value))
+        rows = torch.stack([order, torch.arange(pieces) * tokens, torch.full((pieces,), -1)], dim=-1)
+        parts = (tuple(each[0].split(tokens, dim=1)) for each in (key, value))
         return query, key, value, PieceTable(*parts, rows[None], total)  # type: ignore[arg-type, call-arg]
 
     scale, before, everything = dim**-0.5, Visibility(), Visibility(causal=False)
@@ -308,7 +313,7 @@ def table(queries: int, total: int, heads: tuple[int, int], dim: int, device: st
         ),
         "contiguous": lambda q, k, v, pieces: ops.attend(AttentionCall(q, scale, everything, partial=True), k, v),
     }
-    return Case(f"table, {queries} over {short(total)}, D {dim}", ways, make, device)
+    return Case(f"table of {short(tokens)}, {queries} over {short(total)}, D {dim}", ways, make, device)
 
 
 def square(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
@@ -338,8 +343,10 @@ def new_lengths(total: int, heads: tuple[int, int], dim: int, device: str, dtype
 
 def decode(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
     """One query; the copy, of the keys over the values, reads and writes as many bytes as there are of both."""
+    scale = dim**-0.5
     ways: dict[str, Way] = {
         "kvboost_fa2": ours(Visibility()),
+        "own kernel": lambda q, k, v: ops.attend(AttentionCall(q, scale, Visibility(), partial=True), k, v),
         "sdpa": stock(None),
         "copy": lambda q, k, v: v.copy_(k),
     }
@@ -377,8 +384,9 @@ def gpu_cases() -> Iterator[partial[Case]]:
     for total in (32768, 131072):
         for name in CODES:
             yield partial(coded, name, 1, total, (32, 8), 128, *end)
-        for queries in (1, 16, 128):
-            yield partial(table, queries, total, (32, 8), 128, *end)
+        for tokens in PIECES:
+            for queries in (1, 16, 128):
+                yield partial(table, tokens, queries, total, (32, 8), 128, *end)
     for total in (4096, 32768):
         yield partial(tree, 32, total, (32, 8), 128, *end)
     for total in (4096, 16384):

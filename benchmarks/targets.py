@@ -47,11 +47,13 @@ ATTENTION = {
     ("suffix of 16 over 128k", "masked sdpa"): 2.0,
     ("suffix of 128 over 32k", "masked sdpa"): 2.0,
     ("suffix of 128 over 128k", "masked sdpa"): 2.0,
-    ("decode", "copy"): 0.7,
+    ("decode over 4k", "sdpa"): 0.95,  # a copy of so few bytes is sooner than any two launches
+    ("decode over 32k", "copy"): 0.7,
+    ("decode over 128k", "copy"): 0.7,
     ("int8", "bfloat16"): 1.5,
     ("int4", "bfloat16"): 2.2,
     ("sparse 15%", "full prefill"): 4.0,
-    ("table", "contiguous"): 0.9,
+    ("table of 2k", "contiguous"): 0.9,
 }
 AWQ_COPY_RATE = 0.6  # least share of it, for one row
 STREAMING = {"of the ceiling": 0.9, "against cpu_offload": 5.0}  # at least

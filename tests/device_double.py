@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kvboost_hf.cache.kv import staging, transfer
+from kvboost_hf.cache.kv.gather_kernel import launch
 
 CUDA = torch.device("cuda", 0)
 Clock = dict[str, int]  # of each stream, how many of its operations are done
@@ -107,7 +108,9 @@ class DoubleTensor(torch.Tensor):
 class DoubleDevice:
     """The device, and the `Link` to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, gathers: bool = False) -> None:
+        self._gathers = gathers
+        self.kept: list[tuple[Sequence[torch.Tensor], DoubleEvent]] = []
         self.blocking: list[str] = []  # what the host has waited for
         self.races: list[str] = []
         self.sent: list[tuple[str, int, int]] = []  # copies to the device: the stream, its clock, and bytes
@@ -159,6 +162,25 @@ class DoubleDevice:
     def _unpin(self, memory: int, nbytes: int) -> None:
         self._pinned.discard(memory)
         self.pinned_bytes -= nbytes
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        return not isinstance(host, DoubleTensor) and _memory(host) in self._pinned
+
+    def gathers(self, device: torch.device) -> bool:
+        return self._gathers
+
+    def gather(self, opened: Sequence[Any], table: Any, places: Sequence[tuple[int, int]]) -> None:
+        """The kernel, in Triton's interpreter; what it reads of the host is what it writes."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            launch([part.inner for part in opened], table.inner, places)
+            self.work["gather"] += 1
+            self._queue("gather", reads=[table.inner], writes=[part.inner for part in opened])
+            stream = self.current(CUDA)
+            nbytes = sum(part.inner.nbytes for part in opened)
+            self.sent.append((stream.name, stream.clock[stream.name], nbytes))
+
+    def keep(self, host: Sequence[torch.Tensor], event: Any) -> None:
+        self.kept.append((host, event))
 
     def free_bytes(self, device: torch.device) -> int:
         return 1 << 30
@@ -230,6 +252,23 @@ class DoubleDevice:
             return here[id(leaf)] if id(leaf) in here else DoubleTensor(leaf, self)
 
         return tree_map(wrapped, found)
+
+    def _queue(self, name: str, *, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Keep the clocks of the memory that a kernel has used."""
+        stream = self.current(CUDA)
+        _merge(stream.clock, self.host)
+        stream.clock[stream.name] += 1
+        now = stream.clock[stream.name]
+        for tensor in (*reads, *writes):
+            use = self._uses.setdefault(_memory(tensor), _Use())
+            by, at = use.written
+            if by and stream.clock[by] < at:
+                self.races.append(f"{name} on {stream.name} does not wait for what {by} has written")
+            use.read[stream.name] = now
+        for tensor in writes:
+            late = [other for other, when in self._uses[_memory(tensor)].read.items() if stream.clock[other] < when]
+            self.races += [f"{name} on {stream.name} writes to what {other} still reads" for other in late]
+            self._uses[_memory(tensor)] = _Use((stream.name, now))
 
     def _note(self, func: Any, name: str, here: Any, args: Any, kwargs: Any, found: Any) -> None:
         """Keep the clocks of the memory that an operator has used; `found` is what it has written on the device."""

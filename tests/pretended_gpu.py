@@ -128,7 +128,7 @@ def _coded(columns: int, method: str) -> Any:
     return CodedKV(*planes, torch.tensor([128, 128], dtype=torch.int32), 256, 0, *_tensors(1, columns)[1:])  # type: ignore[arg-type, call-arg]
 
 
-def _layer(query: Any, *held: Any, mask: Any = None) -> Callable[[], Any]:
+def _layer(query: Any, *held: Any, mask: Any = None, softcap: float | None = None) -> Callable[[], Any]:
     """One layer's attention, as transformers calls it, over keys and values, or over what a cache holds."""
     from functools import partial
     from importlib import import_module
@@ -140,7 +140,7 @@ def _layer(query: Any, *held: Any, mask: Any = None) -> Callable[[], Any]:
     attention = import_module("kvboost_hf.attention.layer").attention
     if len(held) == 1:
         held = tuple(KVHandle(held[0], lambda: torch.empty(0), query, 0) for _ in range(2))
-    given = {"scaling": 0.09, "is_causal": True, "position_ids": None, "use_cache": True}
+    given = {"scaling": 0.09, "is_causal": True, "position_ids": None, "use_cache": True, "softcap": softcap}
     return partial(attention, None, query, *held, mask, **given)
 
 
@@ -151,7 +151,8 @@ def python_calls() -> dict[str, int]:
     query, key, value = _tensors(1, 4096)
     keep = torch.ones(1, 1, 1, 4096, dtype=torch.bool)
     layers = {
-        "dense": _layer(query, key, value),
+        "plain": _layer(query, key, value),
+        "softcap": _layer(query, key, value, softcap=30.0),
         "padded": _layer(query, key, value, mask=keep),
         "suffix": _layer(*_tensors(128, 4096)),
         "square": _layer(*_tensors(64, 64)),
@@ -176,17 +177,50 @@ def python_calls() -> dict[str, int]:
     return found
 
 
+def token_calls() -> dict[str, int]:
+    """Functions, of Python and of C, that a token of a model with 8 layers calls, by attention."""
+    import torch
+    from transformers import DynamicCache
+
+    from tests.conftest import make_model
+
+    model, ids, found = make_model("deep_llama").to(torch.bfloat16), torch.ones(1, 20, dtype=torch.long), {}
+    with pretended_gpu(), torch.no_grad():
+        for attention in ("sdpa", "kvboost_fa2"):
+            model.set_attn_implementation(attention)
+            cache, count = DynamicCache(config=model.config), 0
+            model(ids, past_key_values=cache)
+
+            def note(frame: Any, event: str, _: Any) -> None:
+                nonlocal count
+                count += event in ("call", "c_call")
+
+            for _ in range(2):  # the first one imports
+                count = 0
+                sys.setprofile(note)
+                model(ids[:, :1], past_key_values=cache)
+                sys.setprofile(None)
+            found[attention] = count
+    return found
+
+
 def launches() -> dict[str, list[str]]:
     """The kernels of one layer's attention as a token is decoded."""
     import torch
 
     query, key, value = _tensors(1, 4096)
-    held = {"pieces": (_pieced(70),), "int4": (_coded(70, "int4"),), "turboquant": (_coded(70, "turboquant"),)}
+    keep = torch.ones(1, 1, 1, 4096, dtype=torch.bool)
+    layers = {
+        "plain": _layer(query, key, value),
+        "padded": _layer(query, key, value, mask=keep),
+        **{name: _layer(query, _coded(70, name)) for name in ("int4", "turboquant")},
+        "pieces": _layer(query, _pieced(70)),
+    }
     found = {}
     with pretended_gpu() as gpu, torch.no_grad():
-        for name, each in {"dense": (key, value), **held}.items():
+        for name, layer in layers.items():
             gpu.launches.clear()
-            _layer(query, *each)()
+            layer()
             found[name] = [kernel.name for kernel, _ in gpu.launches]
     return found
 
@@ -198,9 +232,11 @@ def _calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     query = _tensors(1, 1)[0]
     for total in range(1000, 1064):
         keep = torch.ones(1, 1, 1, total + 5, dtype=torch.bool)[..., 5:]
-        yield "decoding", _layer(*_tensors(1, total))
+        yield "decoding, plain", _layer(*_tensors(1, total))
+        yield "decoding", _layer(*_tensors(1, total), softcap=30.0)
         yield "decoding, padded", _layer(*_tensors(1, total), mask=keep)
-        yield "decoding, room to spare", _layer(query, *(each[:, :, :total] for each in _tensors(1, 2048)[1:]))
+        room = (each[:, :, :total] for each in _tensors(1, 2048)[1:])
+        yield "decoding, room to spare", _layer(query, *room, softcap=30.0)
     for queries in (17, 100, 128, 333, 1000, 1001, 4096):
         yield "suffixes", _layer(*_tensors(queries, queries + 1777))
     for tail in range(1, 65):
@@ -209,9 +245,10 @@ def _calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     for tail in (1, 40):
         yield "turboquant", _layer(query, _coded(tail, "turboquant"))
     _, key, value = _tensors(1, 1000)
-    yield "odd addresses", _layer(query, torch.zeros(key.numel() + 1).to(key)[1:].view_as(key), value)
+    odd = torch.zeros(key.numel() + 1).to(key)[1:].view_as(key)
+    yield "odd addresses", _layer(query, odd, value, softcap=30.0)
     yield "float32", _layer(query.float(), key.float(), value.float())
-    yield "odd strides", _layer(*(each[..., :72].contiguous() for each in (query, key, value)))
+    yield "odd strides", _layer(*(each[..., :72].contiguous() for each in (query, key, value)), softcap=30.0)
 
 
 def compilations() -> dict[str, Any]:

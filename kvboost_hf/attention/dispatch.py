@@ -21,11 +21,12 @@ def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
     """Run the kernel for `ops.attend`."""
     query = call.query
     backend = backend_of(query.device, query.dtype)
-    # Before sm_80, PyTorch's fast kernel takes no grouped heads.
-    own = backend == "triton" or (backend == "cuda" and query.shape[1] == key.shape[1])
-    if own and sdpa.is_faster(call, key, value):
-        count("sdpa", "square")
-        return sdpa.attend(call, key, value)
+    if backend == "triton" or backend == "cuda":
+        case = sdpa.faster_case(call, key, value)
+        # Before sm_80, PyTorch's fast kernel takes no grouped heads, and does not split the columns of one query.
+        if case and (backend == "triton" or (case == "square" and query.shape[1] == key.shape[1])):
+            count("sdpa", case)
+            return sdpa.attend(call, key, value), no_log(query.device)
     if backend == "triton":
         import kvboost_hf.attention.triton.dense as dense
 
@@ -43,7 +44,7 @@ def attend(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Part:
         return cpu.attend(call, key, value)
     if backend != "reference" and not (call.softcap or call.partial or call.sinks is not None):
         count("sdpa", "attend")
-        return sdpa.attend(call, key, value)
+        return sdpa.attend(call, key, value), no_log(query.device)
     count("reference", "attend")
     out, lse = reference.attend(call, key, value)
     return out, lse if call.partial else no_log(out.device)

@@ -155,7 +155,7 @@ def _with_graph(
         count("reference", "with_graph")
         return reference.attend(call, key, value, bias=bias)[0]
     count("sdpa", "with_graph")
-    return sdpa.attend(call, key, value, bias=bias, dropout=dropout)[0]
+    return sdpa.attend(call, key, value, bias=bias, dropout=dropout)
 
 
 def _read_in_place(call: AttentionCall, kv: MixedKV) -> torch.Tensor | None:

@@ -1,12 +1,13 @@
-"""Calls `scaled_dot_product_attention`: the fastest for a plain square prompt on a GPU; with a mask for all else."""
+"""Calls `scaled_dot_product_attention`: where it is fastest on a GPU, and with a mask for all else."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvboost_hf.attention.call import AttentionCall, Part
+from kvboost_hf.attention.call import AttentionCall
 from kvboost_hf.attention.visibility import Visibility
 
 _LONG = 32_768  # tokens: cuDNN plans for each length anew, for about as long as it then saves on all layers
@@ -18,18 +19,32 @@ _FASTEST_FIRST = [
 ]
 
 
-def is_faster(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether this is a plain square prompt on a GPU, for which PyTorch has the vendor's kernels."""
+def faster_case(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Literal["square", "decode"] | None:
+    """Return the case for which PyTorch has a kernel of the vendor's that is at least as fast as ours, if it is one.
+
+    Args:
+        call: Queries, and how their logits are made.
+        key: [batch, num_kv_heads, columns, head_dim].
+        value: [batch, num_kv_heads, columns, value_dim].
+
+    Returns:
+        `"square"` for a plain square prompt, `"decode"` for one query that sees all columns, and None for every other
+        call, and off a GPU.
+    """
     query, seen = call.query, call.visibility
-    if not (1 < query.shape[2] == key.shape[2] and query.is_cuda):
-        return False
-    asked = seen.keep, seen.columns, seen.tree, seen.mask, call.sinks
-    return (
-        not any(each is not None for each in asked)
-        and not (seen.window or call.softcap or call.partial)
-        and query.dtype != torch.float32
-        and key.shape[3] == value.shape[3] <= 256
-    )
+    queries, dim = query.shape[2], query.shape[3]
+    if call.partial or not (queries == 1 or queries == key.shape[2]) or not query.is_cuda:
+        return None
+    if seen.keep is not None or seen.columns is not None or seen.tree is not None or seen.mask is not None:
+        return None
+    if seen.window or call.softcap or call.sinks is not None or query.dtype is torch.float32:
+        return None
+    if not key.shape[3] == value.shape[3] <= 256:
+        return None
+    if queries > 1:
+        return "square"
+    # Other widths it pads, in a copy of all columns. Its kernel for AMD was never timed with one query.
+    return "decode" if dim % 8 == 0 and not torch.version.hip else None
 
 
 def attend(
@@ -39,39 +54,31 @@ def attend(
     *,
     bias: torch.Tensor | None = None,
     dropout: float = 0.0,
-) -> Part:
-    """Compute what `reference.attend` defines, without softcap, sinks and log-sum-exp. Differentiable."""
+) -> torch.Tensor:
+    """Compute attention [batch, queries, heads, value_dim] without softcap, sinks and log-sum-exp. Differentiable."""
     assert not call.softcap
     assert not call.partial
     assert call.sinks is None
     query, visibility = call.query, call.visibility
-    queries, total = query.shape[2], key.shape[2]
-    own = (visibility.keep, visibility.columns, visibility.tree, visibility.mask, bias)
-    plain = not visibility.window and all(each is None for each in own)
+    queries, total, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    plain = visibility.keep is None and visibility.columns is None and visibility.tree is None
+    plain = plain and visibility.mask is None and bias is None and not visibility.window
     square = plain and visibility.causal and queries == total > 1
-    mask = (
-        None if square or (plain and (not visibility.causal or queries == 1)) else _mask(query, key, visibility, bias)
-    )
-    if mask is not None and query.shape[1] != key.shape[1]:  # with a mask, grouped heads take the slowest kernel
-        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
-    grouped = query.shape[1] != key.shape[1]
-    with _order(query, square=square):
+    mask = None
+    if not (square or (plain and (queries == 1 or not visibility.causal))):
+        mask = _mask(query, key, visibility, bias)
+        if groups > 1:  # with a mask, grouped heads take the slowest kernel
+            key, value, groups = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1), 1
+    with _order(query) if square else nullcontext():
         out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=square,
-            scale=call.scale,
-            enable_gqa=grouped,
+            query, key, value, mask, dropout, square, scale=call.scale, enable_gqa=groups > 1
         )
-    return out.transpose(1, 2).contiguous(), query.new_empty(0, dtype=torch.float32)
+    return out.transpose(1, 2).contiguous()
 
 
-def _order(query: torch.Tensor, *, square: bool) -> AbstractContextManager[None]:
+def _order(query: torch.Tensor) -> AbstractContextManager[None]:
     """Ask cuDNN first for a long square prompt, on a GPU where it is faster than what PyTorch would ask first."""
-    if not square or query.shape[2] < _LONG or not query.is_cuda or torch.version.hip:
+    if query.shape[2] < _LONG or not query.is_cuda or torch.version.hip:
         return nullcontext()
     if torch.cuda.get_device_capability(query.device) < (9, 0):
         return nullcontext()

@@ -1,6 +1,7 @@
 """Tiers, codecs and live quantization on a CUDA device: K/V that goes to pinned memory, to disk, and back."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from transformers import PreTrainedModel
 from kvboost_hf import ChunkReuseCache, ChunkStore, KVQuantConfig, check_model_compatibility
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cache.forward import loading
+from kvboost_hf.cache.kv import transfer
 from tests.conftest import counted, left_pad, make_model, random_ids
-from tests.gpu.device import DEVICE, ON_GPU
+from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
 
 BASE = random_ids(2000, seed=1)
 
@@ -39,6 +41,36 @@ def test_what_is_stored_is_in_pinned_memory_and_arrives_whole() -> None:
     assert all(plane.is_pinned() == ON_GPU for plane in chunk.kv.tensors)
     for found, expected in zip(chunk.kv.reader().layer(0) or (), held or (), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@needs_gpu("its kernels read pinned memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_hit_is_gathered_from_pinned_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one kernel a layer, also if the store evicts it at once and the memory is used again."""
+    monkeypatch.setattr(loading, "_MIN_BYTES", 1)
+    assert transfer.link.gathers(DEVICE)
+    gather, layers = transfer.CudaLink.gather, []
+
+    def noted(self: transfer.CudaLink, opened: Any, table: Any, places: Any) -> None:
+        layers.append(places)
+        gather(self, opened, table, places)
+
+    monkeypatch.setattr(transfer.CudaLink, "gather", noted)
+    model = reader(dtype)
+    store, plain = ChunkStore(model, chunk_size=64), tokens(model, BASE)
+    store.warm(BASE)
+    for _ in range(2):
+        layers.clear()
+        cache = ChunkReuseCache(model, store)
+        torch.cuda._sleep(2**28)  # what the kernels wait for
+        found = tokens(model, BASE, cache)
+        assert cache.report.tier_tokens["ram"] >= 1920
+        assert len(layers) == model.config.num_hidden_layers
+        assert torch.equal(found, plain)
+        store.clear()
+        for _ in range(40):
+            transfer.link.pinned(torch.Size([4, 2, 64, 16]), dtype).fill_(9)
+        store.warm(BASE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from triton import knobs
 
+from kvboost_hf import ChunkReuseCache, ChunkStore
 from kvboost_hf.attention import backends, kernel_calls, use_tier
 from tests.architectures.models import TRIED, make_architecture
 from tests.architectures.table import of_tested_release
@@ -67,6 +68,49 @@ def test_logits_of_a_suffix(name: str, padded: bool) -> None:
         logits = torch.cat(steps, dim=1)
         found.append(logits[mask.bool()] if mask is not None else logits)
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("given", ["DynamicCache", "ChunkReuseCache", "ChunkReuseCache, a mask of ones"])
+def test_one_query_goes_to_pytorch_where_nothing_is_hidden(
+    given: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: here tensors say that they are there, and kernels are interpreted."""
+    eager, ours = (model.half() for model in both("llama"))
+    inputs = left_pad(random_ids(37, 1), random_ids(30 if padded else 37, 2))
+    told: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
+    expected = eager.generate(**inputs, **told, return_dict_in_generate=True)
+    if "mask" in given:  # as transformers before 5.23 makes it
+        prepare = ours.prepare_inputs_for_generation
+
+        def with_mask(ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            made = prepare(ids, *args, **kwargs)
+            return made if made.get("attention_mask") is not None else {**made, "attention_mask": torch.ones_like(ids)}
+
+        monkeypatch.setattr(ours, "prepare_inputs_for_generation", with_mask)
+
+    def make_cache() -> Any:
+        return ChunkReuseCache(ours, ChunkStore(ours)) if "Reuse" in given else DynamicCache(config=ours.config)
+
+    ours.generate(**inputs, **told, past_key_values=make_cache())  # what is asked of a model once
+    cache = make_cache()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    before, layers = kernel_calls(), ours.config.num_hidden_layers
+    with use_tier("triton"):
+        found = ours.generate(**inputs, **told, return_dict_in_generate=True, past_key_values=cache)
+    calls = {"triton.attend": 4 * layers} if padded else {"sdpa.square": layers, "sdpa.decode": 3 * layers}
+    assert calls_within(before) == calls
+    assert torch.equal(found.sequences, expected.sequences)
+    # About eight values that are rounded to float16 on the way through each layer, in both models.
+    budget = 2 * 8 * layers * torch.finfo(torch.float16).eps / 2
+    for logits, truth in zip(found.logits, expected.logits, strict=True):
+        assert float((logits - truth).abs().max()) <= budget * float(truth.abs().max())
+    mask, truth = inputs["attention_mask"].clone(), expected.logits[0]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    mask[:, -3] = 0  # a kernel that leaves out one column is far off
+    with torch.no_grad():
+        other = eager(inputs["input_ids"], attention_mask=mask, position_ids=positions).logits[:, -1]
+    assert float((other - truth).abs().max()) > 2 * budget * float(truth.abs().max())
 
 
 def test_a_window_is_obeyed_where_the_layer_does_not_tell_it() -> None:

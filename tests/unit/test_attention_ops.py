@@ -79,14 +79,33 @@ def test_tiers_agree(tier: Any, given: dict[str, Any]) -> None:
     problem.check((out * seen[..., None, None], lse), exponential=40 * UNIT)
 
 
-@pytest.mark.parametrize("told", ["nothing", "keep", "columns", "mask"])
-def test_a_plain_prompt_on_a_gpu_is_known_without_a_look_at_it(told: str) -> None:
+@pytest.mark.parametrize(("queries", "case"), [(9, "square"), (1, "decode"), (4, None)])
+@pytest.mark.parametrize(
+    "told", ["nothing", "keep", "columns", "mask", "tree", "window", "softcap", "sinks", "partial"]
+)
+def test_a_plain_call_on_a_gpu_is_known_without_a_look_at_it(told: str, queries: int, case: str | None) -> None:
     with FakeTensorMode():  # which raises where numbers would have to come from the device
-        query, key, value = (torch.empty(2, 4, 9, 32, dtype=torch.float16, device="cuda") for _ in range(3))
-        shape = (2, 1, 9, 9) if told == "mask" else (2, 9)
-        seen = Visibility() if told == "nothing" else Visibility(**{told: torch.empty(shape, device="cuda")})  # type: ignore[arg-type]
-        found = sdpa.is_faster(AttentionCall(query, 0.2, seen), key, value)
-    assert found == (told == "nothing")
+        query = torch.empty(2, 4, queries, 32, dtype=torch.float16, device="cuda")
+        key, value = (torch.empty(2, 4, 9, 32, dtype=torch.float16, device="cuda") for _ in range(2))
+        hides = {"keep": (2, 9), "columns": (2, queries), "mask": (2, 1, queries, 9), "tree": (2, queries)}
+        hidden: dict[str, Any] = {told: torch.empty(hides[told], device="cuda")} if told in hides else {}
+        call = AttentionCall(query, 0.2, Visibility(window=4 if told == "window" else 0, **hidden))
+        others: dict[str, Any] = {"softcap": 3.0, "sinks": torch.empty(4, device="cuda"), "partial": True}
+        call = call._replace(**{told: others[told]} if told in others else {})
+        found = sdpa.faster_case(call, key, value)
+    assert found == (case if told == "nothing" else None)
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "dtype"), [(36, 36, "float16"), (32, 64, "float16"), (32, 32, "float32")]
+)
+def test_one_query_that_pytorch_would_copy_all_keys_for_stays(dim: int, value_dim: int, dtype: str) -> None:
+    with FakeTensorMode():
+        query, key, value = (
+            torch.empty(1, 4, tokens, width, dtype=getattr(torch, dtype), device="cuda")
+            for tokens, width in ((1, dim), (9, dim), (9, value_dim))
+        )
+        assert sdpa.faster_case(AttentionCall(query, 0.2, Visibility()), key, value) is None
 
 
 @pytest.mark.parametrize(("tokens", "asked"), [(2_000, False), (40_000, True)])
@@ -94,14 +113,14 @@ def test_cudnn_plans_for_long_prompts_only(tokens: int, asked: bool, monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with FakeTensorMode():
         query = torch.empty(1, 4, tokens, 32, dtype=torch.float16, device="cuda")
-    assert isinstance(sdpa._order(query, square=True), nullcontext) != asked
+    assert isinstance(sdpa._order(query), nullcontext) != asked
 
 
 @pytest.mark.parametrize(("tier", "called"), [("triton", "sdpa.square"), ("reference", "reference.attend")])
 def test_a_tier_that_is_asked_for_takes_plain_prompts_too(
     tier: Any, called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sdpa, "is_faster", lambda *args, **kwargs: True)  # as on a GPU
+    monkeypatch.setattr(sdpa, "faster_case", lambda *args, **kwargs: "square")  # as on a GPU
     problem, before = Problem(queries=40), kernel_calls()
     with use_tier(tier):
         found = ops.attend(problem.call(), *problem.kv())

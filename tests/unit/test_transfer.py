@@ -1,6 +1,9 @@
 """What goes over the link to a device: in how many copies, by which stream, and what the model waits for."""
 
+import weakref
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +14,16 @@ import torch
 from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore
-from kvboost_hf.cache.codecs import lloyd_max, turboquant
+from kvboost_hf.cache.codecs import lloyd_max, make_codec, turboquant
 from kvboost_hf.cache.forward import loading
 from kvboost_hf.cache.forward import moved as blend
+from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Block
 from kvboost_hf.cache.kv.column_format import RAW
 from kvboost_hf.cache.kv.layer_kv import LayerKV
+from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.growing import GrowingLayer
+from kvboost_hf.cache.planning.plan import ReusePlan, RowPlan, Segment
 from kvboost_hf.cache.planning.repair import RepairRow
 from kvboost_hf.compat import KeyRotation, LayerRotation
 from tests.conftest import make_model, random_ids
@@ -28,11 +34,17 @@ LAYER_BYTES = 5 * 2 * 2 * 32 * 16 * 4  # 5 chunks of 32 tokens, keys and values,
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[DoubleDevice]:
+def gathers() -> bool:
+    """Whether a kernel reads pinned memory."""
+    return False
+
+
+@pytest.fixture
+def gpu(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[DoubleDevice]:
     monkeypatch.setattr(loading, "_MIN_BYTES", 1)
     monkeypatch.setattr(loading, "_FIRST_BYTES", LAYER_BYTES)
     monkeypatch.setattr(loading, "_MOST_BYTES", 4 * LAYER_BYTES)
-    with DoubleDevice().in_place() as found:
+    with DoubleDevice(gathers=gathers).in_place() as found:
         yield found
 
 
@@ -45,6 +57,81 @@ def on_device(name: str) -> PreTrainedModel:
 def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any = None) -> list[int]:
     call: Any = model.generate
     return call(ids.to(CUDA), past_key_values=cache, max_new_tokens=2, do_sample=False).tolist()[0]
+
+
+def stored_chunk(number: int, kv: LayerKV, tokens: int) -> StoredChunk:
+    ids = np.zeros((tokens, 1), dtype=np.int64)
+    return StoredChunk(number.to_bytes(2, "big"), b"", b"", 0, ids, kv, kv.nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hit:
+    """Rows whose chunks are in pinned memory.
+
+    Args:
+        rows: Of each row, its chunks: the number, and the tokens [start, stop) that are taken of it.
+        tokens: Of each chunk.
+        dims: Of keys and values.
+        pads: Of each row.
+        held: Columns in the layers before.
+        pinned: Whether the chunks are in pinned memory.
+        codec: Of the chunks.
+    """
+
+    rows: tuple[tuple[tuple[int, int, int], ...], ...]
+    tokens: tuple[int, ...]
+    dims: tuple[int, int] = (16, 16)
+    pads: tuple[int, ...] = (0,)
+    held: int = 0
+    heads: int = 2
+    layers: int = 2
+    dtype: torch.dtype = torch.float16
+    pinned: bool = True
+    codec: str = "raw"
+
+    def chunks(self, gpu: DoubleDevice) -> list[StoredChunk]:
+        draw, found = torch.Generator().manual_seed(0), []
+        for number, tokens in enumerate(self.tokens):
+            blocks = []
+            for dim, count in Counter(self.dims).items():
+                exact = torch.randn(count * self.layers, self.heads, tokens, dim, generator=draw).to(self.dtype)
+                codec = RAW if self.codec == "raw" else make_codec(self.codec)
+                planes = codec.encode(exact, "values", [None] * len(exact))
+                if self.pinned:
+                    planes = {name: gpu.pinned(each.shape, each.dtype).copy_(each) for name, each in planes.items()}
+                shape = (self.heads, tokens, dim)
+                blocks.append(Block(planes, shape, self.dtype, "values", codec, (None,) * len(exact), CUDA))
+            alike = len(blocks) == 1
+            places = tuple(((0, 2 * i), (0, 2 * i + 1)) if alike else ((0, i), (1, i)) for i in range(self.layers))
+            found.append(stored_chunk(number, LayerKV(tuple(blocks), places), tokens))
+        return found
+
+    def load(self, gpu: DoubleDevice) -> tuple[list[torch.Tensor], loading.Loading]:
+        """The layers' columns, and what has loaded them."""
+        chunks, rows, filled = self.chunks(gpu), [], 0
+        for own, pad in zip(self.rows, self.pads, strict=True):
+            at, segments = self.held - pad, []
+            for number, start, stop in own:
+                segments.append(Segment(chunks[number], at - start, at, at + stop - start))
+                at += stop - start
+            rows.append(RowPlan(at, tuple(segments), (), None))
+            filled = max(filled, at + pad)
+        plan = ReusePlan(self.held, filled, tuple(rows), self.pads)
+        layers = [GrowingLayer() for _ in range(self.layers)]
+        if self.held:
+            for layer in layers:
+                layer.update(
+                    *(
+                        torch.ones(len(rows), self.heads, self.held, dim, dtype=self.dtype).to(CUDA)
+                        for dim in self.dims
+                    )
+                )
+        gpu.sent.clear()
+        gpu.work.clear()
+        found = loading.Loading(layers, plan, list, lambda chunk, error: None)
+        found.start()
+        found.finish()
+        return [each.view() for layer in layers for each in layer._tensors], found
 
 
 @pytest.fixture
@@ -101,6 +188,108 @@ def test_the_control_layers_that_do_not_wait(gpu: DoubleDevice, monkeypatch: pyt
     monkeypatch.setattr(loading.Loading, "wait", lambda self, layer_idx: self._layers[layer_idx].seal())
     stored(gpu)
     assert any("does not wait for what loading has written" in race for race in gpu.races)
+
+
+@pytest.mark.parametrize("gathers", [True])
+def test_a_kernel_brings_each_layer(gpu: DoubleDevice, arrived: list[int]) -> None:
+    model, store = stored(gpu)
+    table = 5 * 6 * 8  # bytes
+    assert arrived == [table + LAYER_BYTES * layers for layers in range(1, 9)]
+    cache, gathered = ChunkReuseCache(model, store), gpu.work["gather"]
+    assert generate(model, IDS, cache) == plain()
+    assert cache.report.tier_tokens["ram"] == 160
+    assert gpu.work["gather"] - gathered == 8
+    assert not gpu.races
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("count", [4, 64, 512])
+def test_a_hit_takes_few_launches_whatever_its_chunks(gpu: DoubleDevice, gathers: bool, count: int) -> None:
+    row, layers = tuple((number, 0, 16) for number in range(count)), 1 if count > 100 else 3
+    hit = Hit(rows=(row,), tokens=(16,) * count, heads=1, layers=layers)
+    found, _ = hit.load(gpu)
+    moves = {name: gpu.work[name] for name in ("gather", "_to_copy", "copy_", "cat")}
+    if gathers:
+        assert moves == {"gather": hit.layers, "_to_copy": 1, "copy_": 0, "cat": 0}  # one table
+        assert len(gpu.sent) == hit.layers + 1
+    else:  # the control
+        assert moves["_to_copy"] == len(gpu.sent) >= count
+    wanted = torch.cat([chunk.kv.blocks[0].planes["exact"] for chunk in hit.chunks(gpu)], dim=2)
+    for tensor, exact in zip(found, wanted, strict=True):
+        assert torch.equal(tensor[0].cpu(), exact)
+    assert not gpu.races
+
+
+HITS = {
+    "unequal rows": Hit(rows=(((0, 0, 20), (1, 0, 33)), ((2, 0, 16),)), tokens=(20, 33, 16), pads=(0, 37)),
+    "cut chunks": Hit(rows=(((0, 3, 20), (1, 0, 9)),), tokens=(20, 33)),
+    "behind what is held": Hit(
+        rows=(((1, 5, 33), (0, 0, 1)), ((1, 5, 16), (0, 2, 20))), tokens=(20, 33), held=7, pads=(0, 0)
+    ),
+    "shared chunks": Hit(rows=(((0, 0, 20), (1, 0, 33)), ((0, 0, 20), (2, 0, 16))), tokens=(20, 33, 16), pads=(0, 17)),
+    "values that are narrower": Hit(rows=(((0, 2, 20), (1, 0, 9)),), tokens=(20, 33), dims=(24, 16)),
+    "odd widths": Hit(rows=(((0, 0, 20),),), tokens=(20,), dims=(5, 3), heads=3),
+    "float32": Hit(rows=(((0, 0, 20),),), tokens=(20,), dtype=torch.float32, layers=3),
+}
+
+
+@pytest.mark.parametrize("hit", HITS.values(), ids=HITS)
+@pytest.mark.parametrize("gathers", [True])
+def test_a_kernel_writes_what_copies_write(gpu: DoubleDevice, hit: Hit) -> None:
+    found, how = hit.load(gpu)
+    assert gpu.work["gather"] == hit.layers
+    (kept,) = gpu.kept  # chunks that are evicted now are still there for the kernel
+    assert {each.data_ptr() for each in kept[0]} == {
+        plane.data_ptr() for chunk in how._chunks for block in chunk.kv.blocks for plane in block.planes.values()
+    }
+    gpu._gathers = False
+    copied, _ = hit.load(gpu)
+    assert not gpu.work["gather"]
+    for ours, theirs in zip(found, copied, strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu())
+    assert not gpu.races
+
+
+@pytest.mark.parametrize("given", [{"pinned": False}, {"codec": "int8"}], ids=str)
+@pytest.mark.parametrize("gathers", [True])
+def test_what_a_kernel_cannot_read_is_copied(gpu: DoubleDevice, given: dict[str, Any]) -> None:
+    _, how = replace(HITS["cut chunks"], **given).load(gpu)
+    assert not gpu.work["gather"]
+    assert not gpu.kept
+    assert set(how._tables.values()) == {None}
+
+
+def test_memory_is_kept_until_it_was_read() -> None:
+    class Passing:
+        passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
+        def synchronize(self) -> None:
+            raise AssertionError("nobody waits")
+
+    kept, events = transfer.Kept(), [Passing(), Passing()]
+    tensors = [torch.zeros(3) for _ in events]
+    held = [weakref.ref(tensor) for tensor in tensors]
+    for tensor, event in zip(tensors, events, strict=True):
+        kept.add([tensor], event)
+    del tensor, tensors
+    kept.let_go()
+    assert all(each() is not None for each in held)
+    events[0].passed = True
+    kept.let_go()
+    assert [each() is not None for each in held] == [False, True]
+
+
+def test_a_kernel_that_cannot_read_pinned_memory_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """As here, where nothing is pinned."""
+    transfer._gathers.cache_clear()
+    with caplog.at_level("INFO"):
+        assert not transfer.CudaLink().gathers(torch.device("cpu"))
+        assert not transfer.CudaLink().gathers(torch.device("cpu"))
+    transfer._gathers.cache_clear()
+    assert caplog.text.count("is copied to cpu chunk by chunk: ") == 1
 
 
 def test_what_is_promoted_holds_up_no_token(gpu: DoubleDevice) -> None:

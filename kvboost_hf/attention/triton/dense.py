@@ -67,12 +67,12 @@ def plan(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> Tiling:
     (batch, heads, queries, head_dim), (_, kv_heads, total, _) = query.shape, key.shape
     columns = min(total, window + queries) if window else total
     shape = batch * kv_heads, queries * (heads // kv_heads), max(head_dim, value.shape[3]), round_columns(columns)
-    return _plan(*shape, query.itemsize, device_of(query.device))
+    return _plan(*shape, query.itemsize, device_of(query.device), call.visibility.mask is not None)
 
 
 @lru_cache(maxsize=1024)
-def _plan(heads: int, rows: int, dim: int, columns: int, itemsize: int, device: Device) -> Tiling:
-    tiling = plan_tiling(rows, dim, itemsize, device)
+def _plan(heads: int, rows: int, dim: int, columns: int, itemsize: int, device: Device, has_matrix: bool) -> Tiling:
+    tiling = plan_tiling(rows, dim, itemsize, device, has_matrix=has_matrix)
     programs = -(-rows // tiling.block_m) * heads
     per_processor = 2 if tiling.block_m <= 64 else 1
     return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor))
@@ -183,7 +183,8 @@ def fwd(
     if keep is not None:
         keep += batch * keep_batch
     if mask is not None:
-        mask += batch * mask_batch + head.to(tl.int64) * mask_head + i.to(tl.int64) * mask_row
+        shown_to = tl.minimum(i, queries - 1).to(tl.int64)  # what rows that are not there see is never stored
+        mask += batch * mask_batch + head.to(tl.int64) * mask_head + shown_to * mask_row
     sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
@@ -225,12 +226,15 @@ def take_block(
 ):  # fmt: skip
     """The BLOCK_N columns from `start`; at a border not all rows see all of them, whatever `keep` and `mask` say."""
     first = tl.cast(start, tl.int64)
+    column = start + tl.arange(0, BLOCK_N)
+    if mask is not None:  # loaded before the product, the layout of which the compiler then keeps for the softmax
+        at = (mask + first)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+        shown = (tl.load(at, mask=(column < total)[None, :], other=0) if BORDER else tl.load(at)) != 0
     k = load_rows(key + first * key_row, key_row, total - start, HEAD_DIM, BLOCK_N, BLOCK_D, not BORDER)
     scores = dot(q, tl.trans(k))
     factor = scale * LOG2E
     if softcap is not None:
         scores, factor = tanh(scores * scale), softcap * LOG2E
-    column = start + tl.arange(0, BLOCK_N)
     if BORDER:
         seen = (column < total)[None, :]
         if CAUSAL:
@@ -246,7 +250,6 @@ def take_block(
         kept = tl.load(keep + column, mask=column < total, other=0) != 0
         scores = tl.where(kept[None, :], scores, float("-inf"))
     if mask is not None:
-        shown = tl.load(mask[:, None] + column[None, :], mask=there[:, None] & (column < total)[None, :], other=0) != 0
         scores = tl.where(shown, scores, float("-inf"))
     weights, fade, peak = softmax_step(scores, factor, peak)
     norm = norm * fade + tl.sum(weights, 1)

@@ -31,7 +31,7 @@ from kvboost_hf.handles import PieceTable
 from kvboost_hf.triton_launch import Arguments, Launcher
 
 _MANY = 128  # pieces, up to which the kernel is compiled once
-_MAX_SUMS = 64 * 128  # of a program, beside which its queries are kept as they are and as they are turned
+_MAX_TURNED = 64 * 128  # sums of a program that keeps its queries as they are and as they are turned
 
 
 def can_attend(query: torch.Tensor, table: PieceTable) -> bool:
@@ -59,18 +59,19 @@ def plan(call: AttentionCall, table: PieceTable, device: Device) -> Tiling:
     (batch, heads, queries, head_dim), kv_heads = query.shape, table.keys[0].shape[0]
     columns = min(table.columns, window + queries) if window else table.columns
     shape = batch * kv_heads, queries * (heads // kv_heads), head_dim, round_columns(columns)
-    return _plan(*shape, query.itemsize, device)
+    return _plan(*shape, query.itemsize, device, table.cos is not None)
 
 
 @lru_cache(maxsize=1024)
-def _plan(heads: int, rows: int, head_dim: int, columns: int, itemsize: int, device: Device) -> Tiling:
+def _plan(heads: int, rows: int, head_dim: int, columns: int, itemsize: int, device: Device, turns: bool) -> Tiling:
     padded = padded_dim(head_dim)
-    tiling = plan_tiling(min(rows, _MAX_SUMS // padded), head_dim, itemsize, device)
-    if tiling.block_m * padded >= _MAX_SUMS // 2:
+    tiling = plan_tiling(min(rows, _MAX_TURNED // padded) if turns else rows, head_dim, itemsize, device)
+    if turns and tiling.block_m * padded >= _MAX_TURNED // 2:
         stages, border_stages = min(tiling.stages, 2), min(tiling.border_stages, 2)
         tiling = replace(tiling, block_n=min(tiling.block_n, 32), warps=8, stages=stages, border_stages=border_stages)
     programs = -(-rows // tiling.block_m) * heads
-    return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=2))
+    per_processor = 2 if tiling.block_m <= 64 else 1
+    return replace(tiling, splits=plan_splits(programs, columns, tiling.block_n, device, per_processor=per_processor))
 
 
 def launch(

@@ -76,7 +76,7 @@ def round_columns(columns: int) -> int:
     return -(-columns // _STEP) * _STEP
 
 
-def plan_tiling(rows: int, dim: int, itemsize: int, device: Device) -> Tiling:
+def plan_tiling(rows: int, dim: int, itemsize: int, device: Device, *, has_matrix: bool = False) -> Tiling:
     """Choose tiles that fit into registers and shared memory.
 
     Args:
@@ -84,15 +84,18 @@ def plan_tiling(rows: int, dim: int, itemsize: int, device: Device) -> Tiling:
         dim: The larger of head_dim and value_dim.
         itemsize: Of keys and values, in bytes.
         device: The device of the call.
+        has_matrix: There is a mask of queries and columns, which takes registers for each column of a tile.
     """
     if device.interpreted:
         return Tiling(block_m=32, block_n=16, warps=1, stages=1, border_stages=1)
     padded = padded_dim(dim)
     if itemsize == 4:  # without tensor cores
-        return Tiling(block_m=16, block_n=32 if padded <= 128 else 16, warps=4, stages=2, border_stages=2)
+        block_n, warps = 32 if padded <= 128 else 16, 4 if padded <= 64 else 8
+        return Tiling(block_m=16, block_n=block_n, warps=warps, stages=2, border_stages=2)
     block_m = min(max(16, power_of_2(rows)), 128 if padded <= 128 else 64)
     sums = block_m * padded  # float32 in registers, beside the scores and, before sm_90, the keys of a block
-    block_n = 32 if padded == 256 or (sums > 8192 and device.shared_bytes < 200 * 1024) else 64
+    is_tight = sums > 8192 and (has_matrix or device.shared_bytes < 200 * 1024)
+    block_n = 32 if padded == 256 or is_tight else 64
     room = (device.shared_bytes - sums * itemsize) // (2 * block_n * padded * itemsize)
     stages = max(1, min(2 if padded == 256 else 3, room))
     border_stages = 1 if padded == 256 else stages  # a second pipeline takes registers, too

@@ -185,6 +185,9 @@ def _more(parts: CacheParts, request: Request, held: int) -> Forward:
     # Any other mask may hide anything, and to read it would make a GPU wait.
     if mask is None or (in_generate() and request.hides_padding_only):
         live.hand_out(attn_implementation(request.model) == ATTENTION)
+        if mask is not None and not ledger.log.pads.any() and live.static is None:
+            # Releases of transformers before 5.23 pass a mask of ones, which no kernel need read.
+            request.kwargs = {**request.kwargs, "attention_mask": None}
     return Step(parts, held, inputs, mask, _repair(parts, request.model, new))
 
 

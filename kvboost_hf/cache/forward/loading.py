@@ -2,21 +2,22 @@
 
 The columns are opened in every layer before the forward, and filled while it runs. What is in host memory is copied to
 a device by a stream of its own: all copies are queued before the forward, and on the device each layer of the model
-waits for its own columns. What is in a file is read by a thread, and the host waits where the model comes to a layer
-that is not ready. Where K/V turns out to be damaged, its columns are computed in a forward of their own, in the middle
-of the one that wants them.
+waits for its own columns. Where a kernel can read pinned memory, it takes the place of all copies of a layer. What is
+in a file is read by a thread, and the host waits where the model comes to a layer that is not ready. Where K/V turns
+out to be damaged, its columns are computed in a forward of their own, in the middle of the one that wants them.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
 
-from kvboost_hf.cache.forward.spans import pieces_of, spans_of, stored_chunk
+from kvboost_hf.cache.forward.spans import Spans, pieces_of, spans_of, stored_chunk
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Groups
+from kvboost_hf.cache.kv.gather import Run, can_gather, planes_of, table_of
 from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
@@ -79,7 +80,8 @@ class Loading:
         self._sealed: set[int] = set()  # layers whose columns are there
         self._plan, self._compute, self._lose = plan, compute, lose
         self._chunks = [chunk for chunk in _chunks_of(plan) if chunk.loaded is not None]
-        self._spans = spans_of(plan, _groups(sum(chunk.kv.nbytes for chunk in self._chunks) // len(layers)))
+        self._spans: Spans | None = None  # where a layer is copied
+        self._tables: dict[torch.device, torch.Tensor | None] = {}  # of the columns; None for a device to copy to
         self._ready = [threading.Event() for _ in layers]
         self._stopped = self._damaged = False
         self._opened = [self._open(layer, idx) for idx, layer in enumerate(layers)]
@@ -158,22 +160,57 @@ class Loading:
             self._damaged = True
             raise
         finally:
+            for device, table in self._tables.items():
+                if table is not None:  # chunks may be evicted before the device has read them
+                    link = transfer.link
+                    link.keep(planes_of(chunk.kv for chunk in self._chunks), link.record(self._streams[device]))
             for ready in self._ready:
                 ready.set()
 
     def _fill(self, idx: int) -> None:
-        opened, plan, link = self._opened[idx], self._plan, transfer.link
+        opened, link = self._opened[idx], transfer.link
         streams = {device: self._streams[device] for part in opened if (device := part.device) in self._streams}
         with ExitStack() as queued:
             for stream in streams.values():
                 queued.enter_context(link.using(stream))
-            for row, (spans, pad) in enumerate(zip(self._spans, plan.pads, strict=True)):
-                pieces = pieces_of(spans, idx, plan.held - pad, plan.filled - pad)
-                write_row([part[row] for part in opened], pieces)
+            table, places = self._table(opened), self._chunks[0].kv.places[idx]
+            if table is not None and places is not None:
+                link.gather(opened, table, places)
+            else:
+                self._copy(idx)
             for part in opened:
                 if part.device in streams:  # its memory may be let go of before it is written
                     link.hold(part, streams[part.device])
             self._events[idx] = {device: link.record(stream) for device, stream in streams.items()}
+
+    def _copy(self, idx: int) -> None:
+        opened, plan = self._opened[idx], self._plan
+        if self._spans is None:
+            layer_bytes = sum(chunk.kv.nbytes for chunk in self._chunks) // len(self._layers)
+            self._spans = spans_of(plan, _groups(layer_bytes))
+        for row, (spans, pad) in enumerate(zip(self._spans, plan.pads, strict=True)):
+            pieces = pieces_of(spans, idx, plan.held - pad, plan.filled - pad)
+            write_row([part[row] for part in opened], pieces)
+
+    def _table(self, opened: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The table of all columns on the device of a layer, made by its stream; None if the layer is to be copied."""
+        if not opened or opened[0].device not in self._streams:
+            return None
+        device, dtype = opened[0].device, self._chunks[0].kv.blocks[0].dtype
+        if any(part.device != device or part.stride()[2:] != (part.shape[3], 1) for part in opened):
+            return None
+        if any(part.dtype != dtype for part in opened):  # a layer may keep another one
+            return None
+        if device not in self._tables:
+            self._tables[device] = None
+            if transfer.link.gathers(device):
+                chunks = [chunk.kv for chunk in self._chunks]
+                for kv in chunks:
+                    for block in kv.blocks:
+                        block.wait()
+                if can_gather(chunks, device):
+                    self._tables[device] = table_of(_runs_of(self._plan), chunks[0], device)
+        return self._tables[device]
 
     def _repair(self) -> None:
         """Compute what could not be loaded."""
@@ -189,6 +226,22 @@ class Loading:
             for opened, rows in zip(self._opened, self._compute(), strict=True):
                 for row, piece in enumerate(rows):
                     write_row([part[row] for part in opened], [piece])
+
+
+def _runs_of(plan: ReusePlan) -> Iterator[Run]:
+    """What goes where, of all rows: what a row has ends with the last column, and zeros are before it."""
+    for number, (row, pad) in enumerate(zip(plan.rows, plan.pads, strict=True)):
+        start, stop, own = plan.held - pad, plan.filled - pad, []
+        for segment in row.segments:
+            chunk, begin, end = stored_chunk(segment), max(segment.start, start), min(segment.stop, stop)
+            if chunk.loaded is not None and begin < end:
+                own.append((chunk.kv, begin - segment.origin, end - begin))
+        column = plan.filled - plan.held - sum(length for _, _, length in own)
+        if column:
+            yield Run(None, 0, column, number, 0)
+        for kv, at, length in own:
+            yield Run(kv, at, length, number, column)
+            column += length
 
 
 def _chunks_of(plan: ReusePlan) -> list[StoredChunk]:

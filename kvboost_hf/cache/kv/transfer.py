@@ -3,11 +3,17 @@
 Tests put another object in the place of `link`, which counts, and for which a part of the host is a device.
 """
 
+import logging
+import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
+
+_log = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -51,12 +57,47 @@ class Link(Protocol):
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Host memory that devices copy from and to by themselves; ordinary memory where no more can be pinned."""
 
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        """Whether a tensor is in pinned host memory."""
+
+    def gathers(self, device: torch.device) -> bool:
+        """Whether `gather` runs on a device, and reads pinned host memory there."""
+
+    def gather(self, opened: Sequence[torch.Tensor], table: torch.Tensor, places: Sequence[tuple[int, int]]) -> None:
+        """Queue the kernel of `gather_kernel.launch`. Whoever calls it keeps what it reads, with `keep`."""
+
+    def keep(self, host: Sequence[torch.Tensor], event: Event) -> None:
+        """Keep tensors in host memory, which a kernel reads, up to an event."""
+
     def free_bytes(self, device: torch.device) -> int:
         """Free memory of a device."""
 
 
+class Kept:
+    """Keeps tensors up to an event: PyTorch knows which copies read pinned memory, but not which kernels do."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: list[tuple[Event, Sequence[torch.Tensor]]] = []
+
+    def add(self, tensors: Sequence[torch.Tensor], event: Event) -> None:
+        """Keep these."""
+        self.let_go()
+        with self._lock:
+            self._until.append((event, tensors))
+
+    def let_go(self) -> None:
+        """Let go of those whose event has passed."""
+        if self._until:
+            with self._lock:
+                self._until = [each for each in self._until if not each[0].query()]
+
+
 class CudaLink:
     """The real one."""
+
+    def __init__(self) -> None:
+        self._kept = Kept()
 
     def is_apart(self, device: torch.device) -> bool:
         """See `Link`."""
@@ -94,14 +135,46 @@ class CudaLink:
         PyTorch keeps what is freed for the next tensor of its size, once no copy reads it any more, so that a full
         store pins nothing new. It rounds sizes up to powers of two.
         """
+        self._kept.let_go()
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError:
             return torch.empty(shape, dtype=dtype)
 
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        """See `Link`."""
+        return host.is_pinned()
+
+    def gathers(self, device: torch.device) -> bool:
+        """See `Link`."""
+        return _gathers(device)
+
+    def gather(self, opened: Sequence[torch.Tensor], table: torch.Tensor, places: Sequence[tuple[int, int]]) -> None:
+        """See `Link`."""
+        from kvboost_hf.cache.kv.gather_kernel import launch
+
+        launch(opened, table, places)
+
+    def keep(self, host: Sequence[torch.Tensor], event: Event) -> None:
+        """See `Link`."""
+        self._kept.add(host, event)
+
     def free_bytes(self, device: torch.device) -> int:
         """See `Link`."""
         return torch.cuda.mem_get_info(device)[0]
+
+
+@cache
+def _gathers(device: torch.device) -> bool:
+    """Whether a kernel reads pinned host memory on a device, found out by reading some; logged where it does not."""
+    reason: str | None = "the package triton is not installed"
+    if find_spec("triton") is not None:
+        from kvboost_hf.cache.kv.gather_kernel import failure
+
+        reason = failure(device)
+    if reason:
+        _log.info("Stored K/V is copied to %s chunk by chunk: %s.", device, reason)
+    return not reason
 
 
 @cache
