@@ -58,7 +58,7 @@ KERNEL_TESTS = (  # of codes, pieces, AWQ and launches
 MOST_REMARKS = 6  # of a step
 LEAST_S = 3.0  # a step that has less is left out
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # how a command is ended from outside
-OVER = "ended, its time was over"
+OVER, NO_TIME = "ended, its time was over", "no time is left for it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,7 @@ class Part:
                 left = end - time.monotonic()
                 share = left * step.weight / sum(each.weight for each in self.steps[at:])
                 if share < LEAST_S * min(1.0, self.minutes):
-                    self._outcomes[step.name] = Outcome("no time is left for it")
+                    self._outcomes[step.name] = Outcome(NO_TIME)
                 else:
                     self._run(step, folder, share)
         finally:  # if it is ended from outside, too
@@ -308,7 +308,8 @@ class Part:
             if (more := len(outcome.remarks) - MOST_REMARKS) > 0:
                 remarks.append(f"FAILED {step.name}: {more} more, in {self.name}.tar.gz")
             if outcome.why:
-                remarks.append(f"{'FAILED' if outcome.failed else 'SKIPPED'} {step.name}: {outcome.why}")
+                late = outcome.why.startswith((OVER, NO_TIME))
+                remarks.append(f"{'SKIPPED' if late else 'FAILED'} {step.name}: {outcome.why}")
         found: dict[Target, str] = {}
         faults: set[str] = set()
         for path in results:

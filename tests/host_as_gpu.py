@@ -6,7 +6,8 @@ that, see `device_double.py` and `offload/simulated_cuda.py`.
 
     python -m tests.host_as_gpu SCRIPT [ARGUMENT ...]
 
-runs a script so, and prints the counts as JSON in its last line. Triton kernels need `TRITON_INTERPRET=1`.
+runs a script so, and prints the counts as JSON in its last line. Launches of Triton kernels are noted, and write
+nothing: see `pretended_gpu.py`.
 """
 
 import json
@@ -23,6 +24,8 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from tests.pretended_gpu import pretended_gpu
 
 counts: Counter[str] = Counter()  # of what was asked for
 _allocated: list[torch.Tensor] = []
@@ -175,11 +178,14 @@ def host_as_gpu() -> Iterator[None]:
 
 def main() -> None:
     """Run a script, its folder first on the path, as Python does."""
+    from kvboost_hf.offload.awq.triton import launch
+
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
-    with host_as_gpu():
+    with host_as_gpu(), pretended_gpu() as gpu, mock.patch.object(launch, "_device", return_value=(4, True)):
         runpy.run_path(script, run_name="__main__")
+    counts["launches"] = len(gpu.launches)
     sys.stdout.write("\n" + json.dumps(counts) + "\n")
 
 
