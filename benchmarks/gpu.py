@@ -34,7 +34,7 @@ from io import BytesIO
 from pathlib import Path
 from types import FrameType
 
-from targets import Target, targets_of, verdicts
+from targets import Target, targets_of, targets_of_file, verdicts
 
 ROOT = Path(__file__).parents[1]
 KEPT_LOG_BYTES, MOST_LOG_BYTES = 200_000, 50_000_000  # in the archive; of a step, which is ended if it prints more
@@ -311,22 +311,23 @@ class Part:
                 late = outcome.why.startswith((OVER, NO_TIME))
                 remarks.append(f"{'SKIPPED' if late else 'FAILED'} {step.name}: {outcome.why}")
         found: dict[Target, str] = {}
-        faults: set[str] = set()
+        faulty: set[Target] = set()  # something has failed in their file
         for path in results:
             for kind, line in _found(path):
                 if isinstance(kind, Target):
                     found[kind] = line
                 else:
                     remarks.append(f"{kind} {line}")
-                    faults.add(kind)
+                    faulty |= set(targets_of_file(path.stem)) if kind == "FAILED" else set()
         targets: list[str] = []
         for step in self.steps:
             outcome = self._of(step)
             if outcome.tests is not None:
                 passes, said = outcome.tests
                 targets.append(f"{'PASS' if passes else 'MISS'} {step.name}: {said}")
+            late = not outcome.failed and (outcome.why or step.name not in self._outcomes)
             for target in targets_of(step.name):
-                missing = "FAILED" if outcome.failed or "FAILED" in faults else "SKIPPED"
+                missing = "FAILED" if outcome.failed or (target in faulty and not late) else "SKIPPED"
                 targets.append(found.get(target, f"{missing} {target}"))
         shown = _fitting(remarks, min(REMARKS, self.characters // 3), self.name)
         room = self.characters - sum(len(line) + 1 for line in shown)

@@ -10,6 +10,7 @@ runs a script so, and prints the counts as JSON in its last line. Launches of Tr
 nothing: see `pretended_gpu.py`.
 """
 
+import importlib
 import json
 import runpy
 import sys
@@ -178,12 +179,20 @@ def host_as_gpu() -> Iterator[None]:
 
 def main() -> None:
     """Run a script, its folder first on the path, as Python does."""
+    from kvboost_hf.offload.awq import dispatch
     from kvboost_hf.offload.awq.triton import launch
 
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
-    with host_as_gpu(), pretended_gpu() as gpu, mock.patch.object(launch, "_device", return_value=(4, True)):
+    patches = {
+        (launch, "_device"): lambda device: (4, True),
+        (dispatch, "runs_triton"): lambda kernel, device: True,
+        (importlib.import_module("clock"), "MOST_INPUTS"): 2,
+    }
+    with host_as_gpu(), pretended_gpu() as gpu, ExitStack() as stack:
+        for (module, name), value in patches.items():
+            stack.enter_context(mock.patch.object(module, name, value))
         runpy.run_path(script, run_name="__main__")
     counts["launches"] = len(gpu.launches)
     sys.stdout.write("\n" + json.dumps(counts) + "\n")
