@@ -179,6 +179,9 @@ class Worker:
     def end(self) -> None:
         """End it, whatever it does."""
         _end(self._child)
+        for pipe in (self._child.stdin, self._child.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 @dataclass(slots=True)
@@ -238,7 +241,9 @@ class Part:
 
     def _worker(self, name: str, folder: Path) -> Worker:
         """The process of this name, a new one if there is none that lives."""
-        if name not in self._workers or not self._workers[name].is_alive:
+        if name in self._workers and not self._workers[name].is_alive:
+            self._workers.pop(name).end()
+        if name not in self._workers:
             self._workers[name] = Worker(folder / f"process-{name}.log", self._environment(folder / f"of-{name}"))
         return self._workers[name]
 

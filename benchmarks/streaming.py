@@ -50,7 +50,7 @@ from recipes.awq import write_random_awq
 PROMPT, LONG_PROMPT, TOKENS, PEER_TOKENS = 128, 1000, 64, 8
 TINY_PROMPT, TINY_TOKENS = 16, 4
 PARTS = ("ours", "whole layers", "resident", "cpu_offload")
-TINY, TINY_BUDGET = qwen(128, 256, 6, 2, 1), "9MB"
+TINY, TINY_BUDGET = qwen(128, 256, 6, 2, 1), {"cpu": "9MB", "cuda": "42.9MB"}
 TINY.vocab_size = 1024
 
 
@@ -175,7 +175,8 @@ def on_gpu(options: argparse.Namespace, record: Record) -> None:
     result.update(model=options.model, layers=options.layers, budget=options.budget)
 
     def add_ours(path: Path) -> None:
-        result["ours"] = found = {}
+        found: Result = {}
+        result["ours"] = found
         ours(path, options, found)
         result["of the ceiling"] = found["tokens_per_s"] / found["ceiling"]
 
@@ -324,7 +325,7 @@ def main() -> None:
     record = Record(f"streaming-{options.device}", options, result, markdown)
     options.prompt, options.long_prompt, options.tokens, options.peer_tokens = PROMPT, LONG_PROMPT, TOKENS, PEER_TOKENS
     if options.shape == "tiny":
-        options.budget, options.prompt, options.long_prompt = TINY_BUDGET, TINY_PROMPT, 2 * TINY_PROMPT
+        options.budget, options.prompt, options.long_prompt = TINY_BUDGET[options.device], TINY_PROMPT, 2 * TINY_PROMPT
         options.tokens = options.peer_tokens = TINY_TOKENS
     (on_gpu if options.device == "cuda" or options.shape == "tiny" else on_cpu)(options, record)
     record.show()

@@ -23,7 +23,7 @@ MOST_LEFT_BYTES = 1 << 30  # of the device, that a benchmark may leave in use
 def main() -> None:
     jobs: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w")
+    answers, own_log = (os.fdopen(os.dup(stream), "w") for stream in (1, 2))
     os.dup2(2, 1)  # what benchmarks print does not go among the answers
     for name in WARMED:
         try:
@@ -40,6 +40,7 @@ def main() -> None:
         os.close(log)
         code = run(asked["command"])
         left = clean(asked["command"], threads)
+        print(f"{asked['log']}: exit code {code}, bytes still in use: {left}", file=own_log, flush=True)
         ends = left is None or left > MOST_LEFT_BYTES
         print(json.dumps({"code": code, "ends": ends}), file=answers, flush=True)
         if ends:
@@ -57,6 +58,9 @@ def run(command: Sequence[str]) -> int:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:  # its time is over
+        traceback.print_exc()
+        os._exit(130)
     except Exception:
         traceback.print_exc()
         return 1
@@ -79,7 +83,6 @@ def clean(command: Sequence[str], threads: int) -> int | None:
     except Exception:
         traceback.print_exc()
         return None
-    print(f"{left / 1e9:.2f} GB of the device are still in use", flush=True)
     return left
 
 

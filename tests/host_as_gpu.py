@@ -12,6 +12,7 @@ nothing: see `pretended_gpu.py`.
 
 import importlib
 import json
+import os
 import runpy
 import sys
 import time
@@ -158,7 +159,7 @@ class _OnHost(TorchFunctionMode):
             counts["pinned tensors"] += 1
         if name == "is_pinned":
             return True
-        if name in ("record_stream", "pin_memory", "cuda"):
+        if name in ("pin_memory", "cuda"):
             return args[0]
         if name == "copy_" and (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
             counts["queued copies"] += 1
@@ -173,6 +174,7 @@ def host_as_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in CUDA.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", _counting("recorded streams")))
         stack.enter_context(_OnHost())
         yield
 
@@ -182,6 +184,7 @@ def main() -> None:
     from kvboost_hf.offload.awq import dispatch
     from kvboost_hf.offload.awq.triton import launch
 
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # other threads would know of no GPU
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
@@ -196,6 +199,8 @@ def main() -> None:
         runpy.run_path(script, run_name="__main__")
     counts["launches"] = len(gpu.launches)
     sys.stdout.write("\n" + json.dumps(counts) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # host memory that is unregistered later would find no GPU
 
 
 if __name__ == "__main__":

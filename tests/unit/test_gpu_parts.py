@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,95 @@ def test_codes_tell(tmp_path: Path) -> None:
     assert "SKIPPED passes: no time is left for it" in (tmp_path / "gpu-short.txt").read_text()
 
 
+# What `worker.py` imports, without what takes long: what a step does with the device is in the file "device".
+MODULES = {
+    "torch.py": "import types; get_num_threads = lambda: 1; set_num_threads = set_grad_enabled = lambda value: None; "
+    "_dynamo = types.SimpleNamespace(reset=lambda: None); ones = lambda *_, device: types.SimpleNamespace(item=int)",
+    "clock.py": "free = lambda device: int(open('device').read() or 0)",
+    "record.py": "begin = lambda: None",
+}
+SCRIPTS = {
+    "works": "print('works in', os.getpid())",
+    "raises": "1 / 0",
+    "hangs": "import time; print('[gw0] FAILED tests/it.py::test_it', flush=True); time.sleep(60)",
+    "dies": "os._exit(3)",
+    "leaks": "open('device', 'w').write('2000000000')",
+    "faults": "open('device', 'w').write('an illegal memory access')",
+    "mends": "print('mends in', os.getpid()); open('device', 'w').write('0')",
+}
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Makes steps that run in one process, from scripts that are told by name."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    for name, text in MODULES.items():
+        (folder / name).write_text(text)
+    for name, text in SCRIPTS.items():
+        (folder / f"{name}.py").write_text(f"import os; {text}")
+    (folder / "device").write_text("0")
+    shutil.copy(BENCHMARKS / "worker.py", folder)
+    monkeypatch.setattr(gpu, "WORKER", folder / "worker.py")
+    monkeypatch.setattr(gpu, "ROOT", folder)
+
+    def make(name: str, step: str = "") -> Any:
+        command = [f"{name}.py", "--device", "cuda"]
+        return gpu.Step(name=step or name, command=command, process="kernels")
+
+    return make
+
+
+def processes(archive: Path, steps: list[str]) -> list[str]:
+    """The numbers of the processes in which steps ran, as they have printed them."""
+    logs = packed(archive)
+    return [re.findall(r"s in (\d+)", logs[f"{step}.log"].decode())[0] for step in steps]
+
+
+def test_steps_share_a_process(worker: Callable[[str], Any], tmp_path: Path) -> None:
+    """One that raises leaves it to the others; one that has left the device unusable, or full, does not."""
+    names = ["works", "raises", "mends"]
+    assert gpu.Part("gpu-short", [worker(name) for name in names], tmp_path / "out", 0.5).run() == 2
+    first, last = processes(tmp_path / "out" / "gpu-short.tar.gz", ["works", "mends"])
+    assert first == last
+    text = (tmp_path / "out" / "gpu-short.txt").read_text()
+    assert "FAILED raises: exit code 1: ZeroDivisionError: division by zero" in text
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"),
+    [
+        ("leaks", ""),
+        ("faults", ""),
+        ("dies", "FAILED dies: exit code 3"),
+        ("hangs", "SKIPPED hangs: ended, its time was over"),
+    ],
+)
+def test_a_process_that_cannot_go_on_is_replaced(
+    breaks: str, said: str, worker: Callable[[str], Any], tmp_path: Path
+) -> None:
+    steps = [worker("works"), worker(breaks), worker("mends")]
+    begin = time.monotonic()
+    gpu.Part("gpu-short", steps, tmp_path / "out", 0.25 if breaks == "hangs" else 0.5).run()
+    assert time.monotonic() - begin < 20
+    first, last = processes(tmp_path / "out" / "gpu-short.tar.gz", ["works", "mends"])
+    assert first != last
+    assert not is_running(int(first))
+    assert said in (tmp_path / "out" / "gpu-short.txt").read_text()
+
+
+def test_a_process_ends_when_nobody_asks_it(worker: Callable[[str], Any], tmp_path: Path) -> None:
+    """As when the command that it belongs to is killed."""
+    running = gpu.Worker(tmp_path / "log", os.environ)
+    running.get_ready(20)
+    running.begin(worker("hangs").command, tmp_path / "hangs.log")
+    running._child.stdin.close()
+    try:
+        assert running._child.wait(20) == 1
+    finally:
+        running.end()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_was_found_outlives_the_command(number: int, tmp_path: Path) -> None:
     steps = [(step.name, step.command) for step in (fake("finds", step="first-sdpa"), fake("overruns"))]
@@ -200,3 +291,40 @@ def test_each_command_can_be_made() -> None:
         assert sum(len(f"SKIPPED {line}: 0.00 (est. {'x' * 20})\n") for line in lines) + gpu.REMARKS < gpu.CHARACTERS
     measured = {target.step for aims in targets.TARGETS.values() for target in aims}
     assert measured - set(named) == {"host-time"}  # which needs no GPU
+
+
+def test_the_short_command_runs_on_a_cpu(tmp_path: Path) -> None:
+    """Its benchmarks with tiny shapes, those that are quick."""
+    quick = {"link", "first-sdpa"}
+    steps = [step for step in gpu.commands("cpu", "tiny")["short"] if step.name in quick]
+    gpu.Part("gpu-short", steps, tmp_path, 5).run()
+    text = (tmp_path / "gpu-short.txt").read_text()
+    assert "FAILED" not in text
+    assert "SKIPPED" not in text
+    assert len(text.splitlines()) == sum(len(targets.targets_of(step.name)) for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "asked"),
+    [
+        ("link", [], ["registered bytes", "pinned tensors", "queued copies", "events", "sleeps"]),
+        ("attention", ["--only", "decode"], ["launches", "captures", "replays", "events"]),
+    ],
+)
+def test_what_only_a_gpu_does_has_run(script: str, arguments: list[str], asked: list[str], tmp_path: Path) -> None:
+    """On the host, taken for a GPU that does everything at once."""
+    command = [sys.executable, "-m", "tests.host_as_gpu", f"benchmarks/{script}.py", *arguments]
+    command += ["--device", "cuda", "--shape", "tiny", "--rounds", "1", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=BENCHMARKS.parent, env=without_interpreter(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / f"{script}-cuda.json").read_text())
+    assert result["failed"] == []
+    assert targets.verdicts(f"{script}-cuda", result)
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert all(counts.get(name, 0) > 0 for name in asked), counts
+
+
+def without_interpreter() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
