@@ -87,14 +87,14 @@ def measure(in_features: int, out_features: int, options: argparse.Namespace) ->
     for rows in options.rows:
         x = torch.randn(rows, inner, dtype=torch.float16, device=device)
         found = {"in": in_features, "out": out_features, "rows": rows, "bytes": nbytes}
-        found["awq"] = ms(lambda *w, x=x: awq_matmul(x, *w[:3], kernel))
+        found["awq"] = ms(lambda *w, x=x: awq_matmul(x, w[0], w[1], w[2], kernel))
         found["dense"] = ms(lambda *w, x=x: F.linear(x, w[3]))
         if rows > 1 and device == "cuda":
             from kvboost_hf.offload.awq.triton.launch import awq_matmul_dense
 
             found["memory"] = ms(lambda *w, x=x: awq_matmul_dense(x, *w[:3]))
         if rows == 1:
-            found["dequantize"] = ms(lambda *w: dequantized(*w[:3], device))
+            found["dequantize"] = ms(lambda *w: dequantized(w[0], w[1], w[2], device))
             found["dequantize_bytes"] = nbytes + 2 * inner * outer
             calls = HOST_CALLS if part == 1 else 1
             found["host_us"] = clock.host_us(partial(awq_matmul, x, *first[:3], kernel), device, calls)

@@ -109,9 +109,10 @@ class Own:
 
     def wait(self, seconds: float) -> int | None:
         """The exit code, or None if it has not ended in this time."""
-        with suppress(subprocess.TimeoutExpired):
+        try:
             return self._child.wait(seconds)
-        return None
+        except subprocess.TimeoutExpired:
+            return None
 
     def end(self) -> None:
         """End it, whatever it does."""
@@ -330,7 +331,7 @@ class Part:
             if outcome.tests is not None:
                 passes, said = outcome.tests
                 targets.append(f"{'PASS' if passes else 'MISS'} {step.name}: {said}")
-            late = not outcome.failed and (outcome.why or step.name not in self._outcomes)
+            late = not outcome.failed and bool(outcome.why or step.name not in self._outcomes)
             for target in targets_of(step.name):
                 missing = "FAILED" if outcome.failed or (target in faulty and not late) else "SKIPPED"
                 targets.append(found.get(target, f"{missing} {target}"))

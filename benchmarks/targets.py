@@ -208,6 +208,7 @@ def _awq() -> Iterator[Target]:
         rows = [row for row in result["cases"] if 1 < row["rows"] <= 64 and row["in"] * row["out"] > 2**24]
         return worst(((f"{r['in']} x {r['out']}, {r['rows']} rows", r["dense"] / r["awq"]) for r in rows), min)
 
+    find: Callable[[Result], Found]
     for model, step in ((AWQ_LAYER, "awq"), ("70B", "awq-70B")):
         find = partial(one, model=model)
         case = f"AWQ, layer of {model}, one row"
@@ -216,8 +217,7 @@ def _awq() -> Iterator[Target]:
         case = f"AWQ, layer of {AWQ_LAYER}, {rows} rows: speed"
         yield Target(step="awq", case=case, base="fp16", find=partial(speed, rows=rows), least=least, est=est)
     yield Target(step="awq", case="AWQ, each large matrix, 4 to 64 rows: speed", base="fp16", find=slowest, least=1.0)
-    find = dequantizing
-    yield Target(step="awq", case="AWQ, dequantizing", base="the copy rate", find=find, least=0.7, est="0.9")
+    yield Target(step="awq", case="AWQ, dequantizing", base="the copy rate", find=dequantizing, least=0.7, est="0.9")
     yield Target(step="awq", case="AWQ, us of the host for a product", find=host, most=20, est="15")
     find = partial(speed, rows=4096)
     case = f"AWQ, layer of {AWQ_LAYER}, 4096 rows: speed"
@@ -258,6 +258,7 @@ def _large() -> Iterator[Target]:
         found = row(result, "launches", "short", attention)
         return found[way][kind] / found["DynamicCache"][kind], f"{found[way][kind]:g} a token"
 
+    find: Callable[[Result], Found]
     for length, attention, step in (
         ("short", "sdpa", "first-sdpa"),
         ("short", "kvboost_fa2", "first-kvboost"),
@@ -287,7 +288,7 @@ def _large() -> Iterator[Target]:
         likely = "1.04-1.3" if length == "short" else ""
         yield Target(step=step, case=case, base="sdpa", find=find, most=1.1, est=likely)
     for length in ("short", "long"):
-        which = {"kind": "next", "length": length}
+        which: dict[str, Any] = {"kind": "next", "length": length}
         find = partial(ratio, way="max_cache_len", base="static cache", attention="sdpa", **which)
         case = f"next token, sdpa, {length} prompt: max_cache_len"
         yield Target(step="large", case=case, base="static cache", find=find, most=SETTLED)
