@@ -121,7 +121,7 @@ def test_a_step_that_prints_without_end_is_ended(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(FAKES, "floods", "\nwhile True: print('x' * 1000)")
     begin = time.monotonic()
     assert gpu.Part("gpu-short", [fake("floods"), fake("passes")], tmp_path, 1.0).run() == 2
-    assert time.monotonic() - begin < 60 * 0.5 + 5
+    assert time.monotonic() - begin < 20
     assert "FAILED floods: ended, it had printed more than 1 MB" in (tmp_path / "gpu-short.txt").read_text()
 
 
