@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo real-model server browser npm clients test notebooks libraries libraries-quick compat style quality docs architectures bench bench-all soak attack dist dist-check gpu gpu-tests clean
+.PHONY: demo real-model server browser npm clients test notebooks libraries libraries-quick compat style quality docs architectures bench bench-all soak attack dist dist-check gpu-short gpu-rest gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -144,26 +144,24 @@ dist-check: dist
 	cd /tmp && $(CURDIR)/.dist-check/bin/kvboost-hf --version && $(CURDIR)/.dist-check/bin/kvboost-hf demo --repeats 1
 	rm -rf .dist-check
 
-# Everything that needs a GPU, with whatever Python packages the machine has: no virtual environment, no network. Each
-# part ends within MINUTES, and leaves one archive and its last lines in OUT; `make gpu-1 DEVICE=cpu SHAPE=tiny` tries it.
-GPU_PARTS := 1 2 3 4
+# What needs a GPU, with whatever Python packages the machine has: no virtual environment, no network. gpu-short takes
+# at most ten minutes, and gpu-rest is what is left. Each ends within MINUTES, and leaves one archive and its last lines
+# in OUT; `make gpu-short DEVICE=cpu SHAPE=tiny MINUTES=15` tries it.
 DEVICE ?= cuda
 SHAPE ?= 8b
-MINUTES ?= 9
-gpu:
-	$(MAKE) --keep-going $(GPU_PARTS:%=gpu-%)
+gpu-short gpu-rest: gpu-%:
+	$(PYTHON) benchmarks/gpu.py $* --device $(DEVICE) --shape $(SHAPE) $(if $(MINUTES),--minutes $(MINUTES)) \
+		--out $${OUT:-gpu-results}
 
-$(GPU_PARTS:%=gpu-%): gpu-%:
-	$(PYTHON) benchmarks/gpu.py $* --device $(DEVICE) --shape $(SHAPE) --minutes $(MINUTES) --out $${OUT:-gpu-results}
-
-# What the parts are made of, each alone and without a limit: `make gpu-tests`, `make gpu-attention`.
+# What they are made of, each alone and without a limit: `make gpu-tests`, `make gpu-attention`.
 GPU_JOBS ?= 8
 gpu-tests:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -n $(GPU_JOBS) -W default -q --tb=line -rfE tests/gpu
 
-GPU_BENCHES := large reuse kinds repair tiers attention attention_models awq streaming speculation server_shared
+GPU_BENCHES := link large reuse kinds repair tiers attention attention_models awq streaming speculation server_shared
 gpu-repair: GPU_ARGUMENTS := ttft --shape $(SHAPE)
-gpu-large gpu-reuse gpu-kinds gpu-tiers gpu-attention_models gpu-speculation gpu-server_shared: GPU_ARGUMENTS := --shape $(SHAPE)
+gpu-large gpu-reuse gpu-kinds gpu-tiers gpu-attention gpu-attention_models gpu-awq gpu-link gpu-speculation \
+	gpu-server_shared gpu-streaming: GPU_ARGUMENTS := --shape $(SHAPE)
 $(GPU_BENCHES:%=gpu-%): gpu-%:
 	PYTHONPATH=. $(PYTHON) benchmarks/$*.py $(GPU_ARGUMENTS) --device $(DEVICE) --out $${OUT:-benchmarks/results}
 

@@ -1,13 +1,12 @@
 """The attention of `kvboost_fa2` against PyTorch's own, operator by operator.
 
-    python benchmarks/attention.py --out benchmarks/results [--device cuda] [--threads 2]
+    python benchmarks/attention.py --out benchmarks/results [--device cuda] [--threads 2] [--only decode coded:int4]
 
 Each case calls two or more ways to the same result in turn. A ratio is that of the medians of one run. Wall time is
-from the call to the result, with the device synchronized at both ends. Device time is that between two CUDA events
-around one call for each of several inputs, which on a GPU are larger than its L2 in all, and all of which are launched
-before the first one begins; decode is also timed as a CUDA graph of these calls. Each way has been called with each
-input before these clocks start, which compiles it; what the first call with an input takes, but for the first input of
-all, is said, too, since prompts are of ever new lengths. A way or a case that fails is named, and the others go on.
+from the call to the result. Device time (see clock.py) is that of one call for each of several inputs, which on a GPU
+are larger than its L2 in all; decode is also timed as a CUDA graph of these calls. Each way has been called with each
+input before these clocks start; what the first call with an input takes, except the first input of all, is said, too,
+since prompts are of ever new lengths. A way or a case that fails is named, and the others go on.
 
 On a GPU all is bfloat16: squares against PyTorch's flash and cuDNN kernels and FlexAttention; suffixes, trees and
 sparse rows against `sdpa` as transformers calls it, with a mask and keys repeated for each head of a group, and
@@ -15,25 +14,25 @@ suffixes against PyTorch's bias for them, which needs neither; decode against `s
 what a copy of as many bytes takes, except over 4k columns, where launches take longer than the bytes. A plain square
 and one query without padding go to PyTorch's kernels: "own kernel" is that of padded rows.
 On a CPU all is float32 against `sdpa` as transformers calls it, and codes against decoding all of them as a live cache
-does.
+does. `--shape tiny` has the cases of a GPU with lengths 64 times shorter, on whatever device.
 """
 
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count, cycle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import clock
 import torch
 import torch.nn.functional as F
-from record import Record, add_options, reason
+from record import Record, add_options, add_shape, reason
 from reuse import measured_on, provenance
-from targets import Result, attention_case
+from targets import Result, verdicts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -50,12 +49,10 @@ from kvboost_hf.handles import CodePlanes, PieceTable
 Inputs = tuple[Any, ...]
 Way = Callable[..., object]
 
-L2_BYTES = 128 << 20  # inputs of a case take at least twice as much
-MOST_INPUTS = 64
-LAUNCH_CYCLES = 1 << 20  # of a GPU, about half a millisecond: in which the host launches one call
 CLOCKS = ("first", "wall", "device", "graph")
 WINDOW = 128  # tokens of a block of codes
-PIECES = 128, 2048  # tokens of a piece of a table: of a chunk, and of the 16 chunks that caches join
+WIDTHS = (2048, 128)  # tokens of a piece: as caches join chunks, and as chunks are
+TINY = 64  # times as long are the lengths of the cases of a GPU
 CODES = {
     "int8": KVQuantConfig(method="kivi", key_bits=8, value_bits=8),
     "int4": KVQuantConfig(method="kivi", key_bits=4, value_bits=4),
@@ -88,16 +85,15 @@ class Case:
         self.name, self._ways, self._device, self._graph = name, ways, device, graph
         first = make()
         bytes_each = bytes_each or sum(each.nbytes for each in first if isinstance(each, torch.Tensor))
-        inputs = max(2, min(-(-2 * L2_BYTES // bytes_each), MOST_INPUTS)) if device == "cuda" else 2
-        self._inputs = [first, *(make() for _ in range(inputs - 1))]
+        self._inputs = [first, *(make() for _ in range(clock.inputs_for(bytes_each, device) - 1))]
 
     def measure(self, rounds: int) -> Result:
         """Milliseconds of each way, and the ratios to ours."""
-        found: Result = {"name": self.name, **{clock: {} for clock in CLOCKS}, "failed": {}}
+        found: Result = {"name": self.name, **{each: {} for each in CLOCKS}, "failed": {}}
         works: dict[str, Iterator[Callable[[], object]]] = {}
         for name, way in self._ways.items():
             try:
-                firsts = [self._wall(partial(way, *each)) for each in self._inputs]
+                firsts = [clock.wall_ms(partial(way, *each), self._device) for each in self._inputs]
             except Exception as error:  # a kernel that this device or shape does not have: the others are measured
                 found["failed"][name] = reason(error)
                 continue
@@ -106,49 +102,42 @@ class Case:
         times: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(rounds):
             for name, work in works.items():
-                times[name].append(self._wall(next(work)))
+                times[name].append(clock.wall_ms(next(work), self._device))
         found["wall"] = {name: statistics.median(each) for name, each in times.items()}
         if self._device == "cuda":
             for name, work in works.items():
                 calls = [next(work) for _ in self._inputs]
-                found["device"][name] = statistics.median(self._events(calls) for _ in range(rounds))
+                found["device"][name] = clock.device_ms(calls, rounds, self._device)
                 if self._graph:
                     try:
-                        found["graph"][name] = self._replayed(calls, rounds)
+                        found["graph"][name] = clock.replayed_ms(calls, rounds, self._device)
                     except RuntimeError as error:
                         found["failed"][f"{name} in a graph"] = reason(error)
-        shown = next((found[clock] for clock in reversed(CLOCKS) if "kvboost_fa2" in found[clock]), {})  # type: ignore[var-annotated]
+        shown = next((found[each] for each in reversed(CLOCKS) if "kvboost_fa2" in found[each]), {})  # type: ignore[var-annotated]
         ours = shown.get("kvboost_fa2")
         found["ratios"] = {name: each / ours for name, each in shown.items() if name != "kvboost_fa2"} if ours else {}
         return found
 
-    def _synchronize(self) -> None:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
 
-    def _wall(self, call: Callable[[], object]) -> float:
-        self._synchronize()
-        begin = time.perf_counter()
-        call()
-        self._synchronize()
-        return 1000 * (time.perf_counter() - begin)
+class Where(NamedTuple):
+    """The device of a case, the dtype of its inputs, and how many times shorter than their names say its lengths are.
 
-    def _events(self, calls: list[Callable[[], object]]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(LAUNCH_CYCLES * len(calls))
-        begin.record()
-        for call in calls:
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / len(calls)
+    Example:
+        >>> Where("cpu", torch.float32, 64).length(32768)
+        512
+    """
 
-    def _replayed(self, calls: list[Callable[[], object]], rounds: int) -> float:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        return statistics.median(self._events([graph.replay]) for _ in range(rounds)) / len(calls)
+    device: str
+    dtype: torch.dtype
+    part: int = 1
+
+    def length(self, number: int) -> int:
+        """Tokens in place of so many."""
+        return number // self.part
+
+    def heads(self, number: int) -> int:
+        """Heads in place of so many."""
+        return number if self.part == 1 else number // 4
 
 
 def short(number: int) -> str:
@@ -156,15 +145,13 @@ def short(number: int) -> str:
     return f"{number // 1024}k" if number % 1024 == 0 else str(number)
 
 
-def draw(
-    queries: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype
-) -> Callable[[], Inputs]:
+def draw(queries: int, total: int, heads: tuple[int, int], dim: int, where: Where) -> Callable[[], Inputs]:
     """Query, as models give it, key and value."""
 
     def make() -> Inputs:
-        query = torch.randn(1, queries, heads[0], dim, device=device, dtype=dtype).transpose(1, 2)
-        shape = (1, heads[1], total, dim)
-        return query, *(torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+        like: dict[str, Any] = {"device": where.device, "dtype": where.dtype}
+        query = torch.randn(1, queries, heads[0], dim, **like).transpose(1, 2)
+        return query, *(torch.randn(1, heads[1], total, dim, **like) for _ in range(2))
 
     return make
 
@@ -210,29 +197,34 @@ def lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=grouped)
 
 
-def suffix(queries: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
-    mask = Visibility().dense(queries, total, torch.device(device))
-    ways = {"kvboost_fa2": ours(Visibility()), "masked sdpa": stock(mask)}
-    if device == "cuda":
-        ways["sdpa, lower right"] = lower_right
+def suffix(queries: int, total: int, heads: tuple[int, int], dim: int, where: Where) -> Case:
     name = f"suffix of {short(queries)} over {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
-    return Case(name, ways, draw(queries, total, heads, dim, device, dtype), device)
+    total = where.length(total)
+    queries = min(queries, total)
+    mask = Visibility().dense(queries, total, torch.device(where.device))
+    ways = {"kvboost_fa2": ours(Visibility()), "masked sdpa": stock(mask)}
+    if where.device == "cuda":
+        ways["sdpa, lower right"] = lower_right
+    return Case(name, ways, draw(queries, total, heads, dim, where), where.device)
 
 
-def tree(nodes: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+def tree(nodes: int, total: int, heads: tuple[int, int], dim: int, where: Where) -> Case:
     """Drafted tokens behind as many columns; each one's parent is any of those before it."""
+    name = f"tree of {nodes} over {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
+    device, total = where.device, where.length(total)
     seen = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
         seen[node] |= seen[int(torch.randint(node, (1,)))]
     visibility = Visibility(tree=(seen.long() << torch.arange(nodes)).sum(dim=-1)[None].to(device))
     mask = visibility.dense(nodes, total + nodes, torch.device(device))
     ways = {"kvboost_fa2": ours(visibility), "masked sdpa": stock(mask)}
-    name = f"tree of {nodes} over {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
-    return Case(name, ways, draw(nodes, total + nodes, heads, dim, device, dtype), device)
+    return Case(name, ways, draw(nodes, total + nodes, heads, dim, where), device)
 
 
-def sparse(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+def sparse(total: int, heads: tuple[int, int], dim: int, where: Where) -> Case:
     """15% of the rows of a prompt, computed again: against a mask, and against attention of all rows."""
+    name = f"sparse 15% of {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
+    device, total = where.device, where.length(total)
     rows = torch.randperm(total, device=device)[: total * 15 // 100].sort().values
     visibility = Visibility(columns=rows[None].int())
     mask = visibility.dense(len(rows), total, torch.device(device))
@@ -241,14 +233,13 @@ def sparse(total: int, heads: tuple[int, int], dim: int, device: str, dtype: tor
         "masked sdpa": lambda q, k, v: stock(mask)(q[:, :, : len(rows)], k, v),
         "full prefill": lambda q, k, v: stock(None)(q, k, v),
     }
-    name = f"sparse 15% of {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
-    return Case(name, ways, draw(total, total, heads, dim, device, dtype), device)
+    return Case(name, ways, draw(total, total, heads, dim, where), device)
 
 
-def coded(
-    name: str, queries: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype
-) -> Case:
+def coded(name: str, queries: int, total: int, heads: tuple[int, int], dim: int, where: Where) -> Case:
     """Attention over codes: against ours over as many columns of the dtype, and against decoding them all first."""
+    title = f"{name}, {queries} over {short(total)}, D {dim}"
+    (device, dtype, _), total = where, where.length(total)
     codec, blocks = make_codec(CODES[name]), total // WINDOW
     turn = LayerRotation(1e6 ** -(torch.arange(dim // 2) / (dim // 2)), "half", 0)
     rotations: dict[Role, LayerRotation | None] = {"keys": turn, "values": None}
@@ -263,7 +254,7 @@ def coded(
         forms[role] = found
 
     def make() -> Inputs:
-        return *draw(queries, total, heads, dim, device, dtype)(), *map(copied, forms.values())
+        return *draw(queries, total, heads, dim, where)(), *map(copied, forms.values())
 
     def over_codes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *codes: CodePlanes) -> object:
         return ops.attend_codes(AttentionCall(q, dim**-0.5, Visibility()), *codes, lengths)  # type: ignore[arg-type, call-arg]
@@ -284,7 +275,7 @@ def coded(
         "decoded first": decoded,
     }
     size = sum(form.codes.nbytes for form in forms.values())
-    return Case(f"{name}, {queries} over {short(total)}, D {dim}", ways, make, device, bytes_each=size)
+    return Case(title, ways, make, device, bytes_each=size)
 
 
 def copied(codes: CodePlanes) -> CodePlanes:
@@ -293,17 +284,17 @@ def copied(codes: CodePlanes) -> CodePlanes:
     return replace(codes, **{name: plane.clone() for name, plane in planes.items() if plane is not None})
 
 
-def table(
-    tokens: int, queries: int, total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype
-) -> Case:
-    """Pieces of so many tokens in any order in memory, against the same columns in order."""
-    pieces = total // tokens
+def table(width: int, queries: int, total: int, heads: tuple[int, int], dim: int, where: Where) -> Case:
+    """Pieces in any order in memory, against the same columns in order."""
+    name = f"pieces of {width}, {queries} over {short(total)}, D {dim}"
+    width, total = where.length(width), where.length(total)
+    pieces = total // width
 
     def make() -> Inputs:
-        query, key, value = draw(queries, total, heads, dim, device, dtype)()
+        query, key, value = draw(queries, total, heads, dim, where)()
         order = torch.randperm(pieces)
-        rows = torch.stack([order, torch.arange(pieces) * tokens, torch.full((pieces,), -1)], dim=-1)
-        parts = (tuple(each[0].split(tokens, dim=1)) for each in (key, value))
+        rows = torch.stack([order, torch.arange(pieces) * width, torch.full((pieces,), -1)], dim=-1)
+        parts = (tuple(each[0].split(width, dim=1)) for each in (key, value))
         return query, key, value, PieceTable(*parts, rows[None], total)  # type: ignore[arg-type, call-arg]
 
     scale, before, everything = dim**-0.5, Visibility(), Visibility(causal=False)
@@ -313,35 +304,36 @@ def table(
         ),
         "contiguous": lambda q, k, v, pieces: ops.attend(AttentionCall(q, scale, everything, partial=True), k, v),
     }
-    return Case(f"table of {short(tokens)}, {queries} over {short(total)}, D {dim}", ways, make, device)
+    return Case(name, ways, make, where.device)
 
 
-def square(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
-    scale = dim**-0.5
+def square(total: int, heads: tuple[int, int], dim: int, where: Where) -> Case:
+    name = f"square of {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
+    scale, device, total = dim**-0.5, where.device, where.length(total)
     ways: dict[str, Way] = {
         "kvboost_fa2": ours(Visibility()),
         "own kernel": lambda q, k, v: ops.attend(AttentionCall(q, scale, Visibility(), partial=True), k, v),
         "sdpa flash": pinned(SDPBackend.FLASH_ATTENTION),
         "sdpa cudnn": pinned(SDPBackend.CUDNN_ATTENTION),
-        "flex attention": flex(total, device),
     }
-    name = f"square of {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
-    return Case(name, ways, draw(total, total, heads, dim, device, dtype), device)
+    if device == "cuda":
+        ways["flex attention"] = flex(total, device)
+    return Case(name, ways, draw(total, total, heads, dim, where), device)
 
 
-def new_lengths(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+def new_lengths(total: int, heads: tuple[int, int], dim: int, where: Where) -> Case:
     """Squares, each smaller than the one before it: what a kernel is prepared for is not there yet."""
-    lengths = count(total, -24)
+    lengths = count(where.length(total), -24)
     ways = {"kvboost_fa2": ours(Visibility()), "sdpa flash": pinned(SDPBackend.FLASH_ATTENTION)}
 
     def make() -> Inputs:
         length = next(lengths)
-        return draw(length, length, heads, dim, device, dtype)()
+        return draw(length, length, heads, dim, where)()
 
-    return Case(f"new lengths below {short(total)}, GQA {heads[0] // heads[1]}, D {dim}", ways, make, device)
+    return Case(f"new lengths below {short(total)}, GQA {heads[0] // heads[1]}, D {dim}", ways, make, where.device)
 
 
-def decode(total: int, heads: tuple[int, int], dim: int, device: str, dtype: torch.dtype) -> Case:
+def decode(total: int, heads: tuple[int, int], dim: int, where: Where) -> Case:
     """One query; the copy, of the keys over the values, reads and writes as many bytes as there are of both."""
     scale = dim**-0.5
     ways: dict[str, Way] = {
@@ -351,11 +343,12 @@ def decode(total: int, heads: tuple[int, int], dim: int, device: str, dtype: tor
         "copy": lambda q, k, v: v.copy_(k),
     }
     name = f"decode over {short(total)}, GQA {heads[0] // heads[1]}, D {dim}"
-    return Case(name, ways, draw(1, total, heads, dim, device, dtype), device, graph=device == "cuda")
+    make = draw(1, where.length(total), heads, dim, where)
+    return Case(name, ways, make, where.device, graph=where.device == "cuda")
 
 
 def cpu_cases() -> Iterator[partial[Case]]:
-    on = (32, 8), 64, "cpu", torch.float32
+    on = (32, 8), 64, Where("cpu", torch.float32)
     for total in (2048, 8192):
         for queries in (8, 128, 512):
             yield partial(suffix, queries, total, *on)
@@ -368,29 +361,40 @@ def cpu_cases() -> Iterator[partial[Case]]:
             yield partial(coded, name, queries, 8192, *on)
 
 
-def gpu_cases() -> Iterator[partial[Case]]:
-    end = "cuda", torch.bfloat16
-    for dim in (64, 96, 128):
-        for total in (4096, 16384):
-            yield partial(square, total, (32, 8), dim, *end)
-    yield partial(square, 32768, (32, 8), 128, *end)
-    for total in (4096, 32768):
-        yield partial(new_lengths, total, (32, 8), 128, *end)
-    for kv_heads in (32, 8, 4):
-        for total in (4096, 32768, 131072):
-            for queries in (16, 128, 1024):
-                yield partial(suffix, queries, total, (32, kv_heads), 128, *end)
-            yield partial(decode, total, (32, kv_heads), 128, *end)
-    for total in (32768, 131072):
+def gpu_cases(where: Where) -> Iterator[partial[Case]]:
+    """The cases of a GPU."""
+    end, few, middle, long, longest = (128, where), 4096, 16384, 32768, 131072
+    heads = where.heads(32)
+    grouped = heads, where.heads(8)
+    for total in (long, longest):
         for name in CODES:
-            yield partial(coded, name, 1, total, (32, 8), 128, *end)
-        for tokens in PIECES:
+            yield partial(coded, name, 1, total, grouped, *end)
+        for width in WIDTHS:
             for queries in (1, 16, 128):
-                yield partial(table, tokens, queries, total, (32, 8), 128, *end)
-    for total in (4096, 32768):
-        yield partial(tree, 32, total, (32, 8), 128, *end)
-    for total in (4096, 16384):
-        yield partial(sparse, total, (32, 8), 128, *end)
+                yield partial(table, width, queries, total, grouped, *end)
+    for kv_heads in (8, 4, 32):
+        for total in (few, long, longest):
+            yield partial(decode, total, (heads, where.heads(kv_heads)), *end)
+    for kv_heads in (8, 4, 32):
+        for total in (long, longest, few):
+            for queries in (16, 128, 1024):
+                yield partial(suffix, queries, total, (heads, where.heads(kv_heads)), *end)
+    for dim in (128, 64, 96):
+        for total in (few, middle):
+            yield partial(square, total, grouped, dim, where)
+    yield partial(square, long, grouped, *end)
+    for total in (few, middle):
+        yield partial(sparse, total, grouped, *end)
+    for total in (few, long):
+        yield partial(tree, 32, total, grouped, *end)
+    for total in (few, long):
+        yield partial(new_lengths, total, grouped, *end)
+
+
+def chosen(case: partial[Case], wanted: str) -> bool:
+    """Whether a case is of a kind that was asked for: `"table"`, or of certain ones: `"table:2048"`."""
+    kind, _, firsts = wanted.partition(":")
+    return case.func.__name__ == kind and (not firsts or str(case.args[0]) in firsts.split(","))
 
 
 KINDS = tuple(kind.__name__ for kind in (square, new_lengths, suffix, decode, coded, table, tree, sparse))
@@ -408,12 +412,12 @@ def markdown(result: Result) -> str:
     ]
     for row in result["cases"]:
         times = {
-            way: " / ".join(f"{row[clock][way]:.3g}" for clock in CLOCKS if way in row[clock]) for way in row["wall"]
+            way: " / ".join(f"{row[each][way]:.3g}" for each in CLOCKS if way in row[each]) for way in row["wall"]
         }
         others = [f"{way} {times[way]} ({ratio:.2f}x)" for way, ratio in row["ratios"].items()]
         others += [f"{way}: none" for way in row["failed"]]
-        judged = attention_case(row) if row["device"] else ()  # targets are for GPUs
-        aims = [f"{aim.base} {aim.least}x: {'reached' if aim.reached else 'missed'}" for aim in judged]
+        judged = verdicts("attention", {"cases": [row]}) if row["device"] else ()  # targets are for GPUs
+        aims = [f"{aim.target.base} {aim.target.least}x: {'reached' if aim.reached else 'missed'}" for aim in judged]
         lines.append(
             f"| {row['name']} | {times.get('kvboost_fa2', 'none')} | {'; '.join(others)} | {'; '.join(aims)} |"
         )
@@ -425,9 +429,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, rounds=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="kinds of cases")
+    add_shape(parser, "8b")
+    parser.add_argument("--only", nargs="+", default=KINDS, help="kinds of cases, or some: coded:int8,int4")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    if unknown := {each.partition(":")[0] for each in options.only} - set(KINDS):
+        parser.error(f"`--only` must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}.")
+    torch.set_num_threads(1 if options.shape == "tiny" else options.threads)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     result: Result = {
@@ -448,9 +455,11 @@ def main() -> None:
         result["cases"].append(found)
         result["calls"] = dict(sorted(kernel_calls().items()))
 
-    for make in gpu_cases() if options.device == "cuda" else cpu_cases():
-        if make.func.__name__ in options.only:
-            record.measure(f"{make.func.__name__}{make.args}", partial(measure, make))
+    part = TINY if options.shape == "tiny" else 1
+    of_gpu = gpu_cases(Where(options.device, dtype, part))
+    for make in of_gpu if options.device == "cuda" or part > 1 else cpu_cases():
+        if any(chosen(make, each) for each in options.only):
+            record.measure(f"{make.func.__name__}{make.args[:-1]}", partial(measure, make))
     record.show()
 
 

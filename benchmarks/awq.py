@@ -1,42 +1,43 @@
 """Products with AWQ weights on a GPU, of the shapes of models of 32 and 70 billion parameters.
 
-    python benchmarks/awq.py --device cuda --out benchmarks/results [--only "5120 x 27648"] [--tilings] \
+    python benchmarks/awq.py --device cuda --out benchmarks/results [--models 32B] [--rows 1 4 16] [--tilings] \
         [--dtype bfloat16]
 
 One row is bound by reading the weights: the rate is that of their bytes, beside what a large copy on the device reads
 and writes, and beside a copy from pinned host memory, which is how streamed layers come. All are measured in this run.
-Dense is PyTorch's linear layer with weights of 16 bits. Times are medians of device time between two CUDA events
-around one call for each of several weights, which are larger than the second-level cache in all; the first one waits
-for the host to launch all of them. Each way has been called with each weight before, which compiles it.
+Dense is PyTorch's linear layer with weights of 16 bits. Times are medians of device time (see clock.py) of one call
+for each of several weights, which are larger than the second-level cache in all.
 
-Each number of rows is measured in two ways: with weights that become numbers in registers, and with ones that do so in
-memory for PyTorch's product, of which the first half, without the product, is told, too. One row has a kernel of its
-own; "in registers" is then the one for several rows, which takes fewer instructions and computes 15 rows for nothing.
-AWQ takes registers up to `MOST_ROWS` in kvboost_hf/offload/awq/triton/tiling.py, and memory for more. What a call
-takes the host, and one of PyTorch's linear layer, is told, too: where a model is not compiled, the GPU waits for it.
+AWQ is `awq_matmul`, which chooses its kernel by the number of rows. Several rows are measured with weights that become
+numbers in memory for PyTorch's product, too, which AWQ takes for many rows; and so is what dequantizing alone takes.
+One row, which has a kernel of its own, is measured with that for up to 16 rows, too: it takes fewer instructions.
+What a call of one row takes the host, and one of PyTorch's linear layer, is told: where a model is not compiled, the
+GPU waits for it.
 
-`--tilings` tries other tilings than the planned one, too, and names the fastest.
+`--tilings` tries other tilings than the planned one, too, and names the fastest. `--shape tiny` has matrices an eighth
+as wide, on whatever device.
 """
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import product
 from typing import Any
 
+import clock
 import torch
 import torch.nn.functional as F
-from record import Record, add_options
+from record import Record, add_options, add_shape
 from reuse import measured_on, provenance
 from targets import AWQ_COPY_RATE, Result
 
+from kvboost_hf.config import QuantKernel
+from kvboost_hf.offload.awq import layout
 from kvboost_hf.offload.awq.matmul import awq_matmul
 
-Call = Callable[[], object]
+Way = Callable[..., object]  # of the tensors of `Drawn`
 Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # codes, zeros, scales, and the weight as it is
 
 GROUP = 128
@@ -46,92 +47,80 @@ LAYERS = {
     "32B": {(5120, 5120): 2, (5120, 1024): 2, (5120, 27648): 2, (27648, 5120): 1},
     "70B": {(8192, 8192): 2, (8192, 1024): 2, (8192, 28672): 2, (28672, 8192): 1},
 }
-L2_BYTES = 128 << 20  # weights of a case take at least twice as much
-MOST_WEIGHTS = 64
-LAUNCH_CYCLES = 1 << 20  # of a GPU, about half a millisecond: in which the host launches one call
+TINY = 8  # times as wide are the matrices otherwise
+HOST_CALLS = 200
+COPY_BYTES, LINK_BYTES = 1 << 30, 1 << 28  # of the copies that rates are of
 
 
-def device_ms(calls: Sequence[Call], rounds: int) -> float:
-    """Milliseconds of a call on the device."""
-    times = []
-    for each in calls:
-        each()
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(LAUNCH_CYCLES * len(calls))
-        begin.record()
-        for each in calls:
-            each()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / len(calls))
-    return statistics.median(times)
-
-
-def host_us(call: Call, count: int = 200) -> float:
-    """Microseconds of a call on the host, which does not wait for the device."""
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        times.append(1e6 * (time.perf_counter() - begin) / count)
-    torch.cuda.synchronize()
-    return min(times)
-
-
-def rates(rounds: int) -> dict[str, float]:
+def rates(options: argparse.Namespace) -> dict[str, float]:
     """GB/s of a copy on the device, which reads and writes, and of one from pinned host memory."""
-    here, there = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
-    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    copy = device_ms([lambda: here.copy_(there)], rounds)
-    link = device_ms([lambda: here[: 1 << 28].copy_(host, non_blocking=True)], rounds)
-    return {"copy": 2 * here.nbytes / copy / 1e6, "link": host.nbytes / link / 1e6}
+    part = TINY**2 if options.shape == "tiny" else 1
+    host = torch.ones(LINK_BYTES // part, dtype=torch.uint8, pin_memory=options.device == "cuda")
+    copy = clock.copy_rate(COPY_BYTES // part, options.rounds, options.device)
+    return {"copy": copy, "link": clock.link_rate(host, options.rounds, options.device)}
 
 
-def draw(in_features: int, out_features: int, dtype: torch.dtype) -> Drawn:
+def draw(in_features: int, out_features: int, dtype: torch.dtype, device: str) -> Drawn:
     """qweight, qzeros, scales, and dense weights, which are others: their numbers take no time."""
     groups, words = in_features // GROUP, out_features // 8
     qweight, qzeros = (
-        torch.randint(-(2**31), 2**31, (size, words), dtype=torch.int32, device="cuda")
+        torch.randint(-(2**31), 2**31, (size, words), dtype=torch.int32, device=device)
         for size in (in_features, groups)
     )
-    scales = torch.rand(groups, out_features, dtype=torch.float16, device="cuda") / 100
-    return qweight, qzeros, scales, torch.randn(out_features, in_features, dtype=dtype, device="cuda")
+    scales = torch.rand(groups, out_features, dtype=torch.float16, device=device) / 100
+    return qweight, qzeros, scales, torch.randn(out_features, in_features, dtype=dtype, device=device)
 
 
-def measure(in_features: int, out_features: int, dtype: torch.dtype, tilings: bool, rounds: int) -> Iterator[Result]:
-    """A product of each number of rows."""
-    from kvboost_hf.offload.awq.triton.launch import awq_matmul_dense, awq_matmul_triton
-
-    first = draw(in_features, out_features, dtype)
+def measure(in_features: int, out_features: int, options: argparse.Namespace) -> Iterator[Result]:
+    """A product of each number of rows; the matrices are smaller where a tiny shape is asked for."""
+    device, part = options.device, TINY if options.shape == "tiny" else 1
+    inner, outer = in_features // part, out_features // part
+    dtype = getattr(torch, options.dtype)
+    first = draw(inner, outer, dtype, device)
     nbytes = sum(each.nbytes for each in first[:3])
-    count = max(2, min(-(-2 * L2_BYTES // nbytes), MOST_WEIGHTS))
-    weights = [first, *(draw(in_features, out_features, dtype) for _ in range(count - 1))]
-    dequantize = device_ms([partial(dequantize_all, *each[:3], dtype) for each in weights], rounds)
-    for rows in ROWS:
-        x = torch.randn(rows, in_features, dtype=dtype, device="cuda")
-        tiling = planned(x, out_features)
-        ways = {
-            "awq": [partial(awq_matmul, x, *each[:3], "triton") for each in weights],
-            "dense": [partial(F.linear, x, each[3]) for each in weights],
-            "registers": [partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights],
-            "memory": [partial(awq_matmul_dense, x, *each[:3]) for each in weights],
-        }
-        found = {"in": in_features, "out": out_features, "rows": rows, "bytes": nbytes, "dequantize": dequantize}
-        found |= {name: device_ms(calls, rounds) for name, calls in ways.items()}
-        found |= {"host_us": host_us(ways["awq"][0]), "host_us_dense": host_us(ways["dense"][0])}
-        yield {**found, "fastest": fastest(x, weights, rounds) if tilings else None}
+    weights = [first, *(draw(inner, outer, dtype, device) for _ in range(clock.inputs_for(nbytes, device) - 1))]
+    kernel: QuantKernel = "triton" if device == "cuda" else "torch"
+
+    def ms(way: Way) -> float:
+        calls = [partial(way, *each) for each in weights]
+        for call in calls:
+            call()
+        return clock.device_ms(calls, options.rounds, device)
+
+    for rows in options.rows:
+        x = torch.randn(rows, inner, dtype=dtype, device=device)
+        found = {"in": in_features, "out": out_features, "rows": rows, "bytes": nbytes}
+        found["awq"] = ms(lambda *w, x=x: awq_matmul(x, w[0], w[1], w[2], kernel))
+        found["dense"] = ms(lambda *w, x=x: F.linear(x, w[3]))
+        if rows > 1 and device == "cuda":
+            from kvboost_hf.offload.awq.triton.launch import awq_matmul_dense
+
+            found["memory"] = ms(lambda *w, x=x: awq_matmul_dense(x, *w[:3]))
+        if rows == 1 and device == "cuda":
+            from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
+
+            tiling = planned(x, outer)
+            found["registers"] = ms(lambda *w, x=x, tiling=tiling: awq_matmul_triton(x, *w[:3], tiling))
+        if rows == 1:
+            found["dequantize"] = ms(lambda *w: dequantized(w[0], w[1], w[2], device))
+            found["dequantize_bytes"] = nbytes + 2 * inner * outer
+            calls = HOST_CALLS if part == 1 else 1
+            found["host_us"] = clock.host_us(partial(awq_matmul, x, *first[:3], kernel), device, calls)
+            found["host_us_dense"] = clock.host_us(partial(F.linear, x, first[3]), device, calls)
+        yield {**found, "fastest": fastest(x, weights, options.rounds) if options.tilings else None}
 
 
-def dequantize_all(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
-    """Dequantize to memory, without the product."""
-    from kvboost_hf.offload.awq.triton.launch import dequantized
+def dequantized(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, device: str) -> torch.Tensor:
+    """The numbers of a weight, as many rows are multiplied with them; all columns at once."""
+    (in_features, _), (groups, out_features) = qweight.shape, scales.shape
+    if device != "cuda":
+        return layout.dequantize(qweight, qzeros, scales)
+    from kvboost_hf.offload.awq.triton.launch import plan_dequantizing
 
-    for _ in dequantized(qweight, qzeros, scales, dtype):
-        pass
+    weight = scales.new_empty(in_features * out_features)
+    plan = plan_dequantizing(in_features, groups, out_features, out_features, scales.dtype, scales.device)
+    plan(scales.device, (qweight, qzeros, scales, weight), 0)
+    return weight
 
 
 def planned(x: torch.Tensor, out_features: int) -> Any:
@@ -172,7 +161,10 @@ def fastest(x: torch.Tensor, weights: list[Drawn], rounds: int) -> Result | None
             scaled=scaled,
         )
         try:
-            ms = device_ms([partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights], rounds)
+            calls = [partial(awq_matmul_triton, x, *each[:3], tiling) for each in weights]
+            for call in calls:
+                call()
+            ms = clock.device_ms(calls, rounds, "cuda")
         except OutOfResources:
             continue
         found.append({"ms": ms, **asdict(tiling)})
@@ -182,7 +174,8 @@ def fastest(x: torch.Tensor, weights: list[Drawn], rounds: int) -> Result | None
 def layers(result: Result) -> Iterator[Result]:
     """All products of a decoder layer, as far as they were measured."""
     cases = {(each["in"], each["out"], each["rows"]): each for each in result["cases"]}
-    for (model, shapes), rows in product(LAYERS.items(), ROWS):
+    measured = sorted({each["rows"] for each in result["cases"]})
+    for (model, shapes), rows in product(LAYERS.items(), measured):
         if all((*shape, rows) in cases for shape in shapes):
             parts = [(cases[*shape, rows], count) for shape, count in shapes.items()]
             told = set.intersection(*(set(case) for case, _ in parts)) - {"in", "out", "rows", "fastest"}
@@ -193,11 +186,12 @@ def row_of(name: str, case: Result, result: Result) -> str:
     """A line of the table."""
     rate = case["bytes"] / case["awq"] / 1e6
     share, link = rate / result["rates"]["copy"], rate / result["rates"]["link"]
-    aim = f" ({'reached' if share >= AWQ_COPY_RATE else 'missed'})" if case["rows"] == 1 else ""
+    judged = case["rows"] == 1 and "model" in case  # small matrices are bound by their launch
+    aim = f" ({'reached' if share >= AWQ_COPY_RATE else 'missed'})" if judged else ""
     best = case.get("fastest")
     tried = f"{best['ms']:.4f}: {', '.join(f'{k} {v}' for k, v in best.items() if k != 'ms')}" if best else ""
-    ways = [f"{case[way]:.4f}" for way in ("registers", "memory", "dequantize")]
-    hosts = [f"{case[each]:.0f}" for each in ("host_us", "host_us_dense")]
+    ways = [f"{case[way]:.4f}" if way in case else "" for way in ("registers", "memory", "dequantize")]
+    hosts = [f"{case[each]:.0f}" if each in case else "" for each in ("host_us", "host_us_dense")]
     return (
         f"| {name} | {case['rows']} | {case['awq']:.4f} | {rate:.0f} | {share:.0%}{aim} | {link:.1f}x "
         f"| {case['dense']:.4f} | {case['dense'] / case['awq']:.2f}x | {' | '.join([*ways, *hosts])} | {tried} |"
@@ -205,16 +199,16 @@ def row_of(name: str, case: Result, result: Result) -> str:
 
 
 def markdown(result: Result) -> str:
-    copy, link = result["rates"]["copy"], result["rates"]["link"]
+    copy, link = (result["rates"].get(name, float("nan")) for name in ("copy", "link"))
     lines = [
         f"{result['dtype']}, groups of {GROUP}; {measured_on(result['provenance'])}",
         "",
         f"A copy on the device reads and writes {copy:.0f} GB/s; one from pinned host memory takes {link:.1f} GB/s. "
-        f"For one row, {AWQ_COPY_RATE:.0%} of the former is aimed at. Times in ms, those of the host in µs; in "
-        "registers and in memory are the two ways; dequantize is the first half of the latter.",
+        f"For one row, {AWQ_COPY_RATE:.0%} of the former is aimed at. Times in ms, those of the host in µs; "
+        "in memory is the way for many rows, and 16 rows the kernel for up to 16 of them.",
         "",
-        "| in x out | rows | AWQ | weights, GB/s | of a copy | of the link | dense | dense / AWQ | in registers "
-        "| in memory | dequantize | host | host, dense | best tiling |",
+        "| in x out | rows | AWQ | weights, GB/s | of a copy | of the link | dense | dense / AWQ | 16 rows | in memory "
+        "| dequantizing | host | host, dense | best tiling |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     lines += [row_of(f"{each['in']} x {each['out']}", each, result) for each in result["cases"]]
@@ -225,37 +219,35 @@ def markdown(result: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, rounds=7)
-    parser.add_argument("--only", default="", help="cases whose names begin so")
-    parser.add_argument(
-        "--dtype", choices=("float16", "bfloat16"), default="float16", help="of rows and dense weights"
-    )
+    add_shape(parser, "8b")
+    parser.add_argument("--models", nargs="+", choices=LAYERS, default=LAYERS, help="whose layers are measured")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of a product")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of rows and weights")
     parser.add_argument("--tilings", action="store_true", help="try other tilings, too; takes its time")
     options = parser.parse_args()
-    if options.device != "cuda" or not torch.cuda.is_available():
+    if options.shape != "tiny" and (options.device != "cuda" or not torch.cuda.is_available()):
         print("Nothing is measured: these kernels are for GPUs; pass --device cuda where there is one.")
         return
     torch.manual_seed(0)
     result: Result = {
         "provenance": provenance(sys.argv[1:], "awq.py"),
         "dtype": options.dtype,
-        "rates": rates(options.rounds),
+        "rates": {},
         "cases": [],
         "layers": [],
     }
-    record = Record("awq-cuda" if options.dtype == "float16" else "awq-bfloat16-cuda", options, result, markdown)
+    name = "awq" if options.dtype == "float16" else "awq-bfloat16"
+    record = Record(f"{name}-{options.device}", options, result, markdown)
 
     def add(in_features: int, out_features: int) -> None:
-        for found in measure(
-            in_features, out_features, getattr(torch, options.dtype), options.tilings, options.rounds
-        ):
+        for found in measure(in_features, out_features, options):
             result["cases"].append(found)
             print(row_of(f"{in_features} x {out_features}", found, result), flush=True)
-        result["layers"] = list(layers(result))
+            result["layers"] = list(layers(result))
 
-    for shape in (shape for shapes in LAYERS.values() for shape in shapes):
-        name = " x ".join(map(str, shape))
-        if name.startswith(options.only):
-            record.measure(name, partial(add, *shape))
+    record.measure("rates", lambda: result["rates"].update(rates(options)))
+    for shape in (shape for model in options.models for shape in LAYERS[model]):
+        record.measure(" x ".join(map(str, shape)), partial(add, *shape))
     record.show()
 
 

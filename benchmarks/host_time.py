@@ -26,7 +26,7 @@ import torch
 from record import write
 from reuse import Ids, in_turn, prefilled
 from shapes import make_model
-from targets import Result, host_time
+from targets import Result, verdicts
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -206,10 +206,11 @@ def markdown(result: Result) -> str:
         counts = " | ".join(f"{row['operators'][arm]:.1f}" for arm in ways[1:])
         lines += [f"| {row['attention']} | {times} |", f"| {row['attention']}, operators for each layer | {counts} |"]
     lines += ["", "| target | found | at most | |", "| --- | ---: | ---: | --- |"]
-    for verdict in host_time(result):
-        against = f", against {verdict.base}" if verdict.base else ""
+    for verdict in verdicts("host_time", result):
+        target = verdict.target
+        against = f", against {target.base}" if target.base else ""
         reached = "reached" if verdict.reached else "missed"
-        lines.append(f"| {verdict.case}{against} | {verdict.found:.2f} | {verdict.most} | {reached} |")
+        lines.append(f"| {target.case}{against} | {verdict.found:.2f} | {target.most} | {reached} |")
     return "\n".join(lines) + "\n"
 
 

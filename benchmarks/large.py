@@ -1,30 +1,32 @@
 """Reuse on a model of the shape of Llama 3.1 8B, in bfloat16, made on the device: first tokens, and each one after.
 
-    python benchmarks/large.py --device cuda --out benchmarks/results [--shape 8b] [--minutes 9]
+    python benchmarks/large.py --device cuda --out benchmarks/results [--shape 8b] [--only first next] [--minutes 9]
 
 All arms of a comparison run in turn within one loop; figures are medians. The time to the first token is that from the
 call of generate() to the token on the host, storing and filling included; each timed prompt has an ending that was
 never seen before, and `cold` prompts meet an empty store. One untimed round of every arm comes first. `floor` is one
 forward of the ending over a `DynamicCache` that holds the rest, cropped afterwards: what nobody can beat without
 another kernel. `stored` is a new cache each time, filled from host memory. `static cache` is transformers' own, whose
-decoding it compiles on a GPU, as `max_cache_len` compiles ours. Two rows that hit read what is stored in `pieces`,
-where the attention can.
+decoding it compiles on a GPU, as `max_cache_len` compiles ours; `DynamicCache, again` is beside them in their loop.
+Two rows that hit read what is stored in `pieces`, where the attention can. An arm that fails is named, and the others
+go on.
 
-Skips of CUDA graphs are those that PyTorch's inductor counts. Launches, copies and waits of a token are from
-`torch.profiler`, as the difference between an answer of 9 tokens and one of 1.
+Skips of CUDA graphs are those that PyTorch's inductor counts. Launches, copies and waits of a token, and how long the
+device is busy with it, are from `torch.profiler`, as the difference between an answer of 9 tokens and one of 1. What
+takes longest of a first token and of 9 tokens is in `large-DEVICE-profiles.md`.
 """
 
 import argparse
 import copy
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
+import clock
 import torch
-from record import Record, add_options, add_shape
+from record import Record, add_options, add_shape, reason
 from reuse import Ids, floor, in_turn, measured_on, medians, prefilled, provenance, rounded, ttft
 from shapes import SHAPES, Shape, make_model
 from targets import Result, verdicts
@@ -38,15 +40,30 @@ from kvboost_hf.demo.timing import timed_generate
 UNSEEN, STEPS = 128, 32
 FIRST = ("plain", "cold", "floor", "live", "stored")
 NEXT = (
-    *("DynamicCache", "live", "stored", "static cache", "max_cache_len", "graph_skips"),
+    *("DynamicCache", "live", "stored", "DynamicCache, again", "static cache", "max_cache_len", "graph_skips"),
     *("DynamicCache, 2 rows", "pieces, 2 rows"),
 )
-LAUNCHES = ("DynamicCache", "live", "stored", "max_cache_len")
+LAUNCHES = ("live", "DynamicCache", "stored", "max_cache_len")
+PROFILED = 9  # tokens of an answer
+TOP = 25  # operators of a profile
 COUNTED = {
     "launches": ("LaunchKernel", "cuLaunch", "cudaGraphLaunch"),
     "copies": ("cudaMemcpyAsync",),
     "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
 }
+
+
+def timed(arms: dict[str, Callable[[int], float]], rounds: int) -> Result:
+    """The median of each arm, and why some have failed."""
+    failed: dict[str, Exception] = {}
+    found: Result = medians(in_turn(arms, rounds, failed))
+    return found | ({"failed": {name: reason(error) for name, error in failed.items()}} if failed else {})
+
+
+def step(model: PreTrainedModel, ids: list[int], **kwargs: Any) -> float:
+    """ms for each token after the first."""
+    call = timed_generate(model, ids, STEPS + 1, **kwargs)
+    return (call.total_ms - call.ttft_ms) / STEPS
 
 
 def first_tokens(model: PreTrainedModel, shape: Shape, length: int, rounds: int) -> Result:
@@ -76,32 +93,59 @@ def first_tokens(model: PreTrainedModel, shape: Shape, length: int, rounds: int)
         "live": lambda n: ttft(model, shared + endings[n], past_key_values=kept),
         "stored": stored,
     }
-    return medians(in_turn(arms, rounds))
+    return timed(arms, rounds)
 
 
 def next_tokens(model: PreTrainedModel, shape: Shape, length: int, rounds: int) -> Result:
-    """ms for each token after the first, `length` tokens held; and what inductor has left out of CUDA graphs."""
+    """ms for each token after the first, `length` tokens held."""
     ids = Ids(length)(length)
     held = prefilled(model, ids[:-1])
     store = shape.new_store(model)
     store.warm(ids)
     live = ChunkReuseCache(model, shape.new_store(model))
     ttft(model, ids, past_key_values=live)
-    skips = 0
+    arms: dict[str, Callable[[int], float]] = {
+        "DynamicCache": lambda _: step(model, ids, past_key_values=copy.deepcopy(held)),
+        "live": lambda _: step(model, ids, past_key_values=live),
+        "stored": lambda _: step(model, ids, past_key_values=ChunkReuseCache(model, store)),
+    }
+    return timed(arms, rounds)
 
-    def step(**kwargs: Any) -> float:
-        call = timed_generate(model, ids, STEPS + 1, **kwargs)
-        return (call.total_ms - call.ttft_ms) / STEPS
+
+def graphs(model: PreTrainedModel, shape: Shape, length: int, rounds: int, peer: bool) -> Result:
+    """The same in CUDA graphs, beside transformers' own if `peer` says so; and what inductor leaves out of graphs."""
+    ids = Ids(length)(length)
+    held = prefilled(model, ids[:-1])
+    store = shape.new_store(model)
+    store.warm(ids)
+    static = ChunkReuseCache(model, store, max_cache_len=length + 2 * STEPS)
+    skips = 0
 
     def compiled() -> float:
         nonlocal skips
         before = counters["inductor"]["cudagraph_skips"]
-        ms = step(past_key_values=static)
+        ms = step(model, ids, past_key_values=static)
         skips += counters["inductor"]["cudagraph_skips"] - before
         return ms
 
+    arms: dict[str, Callable[[int], float]] = {
+        "DynamicCache, again": lambda _: step(model, ids, past_key_values=copy.deepcopy(held)),
+        "max_cache_len": lambda _: compiled(),
+    }
+    if peer and model.config._attn_implementation == "sdpa":
+        arms["static cache"] = lambda _: step(model, ids, cache_implementation="static")
+    found = timed(arms, rounds)
+    return {**found, "graph_skips": skips} if "max_cache_len" in found else found
+
+
+def two_rows(model: PreTrainedModel, shape: Shape, length: int, rounds: int) -> Result:
+    """The same for two rows with one prompt, which read it in pieces."""
+    ids = Ids(length)(length)
+    store = shape.new_store(model)
+    store.warm(ids)
+    held = prefilled(model, ids[:-1], rows=2)
+
     def rows_step(make: Callable[[], Any]) -> float:
-        """Two rows with the same prompt."""
         times = []
         for steps in (1, STEPS + 1):
             cache, rows = make(), torch.tensor([ids, ids], device=model.device)
@@ -118,54 +162,55 @@ def next_tokens(model: PreTrainedModel, shape: Shape, length: int, rounds: int) 
         return (times[1] - times[0]) / STEPS
 
     arms: dict[str, Callable[[int], float]] = {
-        "DynamicCache": lambda _: step(past_key_values=copy.deepcopy(held)),
-        "live": lambda _: step(past_key_values=live),
-        "stored": lambda _: step(past_key_values=ChunkReuseCache(model, store)),
+        "DynamicCache, 2 rows": lambda _: rows_step(lambda: copy.deepcopy(held)),
+        "pieces, 2 rows": lambda _: rows_step(lambda: ChunkReuseCache(model, store)),
     }
-    static = ChunkReuseCache(model, store, max_cache_len=length + 2 * STEPS)
-    arms["max_cache_len"] = lambda _: compiled()
-    if model.config._attn_implementation == "sdpa":
-        arms["static cache"] = lambda _: step(cache_implementation="static")
-    else:
-        both = prefilled(model, ids[:-1], rows=2)
-        arms["DynamicCache, 2 rows"] = lambda _: rows_step(lambda: copy.deepcopy(both))
-        arms["pieces, 2 rows"] = lambda _: rows_step(lambda: ChunkReuseCache(model, store))
-    found = medians(in_turn(arms, rounds))
-    return {**found, "graph_skips": skips}
+    return timed(arms, rounds)
 
 
-def launches(model: PreTrainedModel, shape: Shape, length: int) -> Result:
-    """Per token: kernels and graphs that are launched, copies, and waits for the device."""
+def launches(model: PreTrainedModel, shape: Shape, length: int, ways: Sequence[str], profiles: Result) -> Result:
+    """Per token: kernels and graphs that are launched, copies, waits for the device, and ms that it is busy."""
     ids = Ids(length)(length)
     store = shape.new_store(model)
     store.warm(ids)
     live = ChunkReuseCache(model, store)
     static = ChunkReuseCache(model, store, max_cache_len=length + 2 * STEPS)
-    for cache in (live, static):
-        timed_generate(model, ids, STEPS + 1, past_key_values=cache)
     makers: dict[str, Callable[[], Any]] = {
-        "DynamicCache": lambda: DynamicCache(config=model.config),
         "live": lambda: live,
+        "DynamicCache": lambda: DynamicCache(config=model.config),
         "stored": lambda: ChunkReuseCache(model, store),
         "max_cache_len": lambda: static,
     }
-    on_gpu = model.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    found = {}
-    for name, make in makers.items():
+    found: Result = {}
+    for name in ways:
+        timed_generate(model, ids, STEPS + 1, past_key_values=makers[name]())
         counts = []
-        for steps in (1, 9):
-            cache = make()
-            with profile(activities=activities) as profiled:
-                timed_generate(model, ids, steps, past_key_values=cache)
-                if on_gpu:
-                    torch.cuda.synchronize()
-            events = [event.name for event in profiled.events()]
-            counts.append(
-                [sum(any(each in event for each in names) for event in events) for names in COUNTED.values()]
-            )
-        found[name] = {name: round((b - a) / 8, 1) for name, a, b in zip(COUNTED, *counts, strict=True)}
+        for steps in (1, PROFILED):
+            profiled = profile_of(model, ids, steps, makers[name]())
+            counts.append(counted(profiled))
+            sort_by = "self_cuda_time_total" if model.device.type == "cuda" else "self_cpu_time_total"
+            table = profiled.key_averages().table(sort_by=sort_by, row_limit=TOP, max_name_column_width=60)
+            profiles[f"{model.config._attn_implementation}, {name}, {steps} tokens behind {length}"] = table
+        found[name] = {key: round((counts[1][key] - counts[0][key]) / (PROFILED - 1), 2) for key in counts[0]}
+        found[name]["first_busy_ms"] = round(counts[0]["busy_ms"], 2)
     return found
+
+
+def profile_of(model: PreTrainedModel, ids: list[int], steps: int, cache: Any) -> Any:
+    """A call of generate() under `torch.profiler`."""
+    on_gpu = model.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiled:
+        timed_generate(model, ids, steps, past_key_values=cache)
+        clock.synchronize(model.device.type)
+    return profiled
+
+
+def counted(profiled: Any) -> dict[str, float]:
+    """Calls of CUDA's functions by kind, and ms that the device was busy."""
+    names = [event.name for event in profiled.events()]
+    calls = {kind: sum(any(each in name for each in parts) for name in names) for kind, parts in COUNTED.items()}
+    busy = sum(event.self_device_time_total for event in profiled.key_averages()) / 1000
+    return {**calls, "busy_ms": busy}
 
 
 def shown(value: float | int | None) -> str:
@@ -191,42 +236,70 @@ def markdown(result: Result) -> str:
         "| --- |" + " ---: |" * len(LAUNCHES),
     ]
     for row in result["launches"]:
-        cells = [" / ".join(f"{n:g}" for n in row.get(way, {}).values()) for way in LAUNCHES]
+        cells = [" / ".join(f"{n:g}" for key, n in row.get(way, {}).items() if key in COUNTED) for way in LAUNCHES]
         lines.append(f"| {row['attention']}, {row['tokens']} tokens | {' | '.join(cells)} |")
     lines += ["", "| target | found | bound | |", "| --- | ---: | ---: | --- |"]
     for aim in verdicts("large", result):
-        against = f", against {aim.base}" if aim.base else ""
-        found = f"{aim.found:.2f}x" if aim.base else f"{aim.found:g}"
-        lines.append(f"| {aim.case}{against} | {found} | {aim.bound} | {'reached' if aim.reached else 'missed'} |")
+        against = f", against {aim.target.base}" if aim.target.base else ""
+        found = f"{aim.found:.2f}x" if aim.target.base else f"{aim.found:g}"
+        reached = "reached" if aim.reached else "missed"
+        lines.append(f"| {aim.target.case}{against} | {found} | {aim.target.bound} | {reached} |")
     return "\n".join(lines) + "\n"
+
+
+LENGTHS = ("short", "long")
+KINDS = ("first", "next", "graphs", "rows", "launches")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, rounds=3)
     add_shape(parser, "8b")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="what is measured")
+    parser.add_argument("--attentions", nargs="+", default=("sdpa", "kvboost_fa2"), help="of the model")
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=LENGTHS, help="of prompts")
+    parser.add_argument("--no-peer", action="store_true", help="leave out transformers' static cache")
+    parser.add_argument("--ways", nargs="+", choices=LAUNCHES, default=LAUNCHES, help="whose launches are counted")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     model = make_model(options.device, options.shape)
     result: Result = {"provenance": provenance(sys.argv[1:], "large.py"), "shape": shape.describe()}
-    result |= {"first": [], "next": [], "launches": []}
+    result |= {"prompts": list(shape.prompts), "first": [], "next": [], "launches": []}
     record = Record(f"large-{options.device}", options, result, markdown)
-    kinds: dict[str, Callable[[int], Result]] = {
-        "first": lambda tokens: first_tokens(model, shape, tokens, options.rounds),
-        "next": lambda tokens: next_tokens(model, shape, tokens, options.rounds),
-        "launches": lambda tokens: launches(model, shape, tokens),
-    }
+    profiles: Result = {}
 
     def measure(kind: str, attention: str, tokens: int) -> None:
         model.set_attn_implementation(attention)
-        found = kinds[kind](tokens)
-        result[kind].append({"attention": attention, "tokens": tokens, **found})
+        found = by_kind(kind, tokens)
+        for arm, why in found.pop("failed", {}).items():
+            result["failed"].append(f"{kind}, {attention}, {tokens}: {arm}: {why}")
+        place = result["next" if kind in ("graphs", "rows") else kind]
+        row = next((row for row in place if (row["attention"], row["tokens"]) == (attention, tokens)), None)
+        if row is None:
+            place.append(row := {"attention": attention, "tokens": tokens})
+        row.update(found)
         print(rounded(found) if kind != "launches" else found)
 
-    short, *_ = shape.prompts
-    for attention in ("sdpa", "kvboost_fa2"):
-        for kind, tokens in (*product(("first", "next"), shape.prompts), ("launches", short)):
-            record.measure(f"{kind}, {attention}, {tokens}", partial(measure, kind, attention, tokens))
+    def by_kind(kind: str, tokens: int) -> Result:
+        given = model, shape, tokens
+        if kind == "launches":
+            found = launches(*given, options.ways, profiles)
+            if options.out is not None:
+                text = "\n\n".join(f"{name}\n\n{table}" for name, table in profiles.items())
+                (options.out / f"large-{options.device}-profiles.md").write_text(text)
+            return found
+        if kind == "graphs":
+            return graphs(*given, options.rounds, not options.no_peer)
+        return {"first": first_tokens, "next": next_tokens, "rows": two_rows}[kind](*given, options.rounds)
+
+    lengths = {"short": shape.prompts[0], "long": shape.prompts[-1]}
+    for attention in options.attentions:
+        for kind in options.only:
+            if kind == "rows" and attention == "sdpa":
+                continue  # it reads no pieces
+            chosen = dict.fromkeys(lengths[name] for name in options.lengths)
+            for tokens in chosen if kind != "launches" else shape.prompts[:1]:
+                record.measure(f"{kind}, {attention}, {tokens}", partial(measure, kind, attention, tokens))
     record.show()
 
 

@@ -4,14 +4,13 @@ A benchmark that is ended from outside has its record; one that may take so many
 """
 
 import argparse
-import gc
 import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import clock
 import psutil
-import torch
 from shapes import SHAPES
 from targets import Result, verdicts
 
@@ -27,7 +26,8 @@ def add_options(parser: argparse.ArgumentParser, *, rounds: int | None = None) -
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, help="that are timed, of each case")
-    parser.add_argument("--minutes", type=float, help="of this process, after which no case begins any more")
+    parser.add_argument("--minutes", type=float, help="from the start, after which no case begins any more")
+    parser.add_argument("--add", action="store_true", help="to what the JSON in that folder holds already")
 
 
 def add_shape(parser: argparse.ArgumentParser, default: str) -> None:
@@ -40,13 +40,22 @@ def add_shape(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--shape", default=default, choices=SHAPES, help="of the model; see shapes.py")
 
 
+_begun: list[float] = []  # when the benchmark began that runs now, where a process runs several
+
+
+def begin() -> None:
+    """A benchmark begins now, in a process that has run others: its `--minutes` count from here."""
+    _begun[:] = [time.time()]
+
+
 class Record:
     """What a benchmark has found so far.
 
     Args:
         name: Of its files.
         options: Those of `add_options`.
-        result: What the JSON holds; gets `failed`, `skipped` and the `seconds` of each case.
+        result: What the JSON holds; gets `failed`, `skipped` and the `seconds` of each case. With `--add`, lists and
+            dictionaries begin with what an earlier run has written.
         markdown: Makes the table of it.
     """
 
@@ -55,7 +64,13 @@ class Record:
     ) -> None:
         self._name, self._options, self._markdown = name, options, markdown
         self.result = result
+        self._start = _begun[0] if _begun else psutil.Process().create_time()
         result.update(failed=[], skipped=[], seconds={})
+        if options.add and options.out is not None and (earlier := options.out / f"{name}.json").exists():
+            held = json.loads(earlier.read_text())
+            provenances = held.pop("provenances", [held["provenance"]])
+            result.update({key: value for key, value in held.items() if key != "provenance"})
+            result["provenances"] = [*provenances, result["provenance"]]
 
     def measure(self, case: str, work: Callable[[], object]) -> None:
         """Have a case add to the result, if there is time, and write it. If it fails, the others are measured.
@@ -65,7 +80,7 @@ class Record:
             work: Measures it.
         """
         begin, minutes = time.monotonic(), self._options.minutes
-        if minutes is not None and time.time() - psutil.Process().create_time() > 60 * minutes:
+        if minutes is not None and time.time() - self._start > 60 * minutes:
             self.result["skipped"].append(f"{case}: {minutes:.3g} min are over")
             print(f"Skipped: {self.result['skipped'][-1]}", flush=True)
         else:
@@ -77,9 +92,7 @@ class Record:
             self.result["seconds"][case] = round(time.monotonic() - begin, 1)
             print(f"{case}: {self.result['seconds'][case]} s", flush=True)
         self._write()
-        gc.collect()
-        if self._options.device == "cuda":
-            torch.cuda.empty_cache()
+        clock.free(self._options.device)
 
     def show(self) -> None:
         """Print the table and the targets."""
@@ -90,7 +103,13 @@ class Record:
         return self._markdown(self.result) + "".join(f"{line}\n" for line in _remarks(self.result))
 
     def _write(self) -> None:
-        write(self._options.out, self._name, self.result, self._text())
+        """Write what was found even if no table can be made of it."""
+        try:
+            table = self._text()
+        except Exception as error:
+            table = f"no table: {reason(error)}"
+            print(f"Failed: {table}", flush=True)
+        write(self._options.out, self._name, self.result, table)
 
 
 def write(out: Path | None, name: str, result: Result, table: str) -> None:

@@ -53,13 +53,30 @@ class Ids:
         return self._rng.integers(2, 1000, n).tolist()
 
 
-def in_turn(arms: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
-    """Times in ms of each arm; round -1 is not timed, and each round starts with another arm."""
+def in_turn(
+    arms: dict[str, Callable[[int], float]], rounds: int, failed: dict[str, Exception] | None = None
+) -> dict[str, list[float]]:
+    """Times in ms of each arm; round -1 is not timed, and each round starts with another arm.
+
+    Args:
+        arms: By name, what returns its time in a round.
+        rounds: That are timed.
+        failed: Gets the exceptions of arms, by name; the others go on. By default an exception ends all.
+    """
     times: dict[str, list[float]] = {name: [] for name in arms}
     names = list(arms)
     for n in range(-1, rounds):
         for name in names[n % len(names) :] + names[: n % len(names)]:
-            ms = arms[name](n)
+            if name not in times:
+                continue
+            try:
+                ms = arms[name](n)
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed[name] = error.with_traceback(None)  # whose frames would hold what the arm had on the device
+                del times[name]
+                continue
             if n >= 0:
                 times[name].append(ms)
     return times
