@@ -90,6 +90,7 @@ class _Attachment:
             cache = of_thread.in_graphs = self._of_any_size(model, AUTO)
         of_thread.eager_reason = cache.reason_for_eager(call)
         if of_thread.eager_reason is not None:
+            of_thread.in_graphs = None  # a call that grows may need the memory
             return None
         self._finish_last()
         salt = self._current_salt()
