@@ -109,6 +109,7 @@ PRIVATE = (
         "notes that K/V does not depend on",
         in_source=True,
     ),
+    _names("transformers.CompileConfig", "_compile_all_devices", "whether a call is compiled on CPUs, too"),
     _names("transformers.integrations.moe", "_apply_gate", "the activation of stacked experts", in_source=True),
     _names(
         "transformers.models.t5gemma.modeling_t5gemma", "_cache", "a note that K/V does not depend on", in_source=True
@@ -139,7 +140,7 @@ PRIVATE = (
         "whether something watches operations; how many tensors use memory",
     ),
     _names("torch", "_C _dynamo", "modules of torch"),
-    _names("torch.utils", "_python_dispatch _pytree", "modules of torch"),
+    _names("torch.utils", "_python_dispatch _pytree _triton", "modules of torch"),
     _names("torch.utils._python_dispatch", "_disable_current_modes", "hides modes that watch operations"),
     _names("torch", "_scaled_dot_product_flash_attention_for_cpu", "attention with its log-sum-exp"),
     _names("torch.amp.autocast_mode", "_enabled", "whether autocast is on", in_source=True),
@@ -171,6 +172,7 @@ LOCALS = {
         "kwargs": "the arguments that the caller gave by name",
         "inputs": "the ids that the caller gave",
         "decoding_method": "the function that decodes",
+        "generation_mode_kwargs": "whether GPUs decode in step",
         "streamer": "what the caller wants tokens to be sent to",
     },
     "_prefill": {

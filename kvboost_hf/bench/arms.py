@@ -146,5 +146,5 @@ class OurServer:
         if self.store is None:
             return self._kwargs
         if self._cache is None or not self._kept:
-            self._cache = ChunkReuseCache(self._model, self.store, self._policy)
+            self._cache = ChunkReuseCache(self._model, self.store, self._policy, max_cache_len=None)
         return {cache_argument(self._model): self._cache, **self._kwargs}

@@ -18,12 +18,13 @@ from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.walk import PREPARE_CACHE
 from kvboost_hf.cache.live.compiled import static_reason
+from kvboost_hf.cache.live.decoding_form import AUTO, GROWS, NOT_ON_GPU, MaxCacheLen, compiles_on
 from kvboost_hf.cache.prompt.generate_call import calling, is_inside_of_us, running_config
 from kvboost_hf.cache.prompt.hook import Kwargs, install
 from kvboost_hf.cache.prompt.inputs import ALL_LOGITS, GRADIENTS, gradients_enabled, logits_kept, wants_all_logits
 from kvboost_hf.cache.reuse import ChunkReuseCache
 from kvboost_hf.cache.store.chunk_store import ChunkStore
-from kvboost_hf.compat import CACHE, cache_in, known_reason, running_streamer, unwrapped
+from kvboost_hf.compat import CACHE, cache_in, input_device, known_reason, running_streamer, unwrapped
 from kvboost_hf.config import KVQuantConfig, ReusePolicy
 
 Salt = str | bytes | None
@@ -37,6 +38,8 @@ class _OfThread(threading.local):
 
     last: ChunkReuseCache | None = None
     fixed: ChunkReuseCache | None = None  # of a fixed size: its buffers serve the next call, too
+    in_graphs: ChunkReuseCache | None = None  # of the calls that decode in graphs of which nobody has named the size
+    eager_reason: str | None = None  # why the call that begins decodes without a graph
 
 
 class _Attachment:
@@ -51,7 +54,7 @@ class _Attachment:
         policy: ReusePolicy | None,
         salt: Salt | Callable[[], Salt],
         live_quant: KVQuantConfig | None,
-        max_cache_len: int | None,
+        max_cache_len: MaxCacheLen,
     ) -> None:
         self._store, self._policy, self._salt, self._live_quant = store, policy, salt, live_quant
         self._max_cache_len = max_cache_len
@@ -69,10 +72,31 @@ class _Attachment:
             return None
         if mode == GenerationMode.ASSISTED_GENERATION or holder_of_cache(model) is not None:
             return None
+        if self._max_cache_len == AUTO:
+            return self._in_a_graph(model)
         if static_reason(model, self._max_cache_len) is not None:  # the model was changed after attach()
             return None
         self._finish_last()
         return self._of_call(self._of_fixed_size(model, self._max_cache_len))
+
+    def _in_a_graph(self, model: PreTrainedModel) -> ChunkReuseCache | None:
+        """This thread's cache for calls that decode in a graph, or None for one that does not."""
+        call, of_thread = calling(), self._of_thread
+        if not compiles_on(input_device(model), call):
+            of_thread.eager_reason = NOT_ON_GPU
+            return None
+        cache = of_thread.in_graphs
+        if cache is None:
+            cache = of_thread.in_graphs = self._of_any_size(model, AUTO)
+        of_thread.eager_reason = cache.reason_for_eager(call)
+        if of_thread.eager_reason is not None:
+            of_thread.in_graphs = None  # a call that grows may need the memory
+            return None
+        self._finish_last()
+        salt = self._current_salt()
+        cache.salt = cache.store.salt if salt is None else salt
+        cache.begin_anew()
+        return self._of_call(cache)
 
     def stand_in(self, model: PreTrainedModel, theirs: Any, kwargs: Kwargs) -> ChunkReuseCache | None:
         """See `hook.Attachment`.
@@ -101,6 +125,8 @@ class _Attachment:
             cache = self._of_fixed_size(model, _size(theirs))
         else:
             cache = self._of_any_size(model)
+            reason, self._of_thread.eager_reason = self._of_thread.eager_reason, None
+            cache.note_eager(reason if self._max_cache_len is not None else GROWS)
         if isinstance(theirs, DynamicCache):
             if any(getattr(layer, "record_past", False) for layer in theirs.layers):  # generate() will crop candidates
                 cache.activate_past_recording()
@@ -131,8 +157,11 @@ class _Attachment:
                 weakref.finalize(config, _before_end(streamer, store)).atexit = False
         return cache
 
-    def _of_any_size(self, model: PreTrainedModel) -> ChunkReuseCache:
-        return ChunkReuseCache(model, self._store, self._policy, self._current_salt(), live_quant=self._live_quant)
+    def _of_any_size(self, model: PreTrainedModel, max_cache_len: MaxCacheLen = None) -> ChunkReuseCache:
+        salt, live_quant = self._current_salt(), self._live_quant
+        return ChunkReuseCache(
+            model, self._store, self._policy, salt, max_cache_len=max_cache_len, live_quant=live_quant
+        )
 
     def _of_fixed_size(self, model: PreTrainedModel, max_cache_len: int) -> ChunkReuseCache:
         cache = self._of_thread.fixed
@@ -303,7 +332,7 @@ def attach(
     salt: Salt | Callable[[], Salt] = None,
     *,
     live_quant: KVQuantConfig | None = None,
-    max_cache_len: int | None = None,
+    max_cache_len: MaxCacheLen = AUTO,
 ) -> PreTrainedModel:
     """Give every later `generate()` call on `model` that passes no cache a `ChunkReuseCache`.
 
@@ -322,7 +351,8 @@ def attach(
         live_quant: Hold K/V as codes, see `ChunkReuseCache`.
         max_cache_len: Have each thread's `generate()` calls use one cache of so many tokens, whose decoding
             `generate()` can compile, see `ChunkReuseCache`; without effect on assisted decoding, and on calls that ask
-            for a kind of cache. A call that may take more tokens raises a `ValueError`.
+            for a kind of cache. A call that may take more tokens raises a `ValueError`. `"auto"` does so for calls of
+            which a compilation is worth its time, with as many tokens as they need; None for none.
 
     Returns:
         `model`.

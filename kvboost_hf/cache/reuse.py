@@ -11,6 +11,7 @@ the first forward, which then sees the whole prompt.
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvboost_hf.cache.forward.repair_later import PIECE, may_repair, repair_more
 from kvboost_hf.cache.forward.running import CacheParts, Forward, Lent, Request, SettledLater, note_hooks
 from kvboost_hf.cache.live.binding import Binding
 from kvboost_hf.cache.live.compiled import StaticDecoding
+from kvboost_hf.cache.live.decoding_form import AUTO, DecodingForm, MaxCacheLen
 from kvboost_hf.cache.live.live_kv import LiveKV
 from kvboost_hf.cache.live.store_writer import StoreWriter
 from kvboost_hf.cache.planning.report import ReuseReport, Tally
@@ -62,7 +64,9 @@ class ChunkReuseCache(Cache):
         salt: Separates those who must not see each other's prompts; None takes the store's. May be set anew, as
             `cache.salt`, before each request.
         max_cache_len: Hold at most so many tokens, in buffers that never move, so that generate() can compile
-            decoding: it does so by itself on a GPU, and elsewhere where its `compile_config` asks for it. None grows.
+            decoding: it does so by itself on a GPU, and elsewhere where its `compile_config` asks for it. `"auto"`
+            takes such buffers, as long as a call needs them, for calls of which a compilation is worth its time, or
+            that have a `compile_config`; on a CPU it grows otherwise. None always grows.
         live_quant: Hold K/V of full attention as codes while it is used, but for the first and last tokens and layers.
             The output may differ. What is stored of it is found by caches with the same `live_quant` only.
 
@@ -95,19 +99,21 @@ class ChunkReuseCache(Cache):
         policy: ReusePolicy | None = None,
         salt: str | bytes | None = None,
         *,
-        max_cache_len: int | None = None,
+        max_cache_len: MaxCacheLen = AUTO,
         live_quant: KVQuantConfig | None = None,
     ) -> None:
         model = unwrapped(model)
-        binding = Binding.checked(model, store, policy, salt, live_quant, max_cache_len)
-        static = StaticDecoding(model, max_cache_len) if max_cache_len is not None else None
-        if max_cache_len is not None:
-            self.max_cache_len = max_cache_len
+        named = max_cache_len if max_cache_len != AUTO else None
+        binding = Binding.checked(model, store, policy, salt, live_quant, named)
+        static = StaticDecoding(model, named) if named is not None else None
+        if named is not None:
+            self.max_cache_len = named
         live = LiveKV(
             model, static, live_quant, keeps_hidden=binding.keeps_hidden, reproducible=binding.policy.reproducible
         )
         self._parts = CacheParts(binding, live, StoreWriter(binding, live))
         self._binding, self._live, self._writer = binding, live, self._parts.writer
+        self._form = DecodingForm(model, max_cache_len, binding, live, self._writer)
         self._forward: Forward | None = None  # the one under way
         self._config: Any = None  # of the generate() call whose forward is under way
         self._unsettled: SettledLater | None = None  # the last one, while its token is being handed out
@@ -140,10 +146,12 @@ class ChunkReuseCache(Cache):
             # RecurrentGemma of transformers 5.17 sets its own in each forward; they do not know an armed cache.
             self.__dict__.pop(name, None)
         self._settle_last()
-        call, live, static = calling(), self._live, self._live.static
+        call, live = calling(), self._live
+        self._form.choose(call, self._settle)
+        static = live.static
         if static is not None:
             self._settle()
-            static.in_use = call.uses_cache
+            static.in_use, static.padded = call.uses_cache, call.mask is not None
             static.require_call_fits(call, live.held)
         self._user_defined = value
         continues = call.continues(live.held)
@@ -154,6 +162,19 @@ class ChunkReuseCache(Cache):
             live.end_call()
             if live.held and (model := self._binding.model) is not None:
                 self._call.start_over(model)
+
+    def reason_for_eager(self, call: GenerateCall) -> str | None:
+        """Why a generate() call with this cache would decode without a graph; None if it may decode in one."""
+        return self._form.reason_for(call, self._settle)
+
+    def note_eager(self, reason: str | None) -> None:
+        """Report why the call that the cache was made for decodes without a graph."""
+        self._form.reason = reason
+
+    def decode_with(self, model: PreTrainedModel, compiled: Callable[..., Any], kwargs: Kwargs) -> Any:
+        """Run a decoding step of generate() for a model that was compiled."""
+        self._settle_last()
+        return self._form.decode(model, compiled, kwargs)
 
     def _knows_padding(self, mask: torch.Tensor | None) -> bool:
         """Whether a mask over what the cache holds, and more, hides what has been hidden so far."""
@@ -265,6 +286,9 @@ class ChunkReuseCache(Cache):
                 f"{type(model).__name__} that it was passed to. Make one for it: ChunkReuseCache(model)."
             )
         self._recover()
+        if static is not None and not self._form.serves(running_config):
+            self._form.leave(self._settle)
+            static = None
         live.hand_out(False)
         call, self._call = self._call, None
         armed = self._begins_anew or (call is not None and call.contains(sys._getframe()))
@@ -279,8 +303,10 @@ class ChunkReuseCache(Cache):
         )
         ids = kwargs.get("input_ids")  # what is read of a forward by somebody's own loop is not known
         is_of_generate = isinstance(ids, torch.Tensor) and ids.shape[-1] > 1 and outputs_read(ids) is not None
-        self._config = running_config() if is_of_generate and static is None else None
+        self._config = running_config() if is_of_generate else None
         self._forward = next_forward(self._parts, request)
+        if request.is_step:
+            self._form.costs.decoded()
         live.in_forward = True
         given = self._forward.begin(request)
         if static is not None and live.plain_reason is None:
@@ -391,7 +417,7 @@ class ChunkReuseCache(Cache):
     def report(self) -> ReuseReport:
         """Counts for the last prompt."""
         self._settle_here()
-        return self._live.tally.report()
+        return replace(self._live.tally.report(), eager_reason=self._form.reason)
 
     @property
     def nbytes(self) -> int:
@@ -460,6 +486,7 @@ class ChunkReuseCache(Cache):
         if live.unsupported is not None:
             raise ValueError(f"`fork` needs a model that can reuse K/V, but {live.unsupported}.")
         self._settle()
+        self._form.leave(self._settle)
         live.in_step()
         model = binding.model
         assert model is not None, "a cache without its model cannot be forked"
@@ -468,7 +495,7 @@ class ChunkReuseCache(Cache):
             binding.store,
             binding.policy,
             binding.salt,
-            max_cache_len=live.static.max_cache_len if live.static is not None else None,
+            max_cache_len=self._form.asked,
             live_quant=binding.live_quant,
         )
         live.share_into(twin._live, None if live.plain_reason is None else copy.deepcopy(self.layers))
@@ -480,6 +507,7 @@ class ChunkReuseCache(Cache):
     @property
     def lending_reason(self) -> str | None:
         """Why the layers cannot be lent, nor read and extended; None if they can."""
+        self._form.leave(self._settle)
         return lend.lending_reason(self._live)
 
     def require_branches(self) -> None:
@@ -510,6 +538,7 @@ class ChunkReuseCache(Cache):
         They are views where they can be, and not to be kept. None for a layer that has none.
         """
         self._settle()
+        self._form.leave(self._settle)
         return lend.read(self._live)
 
     def extend(
@@ -533,6 +562,7 @@ class ChunkReuseCache(Cache):
 
     def _begin_loan(self) -> None:
         self._settle()
+        self._form.leave(self._settle)
         self._live.in_step()
         self._forward = Lent(self._parts, self._live.held)
         self._live.in_forward = True

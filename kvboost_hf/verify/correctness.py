@@ -168,7 +168,7 @@ class _Service:
             store.codec = make_codec("raw")  # nobody promises that codes are exact
         if arm.warmed:
             store.warm(documents=self._documents, tokenizer=self._tokenizer, policy=arm.policy)
-        cache = ChunkReuseCache(self._model, store, arm.policy)
+        cache = ChunkReuseCache(self._model, store, arm.policy, max_cache_len=None)
 
         def one(ids: torch.Tensor) -> _Served:
             found = answer(self._model, ids, self._max_new_tokens, cache)

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 import kvboost_hf
+from kvboost_hf.cache.costs.compile_costs import CompileCosts
 from kvboost_hf.cache.forward import admission
 from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.identity.foreign import holder_of_cache
+from kvboost_hf.cache.live.decoding_form import reason_for_eager
 from kvboost_hf.cache.prompt.inputs import read_inputs
 from kvboost_hf.cache.prompt.media import read_prompt
 from kvboost_hf.compat import key_rotation, known_reason, padding_reason, probe_reason, training_reason
@@ -24,6 +26,7 @@ CONSTANTS = [
     text for name, text in vars(admission).items() if name.isupper() and isinstance(text, str) and " " in text
 ]
 SOURCES = [
+    CompileCosts.reason_against,
     blend_reason,
     holder_of_cache,
     key_rotation,
@@ -32,6 +35,7 @@ SOURCES = [
     probe_reason,
     read_inputs,
     read_prompt,
+    reason_for_eager,
     training_reason,
 ]
 UNREPORTED = {"tokens one by one give other logits than at once (by … standard deviations)"}  # of steps_reason

@@ -8,6 +8,9 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, ReusePolicy, attach, check_model_compatibility, detach
+from kvboost_hf.cache.costs import compile_costs
+from kvboost_hf.cache.costs.compile_costs import CompileCosts
+from kvboost_hf.cache.live import decoding_form
 from tests import multimodal
 from tests.conftest import STATEFUL, WINDOWED, left_pad, make_model, random_ids
 from tests.gpu.device import DEVICE, ON_GPU, needs_gpu
@@ -77,6 +80,37 @@ def test_attached_with_a_size() -> None:
     assert counters["stats"]["unique_graphs"] > 0
     assert counters["inductor"]["cudagraph_skips"] == 0
     detach(model)
+
+
+@needs_gpu("elsewhere, nothing is compiled by default")
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "sdpa"), ("mistral", "sdpa"), ("llama", "kvboost_fa2"), ("gemma2", "kvboost_fa2")],
+)
+def test_compiled_by_default(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No size is named: buffers grow twice, the second graph serves all sizes, and replays give what steps give."""
+    monkeypatch.setattr(compile_costs, "TOKENS_PER_GRAPH", 0)
+    monkeypatch.setattr(compile_costs, "SAVED_S", 1e9)
+    monkeypatch.setattr(decoding_form, "_LEAST_COLUMNS", 64)
+    monkeypatch.setattr(decoding_form, "_LEAST_NEW", 1)
+    monkeypatch.setattr(decoding_form, "_most_bytes", lambda *given: None)  # the weights of the model are few
+    model = make_model(name).to(DEVICE)
+    model.set_attn_implementation(attention)
+    check_model_compatibility(model)
+    cache = ChunkReuseCache(model, ChunkStore(model, chunk_size=32))
+    counters.clear()
+    history, graphs, columns = BASE[:, :40], [], []
+    for turn in range(6):
+        expected = generate(model, left_pad(history))
+        assert torch.equal(generate(model, left_pad(history), cache=cache), expected)
+        assert cache.report.eager_reason is None
+        assert CompileCosts.of(model).failure is None
+        graphs.append(counters["stats"]["unique_graphs"])
+        columns.append(cache.layers[0].max_cache_len)
+        history = torch.cat([expected.cpu(), OTHER[:, 30 * turn : 30 * turn + 30]], dim=1)
+    assert columns == [64, 128, 128, 256, 256, 256]
+    assert graphs[1:] == graphs[1:2] * 5
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])

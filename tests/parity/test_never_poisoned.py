@@ -582,7 +582,8 @@ def test_compiled_hooks() -> None:
     handles += [owner.model.layers[0].mlp.register_forward_pre_hook(lambda *_: None) for owner in (model, plain)]
     for ids in (BASE, torch.cat([generate(plain, BASE), BASE[:, :9]], dim=1)):
         assert torch.equal(generate(model, ids, kept, compile_config=compiled), generate(plain, ids))
-    assert "are compiled" in str(kept.report.bypass_reason)
+    # The first steps of a graph are computed without it, too, and there the hooks are seen to change something.
+    assert "changes what the model computes" in str(kept.report.bypass_reason)
     for handle in handles:
         handle.remove()
     assert torch.equal(generate(model, BASE, kept), generate(plain, BASE))

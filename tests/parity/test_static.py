@@ -1,18 +1,18 @@
 """A cache of a fixed size whose decoding is compiled: the tokens of eager plain generate(), and one graph for all."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.fx import GraphModule
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvboost_hf import ChunkReuseCache, ChunkStore, attach, check_model_compatibility, detach, last_cache
 from tests import multimodal
 from tests.conftest import as_inputs, counted, left_pad, make_model, random_ids
+from tests.graphs import Compiler
 
 NEW = 10
 SIZE = 256
@@ -28,26 +28,6 @@ PROMPTS = [
     (BASE[:, :1], 1),
     (BASE[:, :200], 1),
 ]
-
-
-class Compiler:
-    """A backend that runs graphs as they are, and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        self.graphs += 1
-        return graph.forward
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Compiler":
-        return self  # CompileConfig copies what it holds
-
-    @property
-    def config(self) -> CompileConfig:
-        config = CompileConfig(backend=self, fullgraph=True, mode=None)
-        config._compile_all_devices = True  # type: ignore[assignment]
-        return config
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +296,7 @@ def test_attached(compiler: Compiler) -> None:
         assert torch.equal(generate(each, as_inputs(ids)), generate(plain, as_inputs(ids)))
     assert compiler.graphs == 2
     for wrong in (0, 1.5):
-        with pytest.raises(ValueError, match="`max_cache_len` must be a positive int or None"):
+        with pytest.raises(ValueError, match="`max_cache_len` must be a positive int, 'auto' or None"):
             attach(model, store, max_cache_len=wrong)  # type: ignore[arg-type]
 
 
@@ -343,7 +323,7 @@ def test_candidates_need_room(llama: PreTrainedModel) -> None:
 
 def test_what_is_refused(llama: PreTrainedModel) -> None:
     for wrong in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="`max_cache_len` must be a positive int or None"):
+        with pytest.raises(ValueError, match="`max_cache_len` must be a positive int, 'auto' or None"):
             ChunkReuseCache(llama, max_cache_len=wrong)  # type: ignore[arg-type]
     for name in ("qwen3_next", "bloom"):
         with pytest.raises(ValueError, match=r"`max_cache_len` is not for .* Leave it out"):

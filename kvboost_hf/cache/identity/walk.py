@@ -50,12 +50,13 @@ _RECOMPUTED = ("_orig", "_v")  # pruning and old weight norms compute `weight` f
 # What models note on themselves in the course of a forward. Positions that follow from an image are part of what K/V
 # is found by; hooks that only look are put in place when hidden states are first asked for, as with a first image;
 # generate() notes the size of the static cache that it has made; what is compiled is the same code; and `attach` puts
-# a method before the one that makes caches.
+# a method before the one that makes caches. One stands before the method that gives generate() a compiled call, too.
 PREPARE_CACHE = "_prepare_cache_for_generation"
+COMPILED_CALL = "get_compiled_call"
 _NOTES = frozenset(
     (
         *(PREPARE_CACHE, "rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length", "_cache"),
-        *("_compiled_call", "_last_compile_config", "_compiled_call_impl"),
+        *("_compiled_call", "_last_compile_config", "_compiled_call_impl", COMPILED_CALL),
     )
 )
 # What transformers says of a class, not of how it computes.

@@ -42,7 +42,7 @@ class StaticDecoding:
 
     def __init__(self, model: PreTrainedModel, max_cache_len: int) -> None:
         if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
-            raise ValueError(f"`max_cache_len` must be a positive int or None, got {max_cache_len!r}.")
+            raise ValueError(f"`max_cache_len` must be a positive int, 'auto' or None, got {max_cache_len!r}.")
         reason = static_reason(model, max_cache_len)
         if reason is not None:
             raise ValueError(f"`max_cache_len` is not for {type(model).__name__}: {reason}. Leave it out.")
@@ -50,6 +50,8 @@ class StaticDecoding:
         self._windows = _windows(model)
         self.step_log = StepLog(max_cache_len, self._windows)
         self.in_use = True  # the last generate() call was not told use_cache=False
+        self.ahead = 0  # steps of graphs that the layers do not count yet
+        self.padded = False  # the last generate() call may have padding
         self._new = 0  # columns of the forward under way
 
     def make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
@@ -126,9 +128,23 @@ class StaticDecoding:
         fits = (seen == (kept[:, None] & within)).all() & (kept.all() | told)
         return (flat, flat) if bool(fits) else (kwargs, kwargs)
 
+    def rows_of(self, kwargs: dict[str, Any]) -> tuple[int, bool]:
+        """Rows of a decoding step, and whether some are padded."""
+        return kwargs["input_ids"].shape[0], self.padded
+
+    def rewind(self, layers: Sequence[StaticReuseLayer], held: int) -> bool:
+        """Undo a step that a graph has begun or done; whether the layers hold the `held` columns before it."""
+        used = [layer for layer in layers if layer.is_initialized]
+        if not all(held <= int(layer.length_tensor) <= held + 1 for layer in used):
+            return False
+        for layer in used:
+            layer.length_tensor.fill_(held)
+        self.step_log.forget(held)
+        return True
+
     def open(self, layers: Sequence[StaticReuseLayer], kwargs: dict[str, Any], *, step: bool) -> None:
         """An eager forward with `kwargs` is about to begin; `step` if it decodes a token."""
-        self._new = _columns(kwargs)
+        self._new, self.ahead = _columns(kwargs), 0
         masks = [mask for mask in _tensors(kwargs.get("attention_mask")) if mask.ndim == 4]
         if masks:
             step = all(is_of_all_columns(mask, self.max_cache_len) for mask in masks)
@@ -145,6 +161,7 @@ class StaticDecoding:
 
     def catch_up(self, layers: Sequence[StaticReuseLayer], ledger: Ledger | None) -> bool:
         """Read what graphs have appended; whether `ledger`, which was in step before, still is."""
+        self.ahead = 0
         used = [layer for layer in layers if layer.is_initialized]
         shortest = min(layer.length for layer in used)
         for layer in used:  # a graph may have been interrupted

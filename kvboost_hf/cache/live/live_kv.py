@@ -129,6 +129,32 @@ class LiveKV:
         self._make_layers(model)
         self._show(self._native_layers(model))
 
+    def take_form(self, model: PreTrainedModel, static: StaticDecoding | None) -> None:
+        """Hold the same K/V in buffers that never move, or, without `static`, in ones that grow.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for both; nothing has changed then.
+        """
+        if self.plain_reason is not None or not self.owns_layers:  # others hold the K/V, and go on with it
+            self.static = static
+            return
+        ledger = self.in_step()
+        if ledger is None and static is not None:  # nobody can use what is not known
+            self.drop()
+        before, self.static = (self.static, self.layers), static
+        try:
+            self._make_layers(model)
+            for old, new in zip(kv_layers(before[1]), kv_layers(self.layers), strict=True):
+                _move(old, new, ledger.log.batch_size if ledger is not None else None)
+        except BaseException:
+            self.static, self.layers = before
+            self._find_counting()
+            raise
+        self._show(self._native_layers(model))
+        if ledger is not None:
+            self.expect_padding(ledger.log.pads)
+            self._note(ledger)
+
     def follow_others(self) -> None:
         """Go on with layers that somebody else has put in place of ours, of which nothing is known."""
         self.note_change()
@@ -392,3 +418,17 @@ class LiveKV:
         twin.ledger = self.ledger.copy() if self.ledger is not None else None
         if self.static is not None and twin.static is not None:
             twin.static.step_log = self.static.step_log.copy()
+
+
+def _move(old: ReuseLayer, new: ReuseLayer, rows: int | None) -> None:
+    """Fill an empty layer with what another one holds, `rows` if they are known: in the same buffers where it can."""
+    assert isinstance(old, GrowingLayer)
+    assert isinstance(new, GrowingLayer)
+    if not old.length:
+        return
+    if isinstance(old, StaticReuseLayer) and old.first == 0 and new.can_take(old.device):
+        new.take(old.buffers, old.length)
+        return
+    rows = old.buffers[0].shape[0] if rows is None else rows
+    pieces = [old.columns(row, old.first, old.length) for row in range(rows)]
+    new.fill(old.first, old.length, [[piece] if piece else [] for piece in pieces])

@@ -59,6 +59,8 @@ class ReuseReport:
         unstored_reason: Why some of its K/V was left out of the store, or None.
         repaired_tokens: Tokens that went through the model again after the prompt, so that K/V behind moved chunks
             becomes that of a plain forward (`ReusePolicy.progressive`).
+        eager_reason: Why the last generate() call decodes without a graph, or None: it decodes in one, or there was no
+            such call.
     """
 
     prompt_tokens: int = 0
@@ -78,6 +80,7 @@ class ReuseReport:
     unstored_reason: str | None = None
     repaired_tokens: int = 0
     moved_by: Mapping[int, int] = field(default_factory=dict)
+    eager_reason: str | None = None
 
     @property
     def reused_tokens(self) -> int:

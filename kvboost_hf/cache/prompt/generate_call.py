@@ -43,6 +43,10 @@ class GenerateCall:
         # Prompt lookup may propose more tokens than are left to generate.
         self.candidates: int = getattr(variables.get("generation_config"), "prompt_lookup_num_tokens", None) or 0
         self._ids = variables.get("input_ids")
+        self.rows: int | None = self._ids.shape[0] if isinstance(self._ids, torch.Tensor) else None
+        self.compile_config: Any = getattr(variables.get("generation_config"), "compile_config", None)
+        self.disables_compile = bool(getattr(variables.get("generation_config"), "disable_compile", False))
+        self.samples = _samples(variables)
         self._arguments = _arguments(variables)
         self._prepared: dict[str, Any] = variables.get("model_kwargs", {})
         self.mask: torch.Tensor | None = self._prepared.get("attention_mask")
@@ -161,6 +165,17 @@ def _arguments(variables: Mapping[str, Any]) -> dict[str, Any]:
     if variables.get("inputs") is not None:
         arguments["input_ids"] = variables["inputs"]
     return arguments
+
+
+def _samples(variables: Mapping[str, Any]) -> bool:
+    """Whether transformers' own loop takes one token at a time from the logits, and returns nothing else of a step."""
+    config = variables.get("generation_config")
+    if config is None or variables.get("decoding_method") is not GenerationMixin._sample:
+        return False
+    if variables.get("model_kwargs", {}).get("inputs_embeds") is not None or getattr(config, "is_assistant", False):
+        return False
+    returned = config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions)
+    return not (returned or variables.get("generation_mode_kwargs", {}).get("synced_gpus"))
 
 
 def _weakly(value: Any) -> "weakref.ref[Any] | None":

@@ -118,6 +118,12 @@ def install(model: PreTrainedModel) -> None:
             own_hook(model.register_forward_hook(hook.after, with_kwargs=True))
 
 
+def has_other_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks that are not of this package."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not _is_ours(hook) for hook in hooks)
+
+
 def others_see_output(model: PreTrainedModel) -> bool:
     """Whether a forward hook that is not of this package is given what `model` returns."""
     return any(not _is_ours(hook) for hook in model._forward_hooks.values())

@@ -58,6 +58,11 @@ class StepLog:
         notes = torch.stack([note.expand_as(ids) for note in (ids, *where, first, count)])
         self._notes.index_copy_(2, columns.to(self._notes.device), notes.to(self._notes))
 
+    def forget(self, start: int) -> None:
+        """Clear the log from a column on."""
+        if self._notes is not None:
+            self._notes[:, :, start:] = -1
+
     def append_to(self, log: TokenLog, stop: int) -> bool:
         """Append columns up to `stop` to `log`, if each had the visible history that its column implies."""
         if self._notes is None or stop <= log.length or self._notes.shape[1] != log.batch_size:
