@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvboost_hf.compat import decoder_layers, weights_come_and_go
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.errors import StreamingError
+from kvboost_hf.offload.awq.dispatch import runs_triton
 from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend, make_mapping
 from kvboost_hf.offload.disk import FileSource, LayerFolder
 from kvboost_hf.offload.flat import FlatLayout
@@ -55,7 +56,9 @@ class StreamBuilder:
         self.layouts = [unit.layout() for unit in self.units]
         self._mapping = make_mapping(device) if config.host_embeddings and config.pin_memory else None
         self._embeddings = None if self._mapping is None else input_embeddings(model)
-        sizes = sizes_of(model, self.units, config, self._embeddings, gpu=device.type == "cuda")
+        gpu = device.type == "cuda"
+        triton = gpu and runs_triton(config.quant_kernel, device)
+        sizes = sizes_of(model, self.units, config, self._embeddings, gpu=gpu, triton=triton)
         self.plan = plan_residency(sizes, config, free_bytes=free_bytes(device))
         for note in self.plan.notes:
             logger.warning(note)

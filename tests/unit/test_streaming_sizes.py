@@ -1,6 +1,7 @@
 """Sizes from a configuration alone, against what models of that configuration really take."""
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from transformers import (
 from kvboost_hf import load_streamed, streaming_plan
 from kvboost_hf.compat import bytes_per_token, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.awq.cpu import awq_matmul_torch, scratch_bytes, tile_weights
+from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
 from kvboost_hf.offload.awq.triton.tiling import SCRATCH_BYTES
 from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.build import StreamBuilder
 from kvboost_hf.offload.plan import ModelSizes
 from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, what_fits
 from recipes.awq import write_random_awq
@@ -88,7 +92,7 @@ class Peak(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
+        self.now = self.most = self.launches = 0
         self.seen: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     def free(self, nbytes: int) -> None:
@@ -96,6 +100,7 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.launches += not func.is_view and not func._schema.name.startswith("aten::empty")
         given = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given:
@@ -184,3 +189,66 @@ def test_models_without_linear_layers() -> None:
 def test_other_bits() -> None:
     with pytest.raises(ValueError, match="`bits` must be 4 or 16, got 3"):
         sizes(llama(), bits=3)
+
+
+LARGEST = ((5120, 27648), (27648, 5120), (5120, 5120), (5120, 1024))  # of Qwen2.5-32B
+
+
+@pytest.mark.parametrize("shape", LARGEST)
+@pytest.mark.parametrize("tokens", [1, 7, 8, 4096])
+def test_scratch_without_triton_is_what_a_product_takes(
+    shape: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that is none, and computes nothing."""
+    peak = _product(shape, tokens, monkeypatch)
+    estimate = scratch_bytes(tokens, *shape, 128)
+    given = 2 * tokens * shape[1]  # the result
+    assert 0.6 * estimate < peak.most - given < estimate
+
+
+def test_a_token_without_triton_launches_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """22,000 for the 64 layers of Qwen2.5-32B. With the tiles of a CPU it would be 116,000."""
+    linears = [LARGEST[2], LARGEST[3], LARGEST[3], LARGEST[2], LARGEST[0], LARGEST[0], LARGEST[1]]
+    assert 64 * sum(_product(shape, 1, monkeypatch).launches for shape in linears) < 23_000
+    monkeypatch.setattr("kvboost_hf.offload.awq.cpu.SCRATCH_BYTES", 5 * tile_weights(torch.device("cpu")))
+    assert 64 * sum(_product(shape, 1, monkeypatch).launches for shape in linears) > 100_000
+
+
+def _product(shape: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch) -> Peak:
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # refuses the device
+    rows, columns = shape
+    with torch.device("meta"):
+        x, scales = torch.empty(tokens, rows).half(), torch.empty(rows // 128, columns).half()
+        qweight, qzeros = (torch.empty(each, columns // 8, dtype=torch.int32) for each in (rows, rows // 128))
+    with Peak() as peak:
+        assert awq_matmul_torch(x, qweight, qzeros, scales).shape == (tokens, columns)
+    return peak
+
+
+def test_a_gpu_without_triton_is_planned_with_more_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever loads: an estimate cannot know."""
+    asked: list[torch.device] = []
+
+    def runs(kernel: str, device: torch.device) -> bool:
+        asked.append(device)
+        return kernel == "triton"
+
+    config = llama(num_hidden_layers=1)
+    monkeypatch.setattr("kvboost_hf.offload.build.runs_triton", runs)
+    monkeypatch.setattr("kvboost_hf.offload.build.make_mapping", lambda device: None)
+    monkeypatch.setattr("kvboost_hf.offload.build.cuda_pinning", lambda device: None)
+    monkeypatch.setattr("kvboost_hf.offload.build.free_bytes", lambda device: 10**9)
+    found = {}
+    for kernel in ("triton", "auto"):
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config).half()
+            swap_linears(model, SETTINGS, AWQ_NAMES, kernel)
+        streaming = StreamingConfig(quant_kernel=kernel, max_tokens=100)
+        found[kernel] = StreamBuilder(model, streaming, torch.device("cuda", 0)).plan.sizes.workspace_bytes
+    assert asked == [torch.device("cuda", 0)] * 2
+    assert found["triton"] == CUBLAS_BYTES + 2 * 256 * 768
+    assert found["auto"] == CUBLAS_BYTES + scratch_bytes(100, 256, 768, 128)
+
+
+SETTINGS = AwqSettings(group_size=128, version="gemm", config={})
+AWQ_NAMES = {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
