@@ -3,11 +3,14 @@
 Tests put another object in the place of `link`, which counts, and for which a part of the host is a device.
 """
 
+import logging
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Protocol, cast
 
 import torch
+
+_logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -96,7 +99,8 @@ class CudaLink:
         """
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        except RuntimeError:
+        except RuntimeError as error:
+            _warn_pageable(str(error).partition("\n")[0])
             return torch.empty(shape, dtype=dtype)
 
     def free_bytes(self, device: torch.device) -> int:
@@ -107,6 +111,15 @@ class CudaLink:
 @cache
 def _stream(name: str, device: torch.device) -> Stream:
     return cast(Stream, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+@cache
+def _warn_pageable(reason: str) -> None:
+    _logger.warning(
+        "No more host memory can be pinned for stored K/V (%s): copies between it and the GPU take longer. Raise the "
+        "limit (`ulimit -l unlimited`; on WSL2 `memory=` in .wslconfig), or lower the budget of the store.",
+        reason,
+    )
 
 
 link: Link = CudaLink()

@@ -13,6 +13,7 @@ from kvboost_hf.offload.sources import Source
 
 PIECE_BYTES = 32 << 20  # of one copy; small copies, such as of token ids, wait for the one under way
 _BUFFERS = 3  # one is read into while others are copied from
+BUFFER_BYTES = _BUFFERS * PIECE_BYTES
 
 
 class CudaBackend:
