@@ -9,6 +9,11 @@ first one left out; the time to the first token is that of a prompt of 1,000. Ho
 copies tells whether the link bounds it, and the same model with all layers on the device how fast it could be at most.
 accelerate's `cpu_offload` then runs the same weights. A part that fails is named, and the others go on.
 
+The forecast is what `kvboost_hf/offload/simulate.py` makes of the link, the bytes of a layer, the time of a layer with
+all layers on the GPU, which is the host's where the host is slower, and the GPU's part of it. What decoding reaches
+beyond or below it is not explained by these. "Copies" compares a layer in one piece with the pieces that the backend
+makes of it (`--piece-mb`), from memory that PyTorch allocates and from memory that is registered, as layers are.
+
 On a CPU there is no link. Layers go from files through two slots in host memory, computing nothing, against reading
 the same files one after the other; both leave nothing in the page cache. And what a hook costs: a model of tiny layers
 with and without them, on a backend that copies nothing.
@@ -36,14 +41,20 @@ from what_fits import MODELS, qwen
 from kvboost_hf import StreamingConfig, load_streamed, stop_streaming, stream_layers, streaming_plan, streaming_stats
 from kvboost_hf.config import parse_size
 from kvboost_hf.demo.timing import timed_generate
+from kvboost_hf.offload.backends import cuda
 from kvboost_hf.offload.backends.choice import use_backend
+from kvboost_hf.offload.backends.runtime import CudaRuntime
 from kvboost_hf.offload.backends.threaded import ThreadedBackend
 from kvboost_hf.offload.disk import FileSource
+from kvboost_hf.offload.host import HostMemory, cuda_pinning
 from kvboost_hf.offload.schedule import Ring
+from kvboost_hf.offload.simulate import simulate
 from kvboost_hf.offload.sources import Source
 from recipes.awq import write_random_awq
 
 PROMPT, LONG_PROMPT, TOKENS, PEER_TOKENS = 128, 1000, 64, 8
+WHOLE_BYTES = 1 << 30  # more than a layer
+ASLEEP_CYCLES = 400_000_000  # of a GPU: a fifth of a second
 
 
 class NoCopies:
@@ -98,19 +109,82 @@ def tokens_per_s(model: PreTrainedModel, tokens: int) -> float:
     return 1000 * (tokens - 1) / (call.total_ms - call.ttft_ms)
 
 
-def link(nbytes: int, rounds: int = 20) -> float:
-    """Bytes per second of copies from pinned memory, each as large as a layer."""
-    host, there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.empty(nbytes, dtype=torch.uint8)
-    there, times = there.cuda(), []
+def link(nbytes: int, piece_bytes: int | None = None, *, registered: bool = False, rounds: int = 20) -> float:
+    """Bytes per second of copies from pinned memory, each as large as a layer.
+
+    Args:
+        nbytes: Of a layer.
+        piece_bytes: The most bytes of one copy; None for all of them.
+        registered: Whether memory is pinned as that of layers is, and not by PyTorch.
+        rounds: Copies that are timed.
+    """
+    device = torch.device("cuda")
+    if registered:
+        host = HostMemory(cuda_pinning(device)).allocate(nbytes, must_pin=True)
+    else:
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    runtime, times = CudaRuntime(device), []
+    there, stream = torch.empty(nbytes, dtype=torch.uint8, device=device), runtime.current_stream()
     for n in range(-3, rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        there.copy_(host, non_blocking=True)
-        end.record()
+        begin = runtime.record(stream, timed=True)
+        runtime.copy(there, host, stream, piece_bytes or nbytes)
+        end = runtime.record(stream, timed=True)
         end.synchronize()
         if n >= 0:
             times.append(begin.elapsed_time(end))
     return 1000 * nbytes / statistics.median(times)
+
+
+def copies(nbytes: int) -> dict[str, float]:
+    """Bytes per second by way."""
+    ways = {"whole, allocated": (None, False), "pieces, allocated": (cuda.PIECE_BYTES, False)}
+    ways |= {"whole, registered": (None, True), "pieces, registered": (cuda.PIECE_BYTES, True)}
+    return {way: link(nbytes, piece, registered=registered) for way, (piece, registered) in ways.items()}
+
+
+def costs(model: PreTrainedModel, rounds: int = 5) -> tuple[float, float]:
+    """Seconds that a layer takes the host to submit and the GPU to compute, for one token, with all layers there.
+
+    The GPU sleeps until all is submitted, so that it never waits for the host.
+    """
+    ids, host, device = torch.zeros(1, 1, dtype=torch.long, device="cuda"), [], []
+    for n in range(-2, rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(ASLEEP_CYCLES)
+        begin.record()
+        before = time.perf_counter()
+        model(ids, use_cache=False)
+        after = time.perf_counter()
+        end.record()
+        end.synchronize()
+        if n >= 0:
+            host.append(after - before)
+            device.append(begin.elapsed_time(end) / 1000)
+    layers = model.config.num_hidden_layers
+    return statistics.median(host) / layers, statistics.median(device) / layers
+
+
+def forecast(plan: Result, host_s: float, compute_s: float) -> float:
+    """Tokens per second of decoding over the ceiling, by the simulation of a pass.
+
+    Args:
+        plan: `layer_bytes` of all layers, which are equal, `resident_layers`, `n_slots`, and the `link` in bytes per
+            second.
+        host_s: Seconds after which the next layer can begin, if it is there.
+        compute_s: Seconds that the GPU takes for a layer.
+    """
+    count = plan["layers"]
+    found = simulate(
+        [plan["layer_bytes"]] * count,
+        [compute_s] * count,
+        plan["resident_layers"],
+        n_slots=plan["n_slots"],
+        link_bytes_per_s=plan["link"],
+        host_s=host_s,
+    )
+    streamed = count - len(plan["resident_layers"])
+    return streamed * plan["layer_bytes"] / plan["link"] / found.seconds
 
 
 def ours(path: Path, budget: str, rounds: int) -> Result:
@@ -129,6 +203,11 @@ def ours(path: Path, budget: str, rounds: int) -> Result:
     assert after is not None
     return {
         "resident": len(plan.resident),
+        "resident_layers": list(plan.resident),
+        "layers": len(plan.sizes.layer_bytes),
+        "layer_bytes": plan.slot_bytes,
+        "n_slots": plan.n_slots,
+        "piece_bytes": cuda.PIECE_BYTES,
         "streamed": len(plan.in_host),
         "planned_bytes": plan.device_bytes,
         "peak_bytes": (peak := torch.cuda.max_memory_allocated()),
@@ -152,7 +231,9 @@ def resident(path: Path, rounds: int) -> Result:
     """All layers stay: what is computed, and what the host submits, without a copy."""
     model = load(path, StreamingConfig(residency_mode="full_resident"), "cuda")
     tokens_per_s(model, PEER_TOKENS)
-    return {"tokens_per_s": statistics.median(tokens_per_s(model, TOKENS) for _ in range(rounds))}
+    rate = statistics.median(tokens_per_s(model, TOKENS) for _ in range(rounds))
+    host_s, compute_s = costs(model)
+    return {"tokens_per_s": rate, "host_s": host_s, "compute_s": compute_s}
 
 
 def peer(path: Path) -> Result:
@@ -166,21 +247,31 @@ def peer(path: Path) -> Result:
 def on_gpu(options: argparse.Namespace, record: Record) -> None:
     result = record.result
     result.update(model=options.model, layers=options.layers, budget=options.budget)
+    if options.piece_mb is not None:
+        cuda.PIECE_BYTES = options.piece_mb << 20 if options.piece_mb else WHOLE_BYTES
 
     def add_ours(path: Path) -> None:
         result["ours"] = found = ours(path, options.budget, options.rounds)
         result["of the ceiling"] = found["tokens_per_s"] / found["ceiling"]
 
     def add_resident(path: Path) -> None:
-        result["resident"] = resident(path, options.rounds)
+        result["resident"] = found = resident(path, options.rounds)
+        if "ours" in result:
+            pace = 1 / found["tokens_per_s"] / options.layers
+            result["forecast"] = forecast(result["ours"], pace, found["compute_s"])
+
+    def add_copies(path: Path) -> None:
+        if "ours" in result:
+            result["copies"] = copies(result["ours"]["layer_bytes"])
 
     def add_peer(path: Path) -> None:
         result["cpu_offload"] = found = peer(path)
         if "ours" in result:
             result["against cpu_offload"] = result["ours"]["tokens_per_s"] / found["tokens_per_s"]
 
+    parts = {"ours": add_ours, "copies": add_copies, "resident": add_resident, "cpu_offload": add_peer}
     with checkpoint(shaped(options.model, options.layers), options.folder) as path:
-        for name, add in (("ours", add_ours), ("resident", add_resident), ("cpu_offload", add_peer)):
+        for name, add in parts.items():
             record.measure(name, partial(add, path))
 
 
@@ -278,8 +369,14 @@ def markdown(result: Result) -> str:
             "stood still for copies": f"{1000 * found['stall_s'] / found['tokens']:.1f} ms for each token",
             f"first token of {LONG_PROMPT}": f"{found['ttft_ms']:.0f} ms",
         }
+    for way, rate in result.get("copies", {}).items():
+        rows[f"copies of a layer, {way}"] = f"{gb(rate)}/s"
     if "resident" in result:
-        rows["decoding with all layers on the device"] = f"{result['resident']['tokens_per_s']:.2f} tokens/s"
+        found = result["resident"]
+        rows["decoding with all layers on the device"] = f"{found['tokens_per_s']:.2f} tokens/s"
+        rows["a layer of one token, host / GPU"] = f"{1e3 * found['host_s']:.2f} / {1e3 * found['compute_s']:.2f} ms"
+    if "forecast" in result:
+        rows["of the ceiling, forecast"] = f"{result['forecast']:.2f}"
     if "cpu_offload" in result:
         rows["decoding with accelerate's cpu_offload"] = f"{result['cpu_offload']['tokens_per_s']:.2f} tokens/s"
     for name, least in STREAMING.items():
@@ -296,6 +393,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="Qwen2.5-32B", help="whose layers it has on a GPU")
     parser.add_argument("--layers", type=int, default=24, help="of the model on a GPU: 253 MB each, of a 70B 455 MB")
     parser.add_argument("--budget", default="6.5GB", help="what it may take of the GPU")
+    parser.add_argument("--piece-mb", type=int, help="MiB of one copy; 0 for whole layers, else as the backend has it")
     parser.add_argument("--folder", type=Path, help="where weights are written, and removed again")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

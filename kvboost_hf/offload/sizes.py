@@ -90,7 +90,9 @@ def sizes_of(
     """
     waiting = None if embeddings is None else embeddings.get()
     inside = {id(tensor) for unit in units for tensor in unit.tensors().values()}
-    everything = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})  # while a model is loaded, still two tensors
+    parameters = [parameter for name, parameter in model.named_parameters() if name not in ties]
+    everything = {id(tensor): tensor.nbytes for tensor in (*parameters, *model.buffers())}
     return ModelSizes(
         layer_bytes=tuple(unit.layout().nbytes for unit in units),
         other_bytes=sum(nbytes for key, nbytes in everything.items() if key not in inside),

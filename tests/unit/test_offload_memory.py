@@ -203,15 +203,15 @@ def test_the_address_of_the_device_is_asked_for(system: str, monkeypatch: pytest
             ctypes.cast(found, ctypes.POINTER(ctypes.c_uint64))[0] = address.value + (1 << 40)
             return 0
 
-    monkeypatch.setattr(mapped.ctypes, "CDLL", Driver)
-    monkeypatch.setattr(mapped.sys, "platform", system)
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(torch.version, "hip", None)
     assert mapped._device_address(flat) == flat.data_ptr() + (1 << 40)
     assert opened == ["nvcuda.dll" if system == "win32" else "libcuda.so.1"]
     with pytest.raises(RuntimeError, match="cuMemHostGetDevicePointer returned 1"):
         mapped._device_address(flat[1:])
-    monkeypatch.setattr(mapped.ctypes, "CDLL", real)
-    monkeypatch.setattr(mapped.sys, "platform", "win32")  # whose driver is not here
+    monkeypatch.setattr(ctypes, "CDLL", real)
+    monkeypatch.setattr(sys, "platform", "win32")  # whose driver is not here
     with pytest.raises(RuntimeError, match="the CUDA driver cannot be asked"):
         mapped._device_address(flat)
 
