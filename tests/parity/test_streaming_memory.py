@@ -19,7 +19,7 @@ from kvboost_hf.offload import build
 from kvboost_hf.offload.backends.cuda import CudaBackend
 from kvboost_hf.offload.host import Pinning
 from kvboost_hf.offload.plan import ResidencyPlan
-from tests.device_double import CUDA, DoubleDevice, DoubleEvent, DoubleStream, DoubleTensor
+from tests.device_double import CUDA, DoubleDevice, DoubleTensor
 
 TOKENS, LAYERS, VOCAB = 32, 8, 4096
 PIECE_BYTES = 100_000
@@ -30,7 +30,6 @@ CONFIG = LlamaConfig(
     num_hidden_layers=LAYERS,
     num_attention_heads=4,
     num_key_value_heads=2,
-    attn_implementation="eager",
 )
 TABLE_BYTES = 4 * VOCAB * 64
 BUDGET = 36_150_000  # of which workspaces take 34; with one table on the device, three layers stay
@@ -56,6 +55,9 @@ class Machine:
             raise RuntimeError("cudaHostRegister returned 2")
         self.pinned[address] = nbytes
 
+    def unregister(self, address: int) -> None:
+        del self.pinned[address]
+
     def map(self, flat: torch.Tensor) -> torch.Tensor:
         if not self.maps:
             raise RuntimeError("cuMemHostGetDevicePointer returned 801")
@@ -64,15 +66,15 @@ class Machine:
 
     # As a `Runtime`
 
-    def new_stream(self) -> DoubleStream:
+    def new_stream(self) -> Any:
         return self.gpu.stream("copies", CUDA)
 
-    def current_stream(self) -> DoubleStream:
+    def current_stream(self) -> Any:
         return self.gpu.current(CUDA)
 
-    def record(self, stream: Any, *, timed: bool = False) -> DoubleEvent:
+    def record(self, stream: Any, *, timed: bool = False) -> Any:
         event = self.gpu.record(stream)
-        event.elapsed_time = lambda end: 1.0  # type: ignore[attr-defined]
+        setattr(event, "elapsed_time", lambda end: 1.0)  # noqa: B010
         return event
 
     def allocate(self, nbytes: int, stream: Any) -> torch.Tensor:
@@ -122,7 +124,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 def on(machine: Machine) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "free_bytes", lambda device: machine.free)
-        patch.setattr(build, "cuda_pinning", lambda device: Pinning(machine.register, machine.pinned.pop))
+        patch.setattr(build, "cuda_pinning", lambda device: Pinning(machine.register, machine.unregister))
         patch.setattr(build, "make_mapping", lambda device: machine.map)
         patch.setattr(build, "BUFFER_BYTES", KEPT_BYTES)
         patch.setattr(
@@ -165,7 +167,7 @@ def weights(plan: ResidencyPlan) -> int:
     return plan.device_bytes - sizes.kv_bytes - sizes.activation_bytes - sizes.workspace_bytes
 
 
-CASES = {
+CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "mapped": (True, {}),
     "not asked for": (False, {}),
     "no room to pin": (True, {"pins": TABLE_BYTES}),

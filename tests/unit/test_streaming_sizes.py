@@ -21,15 +21,16 @@ from transformers import (
 )
 
 from kvboost_hf import load_streamed, streaming_plan
-from kvboost_hf.compat import bytes_per_token, kv_bytes_per_token
+from kvboost_hf.compat import bytes_per_token, decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.cpu import awq_matmul_torch, scratch_bytes, tile_weights
 from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
 from kvboost_hf.offload.awq.triton.tiling import SCRATCH_BYTES
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.build import StreamBuilder
-from kvboost_hf.offload.plan import ModelSizes
-from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, what_fits
+from kvboost_hf.offload.plan import ModelSizes, plan_residency
+from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, sizes_of, what_fits
+from kvboost_hf.offload.units import find_units
 from recipes.awq import write_random_awq
 from tests.offload.poisoning import PoisoningBackend
 
@@ -252,3 +253,49 @@ def test_a_gpu_without_triton_is_planned_with_more_scratch(monkeypatch: pytest.M
 
 SETTINGS = AwqSettings(group_size=128, version="gemm", config={})
 AWQ_NAMES = {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
+
+
+def qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+    )
+
+
+@pytest.mark.parametrize("config", [qwen(3584, 18_944, 28, 28, 4), qwen(5120, 27_648, 64, 40, 8)], ids=["7B", "32B"])
+def test_usual_models_on_cards_of_8_to_24_gb(config: Qwen2Config) -> None:
+    """A desktop and a browser hold a part of the card; whoever names its whole size gets a plan for the rest."""
+    found = estimate_sizes(config, StreamingConfig(), bits=4)
+    stay = []
+    for card in (8, 12, 16, 24):
+        total = card << 30
+        for others in (600_000_000, 1_500_000_000):
+            plan = plan_residency(found, StreamingConfig(vram_budget=f"{card}GiB"), free_bytes=total - others)
+            assert plan.device_bytes <= 0.9 * (total - others)
+            assert f"only {total - others} are free on the device" in plan.notes[0]
+            assert plan.resident == plan_residency(found, StreamingConfig(), free_bytes=total - others).resident
+            stay.append(len(plan.resident))
+    assert stay[::2] == sorted(stay[::2])
+    assert all(more >= fewer for more, fewer in zip(stay[::2], stay[1::2], strict=True))
+    assert 0 < stay[0] <= stay[-1] == config.num_hidden_layers
+    with pytest.raises(ValueError, match="must be at least") as told:
+        plan_residency(found, StreamingConfig(vram_budget="8GiB"), free_bytes=1 << 30)
+    least = int(str(told.value).split("at least ")[1].split()[0])
+    assert plan_residency(found, StreamingConfig(vram_budget=least), free_bytes=8 << 30).resident == ()
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        plan_residency(found, StreamingConfig(vram_budget=least - 1), free_bytes=8 << 30)
+
+
+def test_a_head_that_is_still_another_tensor_is_counted_once() -> None:
+    """As while a model is loaded: it is tied at the end."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama(tie_word_embeddings=True))
+    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    units = find_units(model, decoder_layers(model), ffn_only=False)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    found = sizes_of(model, units, StreamingConfig(max_tokens=1000), gpu=True)
+    assert found == sizes(llama(tie_word_embeddings=True), dtype=torch.float32)
