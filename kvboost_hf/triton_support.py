@@ -54,8 +54,10 @@ def missing_for_triton(device: torch.device) -> Missing | None:
     """
     if find_spec("triton") is None:
         return Missing("the package triton", _INSTALL)
-    from triton import knobs
-
+    try:
+        from triton import knobs
+    except ImportError as error:
+        return Missing(f"what it imports: {error}", _INSTALL)
     if knobs.runtime.interpret:
         return None
     if device.type != "cuda":

@@ -15,6 +15,8 @@ from kvboost_hf.compat import decoder_layers, weights_come_and_go
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.errors import StreamingError
 from kvboost_hf.offload.awq.dispatch import runs_triton
+from kvboost_hf.offload.awq.experts import AwqExperts
+from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend, make_mapping
 from kvboost_hf.offload.backends.cuda import BUFFER_BYTES
 from kvboost_hf.offload.disk import FileSource, LayerFolder
@@ -59,7 +61,8 @@ class StreamBuilder:
         self._mapping = make_mapping(device) if config.host_embeddings and config.pin_memory else None
         self._embeddings = None if self._mapping is None else input_embeddings(model)
         gpu = device.type == "cuda"
-        triton = gpu and runs_triton(config.quant_kernel, device)
+        awq = any(isinstance(module, AwqLinear | AwqExperts) for module in model.modules())
+        triton = not (gpu and awq) or runs_triton(config.quant_kernel, device)
         sizes = sizes_of(model, self.units, config, self._embeddings, gpu=gpu, triton=triton)
         pinning = cuda_pinning(device) if config.pin_memory and gpu and not is_overridden() else None
         self._memory = HostMemory(pinning, kept_bytes=BUFFER_BYTES)

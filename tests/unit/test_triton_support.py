@@ -206,3 +206,41 @@ def test_doctor_names_the_compiler(
     )
     assert re.search(r"^ok  kvboost_fa2 +runs as 'sdpa'$", told, re.MULTILINE), told
     assert "do: install gcc and the headers of libc" in told
+
+
+_WITHOUT = """
+import importlib.abc, sys, tempfile
+
+class Lacking(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Lacking())
+import torch
+from transformers import LlamaConfig
+from kvboost_hf import ChunkReuseCache, StreamingConfig, load_streamed, streaming_stats
+from kvboost_hf.assets import load_embedded
+from recipes.awq import write_random_awq
+
+model, _ = load_embedded()
+model.set_attn_implementation("kvboost_fa2")
+ids = torch.arange(4)[None]
+assert model.generate(ids, past_key_values=ChunkReuseCache(model), max_new_tokens=3).shape == (1, 7)
+sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=512)
+with tempfile.TemporaryDirectory() as folder:
+    write_random_awq(LlamaConfig(**sizes, num_key_value_heads=2, dtype=torch.float16), folder + "/model")
+    streaming = StreamingConfig(keep_first_k=1, disk_folder=folder + "/layers")
+    model = load_streamed(folder + "/model", streaming, device="cpu")
+    model.generate(ids, max_new_tokens=2)
+    print(streaming_stats(model).layer_calls, [name for name in sys.modules if name.startswith("triton")])
+"""
+
+
+def test_a_cpu_needs_neither_triton_nor_a_compiler() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
+    command = [sys.executable, "-W", "ignore", "-c", _WITHOUT]
+    done = subprocess.run(command, env={**environment, "PATH": ""}, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    assert done.stdout == "6 []\n"
+    assert "compiler" not in done.stderr
