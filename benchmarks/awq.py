@@ -207,8 +207,8 @@ def markdown(result: Result) -> str:
         f"For one row, {AWQ_COPY_RATE:.0%} of the former is aimed at. Times in ms, those of the host in µs; "
         "in memory is the way for many rows, and 16 rows the kernel for up to 16 of them.",
         "",
-        "| in x out | rows | AWQ | weights, GB/s | of a copy | of the link | dense | dense / AWQ | 16 rows | in memory "
-        "| dequantizing | host | host, dense | best tiling |",
+        "| in x out | rows | AWQ | weights, GB/s | of a copy | of the link | dense | dense / AWQ | 16 rows "
+        "| in memory | dequantizing | host | host, dense | best tiling |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     lines += [row_of(f"{each['in']} x {each['out']}", each, result) for each in result["cases"]]

@@ -10,6 +10,11 @@ copies tells whether the link bounds it, and the same model with all layers on t
 The same is decoded with each layer in one copy, in place of pieces of 32 MB. accelerate's `cpu_offload` then runs the
 same weights. A part that fails is named, and the others go on. `--shape tiny` does so with tiny layers, anywhere.
 
+The forecast is what `kvboost_hf/offload/simulate.py` makes of the link, the bytes of a layer, the time of a layer with
+all layers on the GPU, which is the host's where the host is slower, and the GPU's part of it. What decoding reaches
+beyond or below it is not explained by these. `link.py` compares layers in one copy with
+pieces, and memory that PyTorch allocates with memory that is registered, as layers are.
+
 On a CPU there is no link. Layers go from files through two slots in host memory, computing nothing, against reading
 the same files one after the other; both leave nothing in the page cache. And what a hook costs: a model of tiny layers
 with and without them, on a backend that copies nothing.
@@ -44,11 +49,13 @@ from kvboost_hf.offload.backends.cuda import CudaBackend
 from kvboost_hf.offload.backends.threaded import ThreadedBackend
 from kvboost_hf.offload.disk import FileSource
 from kvboost_hf.offload.schedule import Ring
+from kvboost_hf.offload.simulate import simulate
 from kvboost_hf.offload.sources import Source
 from recipes.awq import write_random_awq
 
 PROMPT, LONG_PROMPT, TOKENS, PEER_TOKENS = 128, 1000, 64, 8
 TINY_PROMPT, TINY_TOKENS = 16, 4
+ASLEEP_CYCLES = 400_000_000  # of a GPU: a fifth of a second
 PARTS = ("ours", "whole layers", "resident", "cpu_offload")
 TINY, TINY_BUDGET = qwen(128, 256, 6, 2, 1), {"cpu": "9MB", "cuda": "42.9MB"}
 TINY.vocab_size = 1024
@@ -106,6 +113,51 @@ def tokens_per_s(model: PreTrainedModel, tokens: int, prompt: int = PROMPT) -> f
     return 1000 * (tokens - 1) / (call.total_ms - call.ttft_ms)
 
 
+def costs(model: PreTrainedModel, rounds: int = 5) -> tuple[float, float]:
+    """Seconds that a layer takes the host to submit and the GPU to compute, for one token, with all layers there.
+
+    The GPU sleeps until all is submitted, so that it never waits for the host.
+    """
+    ids, host, device = torch.zeros(1, 1, dtype=torch.long, device="cuda"), [], []
+    for n in range(-2, rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(ASLEEP_CYCLES)
+        begin.record()
+        before = time.perf_counter()
+        model(ids, use_cache=False)
+        after = time.perf_counter()
+        end.record()
+        end.synchronize()
+        if n >= 0:
+            host.append(after - before)
+            device.append(begin.elapsed_time(end) / 1000)
+    layers = model.config.num_hidden_layers
+    return statistics.median(host) / layers, statistics.median(device) / layers
+
+
+def forecast(plan: Result, host_s: float, compute_s: float) -> float:
+    """Tokens per second of decoding over the ceiling, by the simulation of a pass.
+
+    Args:
+        plan: `layer_bytes` of all layers, which are equal, `resident_layers`, `n_slots`, and the `link` in bytes per
+            second.
+        host_s: Seconds after which the next layer can begin, if it is there.
+        compute_s: Seconds that the GPU takes for a layer.
+    """
+    count = plan["layers"]
+    found = simulate(
+        [plan["layer_bytes"]] * count,
+        [compute_s] * count,
+        plan["resident_layers"],
+        n_slots=plan["n_slots"],
+        link_bytes_per_s=plan["link"],
+        host_s=host_s,
+    )
+    streamed = count - len(plan["resident_layers"])
+    return streamed * plan["layer_bytes"] / plan["link"] / found.seconds
+
+
 def ours(path: Path, options: argparse.Namespace, found: Result) -> None:
     """Fills `found` step by step, decoding first."""
     device, rounds, budget = options.device, options.rounds, options.budget
@@ -115,6 +167,8 @@ def ours(path: Path, options: argparse.Namespace, found: Result) -> None:
     plan = streaming_plan(model)
     assert plan is not None, f"all layers stay within {budget}: pass a smaller --budget"
     found |= {"resident": len(plan.resident), "streamed": len(plan.in_host), "planned_bytes": plan.device_bytes}
+    found |= {"resident_layers": list(plan.resident), "layers": len(plan.sizes.layer_bytes)}
+    found |= {"layer_bytes": plan.slot_bytes, "n_slots": plan.n_slots}
     host = torch.empty(plan.slot_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
     found["link"] = 1e9 * clock.link_rate(host, 20, device)
     found["ceiling"] = plan.tokens_per_s(found["link"])
@@ -159,7 +213,8 @@ def whole_layers(path: Path, options: argparse.Namespace) -> float:
 def resident(path: Path, options: argparse.Namespace) -> Result:
     """All layers stay: what is computed, and what the host submits, without a copy."""
     model = load(path, StreamingConfig(residency_mode="full_resident"), options.device)
-    return {"tokens_per_s": speed_of(model, options)}
+    host_s, compute_s = costs(model) if options.device == "cuda" else (0.0, 0.0)
+    return {"tokens_per_s": speed_of(model, options), "host_s": host_s, "compute_s": compute_s}
 
 
 def peer(path: Path, options: argparse.Namespace) -> Result:
@@ -185,7 +240,10 @@ def on_gpu(options: argparse.Namespace, record: Record) -> None:
         result["pieces against whole layers"] = result["ours"]["tokens_per_s"] / speed
 
     def add_resident(path: Path) -> None:
-        result["resident"] = resident(path, options)
+        result["resident"] = found = resident(path, options)
+        if "ours" in result:
+            pace = 1 / found["tokens_per_s"] / result["ours"]["layers"]
+            result["forecast"] = forecast(result["ours"], pace, found["compute_s"])
 
     def add_peer(path: Path) -> None:
         result["cpu_offload"] = found = peer(path, options)
@@ -299,7 +357,11 @@ def markdown(result: Result) -> str:
     if "whole layers" in result:
         rows["decoding with whole layers in one copy"] = f"{result['whole layers']['tokens_per_s']:.2f} tokens/s"
     if "resident" in result:
-        rows["decoding with all layers on the device"] = f"{result['resident']['tokens_per_s']:.2f} tokens/s"
+        found = result["resident"]
+        rows["decoding with all layers on the device"] = f"{found['tokens_per_s']:.2f} tokens/s"
+        rows["a layer of one token, host / GPU"] = f"{1e3 * found['host_s']:.2f} / {1e3 * found['compute_s']:.2f} ms"
+    if "forecast" in result:
+        rows["of the ceiling, forecast"] = f"{result['forecast']:.2f}"
     if "cpu_offload" in result:
         rows["decoding with accelerate's cpu_offload"] = f"{result['cpu_offload']['tokens_per_s']:.2f} tokens/s"
     for aim in verdicts("streaming", result):

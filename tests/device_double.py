@@ -111,16 +111,22 @@ class DoubleDevice:
     def __init__(self, *, gathers: bool = False) -> None:
         self._gathers = gathers
         self.kept: list[tuple[Sequence[torch.Tensor], DoubleEvent]] = []
+        self.names = {
+            "cuda",
+            "meta",
+        }  # of the device in operators; without the second one, tensors without data remain
         self.blocking: list[str] = []  # what the host has waited for
         self.races: list[str] = []
         self.sent: list[tuple[str, int, int]] = []  # copies to the device: the stream, its clock, and bytes
         self.work: Counter[str] = Counter()  # operations on the device that are no views
         self.host: Clock = defaultdict(int)
         self.pinned_bytes = 0
+        self.held_bytes = self.most_bytes = 0  # of memory on the device that tensors have now, and had at the peak
         self._streams = {"compute": DoubleStream("compute")}
         self._using = threading.local()
         self._uses: dict[int, _Use] = {}  # by address of the memory
         self._pinned: set[int] = set()
+        self._holders: Counter[int] = Counter()  # tensors, by address of their memory on the device
         self._alive: list[torch.Tensor] = []  # memory that has been used is not given to others
         self._lock = threading.RLock()
 
@@ -215,7 +221,7 @@ class DoubleDevice:
         here = {id(each.inner): each for each in tensors if isinstance(each, DoubleTensor)}
         there = [each for each in tensors if not isinstance(each, DoubleTensor) and each.ndim]
         asked = kwargs.get("device")
-        on_device = bool(here) if asked is None else torch.device(asked).type in ("cuda", "meta")
+        on_device = bool(here) if asked is None else torch.device(asked).type in self.names
         if name == "copy_":
             on_device = isinstance(args[0], DoubleTensor)
         if not here and not on_device:
@@ -246,10 +252,17 @@ class DoubleDevice:
         if not on_device or name == "_local_scalar_dense":
             return found
 
+        given = {_memory(leaf) for leaf in tree_leaves((plain_args, plain_kwargs)) if isinstance(leaf, torch.Tensor)}
+
         def wrapped(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return here[id(leaf)] if id(leaf) in here else DoubleTensor(leaf, self)
+            if id(leaf) in here:
+                return here[id(leaf)]
+            made = DoubleTensor(leaf, self)
+            if _memory(leaf) not in given or self._holders[_memory(leaf)]:
+                self._hold(made)
+            return made
 
         return tree_map(wrapped, found)
 
@@ -269,6 +282,21 @@ class DoubleDevice:
             late = [other for other, when in self._uses[_memory(tensor)].read.items() if stream.clock[other] < when]
             self.races += [f"{name} on {stream.name} writes to what {other} still reads" for other in late]
             self._uses[_memory(tensor)] = _Use((stream.name, now))
+
+    def _hold(self, tensor: DoubleTensor) -> None:
+        """Count the memory of a tensor for as long as it, or another tensor of that memory, lives."""
+        memory, nbytes = _memory(tensor.inner), tensor.inner.untyped_storage().nbytes()
+        if not self._holders[memory]:
+            self.held_bytes += nbytes
+            self.most_bytes = max(self.most_bytes, self.held_bytes)
+        self._holders[memory] += 1
+        weakref.finalize(tensor, self._let_go, memory, nbytes)
+
+    def _let_go(self, memory: int, nbytes: int) -> None:
+        with self._lock:
+            self._holders[memory] -= 1
+            if not self._holders[memory]:
+                self.held_bytes -= nbytes
 
     def _note(self, func: Any, name: str, here: Any, args: Any, kwargs: Any, found: Any) -> None:
         """Keep the clocks of the memory that an operator has used; `found` is what it has written on the device."""

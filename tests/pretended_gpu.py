@@ -87,7 +87,7 @@ def pretended_gpu() -> Iterator[PretendedGPU]:
         for module in (codes, combine, dense, pieces):  # what an earlier one has compiled is forgotten
             module._launch._compiled.clear()
             module._launch._kernel.device_caches.clear()
-        stack.enter_context(mock.patch.object(backends, "_runs_here", return_value=True))
+        stack.enter_context(mock.patch.object(backends, "_lacking", return_value=None))
         stack.enter_context(use_tier("triton"))
         yield gpu
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
+
+from kvboost_hf.triton_support import missing_for_triton, triton_runs
 
 Backend = Literal["triton", "cuda", "cpu", "sdpa", "reference"]
 
@@ -62,9 +63,8 @@ def use_tier(tier: Backend) -> Iterator[None]:
     """
     if tier not in get_args(Backend):
         raise ValueError(f"`tier` must be one of {get_args(Backend)}, got {tier!r}.")
-    if not _runs_here(tier):
-        what = "a GPU, or TRITON_INTERPRET=1 in the environment, and Triton" if tier == "triton" else "a CUDA GPU"
-        raise ValueError(f"`tier` must be one that runs here, got {tier!r}, which needs {what}. Pass 'cpu'.")
+    if lacking := _lacking(tier):
+        raise ValueError(f"`tier` must be one that runs here, got {tier!r}, which needs {lacking}. Pass 'cpu'.")
     token = _forced.set(tier)
     try:
         yield
@@ -72,14 +72,13 @@ def use_tier(tier: Backend) -> Iterator[None]:
         _forced.reset(token)
 
 
-def _runs_here(backend: Backend) -> bool:
+def _lacking(backend: Backend) -> str | None:
+    """What a backend needs that is not here, or None."""
+    has_gpu = torch.cuda.is_available()
     if backend == "triton":
-        if find_spec("triton") is None:
-            return False
-        from triton import knobs
-
-        return bool(torch.cuda.is_available() or knobs.runtime.interpret)
-    return backend != "cuda" or torch.cuda.is_available()
+        missing = missing_for_triton(torch.device("cuda" if has_gpu else "cpu"))
+        return missing and f"{missing.what} ({missing.remedy})"
+    return "a CUDA GPU" if backend == "cuda" and not has_gpu else None
 
 
 @cache
@@ -95,7 +94,7 @@ def _best(device: torch.device, dtype: torch.dtype) -> Backend:
         return "cpu"
     if device.type != "cuda":
         return "sdpa"
-    if find_spec("triton") is not None and (torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)):
+    if (torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)) and triton_runs(device):
         return "triton"
     from kvboost_hf.attention.cuda import runs_on
 

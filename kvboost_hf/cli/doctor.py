@@ -19,6 +19,7 @@ from kvboost_hf.cli.models import add_model, load_shown
 from kvboost_hf.cli.next_steps import typed
 from kvboost_hf.compatibility import check_model_compatibility
 from kvboost_hf.progress import Progress
+from kvboost_hf.triton_support import missing_for_triton
 
 _EXTRAS = {
     "demo": "`kvboost-hf demo`, `bench` and `verify`",
@@ -90,16 +91,24 @@ def _machine() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     yield Finding("torch", torch.__version__)
     yield Finding("transformers", transformers.__version__)
-    backend = active_tier()
-    slow = backend in ("sdpa", "reference")
-    remedy = "install triton (sm_80 and later), or `pip install 'kvboost_hf[cuda]'` (sm_70 and sm_75)"
-    yield Finding("kvboost_fa2", f"runs as {backend!r}", remedy if slow else None, optional=True)
+    yield from _kernels()
     requirements = [Requirement(text) for text in metadata.requires("kvboost_hf") or ()]
     for extra, use in _EXTRAS.items():
         missing = [one.name for one in requirements if _is_of(one, extra) and not _is_installed(one.name)]
         remedy = f"pip install 'kvboost_hf[{extra}]', for {use}"
         found = f"without {', '.join(missing)}" if missing else "installed"
         yield Finding(f"extra {extra}", found, remedy if missing else None, optional=True)
+
+
+def _kernels() -> Iterator[Finding]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    missing = missing_for_triton(device) if device.type == "cuda" else None
+    backend = active_tier(device)
+    if missing is not None:
+        yield Finding("triton", f"lacks {missing.what}: PyTorch's operations run", missing.remedy, optional=True)
+    slow = missing is None and backend in ("sdpa", "reference")
+    remedy = "`pip install 'kvboost_hf[cuda]'`, which has kernels for sm_70 and sm_75"
+    yield Finding("kvboost_fa2", f"runs as {backend!r}", remedy if slow else None, optional=True)
 
 
 def _size(count: int) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -13,8 +14,12 @@ from transformers import PreTrainedModel
 from kvboost_hf.compat import decoder_layers, weights_come_and_go
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.errors import StreamingError
+from kvboost_hf.offload.awq.dispatch import runs_triton
+from kvboost_hf.offload.awq.experts import AwqExperts
+from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.swap import lay_out
 from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend, make_mapping
+from kvboost_hf.offload.backends.cuda import BUFFER_BYTES
 from kvboost_hf.offload.disk import FileSource, LayerFolder
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.hook import LayerStreamingHook
@@ -56,13 +61,27 @@ class StreamBuilder:
         self.layouts = [unit.layout() for unit in self.units]
         self._mapping = make_mapping(device) if config.host_embeddings and config.pin_memory else None
         self._embeddings = None if self._mapping is None else input_embeddings(model)
-        sizes = sizes_of(model, self.units, config, self._embeddings, gpu=device.type == "cuda")
-        self.plan = plan_residency(sizes, config, free_bytes=free_bytes(device))
-        for note in self.plan.notes:
+        gpu = device.type == "cuda"
+        awq = any(isinstance(module, AwqLinear | AwqExperts) for module in model.modules())
+        triton = not (gpu and awq) or runs_triton(config.quant_kernel, device)
+        sizes = sizes_of(model, self.units, config, self._embeddings, gpu=gpu, triton=triton)
+        pinning = cuda_pinning(device) if config.pin_memory and gpu and not is_overridden() else None
+        self._memory = HostMemory(pinning, kept_bytes=BUFFER_BYTES)
+        self._model, free = model, free_bytes(device)
+        self.plan = plan_residency(sizes, config, free_bytes=free)
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None  # for embeddings: in host memory, and mapped
+        remains = None
+        if self.plan.host_embeddings:
+            try:
+                self._table = self._map_table(sizes.embedding_bytes)
+            except RuntimeError as error:
+                remains = f"The input embeddings, {sizes.embedding_bytes} bytes, stay on {device}: {error}."
+                self.plan = plan_residency(replace(sizes, embedding_bytes=0), config, free_bytes=free)
+        notes = self.plan.notes
+        if remains is not None:
+            self.plan = replace(self.plan, notes=(*notes, remains))
+        for note in notes if self._memory.refused else self.plan.notes:  # of what is refused the memory warns
             logger.warning(note)
-        self._model = model
-        pinning = cuda_pinning(device) if config.pin_memory and device.type == "cuda" and not is_overridden() else None
-        self._memory = HostMemory(self.plan.host_bytes, pinning)
         self._folder = None
         if self.plan.on_disk:
             assert config.disk_folder is not None
@@ -101,21 +120,20 @@ class StreamBuilder:
         """The input embeddings, if they stay in host memory. Until `finish` they must be on the CPU."""
         return self._embeddings if self.plan.host_embeddings else None
 
+    def _map_table(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pinned memory, and the same bytes as a tensor of the device."""
+        assert self._mapping is not None
+        flat = self._memory.allocate(nbytes, must_pin=True)
+        return flat, self._mapping(flat)
+
     def _take_embeddings(self, holder: Holder) -> None:
         """Move the embeddings to pinned memory, from which the device reads them."""
-        assert self._mapping is not None
         weight = holder.get()
         assert weight is not None
-        flat = self._memory.allocate(weight.nbytes)
+        assert self._table is not None
+        flat, mapped = self._table
         flat.view(weight.dtype).view(weight.shape).copy_(weight)
-        try:
-            mapped = self._mapping(flat).view(weight.dtype).view(weight.shape)
-        except RuntimeError as error:
-            logger.warning(
-                "The input embeddings stay on %s, %d bytes beyond the plan: %s", self.device, flat.numel(), error
-            )
-            mapped = weight.to(self.device)
-        holder.put(mapped)
+        holder.put(mapped.view(weight.dtype).view(weight.shape))
 
     def give_back(self) -> None:
         """Undo `take`: read tensors whose bytes are in files back into memory."""
@@ -130,6 +148,7 @@ class StreamBuilder:
     def finish(self) -> LayerStream | None:
         """Install the hooks; returns None if no layer is streamed."""
         numbers = sorted(self._sources)
+        self._memory.close()
         if not numbers:
             return None
         if self.waiting_embeddings is not None:

@@ -1,7 +1,9 @@
 """Allocates host memory for streamed layers, exactly as much as they need, pinned for CUDA devices."""
 
 import logging
+import math
 import mmap
+import platform
 import sys
 import weakref
 from collections.abc import Callable
@@ -53,53 +55,88 @@ def cuda_pinning(device: torch.device) -> Pinning:
 
 
 class HostMemory:
-    """Allocates memory for the streamed layers of one model.
+    """Allocates memory for the streamed layers of one model, and pins as much of it as the system allows.
 
     PyTorch rounds pinned memory up to powers of two: a layer of 444 MB would take 512.
 
     Args:
-        total_bytes: Bytes that all layers will take, for messages.
         pinning: How to pin it; None for pageable memory, as for devices other than CUDA.
+        kept_bytes: Bytes that remain to be pinned by others after `close`, such as the buffers through which pageable
+            memory is copied.
     """
 
-    def __init__(self, total_bytes: int, pinning: Pinning | None) -> None:
-        self.pinned_bytes = 0
-        self._total_bytes, self._pinning = total_bytes, pinning
+    def __init__(self, pinning: Pinning | None, *, kept_bytes: int = 0) -> None:
+        self.pinned_bytes = self.pageable_bytes = 0
+        self.refused: str | None = None  # the reason why not all could be pinned
+        self._pinning, self._kept_bytes = pinning, kept_bytes
+        self._kept: np.ndarray | None = None
+        self._least_refused = math.inf  # bytes; nothing as large is tried again
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Zeros, uint8 [nbytes]; pinned, if possible, for as long as the tensor or a view of it lives."""
-        if sys.platform == "win32":
-            mapping = mmap.mmap(-1, nbytes)
-        else:
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if sys.platform == "linux":
-            with suppress(OSError):  # a kernel without huge pages
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        owner = np.frombuffer(mapping, np.uint8)
+    def allocate(self, nbytes: int, *, must_pin: bool = False) -> torch.Tensor:
+        """Zeros, uint8 [nbytes]; pinned, if possible, for as long as the tensor or a view of it lives.
+
+        Args:
+            nbytes: Their number.
+            must_pin: Whether pageable memory is of no use.
+
+        Raises:
+            RuntimeError: `must_pin`, and the system refuses to pin so many bytes more.
+        """
         if self._pinning is not None:
-            self._pin(owner, mapping, self._pinning)
+            if self._kept_bytes and self._kept is None:
+                self._kept = _map(self._kept_bytes)
+                self._pin(self._kept, self._pinning)
+        owner = _map(nbytes)
+        if self._pinning is not None:
+            if self._pin(owner, self._pinning):
+                self.pinned_bytes += nbytes
+            elif must_pin:
+                raise RuntimeError(f"{nbytes} bytes of host memory cannot be pinned ({self.refused})")
+            else:
+                self.pageable_bytes += nbytes
         with torch.inference_mode(False):  # else nobody could write to it outside of inference mode
             return torch.from_numpy(owner)
 
-    def _pin(self, owner: np.ndarray, mapping: mmap.mmap, pinning: Pinning) -> None:
+    def close(self) -> None:
+        """Let others pin `kept_bytes`; a warning says how much could not be pinned."""
+        self._kept = None
+        if self.refused is not None:
+            _log.warning(
+                "The system pins %.2f GB of host memory and refuses more (%s; `ulimit -l` is %s): %.2f GB of streamed "
+                "layers are copied through a buffer, more slowly, and input embeddings that had no room stay on the "
+                "device. To pin all, %s; `pin_memory=False` does without.",
+                self.pinned_bytes / 1e9,
+                self.refused,
+                _limit(),
+                self.pageable_bytes / 1e9,
+                _remedy(),
+            )
+
+    def _pin(self, owner: np.ndarray, pinning: Pinning) -> bool:
+        """Pin memory for as long as the array lives; returns whether it is pinned."""
+        if owner.nbytes >= self._least_refused:
+            return False
         address = owner.ctypes.data
         try:
             pinning.register(address, owner.nbytes)
         except RuntimeError as error:
-            self._pinning = None
-            _log.warning(
-                "Only %d of %d bytes of streamed layers could be pinned in host memory (%s; `ulimit -l` is %s). The "
-                "others are copied right, but more slowly. Raise the limit (`ulimit -l unlimited`, or `--ulimit "
-                "memlock=-1` for a container), lower `host_budget`, or set `pin_memory=False` to do without.",
-                self.pinned_bytes,
-                self._total_bytes,
-                error,
-                _limit(),
-            )
-            return
-        self.pinned_bytes += owner.nbytes
+            self._least_refused, self.refused = owner.nbytes, str(error)
+            return False
         # Runs when the last view is gone, or at exit, and keeps the mapping until then.
-        weakref.finalize(owner, _unpin, pinning, address, mapping)
+        weakref.finalize(owner, _unpin, pinning, address, owner.base)
+        return True
+
+
+def _map(nbytes: int) -> np.ndarray:
+    """Zeros of memory that is this array's alone."""
+    if sys.platform == "win32":
+        mapping = mmap.mmap(-1, nbytes)
+    else:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8)
 
 
 def _limit() -> str:
@@ -110,7 +147,16 @@ def _limit() -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
 
 
-def _unpin(pinning: Pinning, address: int, mapping: mmap.mmap) -> None:
+def _remedy() -> str:
+    """What to do about the limit."""
+    if "microsoft" in platform.release().lower():
+        return "give the Windows Subsystem for Linux more memory (`memory=` below [wsl2] in .wslconfig), or use Linux"
+    if sys.platform == "win32":
+        return "close other programs"
+    return "raise the limit (`ulimit -l unlimited`, or `--ulimit memlock=-1` for a container), or lower `host_budget`"
+
+
+def _unpin(pinning: Pinning, address: int, mapping: object) -> None:
     pinning.unregister(address)
 
 

@@ -145,14 +145,18 @@ def plan_residency(sizes: ModelSizes, config: StreamingConfig, *, free_bytes: in
     elif shared and config.host_budget is not None:
         notes.append("`host_budget` is not used, since host and device share their memory.")
     plans = [_plan(sizes, config, resident, shared=shared) for resident in choices]
-    if free_bytes is not None and limit is not None and limit > free_bytes:
-        notes.append(f"Of the `vram_budget`, {limit} bytes, only {free_bytes} are free, and planned with.")
-        limit = free_bytes
-    elif free_bytes is not None and limit is None and len(choices) > 1:
+    by_budget = limit is not None and (free_bytes is None or limit <= free_bytes)
+    if free_bytes is not None and limit is not None and not by_budget:
+        notes.append(
+            f"Of the `vram_budget`, {limit} bytes, only {free_bytes} are free on the device, and {FREE_SHARE:.0%} of "
+            "these are planned with. `nvidia-smi` shows the programs that hold the others."
+        )
+    if free_bytes is not None and not by_budget and (limit is not None or len(choices) > 1):
         limit = int(FREE_SHARE * free_bytes)
     fitting = [plan for plan in plans if limit is None or plan.device_bytes <= limit]
     if limit is not None and not fitting:
-        raise ValueError(_too_small(min(plans, key=lambda plan: plan.device_bytes), limit))
+        least = min(plans, key=lambda plan: plan.device_bytes)
+        raise ValueError(_too_small(least, limit, None if by_budget else free_bytes))
     plan = fitting[-1]
     if free_bytes is not None and plan.device_bytes > free_bytes:
         notes.append(f"The plan takes {plan.device_bytes} bytes of the device, of which only {free_bytes} are free.")
@@ -221,11 +225,17 @@ def _within(layer_bytes: Sequence[int], streamed: Sequence[int], budget: int) ->
     return _spread(layer_bytes, streamed, count)
 
 
-def _too_small(least: ResidencyPlan, limit: int) -> str:
+def _too_small(least: ResidencyPlan, limit: int, free_bytes: int | None) -> str:
     need = least.device_bytes
     parts = ", ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in least._on_device().items() if nbytes)
+    settings = "`max_tokens`, `prefill_chunk_size`, `reserved` or `n_staging_slots`"
+    remedy = f"Raise `vram_budget`, or lower {settings}."
+    if free_bytes is not None:
+        remedy = (
+            f"That is {FREE_SHARE:.0%} of the {free_bytes} bytes that are free on the device: close other programs "
+            f"that use it, which `nvidia-smi` shows, or lower {settings}."
+        )
     return (
         f"The budget of the device must be at least {need} bytes ({math.ceil(need / 1e7) / 100:.2f} GB) for this "
-        f"model, got {limit}: {parts}. Raise `vram_budget`, or lower `max_tokens`, "
-        "`prefill_chunk_size`, `reserved` or `n_staging_slots`."
+        f"model, got {limit}: {parts}. {remedy}"
     )

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvboost_hf.compat import decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.awq.cpu import scratch_bytes
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts, are_stacked
 from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
@@ -41,24 +42,31 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) 
     return int(of_tokens + SAMPLING_COPIES * text.vocab_size * torch.float32.itemsize)
 
 
-def workspace_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+def workspace_bytes(model: nn.Module, dtype: torch.dtype, tokens: int, *, triton: bool = True) -> int:
     """Bytes of workspaces of matrix products on a GPU.
 
-    These are PyTorch's workspace for cuBLAS, and for prompts the columns of a 4-bit weight that are dequantized at a
-    time: those of the largest weight, since products run one after the other.
+    These are PyTorch's workspace for cuBLAS, and the scratch memory of the product by the largest 4-bit weight, since
+    products run one after the other: for Triton's kernels the columns that are dequantized at a time for a prompt, for
+    PyTorch's operations `cpu.scratch_bytes`.
 
     Args:
         model: Its linear layers and experts may be on the meta device.
         dtype: Of what the layers compute.
+        tokens: Of the prompt.
+        triton: Whether Triton's kernels multiply by 4-bit weights.
     """
-    shapes: list[tuple[int, int]] = []
+    shapes: list[tuple[int, int, int]] = []
     for module in model.modules():
         if isinstance(module, AwqLinear):
-            shapes.append((module.in_features, module.out_features))
+            shapes.append((module.in_features, module.out_features, module.group_size))
         elif isinstance(module, AwqExperts):
-            shapes += module.parts.values()
-    scratch = [rows * scratch_columns(rows, columns, dtype.itemsize) for rows, columns in shapes]
-    return CUBLAS_BYTES + dtype.itemsize * max(scratch, default=0)
+            shapes += [(*part, module.group_size) for part in module.parts.values()]
+    if triton:
+        size = dtype.itemsize
+        scratch = [size * rows * scratch_columns(rows, columns, size) for rows, columns, _ in shapes]
+    else:
+        scratch = [scratch_bytes(tokens, *shape) for shape in shapes]
+    return CUBLAS_BYTES + max(scratch, default=0)
 
 
 def sizes_of(
@@ -68,6 +76,7 @@ def sizes_of(
     embeddings: Holder | None = None,
     *,
     gpu: bool,
+    triton: bool = True,
 ) -> ModelSizes:
     """The sizes of a model, whose tensors may be on the meta device.
 
@@ -77,17 +86,20 @@ def sizes_of(
         streaming: Its numbers of tokens in the context and in one forward are used.
         embeddings: The input embeddings, if they may stay in host memory.
         gpu: Whether the device is a GPU.
+        triton: Whether Triton's kernels multiply by 4-bit weights there.
     """
     waiting = None if embeddings is None else embeddings.get()
     inside = {id(tensor) for unit in units for tensor in unit.tensors().values()}
-    everything = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})  # while a model is loaded, still two tensors
+    parameters = [parameter for name, parameter in model.named_parameters() if name not in ties]
+    everything = {id(tensor): tensor.nbytes for tensor in (*parameters, *model.buffers())}
     return ModelSizes(
         layer_bytes=tuple(unit.layout().nbytes for unit in units),
         other_bytes=sum(nbytes for key, nbytes in everything.items() if key not in inside),
         kv_bytes=streaming.max_tokens * kv_bytes_per_token(model.config, model.dtype),
         activation_bytes=activation_bytes(model.config, streaming.forward_tokens, model.dtype),
         embedding_bytes=0 if waiting is None else waiting.nbytes,
-        workspace_bytes=workspace_bytes(model, model.dtype) if gpu else 0,
+        workspace_bytes=workspace_bytes(model, model.dtype, streaming.forward_tokens, triton=triton) if gpu else 0,
     )
 
 

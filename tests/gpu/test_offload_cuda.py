@@ -42,7 +42,7 @@ def backend() -> Iterator[CudaBackend]:
 
 
 def pinned(contents: list[torch.Tensor]) -> list[Source]:
-    memory = HostMemory(NBYTES * len(contents), cuda_pinning(DEVICE) if ON_GPU else None)
+    memory = HostMemory(cuda_pinning(DEVICE) if ON_GPU else None)
     sources: list[Source] = []
     for content in contents:
         flat = memory.allocate(NBYTES)
@@ -153,7 +153,7 @@ def test_a_copy_that_does_not_wait_is_noticed(backend: CudaBackend, contents: li
 @needs_gpu("CUDA pins")
 def test_host_memory_that_is_refused_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     pinning = cuda_pinning(DEVICE)
-    flat = HostMemory(NBYTES, pinning).allocate(NBYTES)
+    flat = HostMemory(pinning).allocate(NBYTES)
     with pytest.raises(RuntimeError, match="cudaHostRegister returned"):
         pinning.register(flat.data_ptr(), NBYTES)  # for the second time
     assert (torch.ones(8, device=DEVICE) + 1).sum().item() == 16  # is not blamed for it
@@ -162,7 +162,7 @@ def test_host_memory_that_is_refused_does_no_harm(caplog: pytest.LogCaptureFixtu
     del flat
     assert view.is_pinned()
     del view
-    assert HostMemory(NBYTES, pinning).allocate(NBYTES).is_pinned()
+    assert HostMemory(pinning).allocate(NBYTES).is_pinned()
     assert not caplog.records
 
 

@@ -133,7 +133,7 @@ def test_budget(checkpoint: str) -> None:
 @needs_gpu("it reads pinned memory")
 def test_mapped_memory() -> None:
     assert can_map(DEVICE)
-    flat = HostMemory(1 << 20, cuda_pinning(DEVICE)).allocate(1 << 20)
+    flat = HostMemory(cuda_pinning(DEVICE)).allocate(1 << 20)
     flat.view(torch.float16).copy_(torch.arange(1 << 19) % 1000)
     mapped = map_to_cuda(flat, DEVICE)
     assert mapped.is_cuda

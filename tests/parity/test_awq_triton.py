@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
+from kvboost_hf import triton_support
 from kvboost_hf.attention import kernel_calls
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq import dispatch
@@ -225,7 +226,7 @@ def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("_chosen_anew")
 def test_triton_needs_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    monkeypatch.setattr(triton_support, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs the package triton"):
         awq_matmul(*Product().tensors(), "triton")
 

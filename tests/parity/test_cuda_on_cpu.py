@@ -77,7 +77,7 @@ def test_rows_anywhere(offset: int, kernels) -> None:
 
 
 def test_tensors_elsewhere_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_runs_here", lambda tier: True)
+    monkeypatch.setattr(backends, "_lacking", lambda tier: None)
     problem = PROBLEMS["suffix"]
     calls = kernel_calls()["cuda.attend"]
     with use_tier("cuda"):

@@ -572,7 +572,11 @@ def test_embeddings_that_cannot_be_mapped_stay(
     model = make_layers(LAYERS)
     with use_backend(PoisoningBackend):
         stream_layers(model, FULL_STREAM, device="cpu")
-    assert "stay on cpu" in caplog.text
+    assert "stay on cpu: not pinned" in caplog.text
+    plan = streaming_plan(model)
+    assert plan is not None
+    assert (plan.host_embeddings, plan.sizes.embedding_bytes) == (False, 0)  # counted with what is on the device
+    assert "stay on cpu: not pinned" in str(plan)
     assert all_equal(outputs(model), outputs(make_layers(LAYERS)))
 
 

@@ -1,6 +1,7 @@
 """What `deploy/` has: flags and metrics that there are, and files that find each other."""
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -184,6 +185,26 @@ def test_the_dockerfile_copies_what_there_is() -> None:
     assert dockerfile.rindex("\nUSER 10001") < dockerfile.index("\nENTRYPOINT")
 
 
+@pytest.mark.skipif(shutil.which("sh") is None, reason="needs a shell")
+@pytest.mark.parametrize("index", ["", "https://download.pytorch.org/whl/cu130", None], ids=["PyPI", "CUDA", "CPU"])
+def test_an_image_for_gpus_has_what_triton_compiles_with(index: str | None, tmp_path: Path) -> None:
+    """In the last stage, which runs the server, and with the index that the build takes if none is named."""
+    dockerfile = (DEPLOY / "Dockerfile").read_text("utf-8")
+    head, *stages = re.split(r"^FROM ", dockerfile, flags=re.MULTILINE)
+    [default] = re.findall(r"^ARG TORCH_INDEX=(\S+)$", head, re.MULTILINE)
+    assert all(re.search(r"^ARG TORCH_INDEX$", stage, re.MULTILINE) for stage in stages)
+    [command] = [text for text in re.findall(r"^RUN ((?:.*\\\n)*.*)$", stages[-1], re.MULTILINE) if "apt-get" in text]
+    tool, told = tmp_path / "apt-get", tmp_path / "told"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
+    tool.chmod(0o700)
+    script = command.replace("/var/lib/apt/lists", str(tmp_path / "lists"))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCH_INDEX": default if index is None else index}
+    subprocess.run(["sh", "-ec", script], env=environment, check=True)
+    asked = told.read_text().split() if told.exists() else []
+    assert ({"gcc", "libc6-dev"} <= {*asked}) == bool(asked) == (index is not None)
+    assert stages[-1].index("apt-get") < stages[-1].index("\nUSER 10001")
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     command = tmp_path / "kvboost-hf"
@@ -199,3 +220,12 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 def test_the_unit_is_given_the_secrets_that_it_names() -> None:
     loaded = {*re.findall(r"^LoadCredential=([\w-]+):", UNIT, re.MULTILINE)}
     assert loaded == {*re.findall(r"%d/([\w-]+)", UNIT)} != set()
+
+
+def test_what_the_unit_writes_is_below_its_folder() -> None:
+    """It has no home."""
+    [folder] = re.findall(r"^CacheDirectory=(\S+)$", UNIT, re.MULTILINE)
+    [line] = re.findall(r"^Environment=(.*)$", UNIT, re.MULTILINE)
+    environment = dict(each.split("=", 1) for each in line.split())
+    for name in ("HF_HOME", "TRITON_CACHE_DIR"):
+        assert environment[name].startswith(f"%C/{folder}/")

@@ -1,10 +1,12 @@
 """Streamed layers in host memory and in files, and the backends that fetch them, one thing at a time."""
 
+import ctypes
 import errno
 import gc
 import json
 import logging
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -20,8 +22,10 @@ import pytest
 import torch
 
 from kvboost_hf.offload import disk
+from kvboost_hf.offload.backends import mapped
 from kvboost_hf.offload.backends.base import Backend
 from kvboost_hf.offload.backends.cuda import CudaBackend
+from kvboost_hf.offload.backends.runtime import CudaRuntime
 from kvboost_hf.offload.backends.threaded import ThreadedBackend
 from kvboost_hf.offload.backends.timings import Timings
 from kvboost_hf.offload.disk import FileSource, LayerFolder
@@ -56,10 +60,12 @@ class Pins:
 
     def __init__(self, limit: int = 2**40) -> None:
         self.held: dict[int, int] = {}
+        self.asked: list[int] = []
         self.limit = limit
         self.pinning = Pinning(self.register, self.unregister)
 
     def register(self, address: int, nbytes: int) -> None:
+        self.asked.append(nbytes)
         if sum(self.held.values()) + nbytes > self.limit:
             raise RuntimeError("cudaHostRegister returned 1")
         self.held[address] = nbytes
@@ -70,7 +76,7 @@ class Pins:
 
 def test_memory_is_pinned_to_the_byte_for_as_long_as_a_view_of_it_lives() -> None:
     pins = Pins()
-    memory = HostMemory(12000, pins.pinning)
+    memory = HostMemory(pins.pinning)
     first, second = memory.allocate(5000), memory.allocate(7000)
     assert pins.held == {first.data_ptr(): 5000, second.data_ptr(): 7000}
     assert memory.pinned_bytes == 12000
@@ -86,16 +92,22 @@ def test_memory_is_pinned_to_the_byte_for_as_long_as_a_view_of_it_lives() -> Non
     assert not pins.held
 
 
-def test_where_pinning_fails_there_is_one_warning_and_memory_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_pinning_fails_there_is_one_warning_and_memory_all_the_same(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "release", lambda: "6.8.0-generic")
     pins = Pins(limit=6000)
-    memory = HostMemory(20000, pins.pinning)
+    memory = HostMemory(pins.pinning)
     flats = [memory.allocate(5000) for _ in range(4)]
     assert [flat.data_ptr() in pins.held for flat in flats] == [True, False, False, False]
-    assert memory.pinned_bytes == 5000
+    assert (memory.pinned_bytes, memory.pageable_bytes) == (5000, 15000)
+    assert not caplog.records
+    memory.close()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.name == "kvboost_hf.offload.host"
-    for told in ("5000 of 20000 bytes", "cudaHostRegister returned 1", "`ulimit -l` is", "more slowly"):
+    remedy = "close other programs" if sys.platform == "win32" else "`ulimit -l unlimited`"
+    for told in ("cudaHostRegister returned 1", "`ulimit -l` is", "more slowly", remedy):
         assert told in record.getMessage()
     flats[1].copy_(content(nbytes=5000))
     assert torch.equal(read(HostSource(flats[1])), content(nbytes=5000))
@@ -103,8 +115,57 @@ def test_where_pinning_fails_there_is_one_warning_and_memory_all_the_same(caplog
     assert not pins.held
 
 
+def test_on_wsl_the_warning_names_its_settings(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    memory = HostMemory(Pins(limit=750_000_000).pinning)
+    flats = [memory.allocate(250_000_000) for _ in range(5)]  # zeros, which take no memory
+    memory.close()
+    assert len(flats) == 5
+    assert "pins 0.75 GB of host memory and refuses more" in caplog.text
+    assert "0.50 GB of streamed layers are copied through a buffer" in caplog.text
+    assert "`memory=` below [wsl2] in .wslconfig" in caplog.text
+
+
+def test_what_is_smaller_than_what_was_refused_is_tried() -> None:
+    pins = Pins(limit=6000)
+    memory = HostMemory(pins.pinning)
+    with pytest.raises(RuntimeError, match=r"^9000 bytes .* cannot be pinned \(cudaHostRegister returned 1\)$"):
+        memory.allocate(9000, must_pin=True)
+    flats = [memory.allocate(nbytes) for nbytes in (4000, 4000, 3000, 2000)]
+    assert [flat.data_ptr() in pins.held for flat in flats] == [True, False, False, True]
+    assert pins.asked == [9000, 4000, 4000, 3000, 2000]
+    assert [memory.allocate(4000).data_ptr() in pins.held for _ in range(3)] == [False] * 3
+    assert len(pins.asked) == 5  # each refusal takes time
+
+
+def test_room_is_kept_for_the_buffers_of_copies() -> None:
+    pins = Pins(limit=10000)
+    memory = HostMemory(pins.pinning, kept_bytes=3000)
+    assert not pins.held  # as long as nothing is streamed
+    flats = [memory.allocate(2000) for _ in range(5)]
+    assert [flat.data_ptr() in pins.held for flat in flats] == [True, True, True, False, False]
+    memory.close()
+    assert sum(pins.held.values()) == 6000 == memory.pinned_bytes
+
+
+def test_buffers_that_cannot_be_pinned_copy_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, asked = torch.empty, []
+
+    def refuse(*sizes: int, pin_memory: bool = False, **given: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*sizes, **given)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert CudaRuntime(torch.device("cuda", 0)).allocate_pinned(4096).shape == (4096,)
+    assert asked == [True, False]
+
+
 def test_memory_that_is_not_to_be_pinned_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    memory = HostMemory(4096, None)
+    memory = HostMemory(None)
     assert HostSource(memory.allocate(4096)).nbytes == 4096
     assert memory.pinned_bytes == 0
     assert not caplog.records
@@ -118,11 +179,42 @@ def test_what_is_unpinned_waits_for_the_device_that_it_was_pinned_for(monkeypatc
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "synchronize", told.append)
-    memory = HostMemory(4096, cuda_pinning(torch.device("cuda")))
+    memory = HostMemory(cuda_pinning(torch.device("cuda")))
     flat = memory.allocate(4096)
     current = 0
     del flat
     assert told == [torch.device("cuda", 1), "unregister"]
+
+
+@pytest.mark.parametrize("system", ["linux", "win32"])
+def test_the_address_of_the_device_is_asked_for(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows and on WSL2 the address of the host is not valid there: to read it would end the process."""
+    flat, opened, real = torch.zeros(4096, dtype=torch.uint8), [], ctypes.CDLL
+
+    class Driver:
+        """Maps one block of memory."""
+
+        def __init__(self, name: str) -> None:
+            opened.append(name)
+
+        @staticmethod
+        def cuMemHostGetDevicePointer_v2(found: Any, address: Any, flags: int) -> int:
+            if address.value != flat.data_ptr():
+                return 1
+            ctypes.cast(found, ctypes.POINTER(ctypes.c_uint64))[0] = address.value + (1 << 40)
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert mapped._device_address(flat) == flat.data_ptr() + (1 << 40)
+    assert opened == ["nvcuda.dll" if system == "win32" else "libcuda.so.1"]
+    with pytest.raises(RuntimeError, match="cuMemHostGetDevicePointer returned 1"):
+        mapped._device_address(flat[1:])
+    monkeypatch.setattr(ctypes, "CDLL", real)
+    monkeypatch.setattr(sys, "platform", "win32")  # whose driver is not here
+    with pytest.raises(RuntimeError, match="the CUDA driver cannot be asked"):
+        mapped._device_address(flat)
 
 
 def test_a_layer_is_found_again_and_read_in_any_parts(tmp_path: Path) -> None:
@@ -307,7 +399,7 @@ def test_an_error_of_the_reader_is_raised_by_wait_and_the_backend_goes_on(backen
 def test_slots_that_were_made_in_inference_mode_can_be_used_outside(backend: Backend) -> None:
     with torch.inference_mode():
         (slot,) = backend.allocate(NBYTES, 1)
-        host = HostMemory(NBYTES, None).allocate(NBYTES)
+        host = HostMemory(None).allocate(NBYTES)
         backend.issue(0, HostSource(host))
         backend.wait(0)
         backend.release(0)
@@ -392,7 +484,7 @@ from kvboost_hf.offload.backends.threaded import ThreadedBackend
 from kvboost_hf.offload.host import HostMemory, HostSource, Pinning
 
 pinning = Pinning(lambda address, nbytes: print("register", nbytes), lambda address: print("unregister"))
-kept = HostMemory(4096, pinning).allocate(4096)
+kept = HostMemory(pinning).allocate(4096)
 backend = ThreadedBackend(torch.device("cpu"))
 backend.allocate(4096, 1)
 backend.issue(0, HostSource(kept))

@@ -1,6 +1,7 @@
 """Sizes from a configuration alone, against what models of that configuration really take."""
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,16 @@ from transformers import (
 )
 
 from kvboost_hf import load_streamed, streaming_plan
-from kvboost_hf.compat import bytes_per_token, kv_bytes_per_token
+from kvboost_hf.compat import bytes_per_token, decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.awq.cpu import awq_matmul_torch, scratch_bytes, tile_weights
+from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
 from kvboost_hf.offload.awq.triton.tiling import SCRATCH_BYTES
 from kvboost_hf.offload.backends.choice import use_backend
-from kvboost_hf.offload.plan import ModelSizes
-from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, what_fits
+from kvboost_hf.offload.build import StreamBuilder
+from kvboost_hf.offload.plan import ModelSizes, plan_residency
+from kvboost_hf.offload.sizes import CUBLAS_BYTES, activation_bytes, estimate_sizes, sizes_of, what_fits
+from kvboost_hf.offload.units import find_units
 from recipes.awq import write_random_awq
 from tests.offload.poisoning import PoisoningBackend
 
@@ -88,7 +93,7 @@ class Peak(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
+        self.now = self.most = self.launches = 0
         self.seen: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     def free(self, nbytes: int) -> None:
@@ -96,6 +101,7 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.launches += not func.is_view and not func._schema.name.startswith("aten::empty")
         given = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given:
@@ -184,3 +190,112 @@ def test_models_without_linear_layers() -> None:
 def test_other_bits() -> None:
     with pytest.raises(ValueError, match="`bits` must be 4 or 16, got 3"):
         sizes(llama(), bits=3)
+
+
+LARGEST = ((5120, 27648), (27648, 5120), (5120, 5120), (5120, 1024))  # of Qwen2.5-32B
+
+
+@pytest.mark.parametrize("shape", LARGEST)
+@pytest.mark.parametrize("tokens", [1, 7, 8, 4096])
+def test_scratch_without_triton_is_what_a_product_takes(
+    shape: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that is none, and computes nothing."""
+    peak = _product(shape, tokens, monkeypatch)
+    estimate = scratch_bytes(tokens, *shape, 128)
+    given = 2 * tokens * shape[1]  # the result
+    assert 0.6 * estimate < peak.most - given < estimate
+
+
+def test_a_token_without_triton_launches_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """22,000 for the 64 layers of Qwen2.5-32B. With the tiles of a CPU it would be 116,000."""
+    linears = [LARGEST[2], LARGEST[3], LARGEST[3], LARGEST[2], LARGEST[0], LARGEST[0], LARGEST[1]]
+    assert 64 * sum(_product(shape, 1, monkeypatch).launches for shape in linears) < 23_000
+    monkeypatch.setattr("kvboost_hf.offload.awq.cpu.SCRATCH_BYTES", 5 * tile_weights(torch.device("cpu")))
+    assert 64 * sum(_product(shape, 1, monkeypatch).launches for shape in linears) > 100_000
+
+
+def _product(shape: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch) -> Peak:
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # refuses the device
+    rows, columns = shape
+    with torch.device("meta"):
+        x, scales = torch.empty(tokens, rows).half(), torch.empty(rows // 128, columns).half()
+        qweight, qzeros = (torch.empty(each, columns // 8, dtype=torch.int32) for each in (rows, rows // 128))
+    with Peak() as peak:
+        assert awq_matmul_torch(x, qweight, qzeros, scales).shape == (tokens, columns)
+    return peak
+
+
+def test_a_gpu_without_triton_is_planned_with_more_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever loads: an estimate cannot know."""
+    asked: list[torch.device] = []
+
+    def runs(kernel: str, device: torch.device) -> bool:
+        asked.append(device)
+        return kernel == "triton"
+
+    config = llama(num_hidden_layers=1)
+    monkeypatch.setattr("kvboost_hf.offload.build.runs_triton", runs)
+    monkeypatch.setattr("kvboost_hf.offload.build.make_mapping", lambda device: None)
+    monkeypatch.setattr("kvboost_hf.offload.build.cuda_pinning", lambda device: None)
+    monkeypatch.setattr("kvboost_hf.offload.build.free_bytes", lambda device: 10**9)
+    found = {}
+    for kernel in ("triton", "auto"):
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config).half()
+            swap_linears(model, SETTINGS, AWQ_NAMES, kernel)
+        streaming = StreamingConfig(quant_kernel=kernel, max_tokens=100)
+        found[kernel] = StreamBuilder(model, streaming, torch.device("cuda", 0)).plan.sizes.workspace_bytes
+    assert asked == [torch.device("cuda", 0)] * 2
+    assert found["triton"] == CUBLAS_BYTES + 2 * 256 * 768
+    assert found["auto"] == CUBLAS_BYTES + scratch_bytes(100, 256, 768, 128)
+
+
+SETTINGS = AwqSettings(group_size=128, version="gemm", config={})
+AWQ_NAMES = {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
+
+
+def qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+    )
+
+
+@pytest.mark.parametrize("config", [qwen(3584, 18_944, 28, 28, 4), qwen(5120, 27_648, 64, 40, 8)], ids=["7B", "32B"])
+def test_usual_models_on_cards_of_8_to_24_gb(config: Qwen2Config) -> None:
+    """A desktop and a browser hold a part of the card; whoever names its whole size gets a plan for the rest."""
+    found = estimate_sizes(config, StreamingConfig(), bits=4)
+    stay = []
+    for card in (8, 12, 16, 24):
+        total = card << 30
+        for others in (600_000_000, 1_500_000_000):
+            plan = plan_residency(found, StreamingConfig(vram_budget=f"{card}GiB"), free_bytes=total - others)
+            assert plan.device_bytes <= 0.9 * (total - others)
+            assert f"only {total - others} are free on the device" in plan.notes[0]
+            assert plan.resident == plan_residency(found, StreamingConfig(), free_bytes=total - others).resident
+            stay.append(len(plan.resident))
+    assert stay[::2] == sorted(stay[::2])
+    assert all(more >= fewer for more, fewer in zip(stay[::2], stay[1::2], strict=True))
+    assert 0 < stay[0] <= stay[-1] == config.num_hidden_layers
+    with pytest.raises(ValueError, match="must be at least") as told:
+        plan_residency(found, StreamingConfig(vram_budget="8GiB"), free_bytes=1 << 30)
+    least = int(str(told.value).split("at least ")[1].split()[0])
+    assert plan_residency(found, StreamingConfig(vram_budget=least), free_bytes=8 << 30).resident == ()
+    with pytest.raises(ValueError, match=f"at least {least} bytes"):
+        plan_residency(found, StreamingConfig(vram_budget=least - 1), free_bytes=8 << 30)
+
+
+def test_a_head_that_is_still_another_tensor_is_counted_once() -> None:
+    """As while a model is loaded: it is tied at the end."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama(tie_word_embeddings=True))
+    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    units = find_units(model, decoder_layers(model), ffn_only=False)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    found = sizes_of(model, units, StreamingConfig(max_tokens=1000), gpu=True)
+    assert found == sizes(llama(tie_word_embeddings=True), dtype=torch.float32)

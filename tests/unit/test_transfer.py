@@ -382,3 +382,22 @@ def test_groups_are_larger_where_layers_are_small(layer_bytes: int, ends: list[i
         found.append(groups.end(found[-1]))
         assert groups.end(found[-1] - 1) == found[-1]
     assert found[1:] == ends
+
+
+def test_stored_kv_that_cannot_be_pinned_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = torch.empty
+
+    def refuse(shape: torch.Size, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    transfer._warn_pageable.cache_clear()
+    for columns in (3, 4):
+        assert transfer.CudaLink().pinned(torch.Size([2, columns]), torch.float16).shape == (2, columns)
+    (record,) = caplog.records
+    assert "can be pinned for stored K/V (CUDA error: out of memory)" in record.getMessage()
+    assert ".wslconfig" in record.getMessage()

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
+
+from kvboost_hf.triton_support import triton_runs
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +139,8 @@ class CudaLink:
         self._kept.let_go()
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        except RuntimeError:
+        except RuntimeError as error:
+            _warn_pageable(str(error).partition("\n")[0])
             return torch.empty(shape, dtype=dtype)
 
     def is_pinned(self, host: torch.Tensor) -> bool:
@@ -167,8 +169,8 @@ class CudaLink:
 @cache
 def _gathers(device: torch.device) -> bool:
     """Whether a kernel reads pinned host memory on a device, found out by reading some; logged where it does not."""
-    reason: str | None = "the package triton is not installed"
-    if find_spec("triton") is not None:
+    reason: str | None = "Triton's kernels cannot run there"
+    if triton_runs(device):
         from kvboost_hf.cache.kv.gather_kernel import failure
 
         reason = failure(device)
@@ -180,6 +182,15 @@ def _gathers(device: torch.device) -> bool:
 @cache
 def _stream(name: str, device: torch.device) -> Stream:
     return cast(Stream, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+@cache
+def _warn_pageable(reason: str) -> None:
+    _log.warning(
+        "No more host memory can be pinned for stored K/V (%s): copies between it and the GPU take longer. Raise the "
+        "limit (`ulimit -l unlimited`; on WSL2 `memory=` in .wslconfig), or lower the budget of the store.",
+        reason,
+    )
 
 
 link: Link = CudaLink()

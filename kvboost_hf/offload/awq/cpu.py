@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 import torch
 
-_TILE = 1 << 21  # weights that are unpacked at a time, at least one group of rows: 8 MiB as float32
+from kvboost_hf.offload.awq.triton.tiling import SCRATCH_BYTES
+
+_TILE = 1 << 21  # weights that a CPU unpacks at a time, at least one group of rows: 8 MiB as float32
+_UNPACKED_BYTES = 5  # of a weight: as uint8 and as float32
 _FEW = 8  # tokens; for fewer it is cheaper to scale the products of each group than its weights
 
 
@@ -56,16 +59,32 @@ def awq_matmul_transposed_torch(
         return sums.flatten(1).to(grad.dtype)
 
 
+def tile_weights(device: torch.device) -> int:
+    """Weights that are unpacked at a time: few for the caches of a CPU, and on a GPU, for few launches, many."""
+    return _TILE if device.type == "cpu" else SCRATCH_BYTES // _UNPACKED_BYTES
+
+
+def scratch_bytes(tokens: int, in_features: int, out_features: int, group_size: int) -> int:
+    """Bytes that `awq_matmul_torch` takes on a GPU at its peak, beside its result.
+
+    These are a tile of unpacked weights, its inputs or its products, zeros and scales, all inputs and all sums.
+    """
+    tile = min(max(SCRATCH_BYTES // _UNPACKED_BYTES, group_size * out_features), in_features * out_features)
+    of_tile = tile // group_size if tokens < _FEW else tile // out_features  # numbers of each token
+    numbers = tokens * (in_features + 2 * out_features + of_tile) + 5 * (in_features // group_size) * out_features
+    return _UNPACKED_BYTES * tile + torch.float32.itemsize * numbers
+
+
 def _tiles(qweight: torch.Tensor, groups: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """Groups of rows, and their unpacked levels, float32 [2, groups, rows, out / 2], valid until the next ones."""
     octets = qweight.view(torch.uint8).view(groups, -1, 4 * qweight.shape[1])
-    count = min(groups, max(1, _TILE // (2 * octets[0].numel())))
-    nibbles = torch.empty((2, count, *octets.shape[1:]), dtype=torch.uint8, device=qweight.device)
+    count = min(groups, max(1, tile_weights(qweight.device) // (2 * octets[0].numel())))
+    nibbles = torch.empty(2 * octets[:count].numel(), dtype=torch.uint8, device=qweight.device)
     levels = torch.empty_like(nibbles, dtype=torch.float32)
     for start in range(0, groups, count):
         part = octets[start : start + count]
-        _nibbles(part, out=nibbles[:, : len(part)])
-        yield slice(start, start + len(part)), levels[:, : len(part)].copy_(nibbles[:, : len(part)])
+        unpacked = _nibbles(part, out=nibbles[: 2 * part.numel()].view(2, *part.shape))
+        yield slice(start, start + len(part)), levels[: unpacked.numel()].view(unpacked.shape).copy_(unpacked)
 
 
 def _nibbles(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

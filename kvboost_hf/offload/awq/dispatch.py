@@ -2,7 +2,6 @@
 
 import logging
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 
@@ -10,6 +9,7 @@ from kvboost_hf.config import QuantKernel
 from kvboost_hf.kernel_calls import count
 from kvboost_hf.offload.awq.cpu import awq_matmul_torch
 from kvboost_hf.offload.awq.int4pack import can_pack, int4pack_matmul
+from kvboost_hf.triton_support import missing_for_triton, triton_runs
 
 _logger = logging.getLogger(__name__)
 
@@ -47,24 +47,23 @@ def runs_triton(kernel: QuantKernel, device: torch.device) -> bool:
     Raises:
         ValueError: `kernel` is `"triton"`, and they cannot.
     """
-    triton = kernel == "triton" or (kernel == "auto" and device.type == "cuda")
-    if triton and (missing := _missing(device)):
-        if kernel == "triton":
-            raise ValueError(
-                f"`kernel` 'triton' needs {missing} to multiply on {str(device)!r}; choose 'auto' or 'torch'."
-            )
-        triton = False
+    if kernel == "triton" and (missing := _missing(device)):
+        raise ValueError(
+            f"`kernel` 'triton' needs {missing} to multiply on {str(device)!r}; choose 'auto' or 'torch'."
+        )
+    on_gpu = kernel == "auto" and device.type == "cuda"
+    triton = kernel == "triton" or (on_gpu and not _is_too_old(device) and triton_runs(device))
     _logger.info("AWQ weights on %s: %s.", device, "Triton kernels" if triton else "plain PyTorch operations")
     return triton
 
 
 def _missing(device: torch.device) -> str | None:
     """The requirement of Triton that a device lacks, or None."""
-    if find_spec("triton") is None:
-        return "the package triton"
-    if device.type == "cuda":
-        older = not torch.version.hip and torch.cuda.get_device_capability(device) < (7, 0)
-        return "a GPU of sm_70 or newer" if older else None
-    from triton import knobs
+    if _is_too_old(device):
+        return "a GPU of sm_70 or newer"
+    missing = missing_for_triton(device)
+    return missing and f"{missing.what} ({missing.remedy})"
 
-    return None if knobs.runtime.interpret else "a GPU, or TRITON_INTERPRET=1 in the environment"
+
+def _is_too_old(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (7, 0)

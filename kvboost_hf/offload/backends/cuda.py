@@ -13,6 +13,7 @@ from kvboost_hf.offload.sources import Source
 
 PIECE_BYTES = 32 << 20  # of one copy; small copies, such as of token ids, wait for the one under way
 _BUFFERS = 3  # one is read into while others are copied from
+BUFFER_BYTES = _BUFFERS * PIECE_BYTES
 
 
 class CudaBackend:
@@ -23,17 +24,17 @@ class CudaBackend:
     Args:
         device: The device of the slots.
         runtime: Calls CUDA; by default on `device`.
-        piece_bytes: The most bytes of one copy.
+        piece_bytes: The most bytes of one copy; None for `PIECE_BYTES`.
     """
 
     def __init__(
-        self, device: torch.device, runtime: Runtime | None = None, *, piece_bytes: int = PIECE_BYTES
+        self, device: torch.device, runtime: Runtime | None = None, *, piece_bytes: int | None = None
     ) -> None:
         self.device = device
         self.bytes_copied = 0
         self.synchronous_loads = 0
         self._runtime = runtime or CudaRuntime(device)
-        self._link = _Link(self._runtime, piece_bytes)
+        self._link = _Link(self._runtime, piece_bytes or PIECE_BYTES)
         # Its thread ends with close(), or when this object is gone; so what it runs does not refer to this object.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvboost-layers")
         self._slots: list[_Slot] = []

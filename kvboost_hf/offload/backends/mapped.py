@@ -1,6 +1,8 @@
 """Maps pinned host memory to a CUDA tensor, for tables of which a GPU reads a few rows at a time."""
 
+import ctypes
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ _log = logging.getLogger(__name__)
 class _Described:
     """Memory under the CUDA array interface."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
+    def __init__(self, flat: torch.Tensor, address: int) -> None:
         self.flat = flat  # lives as long as the tensor that is made of this
         self.__cuda_array_interface__: dict[str, Any] = {
-            "data": (flat.data_ptr(), False),
+            "data": (address, False),
             "shape": (flat.numel(),),
             "strides": None,
             "typestr": "|u1",
@@ -32,16 +34,31 @@ def map_to_cuda(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
         device: A CUDA device. It reads the bytes over the link, each time anew.
 
     Raises:
-        RuntimeError: they are not in pinned memory.
+        RuntimeError: they are not in pinned memory, or the device cannot read it.
     """
     with torch.cuda.device(device), torch.inference_mode(False):
-        return torch.as_tensor(_Described(flat), device=device)
+        return torch.as_tensor(_Described(flat, _device_address(flat)), device=device)
+
+
+def _device_address(flat: torch.Tensor) -> int:
+    """The address by which the current device reads pinned memory: on Windows and WSL2 it is not that of the host."""
+    if torch.version.hip:
+        return flat.data_ptr()
+    found = ctypes.c_uint64()
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(flat.data_ptr()), 0)
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"the CUDA driver cannot be asked: {error}") from error
+    if code:
+        raise RuntimeError(f"cuMemHostGetDevicePointer returned {code}")
+    return found.value
 
 
 def can_map(device: torch.device) -> bool:
     """Whether a device can read mapped host memory, found out by reading some."""
     try:
-        flat = HostMemory(4096, cuda_pinning(device)).allocate(4096)
+        flat = HostMemory(cuda_pinning(device)).allocate(4096, must_pin=True)
         # from_pretrained() asks while the meta device is the default one.
         flat.copy_(torch.arange(4096, device="cpu") % 251)
         rows = map_to_cuda(flat, device).view(torch.float16).view(64, 32)

@@ -40,7 +40,7 @@ class Runtime(Protocol):
         """uint8 [nbytes] on the device, which `stream` writes to."""
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] in pinned host memory."""
+        """uint8 [nbytes] in pinned host memory; in ordinary memory where no more can be pinned."""
 
     def is_pinned(self, flat: torch.Tensor) -> bool:
         """Whether a tensor is in pinned host memory."""
@@ -80,8 +80,11 @@ class CudaRuntime:
         return flat
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """See `Runtime.allocate_pinned`."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        """See `Runtime.allocate_pinned`. A copy from ordinary memory is over when it has been submitted."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            return torch.empty(nbytes, dtype=torch.uint8)
 
     def is_pinned(self, flat: torch.Tensor) -> bool:
         """See `Runtime.is_pinned`."""
