@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo real-model server browser npm clients test notebooks libraries libraries-quick compat style quality docs architectures bench bench-all soak attack dist dist-check gpu-short gpu-rest gpu-tests clean
+.PHONY: demo real-model server browser npm clients test notebooks formats libraries libraries-quick compat style quality docs architectures bench bench-all soak attack dist dist-check gpu-short gpu-rest gpu-tests clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -43,7 +43,7 @@ tests/server/vercel/node_modules: tests/server/vercel/package.json
 		echo "npm cannot install the Vercel AI SDK: its test is skipped."
 
 # LlamaIndex, Instructor and Ray, in an environment of their own: they need other releases than .venv has.
-.venv-clients/installed .venv-libraries/installed: .venv-%/installed: tests/environments.py $(VENV)/installed
+.venv-clients/installed .venv-formats/installed .venv-libraries/installed: .venv-%/installed: tests/environments.py $(VENV)/installed
 	$(BIN)/python -m tests.environments $*
 	touch $@
 
@@ -53,6 +53,11 @@ clients: .venv-clients/installed
 
 test: $(VENV)/installed server browser npm clients
 	PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+
+# Checkpoints in 4 bits by their own tools, streamed beside these tools' own forward: some minutes, and 300 MB of packages.
+formats: .venv-formats/installed
+	OMP_NUM_THREADS=1 .venv-formats/bin/python -m tests.formats.write
+	OMP_NUM_THREADS=1 .venv-formats/bin/python -m pytest -q -W default tests/parity/test_streaming_quanto.py
 
 # Real libraries over a real model, in an environment of their own, which PyPI fills: 15 minutes on one core.
 LIBRARIES := .venv-libraries/bin/python
@@ -172,4 +177,4 @@ gpu-bench:
 		--html $${OUT:-benchmarks/results}/bench-cuda.html --json $${OUT:-benchmarks/results}/bench-cuda.json
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-libraries .venv-compat tests/server/vercel/node_modules dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png bench.html bench.json
+	rm -rf $(VENV) .venv-clients .venv-formats .venv-libraries .venv-compat tests/server/vercel/node_modules dist site .dist-check .mypy_cache .ruff_cache .hypothesis demo.png bench.html bench.json

@@ -100,7 +100,7 @@ def measure(in_features: int, out_features: int, options: argparse.Namespace) ->
             from kvboost_hf.offload.awq.triton.launch import awq_matmul_triton
 
             tiling = planned(x, outer)
-            found["registers"] = ms(lambda *w, x=x, tiling=tiling: awq_matmul_triton(x, *w[:3], tiling))
+            found["registers"] = ms(lambda *w, x=x, tiling=tiling: awq_matmul_triton(x, w[0], w[1], w[2], tiling))
         if rows == 1:
             found["dequantize"] = ms(lambda *w: dequantized(w[0], w[1], w[2], device))
             found["dequantize_bytes"] = nbytes + 2 * inner * outer

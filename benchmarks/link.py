@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace) -> Result:
     part = TINY if options.shape == "tiny" else 1
     nbytes = LAYER_BYTES // part
     on_gpu = options.device == "cuda"
-    registering = HostMemory(nbytes, cuda_pinning(torch.device("cuda")) if on_gpu else None)
+    registering = HostMemory(cuda_pinning(torch.device("cuda")) if on_gpu else None)
     hosts = {
         "pinned": torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu),
         "registered": registering.allocate(nbytes),

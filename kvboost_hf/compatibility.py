@@ -5,6 +5,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import transformers
 from packaging.version import Version
@@ -14,6 +15,8 @@ from kvboost_hf.cache.forward.moved_probe import blend_reason
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.planning.repair import Measure
 from kvboost_hf.compat import decoder_layers, known_reason, probe_reason, require_reusable_model, steps_reason
+from kvboost_hf.offload.awq.formats import PackedFormat
+from kvboost_hf.offload.quantizer import METHOD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,14 @@ def streaming_reason(model: PreTrainedModel) -> str | None:
     """Why the decoder layers of the model cannot be loaded one after the other, or None."""
     if not decoder_layers(model):
         return "it has no list of decoder layers"
-    if getattr(model, "is_quantized", False) and str(getattr(model, "quantization_method", "")).lower() != "awq":
+    if not getattr(model, "is_quantized", False):
+        return None
+    method: Any = getattr(model, "quantization_method", None)
+    if getattr(method, "value", method) in (METHOD, "quanto"):  # loaded by us, or made of tensors that can be streamed
+        return None
+    config: Any = model.config.quantization_config
+    try:
+        PackedFormat.of(config if isinstance(config, dict) else config.to_dict())
+    except ValueError:
         return "its weights are quantized in a way that keeps its own loading"
     return None

@@ -233,7 +233,7 @@ class StreamingConfig:
             `"8GB"` (10^9) or `"7.5GiB"` (2^30). As many layers stay as fit. Without it, and without `keep_first_k` and
             `keep_last_k`, nine tenths of the memory that is free when the model is loaded.
         n_staging_slots: Slots on the device that streamed layers share in turn; 2 or more.
-        quant_kernel: The kernel that multiplies by AWQ weights: `"triton"` on a GPU, `"torch"` anywhere, `"auto"`
+        quant_kernel: The kernel that multiplies by 4-bit weights: `"triton"` on a GPU, `"torch"` anywhere, `"auto"`
             chooses.
         host_embeddings: If layers are streamed, leave the input embeddings in pinned host memory, unless they are also
             the head: a GPU reads the few rows that it needs from there. Needs `pin_memory`.

@@ -1,4 +1,4 @@
-"""Weights of four bits, and the layouts of AWQ checkpoints spelled out nibble by nibble."""
+"""Weights of four bits, and the layouts of checkpoints spelled out nibble by nibble."""
 
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from kvboost_hf.offload.awq.linear import AwqLinear
 from tests.attention import SIGMAS, sum_error
 
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of the columns of a word of gemm
+IN_ORDER = tuple(range(0, 32, 4))
 
 
 class Weight(NamedTuple):
@@ -84,11 +85,10 @@ def in_gemm(weight: Weight, shifts: tuple[int, ...] = SHIFTS) -> Packed:
 
 
 def in_gemv(weight: Weight) -> dict[str, torch.Tensor]:
-    in_order = tuple(range(0, 32, 4))
     zeros, scales = padded(weight.zeros, weight.group_size), padded(weight.scales, weight.group_size)
     return {
-        "qweight": _words(weight.levels.T, in_order),
-        "qzeros": _words(zeros.T, in_order),
+        "qweight": _words(weight.levels.T, IN_ORDER),
+        "qzeros": _words(zeros.T, IN_ORDER),
         "scales": scales.T.contiguous(),
     }
 
@@ -108,6 +108,29 @@ def in_llm_awq(weight: Weight) -> dict[str, torch.Tensor]:
         "qweight": torch.tensor(words).to(torch.int16),
         "scales": padded(weight.scales, weight.group_size),
         "scaled_zeros": padded(zeros, weight.group_size),
+    }
+
+
+def in_pack_quantized(weight: Weight, order: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Of compressed-tensors; `order` is that of the rows."""
+    found = {
+        "weight_packed": _words(weight.levels.T if order is None else weight.levels[order].T, IN_ORDER),
+        "weight_scale": weight.scales.T.bfloat16().float(),
+        "weight_zero_point": _words(weight.zeros, IN_ORDER).T.contiguous(),
+    }
+    return found if order is None else {**found, "weight_g_idx": (order // weight.group_size).int()}
+
+
+def in_gptq(weight: Weight, order: torch.Tensor | None = None, *, v2: bool = False) -> dict[str, torch.Tensor]:
+    """Of GPTQModel and AutoGPTQ; the first version stores zeros less one, with a borrow from the next nibble."""
+    rows = len(weight.levels)
+    index = torch.arange(rows) if order is None else order
+    zeros = _words(weight.zeros, IN_ORDER)
+    return {
+        "qweight": _words(weight.levels[index].T, IN_ORDER).T.contiguous(),
+        "qzeros": zeros if v2 else (zeros.long() - 0x11111111).to(torch.int32),
+        "scales": weight.scales.float(),
+        "g_idx": (index // weight.group_size).int(),
     }
 
 

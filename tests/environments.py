@@ -40,6 +40,28 @@ ENVIRONMENTS = {
         # Their metadata refuses this release of transformers or huggingface_hub; they work with it, or nearly so.
         without_dependencies=("kvpress==0.5.5", "langchain-huggingface==1.2.3"),
     ),
+    # Tools that write checkpoints in 4 bits: GPTQModel asks for another torch, llm-compressor for other transformers.
+    "formats": Environment(
+        (
+            "compressed-tensors==0.19.0",
+            "datasets==5.2.0",
+            "device-smi==0.5.7",
+            "logbar==0.4.15",
+            "nvidia-ml-py",
+            "optimum-quanto==0.2.7",
+            "py-cpuinfo",
+            "pypcre==0.6.4",
+            "threadpoolctl",
+        ),
+        without_dependencies=(
+            "auto-round==0.15.1",
+            "defuser==0.0.28",
+            "gptqmodel==7.7.0",
+            "llmcompressor==0.14.0.1",
+            "tokenicer==0.0.14",
+            "torchao==0.18.0",
+        ),
+    ),
 }
 
 

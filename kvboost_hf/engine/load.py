@@ -1,5 +1,6 @@
 """Loads a model and its tokenizer by name."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -8,14 +9,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from kvboost_hf.compat import available_device
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.build import default_device
 from kvboost_hf.offload.checkpoint import open_shard
 from kvboost_hf.offload.load import load_streamed
+
+_log = logging.getLogger(__name__)
 
 _OF_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 _OF_TOKENIZER = (*_OF_HUB, "trust_remote_code", "gguf_file")
@@ -54,6 +58,9 @@ def load(
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal language model and its tokenizer.
 
+    A checkpoint in 4 bits for which transformers needs a package that is not installed is loaded as streamed ones are,
+    with all layers on the device.
+
     Args:
         name: A name on the hub, or a folder.
         streaming: Which layers are streamed; None for a model that is loaded as a whole.
@@ -74,10 +81,29 @@ def load(
     if streaming is not None:
         return load_streamed(str(name), streaming, device=device, **options), tokenizer
     try:
-        with naming(name, (ImportError, OSError)):  # a ValueError may be about the options
+        with naming(name, (OSError,)):  # a ValueError may be about the options
             return AutoModelForCausalLM.from_pretrained(name, **{"device_map": {"": where}, **options}), tokenizer
+    except ImportError as error:
+        with naming(name, (ImportError,)):
+            if not _is_packed(name, options):
+                raise
+        _log.warning(
+            "%s has 4-bit weights, which are loaded without the package that transformers needs (%s).", name, error
+        )
+        whole = StreamingConfig(residency_mode="full_resident")
+        return load_streamed(str(name), whole, device=device, **options), tokenizer
     except SafetensorError:
         config = cached_file(name, "config.json", **{key: options[key] for key in _OF_HUB if key in options})
         for shard in sorted(Path(str(config)).parent.glob("*.safetensors")):
             open_shard(str(shard))  # names the one that is damaged
         raise
+
+
+def _is_packed(name: str | PathLike[str], options: dict[str, Any]) -> bool:
+    """Whether layer streaming reads the 4-bit weights of a checkpoint."""
+    config = AutoConfig.from_pretrained(name, **{key: options[key] for key in _OF_TOKENIZER if key in options})
+    found = getattr(config, "quantization_config", None)
+    try:
+        return found is not None and bool(PackedFormat.of(found))
+    except ValueError:
+        return False

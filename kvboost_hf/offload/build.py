@@ -29,7 +29,7 @@ from kvboost_hf.offload.sizes import sizes_of
 from kvboost_hf.offload.sources import Source, in_memory
 from kvboost_hf.offload.stats import StreamingStats
 from kvboost_hf.offload.stream import LayerStream
-from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings
+from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings, is_made, parts_of, rebuilt
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +107,10 @@ class StreamBuilder:
                 _fill(unit, layout, flat)
                 source = self._folder.write(number, flat, layout)
             self._sources[number] = source
-            for name, tensor in unit.tensors().items():
-                unit.holders[name].put(tensor.detach().to("meta"))
+            unit.put({name: tensor.detach().to("meta") for name, tensor in unit.tensors().items()})
             return
         flat = self._memory.allocate(layout.nbytes)
-        for name, view in _fill(unit, layout, flat).items():
-            unit.holders[name].put(view)
+        unit.put(_fill(unit, layout, flat))
         self._sources[number] = HostSource(flat)
 
     @property
@@ -139,8 +137,7 @@ class StreamBuilder:
         """Undo `take`: read tensors whose bytes are in files back into memory."""
         for number, source in self._sources.items():
             if source.host is None:
-                for name, view in self.layouts[number].views(in_memory(source)).items():
-                    self.units[number].holders[name].put(view)
+                self.units[number].put(self.layouts[number].views(in_memory(source)))
 
     def _file(self, number: int) -> FileSource | None:
         return None if self._folder is None else self._folder.find(number, self.layouts[number])
@@ -202,6 +199,7 @@ def stream_layers(
     where = default_device() if device is None else torch.device(device)
     with torch.inference_mode(False), torch.no_grad():
         lay_out(model, where)
+        _make_portable(model, where)
         builder = StreamBuilder(model, config, where)
         try:
             for number in range(len(builder.units)):
@@ -273,11 +271,41 @@ def _fill(unit: Unit, layout: FlatLayout, flat: torch.Tensor) -> dict[str, torch
     return views
 
 
+def _make_portable(model: nn.Module, device: torch.device) -> None:
+    """Make weights that are made of several tensors such that their bytes mean the same on the device.
+
+    optimum-quanto packs 4-bit weights for the kernels of the device where they are, and can undo it.
+
+    Raises:
+        ValueError: a weight of another library would have to go to a device of another type.
+    """
+    for owner, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not is_made(parameter):
+                continue
+            if parameter.device.type == device.type:
+                continue
+            kind = type(parameter)
+            if not kind.__module__.startswith("optimum.quanto."):
+                raise ValueError(
+                    f"{owner}.{name} is a {kind.__module__}.{kind.__qualname__} on {parameter.device}, which may be "
+                    f"packed for kernels there; it is not streamed to {device}. Load the checkpoint without this "
+                    "quantization, or keep the whole model on the device."
+                )
+            if hasattr(kind, "weight_qbits_tensor") and kind.__name__ != "WeightQBitsTensor":
+                Holder(module, name).put(parameter.weight_qbits_tensor())
+
+
 def _move(model: nn.Module, device: torch.device, streamed: Iterable[int]) -> None:
     """Move the model to the device, except tensors with these ids."""
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in streamed:
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in streamed:
+                continue
+            if is_made(parameter):
+                parts = {part: tensor.to(device) for part, tensor in parts_of(parameter, name)}
+                Holder(module, name).put(rebuilt(parameter, name, parts))
+            else:
                 parameter.data = parameter.data.to(device)
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in streamed:

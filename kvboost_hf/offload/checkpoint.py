@@ -56,12 +56,26 @@ class Checkpoint:
         self._keys: list[list[str]] = []  # of each layer, names in the files
         self._prefixes: list[str] = []  # of each layer, the prefix of its full names
 
-    def quantized(self) -> set[str]:
-        """Names of the modules with AWQ weights."""
+    def quantized(self, words: str) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Shapes of the tensors of each packed weight, by the name of its module and by their own last names.
+
+        Args:
+            words: Last name of the tensor that packs a weight.
+        """
         names = dict.fromkeys(self._model.state_dict(), True)
-        modules = {key.removesuffix(".qweight") for key in self._files if key.endswith(".qweight")}
-        renamed = (self._rename(f"{module}.weight", names, merged=False) for module in modules)
-        return {name.removesuffix(".weight") for name in renamed}
+        modules = {key.removesuffix(f".{words}") for key in self._files if key.endswith(f".{words}")}
+        keys: dict[str, list[str]] = {}  # in the files, by path
+        for key, path in self._files.items():
+            if key.rpartition(".")[0] in modules:
+                keys.setdefault(path, []).append(key)
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        for path, inside in keys.items():
+            with open_shard(path) as file:
+                for key in inside:
+                    module, _, name = key.rpartition(".")
+                    shapes.setdefault(module, {})[name] = tuple(file.get_slice(key).get_shape())
+        renamed = {module: self._rename(f"{module}.weight", names, merged=False) for module in shapes}
+        return {renamed[module].removesuffix(".weight"): found for module, found in shapes.items()}
 
     def identity(self, order: str | None = None) -> str:
         """A hash that changes with the files, the dtype they are loaded as, and the order of 4-bit codes on a CPU."""

@@ -22,7 +22,7 @@ def load_streamed(
     """Load a causal language model that may be larger than the memory of its device.
 
     Weights are loaded layer by layer to where they stay: never all onto the device, and none twice into host memory.
-    The checkpoint may be AWQ or not quantized.
+    The checkpoint may be in 4 bits, of AWQ, GPTQ or compressed-tensors, or not quantized.
 
     Args:
         name: A name on the hub, or a folder with safetensors files.

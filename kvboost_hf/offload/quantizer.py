@@ -6,6 +6,7 @@ transformers' own functions, which rename, merge and cast tensors, and moves its
 """
 
 import copy
+import logging
 from dataclasses import asdict
 from typing import Any
 
@@ -17,10 +18,13 @@ from transformers.utils.logging import tqdm
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvboost_hf.config import StreamingConfig
+from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.awq.int4pack import order_name
-from kvboost_hf.offload.awq.swap import AwqSettings, expect_version, lay_out, save_converted, swap_linears, to_gemm
+from kvboost_hf.offload.awq.swap import awq_config, expect_stored, lay_out, save_converted, swap_linears, to_gemm
 from kvboost_hf.offload.build import StreamBuilder, default_device
 from kvboost_hf.offload.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 METHOD = "kvboost_stream"
 
@@ -68,7 +72,7 @@ def with_streaming(
     if found is not None and found.get("quant_method") == METHOD:
         found = found["checkpoint"]
     if found is not None:
-        AwqSettings.of(found)  # refuses what is no AWQ
+        PackedFormat.of(found)  # refuses what cannot be streamed
         del holder.quantization_config
     config.quantization_config = {"quant_method": METHOD, "streaming": asdict(streaming), "checkpoint": found}
     return config
@@ -93,7 +97,8 @@ class LayerStreamingQuantizer(HfQuantizer):
         self.pre_quantized = True  # nothing is quantized while it is loaded
         self._streaming = StreamingConfig(**quantization_config.streaming)
         checkpoint = quantization_config.checkpoint
-        self._awq = None if checkpoint is None else AwqSettings.of(checkpoint)
+        self._packed = None if checkpoint is None else PackedFormat.of(checkpoint)
+        self._unsaved: str | None = None  # why it cannot be saved
         self._device = default_device()
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any]:
@@ -116,14 +121,15 @@ class LayerStreamingQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, dtype: Any = None, **kwargs: Any
     ) -> PreTrainedModel:
         self._checkpoint = Checkpoint(model, checkpoint_files, self)
-        if self._awq is not None:
-            swap_linears(model, self._awq, self._checkpoint.quantized(), self._streaming.quant_kernel)
+        packed = self._packed
+        if packed is not None:
+            swap_linears(model, packed, self._checkpoint.quantized(packed.words), self._streaming.quant_kernel)
             lay_out(model, self._device)
-        on_cpu = self._awq is not None and self._device.type == "cpu"
+        on_cpu = packed is not None and self._device.type == "cpu"
         identity = self._checkpoint.identity(order_name() if on_cpu else None)
         self._builder = StreamBuilder(model, self._streaming, self._device, identity)
-        if self._awq is not None:
-            expect_version(model, self._awq.version)
+        if packed is not None:
+            expect_stored(model)
         # Embeddings that stay in host memory are loaded after the layers: the device may have no room for them.
         waiting = self._builder.waiting_embeddings
         self._checkpoint.take_out([*self._builder.layers, *([] if waiting is None else [waiting.module])])
@@ -131,13 +137,14 @@ class LayerStreamingQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         builder, checkpoint = self._builder, self._checkpoint
+        rounded = 0
         with torch.inference_mode(False), torch.no_grad():
             for number, unit in enumerate(tqdm(builder.units, desc="Loading layers")):
                 streamed = unit.prefixes if builder.is_streamed(number) else ()
                 staying = checkpoint.put_back(number, streamed)
                 if staying or not builder.has_file(number):
                     checkpoint.load(number, self._device, streamed)
-                to_gemm(unit.layer)
+                rounded += to_gemm(unit.layer)
                 lay_out(unit.layer, self._device)
                 save_converted(unit.layer, False)  # transformers asks for a state_dict() at each layer, for its names
                 if streamed:
@@ -145,13 +152,22 @@ class LayerStreamingQuantizer(HfQuantizer):
             if builder.waiting_embeddings is not None:
                 checkpoint.put_back(len(builder.units), ("",))
                 checkpoint.load(len(builder.units), self._device, ("",))
+            rounded += to_gemm(model)  # what is outside of layers, such as a head in 4 bits
+            lay_out(model, self._device)
             builder.finish()
             save_converted(model, True)
         del self._builder, self._checkpoint
-        if self._awq is None:
+        if rounded:
+            logger.warning(
+                "%d scales of 4-bit weights were rounded to float16, which the kernels read: they have more than 11 "
+                "bits, or are below 6e-5.",
+                rounded,
+            )
+        if self._packed is None:
             self._leave(model)
         else:
-            model.config.quantization_config = self._awq.as_saved()
+            saved, self._unsaved = awq_config(model, self._packed)
+            model.config.quantization_config = saved
         return model
 
     def _leave(self, model: PreTrainedModel) -> None:
@@ -163,8 +179,10 @@ class LayerStreamingQuantizer(HfQuantizer):
                 vars(module.config).pop("_is_quantized", None)
 
     def is_serializable(self) -> bool:
-        """Whether it can be saved: as an AWQ checkpoint again."""
-        return True
+        """Whether it can be saved: as an AWQ checkpoint."""
+        if self._unsaved is not None:
+            logger.warning("%s Copy the files of the checkpoint instead.", self._unsaved)
+        return self._unsaved is None
 
     @property
     def is_trainable(self) -> bool:

@@ -12,11 +12,12 @@ from kvboost_hf.compat import decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.cpu import scratch_bytes
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts, are_stacked
+from kvboost_hf.offload.awq.formats import PackedFormat
 from kvboost_hf.offload.awq.linear import AwqLinear
-from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
+from kvboost_hf.offload.awq.swap import swap_linears
 from kvboost_hf.offload.awq.triton.tiling import scratch_columns
 from kvboost_hf.offload.plan import ModelSizes, ResidencyPlan, plan_residency
-from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings
+from kvboost_hf.offload.units import Holder, Unit, find_units, input_embeddings, parts_of
 
 WORD = 8  # weights of four bits in an int32
 CUBLAS_BYTES = 32 << 20  # of PyTorch's workspace for cuBLAS on an H100; on older GPUs it takes a quarter
@@ -60,7 +61,7 @@ def workspace_bytes(model: nn.Module, dtype: torch.dtype, tokens: int, *, triton
         if isinstance(module, AwqLinear):
             shapes.append((module.in_features, module.out_features, module.group_size))
         elif isinstance(module, AwqExperts):
-            shapes += [(*part, module.group_size) for part in module.parts.values()]
+            shapes += [(*size, module.stored[part].gemm_group_size) for part, size in module.parts.items()]
     if triton:
         size = dtype.itemsize
         scratch = [size * rows * scratch_columns(rows, columns, size) for rows, columns, _ in shapes]
@@ -92,7 +93,8 @@ def sizes_of(
     inside = {id(tensor) for unit in units for tensor in unit.tensors().values()}
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})  # while a model is loaded, still two tensors
     parameters = [parameter for name, parameter in model.named_parameters() if name not in ties]
-    everything = {id(tensor): tensor.nbytes for tensor in (*parameters, *model.buffers())}
+    held = (part for tensor in (*parameters, *model.buffers()) for part in parts_of(tensor, ""))
+    everything = {id(tensor): tensor.nbytes for _, tensor in held}
     return ModelSizes(
         layer_bytes=tuple(unit.layout().nbytes for unit in units),
         other_bytes=sum(nbytes for key, nbytes in everything.items() if key not in inside),
@@ -113,25 +115,26 @@ def estimate_sizes(
 ) -> ModelSizes:
     """The sizes of a model on a GPU, without its weights.
 
-    With 4 bits the linear layers and experts of decoder layers are counted as AWQ checkpoints hold them: words, zeros
-    and scales, 0.5195 bytes a weight at a group size of 128. Embeddings, head, norms and biases are counted in
-    `dtype`.
+    With 4 bits the linear layers and experts of decoder layers are counted as streaming keeps them: words, zeros and
+    scales, 0.5195 bytes a weight at a group size of 128. Embeddings, head, norms, biases, and what the configuration
+    of a quantized checkpoint leaves out, are counted in `dtype`.
 
     Args:
         config: Of a causal language model of transformers.
         streaming: The settings; the mode, the numbers of tokens and `host_embeddings` are used.
-        bits: Of the weights of decoder layers; None for 4 with the configuration of an AWQ checkpoint, else 16.
+        bits: Of the weights of decoder layers; None for 4 with the configuration of a checkpoint in 4 bits, else 16.
         group_size: Rows that share a scale and a zero point; None for that of the checkpoint, or 128.
         dtype: Of weights that are not quantized, of K/V and of activations.
 
     Raises:
-        ValueError: other bits, 4 for a model without weights that AWQ can quantize, a checkpoint that is quantized in
+        ValueError: other bits, 4 for a model without weights that can be packed, a checkpoint that is quantized in
             another way, or as `find_units` does.
     """
     stored: Any = getattr(config, "quantization_config", None)
-    awq = AwqSettings.of(stored) if bits is None and stored is not None else None
-    bits = bits if bits is not None else 16 if awq is None else 4
-    group_size = group_size or (128 if awq is None else awq.group_size)
+    packed = PackedFormat.of(stored) if bits is None and stored is not None else None
+    bits = bits if bits is not None else 16 if packed is None else 4
+    if packed is None or group_size is not None:
+        packed = PackedFormat.awq(group_size or 128)
     if bits not in (4, 16):
         raise ValueError(f"`bits` must be 4 or 16, got {bits!r}.")
     build: Any = AutoModelForCausalLM.from_config
@@ -140,25 +143,23 @@ def estimate_sizes(
     layers = decoder_layers(model)
     if bits == 4:
         inside = {id(module) for layer in layers for module in layer.modules()}
-        linears = {
+        found = {
             name
             for name, module in model.named_modules()
-            if id(module) in inside
-            and isinstance(module, nn.Linear)
-            and module.in_features % group_size == 0
-            and module.out_features % WORD == 0
+            if id(module) in inside and isinstance(module, nn.Linear) and _is_packed(name, module, packed)
         }
         experts = {
             f"{name}.0.{EXPERT_PARTS[0][0]}"
             for name, module in model.named_modules()
             if id(module) in inside and are_stacked(module)
         }
-        if not linears | experts:
+        found |= {name for name in experts if packed.packs(name)}
+        if not found:
             raise ValueError(
                 f"`bits` must be 16 for {type(model).__name__}, got 4: its decoder layers have no linear layer whose "
-                f"rows are a multiple of {group_size}."
+                f"rows are a multiple of {packed.group_sizes or 32}."
             )
-        swap_linears(model, AwqSettings(group_size=group_size, version="gemm", config={}), linears | experts, "auto")
+        swap_linears(model, packed, {name: {} for name in found}, "auto")
     units = find_units(model, layers, ffn_only=streaming.residency_mode == "ffn_only_stream")
     embeddings = input_embeddings(model) if streaming.host_embeddings else None
     return sizes_of(model, units, streaming, embeddings, gpu=True)
@@ -193,3 +194,9 @@ def what_fits(
     asked = replace(streaming or StreamingConfig(), vram_budget=vram_budget)
     sizes = estimate_sizes(config, asked, bits=bits, group_size=group_size, dtype=dtype)
     return plan_residency(sizes, asked, free_bytes=asked.vram_bytes)
+
+
+def _is_packed(name: str, linear: nn.Linear, packed: PackedFormat) -> bool:
+    stored = packed.stored(linear.in_features, {})
+    aligned = linear.in_features % stored.group_size == stored.group_size % 32 == linear.out_features % WORD == 0
+    return aligned and packed.packs(name)

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,7 @@ from kvboost_hf.offload.plan import ResidencyPlan
 from kvboost_hf.offload.schedule import Ring
 from kvboost_hf.offload.sources import Source, in_memory
 from kvboost_hf.offload.stats import StreamingStats
-from kvboost_hf.offload.units import Holder, Unit
+from kvboost_hf.offload.units import Holder, Unit, is_made
 
 
 class LayerStream:
@@ -46,6 +46,7 @@ class LayerStream:
         self._ring = Ring(len(units), n_slots)
         self._slots = backend.allocate(max(layout.nbytes for layout in layouts), n_slots)
         self._bound: dict[int, list[tuple[dict[str, Any], str, int]]] = {}  # of each unit: dict, name, address
+        self._made: dict[int, list[tuple[Holder, Any]]] = {}  # of each unit: tensors that are made of others
         self._handles: dict[int, list[Any]] = {}
         self._resting: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor | None]]] = {}
         self._calls = self._hits = 0
@@ -65,19 +66,15 @@ class LayerStream:
         if self._closed:
             raise StreamingError("These layers are not streamed any more. Call stream_layers(model) to begin anew.")
         self._ring.join(number)
-        unit, views = self._units[number], self._layouts[number].views(self._slots[self._ring.slot(number)])
-        for name, view in views.items():
-            unit.holders[name].put(view)
-        self._bound[number] = [_address(holder) for holder in unit.holders.values()]
-        in_slot = unit.tensors().values()
-        kept = [None] * len(in_slot) if self._sources[number].host is None else self._at_rest(number).values()
-        self._resting[number] = {id(tensor): (tensor, rest) for tensor, rest in zip(in_slot, kept, strict=True)}
-        for module, prefix in _converting(unit):
-            module._kvboost_hf_at_rest = functools.partial(self._tensor_at_rest, number, prefix)
+        self._point_to_slot(number)
+        layer = self._units[number].layer
         self._handles[number] = [
-            unit.layer.register_state_dict_post_hook(functools.partial(self._put_right, number)),  # type: ignore[no-untyped-call]
-            unit.layer.register_load_state_dict_pre_hook(_refuse_loading),  # type: ignore[no-untyped-call]
+            layer.register_state_dict_post_hook(functools.partial(self._put_right, number)),  # type: ignore[no-untyped-call]
+            layer.register_load_state_dict_pre_hook(_refuse_loading),  # type: ignore[no-untyped-call]
         ]
+        if self._computes_what_it_saves(number):
+            hook = functools.partial(self._point_to_rest, number)
+            self._handles[number].append(layer.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def unbind(self, number: int) -> None:
         """Give a unit its tensors back, in host memory. The last one closes the backend.
@@ -88,13 +85,10 @@ class LayerStream:
         if number not in self._bound:
             return
         unit, at_rest = self._units[number], self._at_rest(number)  # if its file is gone, all stays as it is
-        del self._bound[number]
+        del self._bound[number], self._made[number]
         for handle in self._handles.pop(number):
             handle.remove()
-        for name, tensor in at_rest.items():
-            unit.holders[name].put(tensor)
-        for module, _ in _converting(unit):
-            module._kvboost_hf_at_rest = None
+        unit.put(at_rest)
         self._ring.leave(number)
         if not self._bound:
             self._closed = True
@@ -115,10 +109,10 @@ class LayerStream:
         for tensors, name, address in self._bound[number]:
             tensor = tensors.get(name)
             if tensor is None or tensor.data_ptr() != address:
-                raise StreamingError(
-                    f"{name} of a streamed {type(self._units[number].module).__name__} has been replaced, as to(), "
-                    "half() and quantizers do. Call stop_streaming(model) first."
-                )
+                self._refuse(number, name)
+        for holder, made in self._made[number]:
+            if holder.get() is not made:
+                self._refuse(number, holder.attribute)
         self._calls += 1
         self._hits += self._ring.holds(number)
         self._bring(number)
@@ -141,6 +135,12 @@ class LayerStream:
             bytes_copied=self.backend.bytes_copied,
             copy_rate=self.backend.copy_rate(),
             stall_s=self.backend.stall_s,
+        )
+
+    def _refuse(self, number: int, name: str) -> NoReturn:
+        raise StreamingError(
+            f"{name} of a streamed {type(self._units[number].module).__name__} has been replaced, as to(), half() and "
+            "quantizers do. Call stop_streaming(model) first."
         )
 
     def __reduce__(self) -> NoReturn:
@@ -195,17 +195,31 @@ class LayerStream:
         """The tensors of a unit in host memory, or read from its file."""
         return self._layouts[number].views(in_memory(self._sources[number]))
 
-    def _tensor_at_rest(self, number: int, prefix: str, name: str) -> torch.Tensor:
-        """One tensor of a unit, in host memory."""
-        source, place = self._sources[number], self._layouts[number].places[prefix + name]
-        if source.host is not None:
-            return self._at_rest(number)[prefix + name]
-        flat = torch.empty(place.nbytes, dtype=torch.uint8)
-        source.read_into(flat, place.offset)
-        return flat.view(place.dtype).view(place.shape)
+    def _point_to_slot(self, number: int) -> None:
+        """Make the tensors of a unit views into its slot."""
+        unit, views = self._units[number], self._layouts[number].views(self._slots[self._ring.slot(number)])
+        unit.put(views)
+        holders = unit.holders.values()
+        self._bound[number] = [_address(holder) for holder in holders if not is_made(holder.get())]
+        self._made[number] = [(holder, made) for holder in holders if is_made(made := holder.get())]
+        in_slot = unit.tensors().values()
+        kept = [None] * len(in_slot) if self._sources[number].host is None else self._at_rest(number).values()
+        self._resting[number] = {id(tensor): (tensor, rest) for tensor, rest in zip(in_slot, kept, strict=True)}
+
+    def _point_to_rest(self, number: int, *_: Any) -> None:
+        """Give a unit its tensors in host memory until `_put_right`."""
+        self._units[number].put(self._at_rest(number))
+
+    def _computes_what_it_saves(self, number: int) -> bool:
+        """Whether a state_dict() has other tensors than those of the unit: of a library's, or of a CPU's layout."""
+        modules = (holder.module for holder in self._units[number].holders.values())
+        return bool(self._made[number]) or any(getattr(each, "code_order", None) is not None for each in modules)
 
     def _put_right(self, number: int, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Replace the content of the slot in a state_dict() with the unit's weights."""
+        if self._computes_what_it_saves(number):
+            self._point_to_slot(number)
+            return
         at_rest, slot = in_memory(self._sources[number]), self._slots[self._ring.slot(number)]
         for key, value in state.items():  # names may be others than here, and tensors parts of those here
             offset = value.data_ptr() - slot.data_ptr() if isinstance(value, torch.Tensor) else -1
@@ -220,13 +234,6 @@ class LayerStream:
         """The file of a unit, if its source is one."""
         path = self._sources[number].path
         return () if path is None else (path,)
-
-
-def _converting(unit: Unit) -> Iterator[tuple[Any, str]]:
-    """Modules that convert their weights when they are saved, and the prefix of their tensors' names."""
-    for name, holder in unit.holders.items():
-        if hasattr(holder.module, "_kvboost_hf_at_rest"):
-            yield holder.module, name.removesuffix(holder.attribute)
 
 
 def _address(holder: Holder) -> tuple[dict[str, Any], str, int]:

@@ -1,10 +1,12 @@
 """Finds the streamed units of a model: modules, and the tensors of these that are streamed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from transformers import PreTrainedModel
 
 from kvboost_hf.offload.flat import FlatLayout
@@ -59,9 +61,18 @@ class Unit:
     prefixes: tuple[str, ...]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The current tensors by name."""
-        found = {name: holder.get() for name, holder in self.holders.items()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """The current tensors by name; of a tensor that is made of others, these."""
+        held = {name: holder.get() for name, holder in self.holders.items()}
+        return dict(part for name, tensor in held.items() if tensor is not None for part in parts_of(tensor, name))
+
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the tensors, named as `tensors()` names them."""
+        for name, holder in self.holders.items():
+            before = holder.get()
+            if before is not None and is_made(before):
+                holder.put(rebuilt(before, name, tensors))
+            elif name in tensors:
+                holder.put(tensors[name])
 
     def layout(self) -> FlatLayout:
         """The layout of the tensors in one buffer."""
@@ -101,6 +112,30 @@ def persistent_holders(module: nn.Module) -> Iterator[tuple[str, Holder]]:
             yield f"{prefix}.{name}" if prefix else name, Holder(child, name)
 
 
+def is_made(tensor: torch.Tensor | None) -> bool:
+    """Whether a tensor is made of others, which can be replaced, and has no memory of its own."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that a tensor is made of, such as levels and scales of a quantized weight, with names."""
+    if is_made(tensor):
+        inside: Any = tensor
+        for inner in inside.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, inner), f"{name}.{inner}")
+    else:
+        yield name, tensor
+
+
+def rebuilt(tensor: torch.Tensor, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor like `tensor`, made of other parts, which are named as by `parts_of`."""
+    if is_made(tensor):
+        transform: Any = transform_subclass
+        made: torch.Tensor = transform(tensor, lambda inner, part: rebuilt(part, f"{name}.{inner}", parts))
+        return made
+    return parts[name]
+
+
 def _unit(layer: nn.Module, shared: set[int], ffn_only: bool) -> Unit:
     parts = _feed_forward(layer) if ffn_only else {"": layer}
     holders: dict[str, Holder] = {}
@@ -109,7 +144,8 @@ def _unit(layer: nn.Module, shared: set[int], ffn_only: bool) -> Unit:
             tensor = holder.get()
             if tensor is None or id(tensor) in shared or not tensor.numel():
                 continue
-            _require_plain(tensor, name, layer)
+            for inside, held in parts_of(tensor, name):
+                _require_plain(held, inside, layer)
             holders[f"{prefix}.{name}" if prefix else name] = holder
     module = next(iter(parts.values())) if len(parts) == 1 else layer
     return Unit(module, holders, layer, tuple(f"{prefix}." if prefix else "" for prefix in parts))
@@ -152,5 +188,6 @@ def _require_plain(tensor: torch.Tensor, name: str, layer: nn.Module) -> None:
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
         raise ValueError(
             f"{name} of {type(layer).__name__} is a {type(tensor).__name__}, which is more than its bytes. Streaming "
-            "is for AWQ checkpoints and for weights that are not quantized; use this model without it."
+            "is for checkpoints in 4 bits, for weights of optimum-quanto, and for those that are not quantized. Use "
+            "this model without it."
         )

@@ -44,7 +44,8 @@ SHOWN = {
     "Live quantization": "parity/test_live_quant.py property/test_live_quant_state.py",
     '`attn_implementation="kvboost_fa2"`': "parity/test_kvboost_fa2.py parity/test_attention_cpu.py",
     "`kvboost-hf warm`": "unit/test_cli_tiers.py",
-    "Models larger than the GPU's memory": "parity/test_streaming.py parity/test_streaming_awq.py",
+    "Models larger than the GPU's memory": "parity/test_streaming.py parity/test_streaming_awq.py "
+    "parity/test_streaming_formats.py",
     "Drafts for": "parity/test_assistants.py parity/test_lookup_assistant.py parity/test_speculation_combinations.py",
     "Trees of drafts": "parity/test_tree_decoding.py property/test_draft_trees.py",
     "An [OpenAI-compatible server]": "server/test_clients.py server/test_worker.py server/test_storm.py",

@@ -243,10 +243,10 @@ def test_pickled_on_another_processor(order: str) -> None:
     linear = make_linear(weight)
     linear.lay_out_(CPU)
     x, copied = draw(2, 128), copy.deepcopy(linear)
-    copied.qweight, copied.order = _in_order(weight.levels, order), order
+    copied.qweight, copied.code_order = _in_order(weight.levels, order), order
     assert torch.equal(gemm_qweight(copied.qweight, order), in_gemm(weight).qweight)
     found = pickle.loads(pickle.dumps(copied))
-    assert found.order == int4pack.order_name()
+    assert found.code_order == int4pack.order_name()
     assert torch.equal(found(x), linear(x))
 
 

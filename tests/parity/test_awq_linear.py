@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvboost_hf.offload.awq.cpu import _TILE, awq_matmul_torch, awq_matmul_transposed_torch
-from kvboost_hf.offload.awq.layout import dequantize, layout_of, pack
+from kvboost_hf.offload.awq.layout import Stored, dequantize, layout_of, pack
 from kvboost_hf.offload.awq.linear import AwqLinear
 from tests.awq import Weight, in_gemm, in_gemv, in_llm_awq, make_linear, random_weight, share_of_budget
 
@@ -135,8 +135,9 @@ def test_a_bias_may_be_trained() -> None:
 def test_other_layouts_become_gemm(version: str, group_size: int) -> None:
     weight = random_weight(192, 24, group_size)
     stored = in_gemv(weight) if version == "gemv" else in_llm_awq(weight)
-    linear = AwqLinear(192, 24, bias=False, group_size=group_size, version=version)
-    linear.load_state_dict(stored)
+    linear = AwqLinear(192, 24, bias=False, group_size=group_size, stored=Stored(version, group_size))
+    linear.expect_()
+    linear.load_state_dict(stored, assign=True)
     with pytest.raises(ValueError, match=f"must have the layout gemm, got {version}; call to_gemm_"):
         linear(draw(1, 192))
     linear.to_gemm_()

@@ -31,7 +31,7 @@ from kvboost_hf import (
 from kvboost_hf.attention import kernel_calls
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
-from kvboost_hf.offload.awq.layout import dequantize
+from kvboost_hf.offload.awq.layout import Stored, dequantize
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.sizes import estimate_sizes
 from recipes.awq import quantize, quantize_awq
@@ -251,8 +251,8 @@ def test_experts_that_no_token_needs() -> None:
     weights = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     with torch.device("meta"):
         stacked = qwen3_moe().model.layers[0].mlp.experts
-    ours = AwqExperts(stacked, EXPERT_PARTS[0], group_size=32, quant_kernel="auto")
-    ours.expect_("gemm")
+    ours = AwqExperts(stacked, dict.fromkeys(EXPERT_PARTS[0], Stored("gemm", 32)), quant_kernel="auto")
+    ours.expect_()
     for number in range(6):
         gate, up = weights["gate_up_proj"][number].chunk(2)
         parts = {"gate_proj": gate, "up_proj": up, "down_proj": weights["down_proj"][number]}

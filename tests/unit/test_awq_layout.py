@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost_hf.offload.awq.layout import (
+    Stored,
     dequantize,
-    gemm_from_gemv,
-    gemm_from_llm_awq,
     layout_of,
     pack,
+    to_gemm,
     unpack,
 )
-from tests.awq import SHIFTS, in_gemm, in_gemv, in_llm_awq, random_weight
+from tests.awq import SHIFTS, in_gemm, in_gemv, in_gptq, in_llm_awq, in_pack_quantized, random_weight
 
 SEEDS = st.integers(0, 2**32)
 GROUP_SIZES = st.sampled_from([32, 64, 128])
@@ -59,23 +59,74 @@ def test_all_layouts_are_the_same_weight(group_size: int, groups: int, words: in
 
     stored = in_gemv(weight)
     assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == layout_of("gemv", *sizes)
-    for one, other in zip(gemm_from_gemv(**stored, group_size=group_size), expected, strict=True):
+    for one, other in zip(to_gemm(Stored("gemv", group_size), stored).packed, expected, strict=True):
         assert torch.equal(one, other)
         assert one.is_contiguous()
 
     if len(weight.levels) % 64 == 0:
         stored = in_llm_awq(weight)
         assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == layout_of("llm-awq", *sizes)
-        for one, other in zip(gemm_from_llm_awq(**stored, group_size=group_size), expected, strict=True):
+        for one, other in zip(to_gemm(Stored("llm-awq", group_size), stored).packed, expected, strict=True):
             assert torch.equal(one, other)
             assert one.is_contiguous()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["pack-quantized", "gptq", "gptq_v2"]),
+    st.sampled_from([32, 64, 96, 128, 256]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.booleans(),
+    SEEDS,
+)
+def test_layouts_of_other_tools(
+    version: str, group_size: int, groups: int, words: int, ordered: bool, seed: int
+) -> None:
+    weight = random_weight(group_size * groups, 8 * words, group_size, seed)
+    rows = len(weight.levels)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)) if ordered else None
+    if version == "pack-quantized":
+        weight = weight._replace(scales=weight.scales.bfloat16().half())
+        stored = in_pack_quantized(weight, order)
+    else:
+        stored = in_gptq(weight, order, v2=version == "gptq_v2")
+    how = Stored(version, group_size, index=ordered or version != "pack-quantized", ordered=ordered)
+    layout = layout_of(version, rows, 8 * words, group_size, index=how.index)
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()} == layout
+    found = to_gemm(how, stored)
+    assert found.rounded == 0
+    assert all(tensor.is_contiguous() for tensor in found.packed)
+    assert {**layout_of("gemm", rows, 8 * words, how.gemm_group_size)} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.packed._asdict().items()
+    }
+    dense = dequantize(*found.packed).double()
+    if order is None:
+        assert found.order is None
+        assert torch.equal(dense, weight.dense)
+    else:  # rows of the weight are those of the features that `order` gathers
+        assert torch.equal(dense, weight.dense[order][found.order])
+        assert groups == 1 or not torch.equal(dense, weight.dense[order])
+    on_meta = to_gemm(how, {name: tensor.to("meta") for name, tensor in stored.items()})
+    assert [tensor.shape for tensor in on_meta.packed] == [tensor.shape for tensor in found.packed]
+
+
+def test_words_of_gptq_by_hand() -> None:
+    """Zeros of 0 and 9 are stored as 0x90 - 0x11, as GPTQModel subtracts from whole words."""
+    weight = random_weight(32, 8, 32)
+    weight.zeros[0] = torch.tensor([0, 9, 8, 8, 8, 8, 8, 8], dtype=torch.uint8)
+    weight.levels[:8, 0] = torch.tensor([1, 2, 3, 4, 5, 6, 7, 0], dtype=torch.uint8)
+    stored = in_gptq(weight)
+    assert stored["qzeros"].tolist() == [[0x7777777F]]
+    assert stored["qweight"][0, 0].item() == 0x07654321
+    assert torch.equal(dequantize(*to_gemm(Stored("gptq", 32, index=True), stored).packed).double(), weight.dense)
 
 
 def test_a_group_of_zeros_in_llm_awq() -> None:
     """A scale of zero has no level that zeros would be told by; the weights are zero whatever they are."""
     weight = random_weight(64, 8, 32)
     weight.scales[0] = 0
-    found = gemm_from_llm_awq(**in_llm_awq(weight), group_size=32)
+    found = to_gemm(Stored("llm-awq", 32), in_llm_awq(weight)).packed
     assert torch.equal(dequantize(*found).double(), weight.dense)
 
 
@@ -112,7 +163,7 @@ def test_padding_of_gemv(in_features: int, group_size: int, width: int) -> None:
         (("llm-awq", 96, 64, 32), "`in_features` must be a multiple of 64 in the layout llm-awq, got 96"),
         (
             ("marlin", 64, 64, 64),
-            "`version` must be 'gemm', 'gemv' or 'llm-awq', got 'marlin'; take a checkpoint",
+            "`version` must be one of .*'gemv', 'llm-awq'.*, got 'marlin'; take a checkpoint",
         ),
     ],
 )

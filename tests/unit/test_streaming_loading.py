@@ -56,8 +56,7 @@ def edit_config(folder: Path, **told: Any) -> None:
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"quant_method": "gptq"}, "quantized with 'gptq'"),
-        ({"quant_method": "compressed-tensors"}, "quantized with 'compressed-tensors'"),
+        ({"quant_method": "hqq"}, "quantized with 'hqq'"),
         ({"bits": 8}, "got 8 bits"),
         ({"group_size": 16}, "groups of 16"),
         ({"version": "exllama"}, "must be one of .*got 'exllama'"),

@@ -24,7 +24,8 @@ from kvboost_hf import load_streamed, streaming_plan
 from kvboost_hf.compat import bytes_per_token, decoder_layers, kv_bytes_per_token
 from kvboost_hf.config import StreamingConfig
 from kvboost_hf.offload.awq.cpu import awq_matmul_torch, scratch_bytes, tile_weights
-from kvboost_hf.offload.awq.swap import AwqSettings, swap_linears
+from kvboost_hf.offload.awq.formats import PackedFormat
+from kvboost_hf.offload.awq.swap import swap_linears
 from kvboost_hf.offload.awq.triton.tiling import SCRATCH_BYTES
 from kvboost_hf.offload.backends.choice import use_backend
 from kvboost_hf.offload.build import StreamBuilder
@@ -243,7 +244,7 @@ def test_a_gpu_without_triton_is_planned_with_more_scratch(monkeypatch: pytest.M
     for kernel in ("triton", "auto"):
         with torch.device("meta"):
             model = LlamaForCausalLM(config).half()
-            swap_linears(model, SETTINGS, AWQ_NAMES, kernel)
+            swap_linears(model, FORMAT, AWQ_NAMES, kernel)
         streaming = StreamingConfig(quant_kernel=kernel, max_tokens=100)
         found[kernel] = StreamBuilder(model, streaming, torch.device("cuda", 0)).plan.sizes.workspace_bytes
     assert asked == [torch.device("cuda", 0)] * 2
@@ -251,8 +252,10 @@ def test_a_gpu_without_triton_is_planned_with_more_scratch(monkeypatch: pytest.M
     assert found["auto"] == CUBLAS_BYTES + scratch_bytes(100, 256, 768, 128)
 
 
-SETTINGS = AwqSettings(group_size=128, version="gemm", config={})
-AWQ_NAMES = {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
+FORMAT = PackedFormat.awq(128)
+AWQ_NAMES: dict[str, dict[str, tuple[int, ...]]] = {
+    f"model.layers.0.mlp.{part}_proj": {} for part in ("gate", "up", "down")
+}
 
 
 def qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> Qwen2Config:

@@ -194,16 +194,23 @@ class _Walk:
         """Add a parameter or buffer, or what it is loaded from before each forward."""
         if id(tensor) in self._at_rest:
             assert tensor is not None
-            kept = self._at_rest[id(tensor)][1]
-            if kept is not None:
-                self.found.used_on[id(kept)] = tensor.device
-                self.found.tensors.append(kept)
+            self._add_at_rest(tensor)
         elif tensor is not None and type(tensor) in _PLAIN and not tensor.is_meta:
             self.found.tensors.append(tensor)
         elif tensor is not None:
             self.is_ordinary = False
             if type(tensor) not in _PLAIN:
-                self.found.tensors += plain_tensors(tensor)
+                for part in plain_tensors(tensor):
+                    if id(part) in self._at_rest:
+                        self._add_at_rest(part)
+                    else:
+                        self.found.tensors.append(part)
+
+    def _add_at_rest(self, tensor: torch.Tensor) -> None:
+        kept = self._at_rest[id(tensor)][1]
+        if kept is not None:
+            self.found.used_on[id(kept)] = tensor.device
+            self.found.tensors.append(kept)
 
     def _add_attributes(self, number: int, attributes: dict[str, Any]) -> None:
         """Add the attributes of module `number` that `nn.Module` does not define."""

@@ -1,1 +1,1 @@
-"""4-bit weights of AWQ checkpoints (Lin et al., MLSys 2024, https://arxiv.org/abs/2306.00978)."""
+"""4-bit weights in the layout of AWQ (Lin et al., MLSys 2024, https://arxiv.org/abs/2306.00978), and others in it."""

@@ -1,7 +1,6 @@
-"""Mixture-of-experts layers on AWQ weights, stacked from the separate experts of a checkpoint."""
+"""Mixture-of-experts layers on 4-bit weights, stacked from the separate experts of a checkpoint."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,55 +8,46 @@ from torch import nn
 
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.int4pack import order_name
-from kvboost_hf.offload.awq.layout import Packed
-from kvboost_hf.offload.awq.linear import AwqLinear, keeping_dtypes
+from kvboost_hf.offload.awq.layout import Packed, Stored
+from kvboost_hf.offload.awq.linear import WEIGHT, AwqLinear, keeping_dtypes
 from kvboost_hf.offload.awq.matmul import awq_matmul
 
 # Names of the parts of an expert in checkpoints: gate, up, down.
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_BUFFERS = (*Packed._fields, "scales_and_zeros")  # the last one in the layout int4pack alone
+_BUFFERS = (*WEIGHT, "order")
 
 
 class AwqExperts(nn.Module):
     """Replaces the experts of one layer.
 
-    Buffers, for each part of an expert: `<part>_qweight`, `<part>_qzeros` and `<part>_scales`, as in `AwqLinear` with
-    a first dimension of experts, and on a CPU `<part>_scales_and_zeros`. `state_dict()` names each expert separately,
-    as checkpoints do.
+    Buffers, for each part of an expert: `<part>_qweight`, `<part>_qzeros`, `<part>_scales` and, if its weights have
+    them, `<part>_scales_and_zeros` and `<part>_order`, as in `AwqLinear` with a first dimension of experts.
+    `state_dict()` names each expert separately, as checkpoints do.
 
     Args:
         stacked: The experts of transformers, on the meta device; they lose their weights.
-        parts: Names of gate, up and down in the checkpoint.
-        group_size: Rows that share a scale and a zero.
+        stored: How the checkpoint holds gate, up and down, in this order, by their names there.
         quant_kernel: As `StreamingConfig` has it.
 
     Raises:
         ValueError: the experts are not stacked in a known way.
     """
 
+    code_order: str | None = None  # as in `AwqLinear`
     _kvboost_hf_saves_converted = True  # as in `AwqLinear`
-    _kvboost_hf_at_rest: Callable[[str], torch.Tensor] | None = None
 
-    def __init__(
-        self, stacked: Any, parts: tuple[str, str, str], *, group_size: int, quant_kernel: QuantKernel
-    ) -> None:
+    def __init__(self, stacked: Any, stored: Mapping[str, Stored], *, quant_kernel: QuantKernel) -> None:
         super().__init__()
-        if not are_stacked(stacked):
-            raise ValueError(
-                f"Experts on AWQ weights must have a gate and no biases, as those of Qwen3-MoE and Mixtral; "
-                f"{type(stacked).__name__} is of another kind. Use a checkpoint that is not quantized."
-            )
-        self.order: str | None = None  # of the codes in the layout int4pack
-        self.count, hidden, inner = stacked.down_proj.shape
-        sizes = ((hidden, inner), (hidden, inner), (inner, hidden))
-        self.parts = dict(zip(parts, sizes, strict=True))
-        self.group_size, self.quant_kernel = group_size, quant_kernel
+        hidden, _, inner = expert_rows(stacked)
+        self.count = len(stacked.down_proj)
+        self.parts = dict(zip(stored, ((hidden, inner), (hidden, inner), (inner, hidden)), strict=True))
+        self.stored, self.quant_kernel = dict(stored), quant_kernel
         stacked.gate_up_proj = stacked.down_proj = None
         self.stacked = stacked
         for part in self.parts:
             self._stack(part, [self._linear(part)] * self.count)
 
-    def expect_(self, version: str) -> None:
+    def expect_(self) -> None:
         """Create a linear layer for each part of each expert, on the meta device, to load a checkpoint into.
 
         Raises:
@@ -68,21 +58,32 @@ class AwqExperts(nn.Module):
             expert = nn.Module()
             for part in self.parts:
                 linear = self._linear(part)
-                linear.expect_(version)
+                linear.expect_()
                 expert.add_module(part, linear)
             self.add_module(str(number), expert)
 
-    def to_gemm_(self) -> None:
-        """Stack the weights loaded since `expect_`."""
+    def to_gemm_(self) -> int:
+        """Stack the weights loaded since `expect_`.
+
+        Returns:
+            The number of scales that were rounded to float16.
+
+        Raises:
+            ValueError: as `AwqLinear.to_gemm_` does.
+        """
+        rounded = 0
+        if "0" not in self._modules:  # they are stacked
+            return rounded
         for part in self.parts:
             linears: list[Any] = [self.get_submodule(f"{number}.{part}") for number in range(self.count)]
             for linear in linears:
-                linear.to_gemm_()
+                rounded += linear.to_gemm_()
             self._stack(part, linears)
             for number in range(self.count):
                 delattr(self.get_submodule(str(number)), part)
         for number in range(self.count):
             delattr(self, str(number))
+        return rounded
 
     def lay_out_(self, device: torch.device) -> None:
         """Convert the stacked weights to the layout in which a device multiplies by them, as `AwqLinear.lay_out_`."""
@@ -91,7 +92,7 @@ class AwqExperts(nn.Module):
             for linear in linears:
                 linear.lay_out_(device)
             self._stack(part, linears)
-        self.order = order_name()
+        self.code_order = order_name()
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -119,28 +120,33 @@ class AwqExperts(nn.Module):
         return total
 
     def _linear(self, part: str) -> AwqLinear:
+        stored = self.stored[part]
+        given: Any = {"group_size": stored.gemm_group_size, "stored": stored, "quant_kernel": self.quant_kernel}
         with torch.device("meta"):
-            return AwqLinear(*self.parts[part], bias=False, group_size=self.group_size, quant_kernel=self.quant_kernel)
+            return AwqLinear(*self.parts[part], bias=False, **given)
 
     def _expert(self, number: int, part: str) -> AwqLinear:
         """A linear layer on the weights of one expert, which are views."""
         linear = self._linear(part)
-        linear.order = self.order
+        linear.code_order = self.code_order
         found = {name: self._buffers.get(f"{part}_{name}") for name in _BUFFERS}
         held = {name: stacked[number] for name, stacked in found.items() if stacked is not None}
+        linear.order = held.pop("order", None)
         linear.hold_("int4pack" if "scales_and_zeros" in held else "gemm", held)
         return linear
 
     def _stack(self, part: str, linears: Sequence[AwqLinear]) -> None:
         for name in _BUFFERS:
             self._buffers.pop(f"{part}_{name}", None)
-        for name in linears[0].weight_names:
-            self.register_buffer(f"{part}_{name}", torch.stack([getattr(linear, name) for linear in linears]))
+        for name, _ in linears[0].named_buffers():
+            self.register_buffer(f"{part}_{name}", torch.stack([linear.get_buffer(name) for linear in linears]))
 
     def _times(self, rows: torch.Tensor, part: str, number: int) -> torch.Tensor:
         held: dict[str, Any] = self._buffers
         qweight, qzeros, scales = (held[f"{part}_{name}"][number] for name in Packed._fields)
-        pairs = held.get(f"{part}_scales_and_zeros")
+        pairs, order = held.get(f"{part}_scales_and_zeros"), held.get(f"{part}_order")
+        if order is not None:
+            rows = rows.index_select(1, order[number])
         return awq_matmul(rows, qweight, qzeros, scales, self.quant_kernel, None if pairs is None else pairs[number])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "AwqExperts":
@@ -157,23 +163,32 @@ class AwqExperts(nn.Module):
         for number in range(self.count):
             for part in self.parts:
                 linear = self._expert(number, part)
-                if self._kvboost_hf_at_rest is not None:
-                    linear._kvboost_hf_at_rest = partial(self._at_rest, number, part)
                 linear._save_to_state_dict(destination, f"{prefix}{number}.{part}.", keep_vars)
-
-    def _at_rest(self, number: int, part: str, name: str) -> torch.Tensor:
-        assert self._kvboost_hf_at_rest is not None
-        return self._kvboost_hf_at_rest(f"{part}_{name}")[number]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self.order not in (None, order_name()):  # pickled on another kind of processor
+        if self.code_order not in (None, order_name()):  # pickled on another kind of processor
             for part in self.parts:
                 linears = [self._expert(number, part) for number in range(self.count)]
                 for linear in linears:
                     linear.to_gemm_()
                 self._stack(part, linears)
             self.lay_out_(torch.device("cpu"))
+
+
+def expert_rows(stacked: Any) -> tuple[int, int, int]:
+    """Features that gate, up and down of the experts of a layer take.
+
+    Raises:
+        ValueError: the experts are not stacked in a known way.
+    """
+    if not are_stacked(stacked):
+        raise ValueError(
+            f"Experts on 4-bit weights must have a gate and no biases, as those of Qwen3-MoE and Mixtral; "
+            f"{type(stacked).__name__} is of another kind. Use a checkpoint that is not quantized."
+        )
+    _, hidden, inner = stacked.down_proj.shape
+    return hidden, hidden, inner
 
 
 def are_stacked(stacked: Any) -> bool:

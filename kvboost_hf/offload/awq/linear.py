@@ -11,18 +11,20 @@ from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.cpu import awq_matmul_transposed_torch
 from kvboost_hf.offload.awq.dispatch import wants_int4pack
 from kvboost_hf.offload.awq.int4pack import gemm_qweight, int4pack_from_gemm, order_name
-from kvboost_hf.offload.awq.layout import Packed, gemm_from_gemv, gemm_from_llm_awq, layout_of
+from kvboost_hf.offload.awq.layout import Buffers, Packed, Stored, layout_of, to_gemm
 from kvboost_hf.offload.awq.matmul import awq_matmul
 
+WEIGHT = ("qweight", "qzeros", "scales", "scales_and_zeros")  # buffers of a weight; the last one of int4pack alone
 _MULTIPLIED = ("gemm", "int4pack")  # layouts that there are kernels for
 
 
 class AwqLinear(nn.Module):
-    """`y = x @ W + bias`, with AWQ weights `W` in the layout `gemm`, or on a CPU in `int4pack`.
+    """`y = x @ W + bias`, with 4-bit weights `W` in the layout `gemm` of AWQ, or on a CPU in `int4pack`.
 
     Buffers of `gemm`, with `g` the group size: `qweight` int32 [in_features, out_features / 8], `qzeros` int32
     [in_features / g, out_features / 8], `scales` float16 [in_features / g, out_features], `bias` [out_features] or
-    None. Element (i, o) of `W` is `(q[i, o] - z[i // g, o]) * scales[i // g, o]`; column `o` of a word of 8 is at bit
+    None, and `order`, the feature of `x` for each row, int32 [in_features] or None. Element (i, o) of `W` is
+    `(q[i, o] - z[i // g, o]) * scales[i // g, o]`; column `o` of a word of 8 is at bit
     [0, 16, 4, 20, 8, 24, 12, 28][o]. `int4pack.py` describes the other layout. `state_dict()` and `load_state_dict()`
     have that of `gemm` in any case, and a move to another device converts the weights. Only `bias` follows
     `to(dtype)`. Gradients reach `x`, for adapters that are trained beside the weights.
@@ -33,22 +35,20 @@ class AwqLinear(nn.Module):
         bias: Whether there is one.
         group_size: Rows that share a scale and a zero: 32, 64 or 128.
         quant_kernel: As `StreamingConfig` has it.
-        version: Layout of the checkpoint: `"gemm"`, `"gemv"` or `"llm-awq"`. The buffers have the names and shapes of
-            the checkpoint until `to_gemm_()` has been called.
+        stored: How the checkpoint holds the weight; None for the layout `gemm`. From `expect_()` to `to_gemm_()` the
+            buffers have the names and shapes of the checkpoint.
 
     Raises:
-        ValueError: sizes that do not fit the layout, or an unknown one.
+        ValueError: sizes that do not fit the layout.
     """
 
     qweight: torch.Tensor
     qzeros: torch.Tensor
     scales: torch.Tensor
-    scaled_zeros: torch.Tensor  # of llm-awq alone
+    order: torch.Tensor | None
     bias: torch.Tensor | None
-    order: str | None = None  # of the codes in the layout int4pack
-    # Returns a buffer's true content by its name, while the buffers are views into a slot that layers take in turn.
+    code_order: str | None = None  # of the codes in the layout int4pack, which depends on the processor
     _kvboost_hf_saves_converted = True  # state_dict() has the layout gemm; not while the model is being loaded
-    _kvboost_hf_at_rest: Callable[[str], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -58,66 +58,85 @@ class AwqLinear(nn.Module):
         bias: bool,
         group_size: int,
         quant_kernel: QuantKernel = "auto",
-        version: str = "gemm",
+        stored: Stored | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.group_size = group_size
         self.quant_kernel = quant_kernel
-        self.version = version
-        for name, (shape, dtype) in layout_of(version, in_features, out_features, group_size).items():
+        self.stored = stored or Stored("gemm", group_size)
+        self.version = "gemm"
+        for name, (shape, dtype) in layout_of("gemm", in_features, out_features, group_size).items():
             self.register_buffer(name, torch.zeros(shape, dtype=dtype))
+        order = torch.arange(in_features, dtype=torch.int32) if self.stored.ordered else None
+        self.register_buffer("order", order)
         self.register_buffer("bias", torch.zeros(out_features, dtype=torch.float16) if bias else None)
 
-    def to_gemm_(self) -> None:
-        """Convert the buffers to the layout `gemm`, in place: those of a checkpoint of another layout, or of a CPU."""
-        if self.version == "gemv":
-            found = gemm_from_gemv(self.qweight, self.qzeros, self.scales, self.group_size)
-        elif self.version == "llm-awq":
-            found = gemm_from_llm_awq(self.qweight, self.scales, self.scaled_zeros, self.group_size)
-        elif self.version == "int4pack":
-            found = Packed(gemm_qweight(self.qweight, self.order), self.qzeros, self.scales)
-        else:
+    def expect_(self) -> None:
+        """Replace the buffers with those that the checkpoint has, on the meta device.
+
+        Raises:
+            ValueError: sizes that do not fit the layout, or an unknown one.
+        """
+        if self.stored.version == "gemm":
+            if self.version != "gemm":
+                self.hold_("gemm", _on_meta(self._expected()))
             return
-        self.hold_("gemm", found._asdict())
+        expected = self._expected()  # before anything is changed
+        del self._buffers["order"]
+        self.hold_(self.stored.version, _on_meta(expected))
+
+    def to_gemm_(self) -> int:
+        """Convert buffers loaded from a checkpoint to `gemm`, in place.
+
+        Returns:
+            The number of scales that were rounded to float16.
+
+        Raises:
+            ValueError: as `layout.to_gemm` does.
+        """
+        if self.version == "gemm":
+            return 0
+        if self.version == "int4pack":
+            found = Packed(gemm_qweight(self.qweight, self.code_order), self.qzeros, self.scales)
+            self.hold_("gemm", found._asdict())
+            return 0
+        loaded: Any = {name: self._buffers.pop(name) for name in self._expected()}
+        packed, order, rounded = to_gemm(self.stored, loaded)
+        for name, tensor in (*packed._asdict().items(), ("order", order)):
+            self.register_buffer(name, tensor)
+        self.version = "gemm"
+        return rounded
 
     def lay_out_(self, device: torch.device) -> None:
         """Convert the buffers to the layout in which a device multiplies by them, in place; they stay where they are.
 
         Buffers that still have the layout of a checkpoint are left as they are.
         """
-        if self.version == "gemm" and wants_int4pack(self.quant_kernel, device, self.out_features):
+        wanted = wants_int4pack(self.quant_kernel, device, self.out_features)
+        if self.version == "gemm" and wanted:
             if self.qweight.is_meta:
-                self.expect_("int4pack")
+                sizes = self.in_features, self.out_features, self.group_size
+                self.hold_("int4pack", _on_meta(layout_of("int4pack", *sizes)))
             else:
                 self.hold_("int4pack", int4pack_from_gemm(Packed(self.qweight, self.qzeros, self.scales))._asdict())
-            self.order = order_name()
-        elif self.version == "int4pack" and not wants_int4pack(self.quant_kernel, device, self.out_features):
+            self.code_order = order_name()
+        elif self.version == "int4pack" and not wanted:
             self.to_gemm_()
 
-    def expect_(self, version: str) -> None:
-        """Replace the buffers with those of a checkpoint of another layout, on the meta device.
-
-        Raises:
-            ValueError: sizes that do not fit the layout, or an unknown one.
-        """
-        found = layout_of(version, self.in_features, self.out_features, self.group_size)
-        tensors = {name: torch.zeros(shape, dtype=dtype, device="meta") for name, (shape, dtype) in found.items()}
-        self.hold_(version, tensors)
-
     def hold_(self, version: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the buffers of the weight with `tensors`, in the layout `version`."""
-        for name in self.weight_names:
-            del self._buffers[name]
+        """Replace the buffers of the weight, but not `order`, with `tensors` in the layout `version`."""
+        for name in WEIGHT:
+            self._buffers.pop(name, None)
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
         self.version = version
 
-    @property
-    def weight_names(self) -> tuple[str, ...]:
-        """Names of the buffers that the weight consists of."""
-        return tuple(layout_of(self.version, self.in_features, self.out_features, self.group_size))
+    def _expected(self) -> Buffers:
+        stored = self.stored
+        sizes = self.in_features, self.out_features, stored.group_size
+        return layout_of(stored.version, *sizes, zeros=stored.zeros, index=stored.index)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features], in the dtype of `x`.
@@ -132,6 +151,8 @@ class AwqLinear(nn.Module):
         held: dict[str, Any] = self._buffers
         weight = held["qweight"], held["qzeros"], held["scales"], self.quant_kernel, held.get("scales_and_zeros")
         rows = x.reshape(-1, self.in_features)
+        if (order := held["order"]) is not None:
+            rows = rows.index_select(1, order)
         if torch.is_grad_enabled() and x.requires_grad:
             y: torch.Tensor = _Product.apply(rows, *weight)  # type: ignore[no-untyped-call]
         else:
@@ -156,13 +177,12 @@ class AwqLinear(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.version == "int4pack" and self._kvboost_hf_saves_converted:
-            qweight = self.qweight if self._kvboost_hf_at_rest is None else self._kvboost_hf_at_rest("qweight")
-            destination[f"{prefix}qweight"] = gemm_qweight(qweight, self.order)
+            destination[f"{prefix}qweight"] = gemm_qweight(self.qweight, self.code_order)
             del destination[f"{prefix}scales_and_zeros"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.version == "int4pack":
-            held = Packed(gemm_qweight(self.qweight, self.order), self.qzeros, self.scales)
+            held = Packed(gemm_qweight(self.qweight, self.code_order), self.qzeros, self.scales)
             given = {name: state_dict[prefix + name] for name in Packed._fields if prefix + name in state_dict}
             if given:
                 packed = int4pack_from_gemm(held._replace(**given))._asdict()
@@ -171,7 +191,7 @@ class AwqLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self.version == "int4pack" and self.order != order_name():  # pickled on another kind of processor
+        if self.version == "int4pack" and self.code_order != order_name():  # pickled on another kind of processor
             self.to_gemm_()
             self.lay_out_(self.qweight.device)
 
@@ -188,6 +208,10 @@ def keeping_dtypes(
         return tensor.to(found.device)
 
     return moved
+
+
+def _on_meta(buffers: Buffers) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype, device="meta") for name, (shape, dtype) in buffers.items()}
 
 
 class _Product(torch.autograd.Function):

@@ -1,71 +1,25 @@
-"""Replaces linear layers and experts of a model by those on AWQ weights."""
+"""Replaces linear layers and experts of a model by those on 4-bit weights."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from kvboost_hf.config import QuantKernel
-from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts
+from kvboost_hf.offload.awq.experts import EXPERT_PARTS, AwqExperts, expert_rows
+from kvboost_hf.offload.awq.formats import PackedFormat, Shapes
+from kvboost_hf.offload.awq.layout import Stored
 from kvboost_hf.offload.awq.linear import AwqLinear
 
-_VERSIONS = ("gemm", "gemv", "llm-awq")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AwqSettings:
-    """The AWQ settings of a checkpoint.
-
-    Args:
-        group_size: Rows that share a scale and a zero point.
-        version: Layout of its tensors.
-        config: Its whole quantization config.
-    """
-
-    group_size: int
-    version: str
-    config: dict[str, Any]
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> "AwqSettings":
-        """Read `quantization_config` of a checkpoint.
-
-        Raises:
-            ValueError: it is not AWQ, or an unknown variant.
-        """
-        method = str(config.get("quant_method"))
-        if method != "awq":
-            raise ValueError(
-                f"The checkpoint is quantized with {method!r}; layers are streamed of AWQ checkpoints and of those "
-                "that are not quantized. Load it with from_pretrained() as it is, without streaming."
-            )
-        bits = config.get("bits", config.get("w_bit", 4))
-        group_size = config.get("group_size", config.get("q_group_size", 128))
-        version = str(config.get("version", config.get("format", "gemm"))).lower()
-        if config.get("backend") == "llm-awq":
-            version = "llm-awq"
-        if bits != 4 or group_size not in (32, 64, 128) or not config.get("zero_point", True):
-            raise ValueError(
-                f"AWQ weights must have 4 bits, groups of 32, 64 or 128 and zero points, got {bits} bits, groups of "
-                f"{group_size} and zero_point={config.get('zero_point', True)}."
-            )
-        if version not in _VERSIONS:
-            raise ValueError(f"The layout of AWQ weights must be one of {_VERSIONS}, got {version!r}.")
-        return cls(group_size=group_size, version=version, config=config)
-
-    def as_saved(self) -> dict[str, Any]:
-        """The quantization config of a checkpoint that is saved from the loaded model."""
-        return {**{k: v for k, v in self.config.items() if k not in ("format", "backend")}, "version": "gemm"}
-
-
-def swap_linears(model: nn.Module, settings: AwqSettings, quantized: set[str], kernel: QuantKernel) -> None:
-    """Replace the linear layers and experts that have AWQ weights in the checkpoint.
+def swap_linears(model: nn.Module, packed: PackedFormat, quantized: Mapping[str, Shapes], kernel: QuantKernel) -> None:
+    """Replace the linear layers and experts that have 4-bit weights in the checkpoint.
 
     Args:
         model: On the meta device.
-        settings: Of the checkpoint.
-        quantized: Names of the modules with AWQ weights.
+        packed: The format of the checkpoint.
+        quantized: The tensors of each packed weight, by the name of its module.
         kernel: As `StreamingConfig` has it.
 
     Raises:
@@ -73,46 +27,57 @@ def swap_linears(model: nn.Module, settings: AwqSettings, quantized: set[str], k
     """
     if not quantized:
         raise ValueError(
-            "config.json says that the checkpoint is AWQ's, but none of its tensors ends in 'qweight'. Its files are "
-            "those of another checkpoint."
+            f"config.json says that the weights of the checkpoint are packed by {packed.method}, but "
+            f"none of its tensors ends in {packed.words!r}. Its files are those of another checkpoint."
         )
-
-    given: Any = {"group_size": settings.group_size, "quant_kernel": kernel}
     modules = dict(model.named_modules())
-    experts: dict[str, tuple[str, str, str]] = {}
+    experts: dict[str, dict[str, list[Shapes]]] = {}
     for name in sorted(quantized):
         parent, _, attribute = name.rpartition(".")
         linear = modules.get(name)
         if isinstance(linear, nn.Linear):
-            with torch.device("meta"):
-                swapped = AwqLinear(linear.in_features, linear.out_features, bias=linear.bias is not None, **given)
-            setattr(modules[parent], attribute, swapped.eval())
+            stored = packed.stored(linear.in_features, quantized[name])
+            setattr(modules[parent], attribute, _swapped(linear, stored, kernel))
             continue
         stacked, _, number = parent.rpartition(".")
-        parts = next((parts for parts in EXPERT_PARTS if attribute in parts), None)
-        if parts is None or not number.isdigit() or stacked not in modules:
+        if not any(attribute in parts for parts in EXPERT_PARTS) or not number.isdigit() or stacked not in modules:
             raise ValueError(
-                f"{name} has AWQ weights in the checkpoint, and is no linear layer in {type(model).__name__}. "
+                f"{name} has 4-bit weights in the checkpoint, and is no linear layer in {type(model).__name__}. "
                 "Use a checkpoint of this model that is not quantized."
             )
-        experts[stacked] = parts
-    for name, parts in experts.items():
+        experts.setdefault(stacked, {}).setdefault(attribute, []).append(quantized[name])
+    for name, found in experts.items():
         parent, _, attribute = name.rpartition(".")
-        setattr(modules[parent], attribute, AwqExperts(modules[name], parts, **given).eval())
+        parts = next(parts for parts in EXPERT_PARTS if found.keys() & {*parts})
+        sizes = zip(parts, expert_rows(modules[name]), strict=True)
+        alike = {part: _alike(f"{name}.*.{part}", packed, rows, found.get(part, [])) for part, rows in sizes}
+        setattr(modules[parent], attribute, AwqExperts(modules[name], alike, quant_kernel=kernel).eval())
 
 
-def expect_version(model: nn.Module, version: str) -> None:
-    """Prepare linear layers and experts to load a checkpoint of a layout."""
+def expect_stored(model: nn.Module) -> None:
+    """Prepare linear layers and experts to load a checkpoint."""
     for module in list(model.modules()):
         if isinstance(module, AwqLinear | AwqExperts):
-            module.expect_(version)
+            module.expect_()
 
 
-def to_gemm(layer: nn.Module) -> None:
-    """Convert the loaded weights of linear layers and experts to `gemm`."""
-    for module in list(layer.modules()):
-        if isinstance(module, AwqExperts) or (isinstance(module, AwqLinear) and module.version != "gemm"):
-            module.to_gemm_()
+def to_gemm(layer: nn.Module) -> int:
+    """Convert the loaded weights of linear layers and experts to `gemm`.
+
+    Returns:
+        The number of scales that were rounded to float16.
+
+    Raises:
+        ValueError: a weight cannot be converted.
+    """
+    rounded = 0
+    for name, module in list(layer.named_modules()):
+        if isinstance(module, AwqExperts) or (isinstance(module, AwqLinear) and module.version != "int4pack"):
+            try:
+                rounded += module.to_gemm_()
+            except ValueError as error:
+                raise ValueError(f"{name} of {type(layer).__name__} cannot be streamed: {error}") from error
+    return rounded
 
 
 def save_converted(module: nn.Module, converted: bool) -> None:
@@ -127,3 +92,61 @@ def lay_out(module: nn.Module, device: torch.device) -> None:
     for each in list(module.modules()):
         if isinstance(each, AwqLinear | AwqExperts):
             each.lay_out_(device)
+
+
+def awq_config(model: nn.Module, packed: PackedFormat) -> tuple[dict[str, Any], str | None]:
+    """The quantization config of the AWQ checkpoint that is saved from a model.
+
+    Returns:
+        The config, and None; or that of the checkpoint and the reason why no AWQ checkpoint can hold the weights.
+    """
+    if packed.is_awq:
+        return {**{k: v for k, v in packed.config.items() if k not in ("format", "backend")}, "version": "gemm"}, None
+    stored: list[Stored] = []
+    kept: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, AwqLinear):
+            stored.append(module.stored)
+        elif isinstance(module, AwqExperts):
+            stored += module.stored.values()
+        elif isinstance(module, nn.Linear):
+            kept.append(name)
+    sizes = sorted({each.gemm_group_size for each in stored})
+    if any(each.ordered for each in stored):
+        return packed.config, "An AWQ checkpoint has no place for an index of groups (desc_act, actorder)."
+    if len(sizes) > 1:
+        return packed.config, f"An AWQ checkpoint has groups of one size, and this model has some of {sizes}."
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": sizes[0],
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": kept,
+    }, None
+
+
+def _swapped(linear: nn.Linear, stored: Stored, kernel: QuantKernel) -> AwqLinear:
+    with torch.device("meta"):
+        swapped = AwqLinear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            group_size=stored.gemm_group_size,
+            quant_kernel=kernel,
+            stored=stored,
+        )
+        if linear.bias is not None:  # which is not rounded to another dtype than it would have in the model
+            swapped.to(linear.bias.dtype)
+    return swapped.eval()
+
+
+def _alike(name: str, packed: PackedFormat, rows: int, shapes: Sequence[Shapes]) -> Stored:
+    """How a part of all experts of a layer is stored."""
+    found = {packed.stored(rows, each) for each in shapes} or {packed.stored(rows, {})}
+    if len(found) > 1:
+        raise ValueError(
+            f"{name} must have the same groups in all experts, got {sorted(map(str, found))}. Use a checkpoint of "
+            "this model whose experts are quantized alike."
+        )
+    return found.pop()
