@@ -93,9 +93,10 @@ def models(folder: Path, peer: str | None, rounds: int) -> Iterator[Result]:
     texts = prose(1000, lambda text: len(tokenizer.encode(text)))
     ids = tokenizer("\n\n".join(texts))["input_ids"]
     awq: Any = load_streamed(str(folder), device="cpu", dtype=torch.bfloat16)
+    fa2: Any = load_streamed(str(folder), device="cpu", dtype=torch.bfloat16, attn_implementation="kvboost_fa2")
     exact: Any = load_streamed(str(folder), StreamingConfig(quant_kernel="torch"), device="cpu", dtype=torch.float32)
     half: Any = type(model).from_pretrained(real_model.FLOAT32, dtype=torch.bfloat16).eval()
-    ours = {"float32": model, "bfloat16": half, "4 bits": awq, "4 bits, exact": exact}
+    ours = {"float32": model, "bfloat16": half, "4 bits": awq, "4 bits, kvboost_fa2": fa2, "4 bits, exact": exact}
     with llama_cpp(peer) as ask:
         for length in PROMPTS:
             times: dict[str, list[tuple[float, float]]] = {}

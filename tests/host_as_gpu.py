@@ -189,7 +189,7 @@ def main() -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     patches = {
-        (launch, "_device"): lambda device: (4, True),
+        (launch, "_traits"): lambda device: launch.Traits(4, 64, False),
         (dispatch, "runs_triton"): lambda kernel, device: True,
         (importlib.import_module("clock"), "MOST_INPUTS"): 2,
     }

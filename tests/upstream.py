@@ -143,6 +143,17 @@ PRIVATE = (
     _names("torch.utils", "_python_dispatch _pytree _triton", "modules of torch"),
     _names("torch.utils._python_dispatch", "_disable_current_modes", "hides modes that watch operations"),
     _names("torch", "_scaled_dot_product_flash_attention_for_cpu", "attention with its log-sum-exp"),
+    _names(
+        "torch.ops:aten",
+        "_convert_weight_to_int4pack_for_cpu _weight_int4pack_mm_for_cpu",
+        "the product with 4-bit weights on a CPU",
+    ),
+    _names(
+        "torch.cpu",
+        "_is_amx_tile_supported _is_avx512_bf16_supported",
+        "whether the processor multiplies bfloat16",
+    ),
+    _names("torch.ops:mkldnn", "_is_mkldnn_bf16_supported", "whether oneDNN multiplies bfloat16"),
     _names("torch.amp.autocast_mode", "_enabled", "whether autocast is on", in_source=True),
     _names("torch._dynamo.eval_frame", "_orig_mod _torchdynamo_orig_callable", "what was compiled", in_source=True),
     _names(

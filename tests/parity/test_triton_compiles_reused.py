@@ -133,7 +133,7 @@ def test_columns_of_pinned_memory_are_read_by_16_bytes() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather_kernel, "_launch", note)
-        gather_kernel.launch([opened, opened], table, [(0, 0), (0, 1)])
+        gather_kernel.launch([opened, opened], table, [(5, 0), (5, 1)])
     for made in compile_launches(found):
         assert "ld.global.v2.b64" in made.loads
         assert made.stack_bytes == 0

@@ -17,7 +17,7 @@ import torch
 from kvboost_hf.cache.forward.spans import Spans, pieces_of, spans_of, stored_chunk
 from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.blocks import Groups
-from kvboost_hf.cache.kv.gather import Run, can_gather, planes_of, table_of
+from kvboost_hf.cache.kv.gather import Run, can_gather, places_in_table, planes_of, table_of
 from kvboost_hf.cache.kv.records import StoredChunk
 from kvboost_hf.cache.layers.base import Piece, ReuseLayer
 from kvboost_hf.cache.layers.growing import GrowingLayer
@@ -175,7 +175,7 @@ class Loading:
                 queued.enter_context(link.using(stream))
             table, places = self._table(opened), self._chunks[0].kv.places[idx]
             if table is not None and places is not None:
-                link.gather(opened, table, places)
+                link.gather(opened, table, places_in_table(places))
             else:
                 self._copy(idx)
             for part in opened:

@@ -9,7 +9,9 @@ from kvboost_hf.cache.kv import transfer
 from kvboost_hf.cache.kv.layer_kv import LayerKV
 
 _ALIGNED_BYTES = 16
-FIELDS = 5  # row, first column, columns, first token in the chunk, tokens of the chunk; then an address for each block
+_FIELDS = (
+    5  # row, first column, columns, first token in the chunk, tokens of the chunk; then an address for each block
+)
 
 
 class Run(NamedTuple):
@@ -45,7 +47,7 @@ def can_gather(chunks: Sequence[LayerKV], device: torch.device) -> bool:
 
 
 def table_of(runs: Iterable[Run], like: LayerKV, device: torch.device) -> torch.Tensor:
-    """Make the table [runs, FIELDS + blocks] of runs, int64, on a device: one copy, behind the current stream's work.
+    """Make the table [runs, 5 + blocks] of runs, int64, on a device: one copy, behind the current stream's work.
 
     Args:
         runs: All of them, of chunks that `can_gather` accepts.
@@ -62,10 +64,15 @@ def table_of(runs: Iterable[Run], like: LayerKV, device: torch.device) -> torch.
         if own is None:
             own = addresses[id(kv)] = tuple(_plane(block.planes).data_ptr() for block in kv.blocks)
         rows.append((row, column, length, at, kv.blocks[0].shape[1], *own))
-    shape = torch.Size((len(rows), FIELDS + len(like.blocks)))
+    shape = torch.Size((len(rows), _FIELDS + len(like.blocks)))
     host = transfer.link.pinned(shape, torch.int64)
     host.copy_(torch.tensor(rows, dtype=torch.int64).view(shape))
     return transfer.link.send(host, device)
+
+
+def places_in_table(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The columns of the table with the addresses of blocks, in place of the numbers of the blocks."""
+    return [(_FIELDS + block, at) for block, at in places]
 
 
 def planes_of(chunks: Iterable[LayerKV]) -> list[torch.Tensor]:

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from kvboost_hf.cache.kv.gather import FIELDS
 from kvboost_hf.triton_launch import Launcher
 
 # Few programs, so that the model has the other processors: each waits for 16 KiB at a time, and all of them for about
@@ -27,7 +26,7 @@ def failure(device: torch.device) -> str | None:
         host = torch.arange(1024, device="cpu").pin_memory().view(2, 1, 64, 8)
         out = torch.zeros((1, 1, 64, 8), dtype=torch.int64, device=device)
         table = torch.tensor([[0, 0, 64, 0, 64, host.data_ptr()]], device=device)
-        launch([out], table, [(0, 1)])
+        launch([out], table, [(5, 1)])
         return None if torch.equal(out[0].cpu(), host[1]) else "its kernels do not find pinned memory by its address"
     except (CalledProcessError, OSError, RuntimeError, TritonError) as error:  # no compiler, or nothing that is mapped
         return str(error).partition("\n")[0]
@@ -39,7 +38,8 @@ def launch(opened: Sequence[torch.Tensor], table: torch.Tensor, places: Sequence
     Args:
         opened: Of each tensor of the layer, [batch, heads, columns, dim], whose last two dimensions are contiguous.
         table: See `gather.table_of`, on the same device.
-        places: Of each tensor of the layer, its block and its index in it.
+        places: For each tensor of the layer, the column of the table with the address of its block, and its index in
+            the block.
     """
     for at in range(0, len(opened), 2):
         _launch_two(opened[at : at + 2], table, places[at : at + 2])
@@ -56,7 +56,7 @@ def _launch_two(opened: Sequence[torch.Tensor], table: torch.Tensor, places: Seq
     given = (
         (table, first, second),
         (*first.stride()[:2], *second.stride()[:2]),
-        (len(table), table.shape[1], *heads, FIELDS + block, at, FIELDS + other, there),
+        (len(table), table.shape[1], *heads, block, at, other, there),
         (),
         (first.shape[3], second.shape[3], aligned, _BYTES // size),
     )

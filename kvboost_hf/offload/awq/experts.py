@@ -8,7 +8,7 @@ from torch import nn
 
 from kvboost_hf.config import QuantKernel
 from kvboost_hf.offload.awq.int4pack import order_name
-from kvboost_hf.offload.awq.layout import Packed, Stored
+from kvboost_hf.offload.awq.layout import Stored
 from kvboost_hf.offload.awq.linear import WEIGHT, AwqLinear, keeping_dtypes
 from kvboost_hf.offload.awq.matmul import awq_matmul
 
@@ -85,6 +85,10 @@ class AwqExperts(nn.Module):
             delattr(self, str(number))
         return rounded
 
+    def save_converted_(self, converted: bool) -> None:
+        """Choose whether `state_dict()` has weights as checkpoints have them, or the buffers as they are."""
+        self._kvboost_hf_saves_converted = converted
+
     def lay_out_(self, device: torch.device) -> None:
         """Convert the stacked weights to the layout in which a device multiplies by them, as `AwqLinear.lay_out_`."""
         for part in self.parts:
@@ -143,7 +147,7 @@ class AwqExperts(nn.Module):
 
     def _times(self, rows: torch.Tensor, part: str, number: int) -> torch.Tensor:
         held: dict[str, Any] = self._buffers
-        qweight, qzeros, scales = (held[f"{part}_{name}"][number] for name in Packed._fields)
+        qweight, qzeros, scales = (held[f"{part}_{name}"][number] for name in WEIGHT[:3])
         pairs, order = held.get(f"{part}_scales_and_zeros"), held.get(f"{part}_order")
         if order is not None:
             rows = rows.index_select(1, order[number])

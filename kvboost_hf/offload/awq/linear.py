@@ -109,6 +109,10 @@ class AwqLinear(nn.Module):
         self.version = "gemm"
         return rounded
 
+    def save_converted_(self, converted: bool) -> None:
+        """Choose whether `state_dict()` has weights as checkpoints have them, or the buffers as they are."""
+        self._kvboost_hf_saves_converted = converted
+
     def lay_out_(self, device: torch.device) -> None:
         """Convert the buffers to the layout in which a device multiplies by them, in place; they stay where they are.
 
@@ -183,7 +187,7 @@ class AwqLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.version == "int4pack":
             held = Packed(gemm_qweight(self.qweight, self.code_order), self.qzeros, self.scales)
-            given = {name: state_dict[prefix + name] for name in Packed._fields if prefix + name in state_dict}
+            given = {name: state_dict[prefix + name] for name in WEIGHT[:3] if prefix + name in state_dict}
             if given:
                 packed = int4pack_from_gemm(held._replace(**given))._asdict()
                 state_dict = {**state_dict, **{prefix + name: tensor for name, tensor in packed.items()}}

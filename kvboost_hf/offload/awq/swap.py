@@ -84,7 +84,7 @@ def save_converted(module: nn.Module, converted: bool) -> None:
     """Choose whether `state_dict()` has AWQ weights as checkpoints have them, or the buffers as they are."""
     for each in module.modules():
         if isinstance(each, AwqLinear | AwqExperts):
-            each._kvboost_hf_saves_converted = converted
+            each.save_converted_(converted)
 
 
 def lay_out(module: nn.Module, device: torch.device) -> None:
