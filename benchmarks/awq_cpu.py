@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,7 +49,7 @@ LEAST_S = 0.05  # that a way is timed for in a round
 START_S = 60.0  # within which llama.cpp answers
 
 
-def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def measure(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median milliseconds of each way, in rounds of all of them."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for at in range(rounds + 1):
@@ -73,7 +73,7 @@ def products(inner: int, outer: int, rounds: int) -> Iterator[Result]:
     half = full.bfloat16()
     for rows in ROWS:
         x, x_half = (draw := torch.randn(rows, inner)), draw.bfloat16()
-        ways: dict[str, Callable[[], object]] = {
+        ways: dict[str, Callable[[], torch.Tensor]] = {
             "float32": lambda x=x: F.linear(x, full),
             "bfloat16": lambda x=x_half: F.linear(x, half),
             "4 bits": lambda x=x_half: awq_matmul(x, *ours[:3], "auto", ours.scales_and_zeros),
@@ -209,7 +209,7 @@ def main() -> None:
         for shape in SHAPES:
             record.measure(
                 " x ".join(map(str, shape)),
-                lambda shape=shape: result["products"].extend(products(*shape, options.rounds)),
+                lambda shape=shape: result["products"].extend(products(shape[0], shape[1], options.rounds)),
             )
     if options.only != "products":
         with TemporaryDirectory() as folder:
