@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvboost_hf import StreamingConfig, load_streamed, stop_streaming
 from kvboost_hf.attention import kernel_calls
@@ -33,6 +32,7 @@ from kvboost_hf.offload.backends.choice import use_backend
 from recipes.awq import quantize_awq
 from tests.awq import in_gemm, make_linear, random_weight
 from tests.offload.poisoning import PoisoningBackend
+from tests.parity.test_awq_linear import Largest
 from tests.parity.test_streaming_awq import IDS, dense, qwen3_moe, write_experts
 
 CPU = torch.device("cpu")
@@ -146,18 +146,6 @@ def test_other_processors(instructions: str, found: str) -> None:
     script = _ON_ANOTHER.format(budget=BUDGET)
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert (done.stdout + done.stderr).strip().endswith(found)
-
-
-class Largest(TorchDispatchMode):
-    """The most bytes that one new tensor took."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor):
-            self.nbytes = max(self.nbytes, found.untyped_storage().nbytes())
-        return found
 
 
 def test_never_more_than_a_tile_is_dequantized() -> None:
