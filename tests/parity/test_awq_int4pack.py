@@ -326,7 +326,14 @@ def test_experts(tmp_path: Path) -> None:
     for found_layer in (layer.half(), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
         assert torch.equal(found_layer(hidden, chosen, shares), before_all)
         assert found_layer.gate_proj_scales_and_zeros.dtype == torch.bfloat16
+    held = dict(layer.named_buffers())
+    layer.lay_out_(CPU)
+    assert all(tensor is held[name] for name, tensor in layer.named_buffers()), "what is laid out is not copied"
     layer.lay_out_(torch.device("cuda"))
+    assert layer.code_order is None
+    held = dict(layer.named_buffers())
+    layer.lay_out_(torch.device("cuda"))
+    assert all(tensor is held[name] for name, tensor in layer.named_buffers())
     assert not any(name.endswith("scales_and_zeros") for name, _ in layer.named_buffers())
     assert layer.gate_proj_qweight.dtype == torch.int32
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from kvboost_hf.config import QuantKernel
+from kvboost_hf.offload.awq.dispatch import wants_int4pack
 from kvboost_hf.offload.awq.int4pack import order_name
 from kvboost_hf.offload.awq.layout import Stored
 from kvboost_hf.offload.awq.linear import WEIGHT, AwqLinear, keeping_dtypes
@@ -91,12 +92,15 @@ class AwqExperts(nn.Module):
 
     def lay_out_(self, device: torch.device) -> None:
         """Convert the stacked weights to the layout in which a device multiplies by them, as `AwqLinear.lay_out_`."""
-        for part in self.parts:
+        for part, (_, out_features) in self.parts.items():
+            wanted = wants_int4pack(self.quant_kernel, device, out_features)
+            if f"{part}_qweight" not in self._buffers or wanted == (f"{part}_scales_and_zeros" in self._buffers):
+                continue
             linears = [self._expert(number, part) for number in range(self.count)]
             for linear in linears:
                 linear.lay_out_(device)
             self._stack(part, linears)
-        self.code_order = order_name()
+        self.code_order = order_name() if any(name.endswith("scales_and_zeros") for name in self._buffers) else None
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -186,10 +186,13 @@ class AwqLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.version == "int4pack":
-            held = Packed(gemm_qweight(self.qweight, self.code_order), self.qzeros, self.scales)
             given = {name: state_dict[prefix + name] for name in WEIGHT[:3] if prefix + name in state_dict}
             if given:
-                packed = int4pack_from_gemm(held._replace(**given))._asdict()
+                if "qweight" not in given:
+                    given["qweight"] = gemm_qweight(self.qweight, self.code_order)
+                packed = int4pack_from_gemm(
+                    Packed(**{"qzeros": self.qzeros, "scales": self.scales, **given})
+                )._asdict()
                 state_dict = {**state_dict, **{prefix + name: tensor for name, tensor in packed.items()}}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
