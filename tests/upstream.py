@@ -105,8 +105,14 @@ PRIVATE = (
     ),
     _names(
         "transformers.modeling_utils",
-        "_compiled_call _last_compile_config",
+        "_compiled_call _last_compile_config _use_kernels",
         "notes that K/V does not depend on",
+        in_source=True,
+    ),
+    _names(
+        "transformers.configuration_utils",
+        "_commit_hash _name_or_path",
+        "where a model comes from, which its K/V does not depend on",
         in_source=True,
     ),
     _names("transformers.CompileConfig", "_compile_all_devices", "whether a call is compiled on CPUs, too"),

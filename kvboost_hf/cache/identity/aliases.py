@@ -20,7 +20,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kvboost_hf.cache.identity.checksum import checksum
+from kvboost_hf.checksum import checksum
 
 _log = logging.getLogger("kvboost_hf")
 

@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.durable_names import durable_name, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
-from kvboost_hf.cache.identity.settings import config_scalars
+from kvboost_hf.cache.identity.settings import config_scalars, written_config
 from kvboost_hf.cache.identity.walk import Found, ModelWalk
 from kvboost_hf.cache.identity.weights import WeightsWatch, lack_memory
+from kvboost_hf.checksum import checksum
 from kvboost_hf.compat import note_changes, training_reason
 
 
@@ -54,7 +54,8 @@ class ModelFingerprint:
         """
         with self._lock:
             found, serials = self._look(model)
-            switches = (*found.switches, *sorted(found.files), *serials)
+            in_files = [(before, content.digest) for before, content in found.in_files]
+            switches = (*found.switches, *sorted(found.files), *in_files, *serials)
             weights = self._weights_of(found, full=full)
             full = isinstance(weights, bytes)
             state = (switches, weights, self.bumps)
@@ -86,9 +87,10 @@ class ModelFingerprint:
             weights = self._weights_of(found, full=full)
             if isinstance(weights, int) and (full or self._weights.without_memory):
                 return "weights whose memory is taken from them between forwards cannot be told apart from others"
-            state = (switches, full, weights, self.bumps)
+            in_files = tuple(content.digest for _, content in found.in_files)
+            state = (switches, full, weights, in_files, self.bumps)
             if self._durable is None or self._durable[0] != state:
-                read = checksum(found.tensors, found.used_on)
+                read = checksum(found.weights, found.used_on)
                 self._durable = state, self._digest(model, (switches, full, library_versions()), read)
             return self._durable[1]
 
@@ -165,7 +167,7 @@ def model_name(model: nn.Module) -> bytes:
 def _digest_shapes(digest: Any, model: nn.Module) -> None:
     config = getattr(model, "config", None)
     try:
-        shown = str(config.to_json_string(use_diff=False) if config is not None else type(model))
+        shown = written_config(config) if config is not None else str(type(model))
     except Exception:  # somebody has put something into it that cannot be written
         shown = repr(config_scalars(config))
     digest.update(shown.encode())

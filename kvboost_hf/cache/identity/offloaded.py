@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from kvboost_hf.checksum import Content
+
 FileMark = tuple[str, int, int]  # path, size in bytes, time of the last change in ns
 
 
@@ -20,22 +22,15 @@ def weight_maps(hook: Any) -> Iterator[Any]:
         yield found
 
 
-def weights_at_rest(hook: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-    """By the id of each tensor of a streamed layer: the tensor, and its values in host memory.
+def weights_at_rest(hook: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor | Content]]:
+    """By the id of each tensor of a streamed layer: the tensor, and its values in host memory or content in a file.
 
-    The layer's own tensors share slots with other layers, so that their values are not stable. None stands for values
-    in a file.
+    The layer's own tensors share slots with other layers, so that their values are not stable.
     """
-    found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    found: dict[int, tuple[torch.Tensor, torch.Tensor | Content]] = {}
     for inner in getattr(hook, "hooks", (hook,)):
         found |= getattr(inner, "weights_at_rest", {})
     return found
-
-
-def files_at_rest(hook: Any) -> set[FileMark]:
-    """The files of a hook that streams a layer, with size and time of change."""
-    paths = {path for inner in getattr(hook, "hooks", (hook,)) for path in getattr(inner, "files_at_rest", ())}
-    return _marks(paths)
 
 
 def offloaded_tensors(weights: Any) -> list[torch.Tensor]:

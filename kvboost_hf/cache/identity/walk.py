@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from kvboost_hf.cache.identity.checksum import checksum
 from kvboost_hf.cache.identity.durable_names import is_of_package, is_written_where_it_says
 from kvboost_hf.cache.identity.foreign import foreign_functions, is_own
 from kvboost_hf.cache.identity.hooks import (
@@ -31,15 +30,22 @@ from kvboost_hf.cache.identity.hooks import (
 )
 from kvboost_hf.cache.identity.offloaded import (
     FileMark,
-    files_at_rest,
     offloaded_files,
     offloaded_tensors,
     weight_maps,
     weights_at_rest,
 )
 from kvboost_hf.cache.identity.reachable import OF_TORCH, Reached, Reader
-from kvboost_hf.cache.identity.settings import SCALARS, adapter_switches, autocast, config_scalars, ids_of_configs
+from kvboost_hf.cache.identity.settings import (
+    NAME,
+    SCALARS,
+    adapter_switches,
+    autocast,
+    config_scalars,
+    ids_of_configs,
+)
 from kvboost_hf.cache.identity.weights import plain_tensors
+from kvboost_hf.checksum import Content, checksum
 from kvboost_hf.compat import KeptOnModel, frequencies_vary
 
 # Attributes that are read elsewhere, or by generate(), or that are our own.
@@ -55,8 +61,8 @@ PREPARE_CACHE = "_prepare_cache_for_generation"
 COMPILED_CALL = "get_compiled_call"
 _NOTES = frozenset(
     (
-        *(PREPARE_CACHE, "rope_deltas", "_output_capturing_hooks_installed", "_previous_max_cache_length", "_cache"),
-        *("_compiled_call", "_last_compile_config", "_compiled_call_impl", COMPILED_CALL),
+        *(NAME, PREPARE_CACHE, COMPILED_CALL, "rope_deltas", "_previous_max_cache_length", "_cache", "_use_kernels"),
+        *("_output_capturing_hooks_installed", "_compiled_call", "_last_compile_config", "_compiled_call_impl"),
     )
 )
 # What transformers says of a class, not of how it computes.
@@ -81,15 +87,26 @@ class Found:
     """The tensors, settings, functions and files that K/V of a model may depend on."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
+    in_files: list[tuple[int, Content]] = field(default_factory=list)  # weights, and how many tensors come before each
     switches: list[Hashable] = field(default_factory=list)  # settings that can change without a tensor changing
     own_configs: list[Hashable] = field(default_factory=list)  # scalars of configurations that are not the model's own
     parts: list[Any] = field(default_factory=list)  # hooks and functions, compared by identity
     foreign: slice = field(default_factory=lambda: slice(0))  # of the parts: functions of others
     files: set[FileMark] = field(default_factory=set)
-    used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of tensors that are kept elsewhere
+    used_on: dict[int, torch.device] = field(default_factory=dict)  # by id, of weights that are kept elsewhere
     in_training: bool = False
     # Hooks, and a function in place of the forward, that may turn out to change what is computed.
     watched: list[HookWatch | ForwardWatch] = field(default_factory=list)
+
+    @property
+    def weights(self) -> list[torch.Tensor | Content]:
+        """All weights, in the order in which the modules have them."""
+        found: list[torch.Tensor | Content] = []
+        taken = 0
+        for before, content in self.in_files:
+            found += [*self.tensors[taken:before], content]
+            taken = before
+        return [*found, *self.tensors[taken:]]
 
 
 class ModelWalk:
@@ -125,7 +142,7 @@ class _Walk:
         self.others_at: list[tuple[int, str]] = []  # number of a module, and an attribute of it
         self.configs_at: list[tuple[int, str]] = []
         self._maps: dict[int, Any] = {}
-        self._at_rest: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # of streamed layers
+        self._at_rest: dict[int, tuple[torch.Tensor, torch.Tensor | Content]] = {}  # of streamed layers
         seen: set[int] = set()  # ids of modules
         todo = [model] if model is not None else []  # model.modules() takes three times as long
         while todo:
@@ -187,7 +204,6 @@ class _Walk:
         if not is_of_package(type(hook)):
             self.others.append(hook)
         self._at_rest |= weights_at_rest(hook)
-        self.found.files |= files_at_rest(hook)
         self._maps |= {id(weights): weights for weights in weight_maps(hook)}
 
     def _add_tensor(self, tensor: torch.Tensor | None) -> None:
@@ -208,8 +224,10 @@ class _Walk:
 
     def _add_at_rest(self, tensor: torch.Tensor) -> None:
         kept = self._at_rest[id(tensor)][1]
-        if kept is not None:
-            self.found.used_on[id(kept)] = tensor.device
+        self.found.used_on[id(kept)] = tensor.device
+        if isinstance(kept, Content):
+            self.found.in_files.append((len(self.found.tensors), kept))
+        else:
             self.found.tensors.append(kept)
 
     def _add_attributes(self, number: int, attributes: dict[str, Any]) -> None:

@@ -220,8 +220,10 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     import fsspec
 
     shown = without_secrets(url)
-    if "://" not in url or any(letter in shown for letter in "*?["):
-        raise ValueError(f"`url` must be an address without wildcards, got {shown!r}. Example: 's3://bucket/path'.")
+    if not url.partition("://")[2] or any(letter in shown for letter in "*?["):
+        raise ValueError(
+            f"`url` must be a scheme and a place, without wildcards, got {shown!r}. Example: 's3://bucket/path'."
+        )
     try:
         # What other processes write must be seen: no listing may be kept.
         found = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
