@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +92,8 @@ def _sums_on_cpu(words: torch.Tensor, rows: int, coefficients: torch.Tensor) -> 
     """The sums of the first rows: NumPy has vector code for them, and takes a tenth of the time of PyTorch."""
     sums, by = np.empty(rows, dtype=np.int64), coefficients.numpy()
     # Read at their address: a tensor that was handed to NumPy could not be resized any more, as FSDP does.
-    read = np.frombuffer((ctypes.c_char * (rows * _ROW * 4)).from_address(words.data_ptr()), dtype=np.int32)
+    memory: Any = (ctypes.c_char * (rows * _ROW * 4)).from_address(words.data_ptr())
+    read = np.frombuffer(memory, dtype=np.int32)
 
     def fill(start: int, stop: int) -> None:
         product = np.empty(_ROW, dtype=np.int64)

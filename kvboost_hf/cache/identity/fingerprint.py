@@ -12,15 +12,17 @@ from collections.abc import Hashable, Iterable
 from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from kvboost_hf.cache.identity.durable_names import durable_name, library_versions
 from kvboost_hf.cache.identity.hooks import ForwardWatch, HookWatch
+from kvboost_hf.cache.identity.offloaded import FileWeight
 from kvboost_hf.cache.identity.settings import config_scalars, written_config
 from kvboost_hf.cache.identity.walk import Found, ModelWalk
 from kvboost_hf.cache.identity.weights import WeightsWatch, lack_memory
-from kvboost_hf.checksum import checksum
+from kvboost_hf.checksum import Content, checksum
 from kvboost_hf.compat import note_changes, training_reason
 
 
@@ -38,6 +40,7 @@ class ModelFingerprint:
         self._settings: tuple[Hashable, bytes] | None = None  # of a model in training mode, and their hash
         self.watched: list[HookWatch | ForwardWatch] = []  # others' hooks, as they were when this was last asked
         self._durable: tuple[Hashable, bytes] | None = None  # what was digested, and the result
+        self._in_files: dict[Hashable, Content] = {}  # of weights that accelerate reads
 
     def look(self, model: nn.Module) -> None:
         """Detect what others have changed in `model`, so that it is probed again after a change."""
@@ -54,7 +57,7 @@ class ModelFingerprint:
         """
         with self._lock:
             found, serials = self._look(model)
-            in_files = [(before, content.digest) for before, content in found.in_files]
+            in_files = [(before, each.digest) for before, each in found.in_files if isinstance(each, Content)]
             switches = (*found.switches, *sorted(found.files), *in_files, *serials)
             weights = self._weights_of(found, full=full)
             full = isinstance(weights, bytes)
@@ -83,14 +86,14 @@ class ModelFingerprint:
                 if name is None:
                     return f"{getattr(part, '__qualname__', type(part).__qualname__)} cannot be told apart from others"
                 codes.add(name)
-            switches = (*found.switches, *sorted(found.files), *sorted(codes))
+            switches = (*found.switches, *(() if found.are_all_placed else sorted(found.files)), *sorted(codes))
             weights = self._weights_of(found, full=full)
             if isinstance(weights, int) and (full or self._weights.without_memory):
                 return "weights whose memory is taken from them between forwards cannot be told apart from others"
-            in_files = tuple(content.digest for _, content in found.in_files)
-            state = (switches, full, weights, in_files, self.bumps)
+            in_files = tuple(each.digest for _, each in found.in_files if isinstance(each, Content))
+            state = (switches, full, weights, in_files, frozenset(found.files), self.bumps)
             if self._durable is None or self._durable[0] != state:
-                read = checksum(found.weights, found.used_on)
+                read = self._checksum(found)
                 self._durable = state, self._digest(model, (switches, full, library_versions()), read)
             return self._durable[1]
 
@@ -133,6 +136,17 @@ class ModelFingerprint:
         if full and not lack_memory(found.tensors):
             return checksum(found.tensors, found.used_on)
         return self._weights.epoch(found.tensors)
+
+    def _checksum(self, found: Found) -> bytes:
+        """A checksum of all weights, those in files included."""
+        used_on = dict(found.used_on)
+        weights: list[torch.Tensor | Content] = []
+        for weight in found.weights:
+            if isinstance(weight, FileWeight):
+                device, weight = used_on[id(weight)], weight.read(self._in_files)
+                used_on[id(weight)] = device
+            weights.append(weight)
+        return checksum(weights, used_on)
 
     def _serials(self, parts: Iterable[Any]) -> list[int]:
         """A number for each part: the same as long as it stays in place, never used again."""
