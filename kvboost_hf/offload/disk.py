@@ -200,9 +200,7 @@ class LayerFolder:
                 record = {"version": _VERSION, "model": self._origin.model, "files": self._marks, "layers": layers}
                 _replace(self._record_path(self._origin), memoryview(json.dumps(record).encode()))
         except OSError as error:
-            _log.warning(
-                "The layers of %s will be loaded once more by the next process: %s", self._origin.model, error
-            )
+            _log.warning("The next process reads the layers of %s once more: %s", self._origin.model, error)
         self._new = {}
 
     def _recorded(self) -> dict[str, _Entry]:
@@ -297,8 +295,12 @@ def _replace(path: Path, content: memoryview) -> None:
             _forget_pages(file.fileno(), 0, done)
         os.replace(unfinished, path)
     except OSError as error:
-        message = f"could not be written ({error.strerror}): it takes {len(content)} bytes, and {path.parent} has "
-        message += f"{shutil.disk_usage(path.parent).free} free. Make room there, or choose another `disk_folder`"
+        message = f"could not be written ({error.strerror})"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            message += ". Change who may write there, or choose another `disk_folder`"
+        else:
+            message += f": it takes {len(content)} bytes, and {path.parent} has {shutil.disk_usage(path.parent).free} "
+            message += "free. Make room there, or choose another `disk_folder`"
         raise OSError(error.errno, message, str(path)) from error
     finally:
         with suppress(OSError):
