@@ -12,7 +12,9 @@ from transformers import PreTrainedConfig
 
 SCALARS = frozenset((float, bool, str, int))
 # Where a model comes from, and who wrote its configuration: the same content elsewhere is the same model.
-_ORIGIN = frozenset(("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map"))
+_ORIGIN = frozenset(
+    ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map")
+)
 _UNREAD = _ORIGIN | {"dtype", "model_type"}  # of the weights and the class: not all configurations have them
 NAME = "name_or_path"  # of a model, as an attribute
 
