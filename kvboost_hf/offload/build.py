@@ -19,7 +19,7 @@ from kvboost_hf.offload.awq.linear import AwqLinear
 from kvboost_hf.offload.awq.swap import lay_out
 from kvboost_hf.offload.backends.choice import free_bytes, is_overridden, make_backend, make_mapping
 from kvboost_hf.offload.backends.cuda import BUFFER_BYTES
-from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin
+from kvboost_hf.offload.disk import FileSource, LayerFolder, Origin, require_open_files
 from kvboost_hf.offload.flat import FlatLayout
 from kvboost_hf.offload.hook import LayerStreamingHook
 from kvboost_hf.offload.host import HostMemory, HostSource, cuda_pinning
@@ -84,6 +84,7 @@ class StreamBuilder:
         self._folder = None
         if self.plan.on_disk:
             assert config.disk_folder is not None
+            require_open_files(len(self.plan.on_disk))
             self._folder = LayerFolder(config.disk_folder, origin)
         self._found: dict[int, FileSource] = {}  # in files, and not taken yet
         self._sources: dict[int, LayerSource] = {}

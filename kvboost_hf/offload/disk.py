@@ -31,9 +31,11 @@ from kvboost_hf.offload.marks import Mark, mark_of, read_into
 
 if sys.platform != "win32":
     import fcntl
+    import resource
 
 _log = logging.getLogger(__name__)
 _VERSION, _LOCK = 2, "streamed-layers.lock"
+_OTHER_FILES = 16  # that loading and running a model open
 _REMEDY = "Load the model again: that writes it anew."
 
 
@@ -222,11 +224,7 @@ class LayerFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
-            message = f"cannot be read ({error.strerror}). "
-            if error.errno == errno.EMFILE:
-                message += "Files of streamed layers stay open. Raise the limit: `ulimit -n 4096`"
-            else:
-                message += "Change who may read it, or choose another `disk_folder`"
+            message = f"cannot be read ({error.strerror}). Change who may read it, or choose another `disk_folder`"
             raise OSError(error.errno, message, str(self._folder / name)) from error
         if sys.platform != "win32":  # where open files cannot be removed
             with suppress(OSError):  # a file system without locks: `prune` leaves its files alone
@@ -237,6 +235,24 @@ class LayerFolder:
     def _locked(self) -> Iterator[None]:
         with locked_folder(self._folder):
             yield
+
+
+def require_open_files(count: int) -> None:
+    """Refuse to stream more layers from files than the process may open.
+
+    Raises:
+        OSError: so many files cannot be open at once.
+    """
+    if sys.platform == "win32":
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = len(os.listdir("/dev/fd")) + _OTHER_FILES
+    if limit != resource.RLIM_INFINITY and held + count > limit:
+        raise OSError(
+            errno.EMFILE,
+            f"{count} layers in files need as many open files, and this process may have {limit}, {held} for other "
+            f"things. Raise the limit: `ulimit -n {2 * (held + count)}`",
+        )
 
 
 @contextmanager
