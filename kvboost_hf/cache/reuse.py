@@ -119,7 +119,8 @@ class ChunkReuseCache(Cache):
         self._unsettled: SettledLater | None = None  # the last one, while its token is being handed out
         self._call: GenerateCall | None = None  # the generate() call that has armed the cache
         self._user_defined = self._begins_anew = False
-        self._hides_padding_only = True  # the mask of the last generate() call, if it went on from what is held
+        self._mask_fits = True  # the mask of a generate() call that begins, if it goes on from what is held
+        self._hides_padding_only = True  # the mask of the last one, if it went on from what is held
         super().__init__(layers=live.visible)
         install(model)
         if binding.keeps_hidden:
@@ -154,9 +155,10 @@ class ChunkReuseCache(Cache):
             static.in_use, static.padded = call.uses_cache, call.mask is not None
             static.require_call_fits(call, live.held)
         self._user_defined = value
-        continues = call.continues(live.held)
-        self._call = call if value and not continues else None
-        self._hides_padding_only = not continues or self._knows_padding(call.mask)
+        follows = call.follows(live.held)
+        self._call = call if value and not follows else None
+        self._mask_fits = not follows or call.fits(live.held)
+        self._hides_padding_only = not follows or (self._mask_fits and self._knows_padding(call.mask))
         if self._call is not None:
             live.tally = Tally(bypass=_UNUSED)  # until a forward comes with it
             live.end_call()
@@ -293,13 +295,21 @@ class ChunkReuseCache(Cache):
         call, self._call = self._call, None
         armed = self._begins_anew or (call is not None and call.contains(sys._getframe()))
         self._begins_anew = False
+        mask_fits, self._mask_fits = self._mask_fits, True  # of the call's first forward
         if live.lost and not armed:
             raise InterruptedForwardError(
                 "The last forward with this ChunkReuseCache was interrupted, and the states that it held cannot be "
                 "taken back, so that nothing can be continued. Call reset(), and pass the whole text."
             )
         request = Request(
-            self, model, kwargs, armed, self.in_own_loop, self._hides_padding_only, self.stores_prompts_whole
+            self,
+            model,
+            kwargs,
+            armed,
+            self.in_own_loop,
+            mask_fits,
+            self._hides_padding_only,
+            self.stores_prompts_whole,
         )
         ids = kwargs.get("input_ids")  # what is read of a forward by somebody's own loop is not known
         is_of_generate = isinstance(ids, torch.Tensor) and ids.shape[-1] > 1 and outputs_read(ids) is not None

@@ -66,7 +66,7 @@ class StaticDecoding:
         """
         if call.max_length is None or call.num_ids is None:
             return
-        before = held if call.continues(held) else 0
+        before = held if call.follows(held) else 0
         new = call.max_length - call.num_ids
         prompt = before + call.num_ids
         needed = prompt + new - 1 + call.candidates  # the last token is not run through the model

@@ -211,7 +211,7 @@ def _most_bytes(model: PreTrainedModel, device: torch.device) -> int | None:
 
 def _held(live: LiveKV, call: GenerateCall) -> int:
     """Columns of the cache that the ids of a call follow."""
-    return live.held if call.continues(live.held) else 0
+    return live.held if call.follows(live.held) else 0
 
 
 def _reason_of_model(model: PreTrainedModel) -> str | None:

@@ -61,11 +61,15 @@ class GenerateCall:
             if positions is not None:
                 self._prepared["position_ids"] = positions
 
-    def continues(self, held: int) -> bool:
-        """Whether only the ids that follow `held` columns were passed, with a mask over everything."""
+    def follows(self, held: int) -> bool:
+        """Whether generate() takes the ids for those that follow `held` columns: its mask is of another length."""
         if self.num_ids is None or self.mask_columns is None or held == 0:
             return False
-        return self.mask_columns == held + self.num_ids
+        return self.mask_columns != self.num_ids
+
+    def fits(self, held: int) -> bool:
+        """Whether a mask over `held` columns and the ids that follow them has as many columns as these."""
+        return self.num_ids is not None and self.mask_columns == held + self.num_ids
 
     def contains(self, frame: FrameType) -> bool:
         """Whether `frame` is inside this call; True where the call was not found."""
