@@ -56,7 +56,11 @@ class StaticDecoding:
 
     def make_layers(self, model: PreTrainedModel) -> list[ReuseLayer]:
         """Empty layers."""
-        return [StaticReuseLayer(self.max_cache_len, _window(stock)) for stock in cache_layers(model)]
+        layers: list[ReuseLayer] = []
+        for stock in cache_layers(model):
+            layers.append(StaticReuseLayer(self.max_cache_len, _window(stock)))
+            layers[-1].stock = stock
+        return layers
 
     def require_call_fits(self, call: GenerateCall, held: int) -> None:
         """Refuse a generate() call that may outgrow the cache.

@@ -116,6 +116,13 @@ class DecodingForm:
             self._live.take_form(model, None)
             self._chosen = None
 
+    def grow(self, settle: Settle) -> None:
+        """Go on with buffers that grow, for good."""
+        if self.asked is not None:
+            self.asked = AUTO
+            self.leave(settle)
+            self.asked = None
+
     def serves(self, running: Callable[[], Any]) -> bool:
         """Whether buffers of a fixed size are for the generate() call whose configuration `running` gives."""
         if self.asked != AUTO:
