@@ -539,9 +539,10 @@ class ChunkReuseCache(DynamicCache):
         return self._writer.offer_content(store, start, pinned=pinned)
 
     def store_tails(self) -> None:
-        """Offer the tokens that fill no chunk to the store, before the cache lets go of them."""
-        self._settle_last()
-        self._writer.offer_tails()
+        """Offer the tokens that fill no chunk to the store, before the cache lets go of them; not within a forward."""
+        if not self._use.is_in_forward(self):
+            self._settle_last()
+            self._writer.offer_tails()
 
     def fork(self) -> "ChunkReuseCache":
         """A cache that holds the same, at no cost: whichever of the two is written to first copies its buffers.

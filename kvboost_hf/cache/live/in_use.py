@@ -51,11 +51,15 @@ class CacheUse:
         with self._lock:
             if self._thread != thread and self._config is not None:
                 self._require_free(None)
-            if self._inside not in (0, thread) and is_in_forward(cache, self._inside):
+            if self._inside != thread and self.is_in_forward(cache):
                 raise CacheInUseError(
                     f"This ChunkReuseCache is in use: thread {self._inside} runs a forward with it. {_REMEDY}"
                 )
             self._inside, self._ran = thread, True
+
+    def is_in_forward(self, cache: Any) -> bool:
+        """Whether a forward with the cache is under way, and not one that has raised."""
+        return self._inside != 0 and is_in_forward(cache, self._inside)
 
     def end_forward(self) -> None:
         """The forward has returned."""
