@@ -129,6 +129,9 @@ def downloaded(name: str) -> PreTrainedModel:
     return model
 
 
+MIXED = {"model.layers.1": "disk", "model.layers.2": "disk", "model.norm": "disk", "lm_head": "disk"}
+MIXED |= {f"model.layers.{n}": "cpu" for n in (0, 3, 4)}
+MIXED |= {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu"}
 FFN_ONLY = StreamingConfig(residency_mode="ffn_only_stream", disk_folder="A")
 IN_HOST_TOO = StreamingConfig(residency_mode="full_stream", host_budget="60KB", disk_folder="A")
 WAYS: dict[str, Callable[[str], PreTrainedModel]] = {
@@ -147,6 +150,7 @@ WAYS: dict[str, Callable[[str], PreTrainedModel]] = {
     "in shards": in_shards,
     "downloaded": downloaded,
     "cpu_offload": lambda name: cpu_offload(plain(name), torch.device("cpu")),
+    "a device map": lambda name: plain(name, device_map=MIXED, offload_folder="B"),
     "disk_offload": lambda name: disk_offload(plain(name), "A", torch.device("cpu")),
 }
 

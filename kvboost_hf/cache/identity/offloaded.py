@@ -95,7 +95,9 @@ def only_moves(hook: Any, forward: Any) -> bool:
 
     inner = getattr(hook, "hooks", (hook,))
     is_theirs = isinstance(forward, functools.partial) and forward.func.__module__ == AlignDevicesHook.__module__
-    return is_theirs and all(type(each) is AlignDevicesHook or hasattr(each, "leaves_kv_alone") for each in inner)
+    return is_theirs and all(
+        type(each) is AlignDevicesHook or getattr(each, "leaves_kv_alone", False) for each in inner
+    )
 
 
 def offloaded_tensors(weights: Any) -> list[torch.Tensor]:
