@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import threading
@@ -35,6 +36,7 @@ if sys.platform != "win32":
 
 _log = logging.getLogger(__name__)
 _VERSION, _LOCK = 2, "streamed-layers.lock"
+LAYER = re.compile(r"layer-[0-9a-f]{32}\.bin")  # the name of a file
 _OTHER_FILES = 16  # that loading and running a model open
 _REMEDY = "Load the model again: that writes it anew."
 
@@ -279,8 +281,29 @@ def read_record(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         _log.warning("%s cannot be read (%s): its layers are loaded once more.", path, error.strerror)
         return None
-    known = isinstance(record, dict) and record.get("version") == _VERSION
-    return record if known else None
+    return record if _is_record(record) else None
+
+
+def _is_record(record: object) -> bool:
+    """Whether JSON is a record as it is written here."""
+    if not isinstance(record, dict) or record.get("version") != _VERSION:
+        return False
+    layers = record.get("layers")
+    if not isinstance(record.get("model"), str) or not isinstance(record.get("files"), dict):
+        return False
+    return isinstance(layers, dict) and all(map(_is_entry, layers.values()))
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, list) or len(entry) != 3:
+        return False
+    file, mark, digests = entry
+    named = isinstance(file, str) and LAYER.fullmatch(file) is not None  # nor does a record lead elsewhere
+    return named and isinstance(mark, list) and isinstance(digests, dict) and all(map(_is_digest, digests.values()))
+
+
+def _is_digest(text: object) -> bool:
+    return isinstance(text, str) and re.fullmatch("[0-9a-f]{40}", text) is not None
 
 
 def _contents_of(file: FileIO, layout: FlatLayout) -> dict[str, Content] | None:

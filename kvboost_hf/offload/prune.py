@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvboost_hf.offload.disk import locked_folder, read_record
+from kvboost_hf.offload.disk import LAYER, locked_folder, read_record
 
 if sys.platform != "win32":
     import fcntl
 
-_LAYER = re.compile(r"layer-[0-9a-f]{32}\.bin")
 _UNFINISHED = re.compile(r"(layer|checkpoint)-[0-9a-f]{32}\.tmp")
 _RECORD = re.compile(r"checkpoint-[0-9a-f]{32}\.json")
 _FORMER = re.compile(r"layer-[0-9]{5}\.bin")  # of releases whose processes hold no locks
@@ -63,7 +62,7 @@ def prune_layers(folder: str | Path, *, dry_run: bool = False) -> list[LayerFile
         found = [
             LayerFile(path, path.stat().st_size, tuple(sorted(models.get(path.name, ()))), _in_use(path))
             for path in sorted(place.iterdir())
-            if _LAYER.fullmatch(path.name)
+            if LAYER.fullmatch(path.name)
         ]
         if not dry_run:
             _remove(place, found, records)
@@ -107,4 +106,4 @@ def _in_use(path: Path) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    return any(pattern.fullmatch(path.name) for pattern in (_LAYER, _UNFINISHED, _FORMER, _RECORD))
+    return any(pattern.fullmatch(path.name) for pattern in (LAYER, _UNFINISHED, _FORMER, _RECORD))

@@ -314,7 +314,16 @@ def test_layers_of_other_checkpoints_stay(tmp_path: Path, origin: Origin) -> Non
         assert torch.equal(read(found), content(number))
 
 
-@pytest.mark.parametrize("record", ["", "{", "[]", '{"version": 1, "identity": "a", "layers": {}}', None])
+RECORDS = (
+    *("", "{", "[]", '{"version": 1, "identity": "a", "layers": {}}', '{"version": 2}'),
+    *(
+        f'{{"version": 2, "model": "m", "files": {{}}, "layers": {{"0": {entry}}}}}'
+        for entry in ("1", '["../x", [], {}]')
+    ),
+)
+
+
+@pytest.mark.parametrize("record", [*RECORDS, None])
 def test_a_record_that_cannot_be_read_is_written_anew(tmp_path: Path, origin: Origin, record: str | None) -> None:
     for _ in range(2):
         folder = LayerFolder(tmp_path, origin)
