@@ -167,6 +167,7 @@ PRIVATE = (
         "the flags of a command, and the conversion of their values",
     ),
     _names("sys", "_getframe", "the frame of a caller"),
+    _names("threading.RLock()", "_at_fork_reinit _is_owned", "frees a lock in a forked child; who has it"),
     _names("collections", "_asdict _replace", "methods of named tuples", in_source=True),
 )
 

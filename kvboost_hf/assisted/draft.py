@@ -60,17 +60,17 @@ class Drafting:
     ) -> None:
         self._generate: Callable[..., Any] = type(model).generate  # type: ignore[attr-defined]
         self._model, self._schedule, self._clock = model, schedule, clock
+        self.pauses = Pauses(learned_positions(model))
         self._begin(ref(target))
 
     def _begin(self, target: "ref[PreTrainedModel] | None") -> None:
         self.stats, self._host_reads = SpeculationStats(), HostReads()
-        self.pauses = Pauses(learned_positions(self._model))
         self._target = target
         self._awaited: Outcome | None = None
         self._rounds: dict[ref[Any], _Round] = {}  # by the cache of each answer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("_generate", "_model", "_schedule", "_clock")}
+        return {name: vars(self)[name] for name in ("_generate", "_model", "_schedule", "_clock", "pauses")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -14,6 +14,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from kvboost_hf import forks
 from kvboost_hf.cache.identity.foreign import holder_of_cache, is_stock
 from kvboost_hf.cache.identity.model_state import ModelState
 from kvboost_hf.cache.identity.walk import PREPARE_CACHE
@@ -60,7 +61,7 @@ class _Attachment:
         self._max_cache_len = max_cache_len
         self._of_thread = _OfThread()
         self._latest: ChunkReuseCache | None = None
-        self._storing = threading.Lock()  # tails are on their way to the store
+        self._storing = forks.lock()  # tails are on their way to the store
 
     def cache_for(
         self, model: PreTrainedModel, config: GenerationConfig, given: Kwargs, mode: GenerationMode
