@@ -31,6 +31,16 @@ from kvboost_hf.compat import (
 from kvboost_hf.config import DraftTreeConfig
 
 
+class _SignatureOfCall:
+    """The signature of an object's `__call__`. When generate() asks for it, it gets its tokenizer back."""
+
+    def __get__(self, trees: "TreeDecoding | None", kind: type) -> inspect.Signature:
+        if trees is None:
+            raise AttributeError("__signature__")  # that of a class is of its constructor
+        give_back_tokenizer()
+        return inspect.signature(trees.__call__)
+
+
 class TreeDecoding:
     """Speculative decoding with trees of drafts, to be passed to `generate()` as `custom_generate`.
 
@@ -82,11 +92,7 @@ class TreeDecoding:
         """Counts of all rounds so far."""
         return self._rounds.stats
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The arguments of a call, for which generate() asks. One of them is the tokenizer, which it keeps by that."""
-        give_back_tokenizer()
-        return inspect.signature(self.__call__)
+    __signature__ = _SignatureOfCall()
 
     def __call__(
         self,
