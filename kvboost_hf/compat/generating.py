@@ -5,6 +5,7 @@ from typing import Any
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
@@ -14,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
@@ -21,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 _LOADERS: tuple[tuple[Any, Any], ...] = (
     (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
 )
 _LOADERS_OF_PAIRS: tuple[tuple[Any, Any], ...] = (  # of an encoder and a decoder
     (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
@@ -31,7 +34,7 @@ _LOADERS_OF_PAIRS: tuple[tuple[Any, Any], ...] = (  # of an encoder and a decode
 def loader_of(config: PreTrainedConfig) -> Any:
     """The class whose `from_pretrained()` and `from_config()` make a decoder of text with a configuration.
 
-    That is `AutoModelForCausalLM`, or `AutoModelForImageTextToText` where only that has a class.
+    That is `AutoModelForCausalLM`, or a class for models that take media where only that one has it.
 
     Raises:
         ValueError: there is no such class.
