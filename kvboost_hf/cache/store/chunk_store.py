@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from kvboost_hf.cache.codecs import make_codec
+from kvboost_hf.cache.codecs import LiveQuant, live_config, make_codec
 from kvboost_hf.cache.codecs.base import Codec
 from kvboost_hf.cache.costs.compute_pace import ComputePace
 from kvboost_hf.cache.costs.prompt_costs import stored_per_computed, worth_loading
@@ -230,7 +230,7 @@ class ChunkStore:
         policy: ReusePolicy | None = None,
         salt: str | bytes | None = None,
         progress: Callable[[int, int], None] | None = None,
-        live_quant: KVQuantConfig | None = None,
+        live_quant: LiveQuant = None,
     ) -> ReuseReport:
         """Compute and store K/V ahead of the first request: of the start of prompts, or of documents within them.
 
@@ -263,7 +263,7 @@ class ChunkStore:
             policy=policy,
             salt=self.salt if salt is None else salt_bytes(salt),
             progress=progress,
-            live_quant=live_quant,
+            live_quant=live_config(live_quant),
         )
         return warmer()(self._require_model(), self, text_or_ids, documents, prefix, settings)
 
