@@ -35,8 +35,8 @@ class _Draw:
         self._chunk = self._of({16: 4, 32: 1})
         self._pieces = self._of({1: 1, 3: 1, 7: 3, 8: 5, 15: 4, 16: 8, 17: 4, 24: 5, 32: 2, 33: 2})
         self._lengths = [self._length() for _ in range(4)]  # few, so that prompts begin alike and part in few places
-        self._in_pieces = self._one_in(2)
-        self._batches = draw.random() < (0.7 if self._stateful else 0.4)
+        self._in_pieces = draw.random() < (0.7 if self._stateful else 0.5)
+        self._batches = draw.random() < (0.8 if self._stateful else 0.4)
         reuse = self._of({"a new cache": 3, "a kept cache": 4, "attach": 4})
         threads = self._of({1: 12, 2: 1, 3: 1})
         if threads > 1 and self._one_in(4):
@@ -59,7 +59,7 @@ class _Draw:
             live_quant=live,
             policy=policy,
             chunk_size=self._chunk,
-            max_chunks=self._of({None: 6, 2: 1, 4: 1, 9: 1}),
+            max_chunks=self._of({None: 9, 2: 1, 4: 1, 9: 1}),
             disk=self._one_in(10),
             threads=threads,
             calls=calls,
@@ -70,7 +70,7 @@ class _Draw:
         draw = self._draw
         if self._one_in(3):
             return draw.choice([1, 2, draw.randrange(3, 50)])
-        unit = draw.choice([self._chunk, self._chunk, self._pieces, self._pieces, WINDOW])
+        unit = draw.choice([self._chunk] * 3 + [self._pieces] * 2 + [WINDOW])
         found = unit * draw.choice([1, 1, 1, 2, 2, 3]) + draw.choice([-1, 0, 0, 1, 1, 1, 2])
         return min(max(found, 1), _MOST)
 
@@ -85,7 +85,7 @@ class _Draw:
 
     def _call(self, reuse: str, threads: int, number: int) -> Call:
         draw = self._draw
-        rows = draw.choice([2, 3, 3, 4]) if self._batches and not self._one_in(3) else 1
+        rows = draw.choice([2, 3, 3, 3, 4]) if self._batches and not self._one_in(3) else 1
         same = rows > 1 and self._one_in(4)  # as rows that begin alike
         one = self._row()
         made = [one if same and not self._one_in(3) else self._row() for _ in range(rows)]
@@ -140,7 +140,7 @@ class _Draw:
             told["streamer"] = True
         if self._one_in(25) and way != "drafted":
             told["use_cache"] = False
-        if self._one_in(25):
+        if self._one_in(25) and "draft" not in told:
             told["guidance_scale"] = 1.5
         if self._one_in(20):
             told["output_scores"] = True

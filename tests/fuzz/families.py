@@ -30,10 +30,10 @@ FAMILIES: dict[str, int] = {
     "llama4_text": 1,
     "deepseek_v3": 3,
     "mixtral": 2,
-    "qwen3_next": 5,
-    "falcon_h1": 6,
-    "olmo_hybrid": 6,
-    "lfm2": 3,
+    "qwen3_next": 4,
+    "falcon_h1": 7,
+    "olmo_hybrid": 8,
+    "lfm2": 5,
     "nemotron_h": 2,
     "granitemoehybrid": 1,
     "mamba2": 1,
@@ -43,8 +43,8 @@ FAMILIES: dict[str, int] = {
 STATEFUL = ("qwen3_next", "falcon_h1", "olmo_hybrid", "lfm2", "nemotron_h", "granitemoehybrid", "mamba2", "zamba2")
 OWN_DRAFTS = ("load_assistant", "trees", "lookup")  # plain decoding without a draft is what they must say
 DRAFTED = 3
-# How far logits may be off at least, in their standard deviations. A history that fails in float32 is played in float64,
-# too: what is off by more than this there is no matter of rounding, nor of experts or tokens that score alike.
+# How far logits may be off at least, in their standard deviations. A history that fails in float32 is played in
+# float64, too: what is off by more there is no matter of rounding, nor of experts or tokens that score alike.
 SAME = {torch.float32: 2e-3, torch.float64: 1e-4}
 
 
@@ -81,7 +81,8 @@ def _own_error(plain: Any) -> float:
 
 
 def _made(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    made = make_architecture(name).to(dtype)
+    made: Any = make_architecture(name)
+    made.to(dtype)
     if dtype == torch.float64:  # grouped products know no such numbers
         made.set_experts_implementation("eager")
     return made

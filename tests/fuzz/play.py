@@ -135,7 +135,8 @@ def _prepare(history: History, models: Family, dtype: torch.dtype) -> list[Step]
         else:
             inputs, of, held = _continued(history, call, earlier, before)
             latest = max((i for i in range(number % history.threads, number, history.threads)), default=None)
-            if of is not None and history.reuse != "attach" and of != latest:
+            gone_on = any(step.of == of for step in steps) if history.reuse == "attach" else of != latest
+            if of is not None and gone_on:
                 of = None  # the cache holds another text by now
         expected = _plain(history.family, history.attention, dtype, _key(inputs), _frozen(call))
         steps.append(Step(call, inputs, of, held, expected))

@@ -22,7 +22,9 @@ def _smaller(history: History) -> Iterator[History]:
     """Histories that differ from this one in one step towards the simplest, the largest steps first."""
     calls = history.calls
     if history.threads > 1:
-        yield from (replace(history, threads=1, calls=calls[lane :: history.threads]) for lane in range(history.threads))
+        yield from (
+            replace(history, threads=1, calls=calls[lane :: history.threads]) for lane in range(history.threads)
+        )
     for size in (len(calls) // 2, 1):
         for start in range(0, len(calls) if size else 0, size or 1):
             yield replace(history, calls=calls[:start] + calls[start + size :])
